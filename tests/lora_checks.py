@@ -56,7 +56,7 @@ def in_fp64(projections: Sequence[Projection]) -> list[Projection]:
 
     return [
         Projection(wide(w), wide(b), Adapter(wide(m.a), wide(m.b), m.scaling))
-        for w, b, m, _ in projections
+        for w, b, m, *_ in projections
     ]
 
 

@@ -60,6 +60,9 @@ class KernelsConfig(Section):
 
     lora_linear: KernelMode = "auto"
     """Adapters as one autograd function: the input is saved once, in its own dtype."""
+    fp8: KernelMode = "off"
+    """Products of adapters' frozen weights in fp8, with a scale a row, inside of `lora_linear`; two bytes more a weight.
+    Adapters stay as they are. It rounds to 2^-4, so `auto` has to be asked for."""
     qk_norm_rope: KernelMode = "auto"
     """Norm and rotation of q and k in one pass."""
     ada_norm: KernelMode = "auto"
@@ -271,6 +274,22 @@ class Recipe(Section):
             raise ValueError("optim.groups: train.mode: full has no adapter; give backbone")
         if groups.backbone is None:
             raise ValueError("optim.groups.backbone is missing: train.mode: full trains it")
+        return self
+
+    @model_validator(mode="after")
+    def _fp8_has_the_weights(self) -> "Recipe":
+        if self.kernels.fp8 == "off":
+            return self
+        if self.model.quantize is not None:
+            raise ValueError(
+                f"kernels.fp8: {self.kernels.fp8}: the base is quantised already (model.quantize: "
+                f"{self.model.quantize}); leave one of them out"
+            )
+        if self.train.offload != "none":
+            raise ValueError(
+                f"kernels.fp8: {self.kernels.fp8}: it keeps every weight on the device in fp8, which train.offload: "
+                f"{self.train.offload} is to spare; leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.fuse import liger
+from dit_lora.fuse import fp8, liger
 from dit_lora.fuse.attention import require_backend
 from dit_lora.fuse.first_forward import FirstForwards
 from dit_lora.fuse.lora import has_lora
@@ -31,6 +31,7 @@ from dit_lora.fuse.registry import FORWARDS, PROCESSORS, WITHOUT_TRITON
 from dit_lora.fuse.transformers_attention import AttentionChoice, require_implementation
 from dit_lora.guard.switches import Switch, set_model_switches
 from dit_lora_kernels import triton_support
+from dit_lora_kernels.fp8 import why_unavailable as why_no_fp8
 
 Mode = Literal["auto", "on", "off"]
 _OF_OTHERS = "it is for models of Transformers"
@@ -68,7 +69,7 @@ def fuse(
 ) -> FuseReport:
     """Use fused kernels in this model's blocks and adapters; `unfuse` undoes it.
 
-    `ops` gives `auto`, `on` or `off` by name, `auto` where it names none. `auto`: where it applies, the machine
+    `ops` gives `auto`, `on` or `off` by name; `auto` where it names none, but `off` for `fp8`. `auto`: where it applies, the machine
     can run it, and parity holds. `on`: also without a GPU, by its reference; raises if parity does not hold
     or nothing in the model takes it. `attention` is one of Diffusers' backends that train or, for a model of
     Transformers, one of its implementations; `auto` is PyTorch's own choice. With `check`, the first training forward
@@ -95,6 +96,9 @@ def fuse(
     _require_asked(model, fusion, modes)
     mark(model, fusion)  # patched or not, so that `fusion_of` finds it on the model too
     switches = _switches(fusion, modes)
+    if fp8.OP in fusion.used():
+        # First: it is inside of another op, which would take the blame.
+        switches.insert(0, fp8.start(model, fusion, insisted=modes[fp8.OP] == "on"))
     if attention != "auto" and isinstance(model, PreTrainedModel):
         switches += _choose_attention(model, fusion, attention)
     set_model_switches(model, switches)
@@ -139,7 +143,12 @@ def _modes(asked: Mapping[str, Mode]) -> dict[str, Mode]:
     wrong = [f"{op}: {mode!r}" for op, mode in asked.items() if mode not in get_args(Mode)]
     if wrong:
         raise DitLoraError(listed("give auto, on or off for each kernel; got", wrong))
-    return {op: asked.get(op, "auto") for op in OPS}
+    modes = {op: asked.get(op, "off" if op == fp8.OP else "auto") for op in OPS}
+    if modes[fp8.OP] == "on" and modes[fp8.NEEDS] == "off":
+        raise DitLoraError(
+            f"kernels.{fp8.OP}: it computes the products of {fp8.NEEDS}, which is off; set that to auto"
+        )
+    return modes
 
 
 def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
@@ -155,6 +164,11 @@ def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
                     f"kernels.{op}: {missing}; pip install 'dit-lora[liger]', or set it to auto"
                 )
             return missing
+    if op == fp8.OP:
+        missing = why_no_fp8()
+        if missing and mode == "on":
+            raise DitLoraError(f"kernels.{op}: {missing}; set it to off")
+        return missing
     # Without a GPU a kernel is its reference in plain PyTorch, which gains nothing: only who insists gets it.
     support = triton_support()
     if mode == "on" or op in WITHOUT_TRITON or support.mode == "gpu":
@@ -172,6 +186,8 @@ def _patch(model: nn.Module, fusion: Fusion) -> None:
         processor = matches(PROCESSORS, stock_processor(module))
         if processor is not None and fusion.on[ATTENTION]:
             patch_processor(name, module, fusion, processor)
+    if fusion.on.get(fp8.OP):
+        fp8.note(model, fusion)
 
 
 def _require_asked(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) -> None:
@@ -203,6 +219,7 @@ def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
             part_of=KERNELS,
         )
         for op in fusion.used()
+        if op != fp8.OP
     ]
     # A backend was chosen by name: where it is wrong from the start that is an error, and no reason to fall back.
     if fusion.backend is not None:

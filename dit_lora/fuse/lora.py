@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 
+from dit_lora.fuse import fp8
 from dit_lora.fuse.patches import ForwardPatch, class_name, fusion_of, runs_patch
 from dit_lora_kernels.lora_linear import (
     COMPUTE_DTYPES,
@@ -318,8 +319,10 @@ def _projection(layer: nn.Module, parts: _Parts, x: Tensor) -> Projection:
     dequantized = _DEQUANTIZED.get(class_name(base))
     weight, bias = (base.weight, base.bias) if dequantized is None else (None, None)
     quantized = None if dequantized is None else Quantized(base, partial(dequantized, base))
-    casts = _lowered(layer, a, b, scaling, compute_dtype(x, weight))
-    return Projection(weight, bias, Adapter(a, b, scaling, casts), quantized)
+    dtype = compute_dtype(x, weight)
+    adapter = Adapter(a, b, scaling, _lowered(layer, a, b, scaling, dtype))
+    narrow = None if weight is None else fp8.weight_of(layer, base, dtype)
+    return Projection(weight, bias, adapter, quantized, narrow)
 
 
 def _lowered(

@@ -22,6 +22,7 @@ from dit_lora.numerics.opaque import set_whole
 
 OPS = (
     "lora_linear",
+    "fp8",
     "qk_norm_rope",
     "ada_norm",
     "relu_linear_attention",

@@ -247,7 +247,8 @@ class BlockComparison:
     ) -> tuple[str, float] | None:
         # What a block adds to its input is within rounding in half precision.
         inputs = block.inputs if dtype is torch.float32 else ()
-        return first_apart(expected, fused, BLOCK[dtype], inputs, exact)
+        limits = BLOCK[dtype] if dtype is torch.float32 else BLOCK[dtype].wider(self.switch.error)
+        return first_apart(expected, fused, limits, inputs, exact)
 
     def _unsteady(self, block: BlockCall, expected: Values, fused: Values) -> float | None:
         """Return how far the kernel is from itself on equal inputs, if that is more than the stock code is."""

@@ -95,10 +95,11 @@ def differences(
     what is yielded before asking for the next: then the whole is asked once more.
     """
     wholes = [switch for switch in switches if switch.part_of is None]
-    # Compilation is last: it compiles the others, which must be right first.
-    wholes.sort(key=lambda switch: switch.name == COMPILE)
+    # Compilation is last: it compiles the others, which must be right first. So must be what another rounding is on top of.
+    wholes.sort(key=lambda switch: (switch.name == COMPILE, switch.error > 0))
     for switch in wholes:
-        others = [] if switch.name == COMPILE else [o for o in wholes if _apart_from(o, switch)]
+        on_top = switch.name == COMPILE or switch.error > 0
+        others = [] if on_top else [o for o in wholes if _apart_from(o, switch)]
         of_whole = compare(switch, others)
         parts = [part for part in switches if part.part_of == switch.name]
         if of_whole is None:

@@ -26,6 +26,14 @@ class Limits(NamedTuple):
     floor: float
     """The share of the largest gradient beside it that counts: one that is exactly zero (a key's bias) has rounding errors alone."""
 
+    def wider(self, error: float) -> "Limits":
+        """Return the limits for what has that relative error of its own; gradients' grows in proportion."""
+        grown = 1 + error / self.output
+        # Where gradients nearly cancel (a query of Sana's, whose size its attention divides out), what is left of them
+        # is wrong by as much as the others are.
+        floor = max(self.floor, 5 * error)
+        return Limits(self.output * grown, self.gradient * grown, floor)
+
 
 WHOLE = {
     dtype: Limits(output, tolerances.GRADIENT[dtype], 0.05)

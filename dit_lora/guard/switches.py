@@ -33,6 +33,9 @@ class Switch:
     """Asked for by name: where it is wrong from the start, that is an error and no reason to fall back."""
     part_of: str | None = None
     """The switch that this is a part of: off with it, and right if all of it is."""
+    error: float = 0.0
+    """A limit on what rounding of its own changes, relative to what it computes. If any, it is compared with the other
+    kernels on, and is off while they are compared."""
 
 
 # PyTorch asks these three in this order of preference; what is left is `math`, which cannot be switched off.

@@ -29,7 +29,7 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 def abs_max(tensor: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude, fp32 scalar on the device; NaN if any value is NaN."""
     # fp32 comes last: a copy of the whole tensor in it would be as large again, or twice.
-    return tensor.detach().abs().max().float()
+    return _readable(tensor.detach()).abs().max().float()
 
 
 def magnitudes(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:

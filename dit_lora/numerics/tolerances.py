@@ -23,6 +23,9 @@ BLOCK = 2e-4
 0.1 % in one op is 1e-3 of that. So parity refuses, block by block, what the end of a run would refuse of the whole."""
 KERNEL = OUTPUT[torch.float32]
 """The limit for a kernel's own error, whatever the dtype: the rest of a difference has to be rounding."""
+FP8 = 0.05
+"""The limit for what products in fp8 change, of a block and, times the root of the number of blocks, of a model: a product of random
+operands was 0.037 off (docs/kernels.md)."""
 LATER = 2.0
 """The factor by which a run's end may be farther than its start was allowed: its weights are others then."""
 

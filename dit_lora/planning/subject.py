@@ -19,7 +19,7 @@ from dit_lora.data.buckets.buckets import buckets_of
 from dit_lora.data.cache.cache import Spec
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.without_weights import data_is_here, from_configs, text_encoder
-from dit_lora.fuse import api, kernel_support
+from dit_lora.fuse import api, fp8, kernel_support
 from dit_lora.numerics.streams import Streams
 from dit_lora.patching import Patches
 from dit_lora.planning.chat_shapes import chat_specs
@@ -116,7 +116,7 @@ class Subject:
         narrowed = self._narrowed(recipe)
         largest = max((sum(p.nbytes for p in block.parameters()) for block in blocks), default=0)
         return Weights(
-            frozen - narrowed,
+            frozen - narrowed + fp8.kept_bytes(model),
             sum(in_blocks) - narrowed,
             largest - narrowed // max(1, len(blocks)),
             tuple(trained),
@@ -330,6 +330,7 @@ def _kernels_of_a_gpu(assumed: bool) -> Iterator[None]:
     if assumed:
         there = kernel_support()._replace(mode="gpu", reason="assumed")
         patches.method(api, "triton_support", lambda _own: there)
+        patches.method(api, "why_no_fp8", lambda _own: None)
     try:
         yield
     finally:

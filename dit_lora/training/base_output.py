@@ -8,8 +8,8 @@ base_output.json. A start that resumes compares itself with the first one's.
 import json
 import math
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.fuse.first_forward import refusal
+from dit_lora.fuse.patches import KERNELS
 from dit_lora.guard.event import Event, kernel_event
 from dit_lora.guard.switches import COMPILE, Switch, attention_switches, model_switches
 from dit_lora.numerics.dtensors import local
@@ -312,6 +313,8 @@ def _kernels_apart(
     with without_kernels(model):
         expected = output_now(stock, model, inputs, dtype)
     limit = tolerance(expected, model, dtype) + allowed
+    # What has a rounding of its own is judged by that, and the others without it.
+    coarse = [switch for switch in kernels if switch.error]
 
     def away() -> float:
         measured = [distance(output_now(stock, model, inputs, dtype), expected)]
@@ -319,21 +322,35 @@ def _kernels_apart(
             broadcast_object_list(measured)
         return measured[0]
 
-    together = away() if is_finite(expected) else 0.0  # else there is nothing to compare with
-    if together <= limit:
-        return {}, together
+    if not is_finite(expected):
+        return {}, 0.0  # there is nothing to compare with
+    with ExitStack() as off:
+        for switch in coarse:
+            off.enter_context(switch.off())
+        together = away()
+        distances = _alone_apart(model, limit, away) if together > limit else {}
+    if together > limit and not distances:
+        distances = {next(one for one in kernels if one not in coarse): together}
+    for switch in coarse:
+        own = switch.error * math.sqrt(max(1, expected["blocks"]))
+        if (found := away()) > limit + own:
+            distances[switch] = found
+    return distances, together
+
+
+def _alone_apart(model: nn.Module, limit: float, away: Callable[[], float]) -> dict[Switch, float]:
+    """Return the kernels that move the output beyond the limit when each is on by itself, and how far."""
     parts = [one for one in model_switches(model) if one.name != COMPILE]
     wholes = {one.part_of for one in parts}
-    distances: dict[str, float] = {}
+    distances: dict[Switch, float] = {}
     for switch in parts:
-        if switch.name in wholes:
+        if switch.name in wholes or switch.error:
             continue
         with without_kernels(model, but=switch):
             alone = away()
         if alone > limit:
-            distances[switch.name] = alone
-    distances = distances or {kernels[0].name: together}
-    return {one: distances[one.name] for one in parts if one.name in distances}, together
+            distances[switch] = alone
+    return distances
 
 
 def _amount(away: float) -> str:
@@ -344,4 +361,4 @@ def _off(switch: Switch) -> str:
     """Return the recipe's value that leaves a kernel out."""
     if switch.cause == "attention_backend":
         return "kernels.attention=auto"
-    return f"kernels.{switch.name}=off" if switch.part_of else "all of kernels off"
+    return "all of kernels off" if switch.name == KERNELS else f"kernels.{switch.name}=off"

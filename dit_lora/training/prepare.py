@@ -148,6 +148,8 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
     # Compiled blocks round otherwise; left out where off, as in checkpoints from before the option.
     if recipe.train.compile:
         flat["train.compile"] = True
+    if recipe.kernels.fp8 != "off":  # likewise
+        flat["kernels.fp8"] = recipe.kernels.fp8
     optim = dict(values["optim"])
     groups = optim.pop("groups")
     if optim["name"] == DEFAULT:

@@ -523,7 +523,8 @@ class _AdaNorm(torch.autograd.Function):
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # None for an output not used, not zeros to be read
-        out, stats, *updated = ada_norm_forward(list(flat), weight, bias, layer, eps)
+        out, stats, *rest = ada_norm_forward(list(flat), weight, bias, layer, eps)
+        updated = list(rest)  # torch 2.11's Dynamo makes a tuple of starred names
         streams, wants = _streams(flat), _streams(ctx.needs_input_grad[4:])
         residuals = [s.x if s.y is None else updated.pop(0) for s in streams]
         ctx.groups = [s.groups() for s in streams]

@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from dit_lora_kernels import fp8
+from dit_lora_kernels.fp8 import Fp8Matrix, Fp8Weight
+
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -40,12 +43,16 @@ class Quantized(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """One linear layer and its adapter: a frozen weight (O, I) and bias (O,), or `quantized` and neither."""
+    """One linear layer and its adapter: a frozen weight (O, I) and bias (O,), or `quantized` and neither.
+
+    With `fp8`, made of the weight, both products of the base are in fp8; those of A and B are not.
+    """
 
     weight: Tensor | None
     bias: Tensor | None
     adapter: Adapter
     quantized: Quantized | None = None
+    fp8: Fp8Weight | None = None
 
 
 def compute_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -116,8 +123,9 @@ def lora_qkv(
     _check(x, projections, dropout, dtype)
     operands: list[Tensor | None] = []
     # Flat, in order: autograd.Function sees gradients only of tensors that are arguments themselves.
-    for weight, bias, (a, b, scaling, lowered), _ in projections:
+    for weight, bias, (a, b, scaling, lowered), _, narrow in projections:
         operands += [weight, bias, a, b, *(lowered or lower(a, b, scaling, dtype))]
+        operands += [None] * 4 if narrow is None else [*narrow.forward, *narrow.backward]
     settings = _Settings(
         dropout,
         tuple(p.adapter.scaling for p in projections),
@@ -134,7 +142,9 @@ def _check(
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
     if dtype not in COMPUTE_DTYPES:
         raise ValueError(f"the compute dtype must be one of {COMPUTE_DTYPES}, got {dtype}")
-    for weight, bias, (a, b, _, lowered), quantized in projections:
+    for weight, bias, (a, b, _, lowered), quantized, narrow in projections:
+        if narrow is not None and (dtype is not torch.bfloat16 or quantized is not None):
+            raise ValueError(f"fp8 is for a weight computed with in bfloat16, got {dtype}")
         if compute_dtype(x, weight) is not dtype:
             raise ValueError("projections of one input must have weights of one dtype")
         if b.ndim != 2 or a.shape != (b.shape[1], x.shape[-1]):
@@ -160,8 +170,9 @@ class _Settings(NamedTuple):
     quantized: tuple[Quantized | None, ...]
 
 
-# Of each projection: weight, bias, a, b, lowered a, lowered b. Gradients go to a and b; the products use the others.
-_OPERANDS = 6
+# Of each projection: weight, bias, a, b, lowered a, lowered b, codes and scale in fp8 for both directions or None.
+# Gradients go to a and b; the products use the others.
+_OPERANDS = 10
 
 
 class _LoraProjections(torch.autograd.Function):
@@ -173,22 +184,30 @@ class _LoraProjections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, settings: _Settings, *operands: Any) -> tuple[Tensor, ...]:
         """Return an output (..., O) for each projection of x (..., I)."""
-        weights, biases, masters_a, masters_b, lows_a, lows_b = (
+        weights, biases, masters_a, masters_b, lows_a, lows_b, *narrow = (
             operands[i::_OPERANDS] for i in range(_OPERANDS)
         )
+        codes, scales, back_codes, back_scales = narrow
         outputs = []
         with _no_autocast(x):
             rows = _rows(x)
             products, masks = _inner_products(rows, lows_a, settings.dropout)
+            # Once for all of them: they share x.
+            rounded = None if all(c is None for c in codes) else fp8.quantize_rows(rows)
             for i, quantized in enumerate(settings.quantized):
-                y = _base_product(rows, weights[i], biases[i], quantized)
+                if rounded is not None and codes[i] is not None:
+                    y = fp8.product(rounded, Fp8Matrix(codes[i], scales[i]), _in(rows, biases[i]))
+                else:
+                    y = _base_product(rows, weights[i], biases[i], quantized)
                 y.addmm_(products[i], lows_b[i].t())  # into the base's output: no sum of its own
                 outputs.append(y.view(*x.shape[:-1], y.shape[1]))
         ctx.settings, ctx.shape = settings, x.shape
         ctx.dtypes = [a.dtype for a in masters_a], [b.dtype for b in masters_b]
         # x is saved as it came: of a strided one, `rows` is a second copy of what others keep. It is for dA alone.
         kept = x if any(ctx.needs_input_grad[4::_OPERANDS]) else None
-        ctx.save_for_backward(kept, *weights, *lows_a, *lows_b, *products, *masks)
+        narrowed = [None if c is not None else w for c, w in zip(codes, weights, strict=True)]
+        backward = (*narrowed, *back_codes, *back_scales)
+        ctx.save_for_backward(kept, *backward, *lows_a, *lows_b, *products, *masks)
         return tuple(outputs)
 
     @staticmethod
@@ -197,9 +216,10 @@ class _LoraProjections(torch.autograd.Function):
         """Return the gradients of x and of every A and B, from those of the outputs."""
         count, settings = len(gradients), ctx.settings
         x, *saved = ctx.saved_tensors
-        weights, lows_a, lows_b, products, masks = (
-            saved[i * count : (i + 1) * count] for i in range(5)
+        weights, codes, scales, lows_a, lows_b, products, masks = (
+            saved[i * count : (i + 1) * count] for i in range(7)
         )
+        bases = list(zip(weights, settings.quantized, codes, scales, strict=True))
         needs_b = ctx.needs_input_grad[5::_OPERANDS]
         d_b: list[Tensor | None] = [None] * count
         with _no_autocast(gradients[0]):
@@ -212,7 +232,7 @@ class _LoraProjections(torch.autograd.Function):
                         d_b[i] *= settings.scalings[i]
             # dy (s B): what reaches the inner products, and from there both dA and dx.
             inner = [dy @ low_b for dy, low_b in zip(dys, lows_b, strict=True)]
-            dx = _base_backward(dys, weights, settings) if ctx.needs_input_grad[0] else None
+            dx = _base_backward(dys, bases) if ctx.needs_input_grad[0] else None
             rows = None if x is None else _rows(x)
             if masks:
                 d_a = _masked_backward(rows, dx, inner, lows_a, masks, settings.dropout)
@@ -221,7 +241,8 @@ class _LoraProjections(torch.autograd.Function):
         # In the order of the operands: the base is frozen, and the lowered copies have no gradient of their own.
         results: list[Tensor | None] = []
         for grad_a, grad_b, dtype_a, dtype_b in zip(d_a, d_b, *ctx.dtypes, strict=True):
-            results += [None, None, _cast(grad_a, dtype_a), _cast(grad_b, dtype_b), None, None]
+            results += [None, None, _cast(grad_a, dtype_a), _cast(grad_b, dtype_b)]
+            results += [None] * (_OPERANDS - 4)
         return (None if dx is None else dx.view(ctx.shape), None, *results)
 
 
@@ -281,17 +302,31 @@ def _base_product(
     if quantized is not None:
         return quantized.product(rows).to(rows.dtype)
     assert weight is not None  # `_check` has seen to it
-    return linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+    return linear(rows, weight.to(rows.dtype), _in(rows, bias))
 
 
-def _base_backward(
-    dys: list[Tensor], weights: Sequence[Tensor | None], settings: _Settings
-) -> Tensor:
+def _in(rows: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return the bias in the rows' dtype."""
+    return None if bias is None else bias.to(rows.dtype)
+
+
+_Base = tuple[Tensor | None, Quantized | None, Tensor | None, Tensor | None]
+"""A projection's weight, or the base quantised by another library, or codes and scale of the weight transposed."""
+
+
+def _base_backward(dys: list[Tensor], bases: Sequence[_Base]) -> Tensor:
     """Return the sum of dy W over projections (N, I), in a buffer of its own that may be added to."""
-    # The first product makes the buffer, the others and the adapters' are added by their GEMMs.
-    dx = dys[0] @ _base_weight(weights[0], settings.quantized[0], dys[0].dtype)
-    for i in range(1, len(dys)):
-        dx.addmm_(dys[i], _base_weight(weights[i], settings.quantized[i], dys[i].dtype))
+    dx: Tensor | None = None
+    for dy, (weight, quantized, codes, scale) in zip(dys, bases, strict=True):
+        # The first product makes the buffer, the others and the adapters' are added by their GEMMs.
+        if codes is not None and scale is not None:
+            part = fp8.product(fp8.quantize_rows(dy), Fp8Matrix(codes, scale))
+            dx = part if dx is None else dx.add_(part)
+        elif dx is None:
+            dx = dy @ _base_weight(weight, quantized, dy.dtype)
+        else:
+            dx.addmm_(dy, _base_weight(weight, quantized, dy.dtype))
+    assert dx is not None  # there is a projection
     return dx
 
 

@@ -105,8 +105,8 @@ class CogVideoXProcessor(FusedProcessor):
     @property
     def is_stock(self) -> bool:
         """False under context parallelism: the stock processor attends to this rank's tokens alone."""
-        # `super` is True for any configuration of ranks, and for a fusion that is off; the latter alone counts here.
-        return super().is_stock and self._parallel_config is None
+        # The base is True for any configuration of ranks too. Not asked through `super`: Dynamo traces no such property.
+        return not self.fusion.is_on(ATTENTION) and self._parallel_config is None
 
     def __call__(
         self,

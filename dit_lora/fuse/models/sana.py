@@ -169,7 +169,9 @@ class SanaLinearProcessor(FusedProcessor):
     @property
     def is_stock(self) -> bool:
         """True if the stock processor is to be called: also while the kernel of this attention is off."""
-        return super().is_stock or not self.fusion.is_on("relu_linear_attention")
+        # The base's and one more. Not asked through `super`: Dynamo traces no such property.
+        on = self.fusion.is_on(ATTENTION) and self.fusion.is_on("relu_linear_attention")
+        return not on or self._parallel_config is not None
 
     def __call__(
         self,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config
+import torch._functorch.config
 import torch._inductor.config
 from accelerate import Accelerator
 from torch import nn
@@ -37,6 +38,17 @@ from dit_lora.training.execution.blocks import LAUNCHES, repeated_blocks
 _BACKEND = "inductor"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _PLACES = ("/tmp", "/var/tmp", "/dev/shm")
+# Dynamo turns most of what its tracer meets into exceptions of its own, not these (`_compile` in convert_frame.py of
+# torch 2.11 and 2.13); and code that it has traced wrongly fails, when run, with whatever Python raises there.
+_UNWRAPPED = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NameError,
+    TypeError,
+    ValueError,
+)
 _SHAPES = 256  # graphs of one block's code; beyond torch's own 8 it would go on without them, and say so in a log
 
 
@@ -65,6 +77,8 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
     )
     # Dropout draws what it draws in eager mode: what is compiled can be compared, and is the same training.
     torch._inductor.config.fallback_random = True
+    # A block's backward is compiled with its forward: what cannot be is known at the block's first call.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
     state = _State()
     for block in repeated_blocks(transformer):
         if isinstance(block, GradientCheckpointingLayer):
@@ -124,14 +138,24 @@ def _switched(eager: Callable[..., Any], state: _State) -> Callable[..., Any]:
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            # Dynamo's errors are pages; their first line says what it cannot do.
-            reason = next((line for line in str(error).splitlines() if line.strip()), "")
-            raise DitLoraError(
-                f"train.compile: torch {torch.__version__} cannot compile a block: "
-                f"{type(error).__name__}: {reason}; set it to false"
-            ) from error
+            raise _cannot(error) from error
+        except _UNWRAPPED as error:
+            # The block's own error comes without compilation too, and goes on as it is.
+            eager(*args, **kwargs)
+            raise _cannot(error) from error
 
     return forward
+
+
+def _cannot(error: Exception) -> DitLoraError:
+    """Return the one line that says why a block cannot be compiled."""
+    # Dynamo's errors are pages; their first line says what it cannot do, or that the next one does.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return DitLoraError(
+        f"train.compile: torch {torch.__version__} cannot compile a block: "
+        f"{type(error).__name__}: {reason}; set it to false"
+    )
 
 
 def _compile_layer(layer: GradientCheckpointingLayer, state: _State) -> None:

@@ -117,6 +117,7 @@ def require_shared(
             ("optim.name", optimizer, optimizer if is_shared else DEFAULT),
             ("model.quantize", recipe.model.quantize, None),
             ("train.offload", recipe.train.offload, "none"),
+            ("kernels.fp8", recipe.kernels.fp8, "off"),
             ("train.context_parallel", recipe.train.context_parallel, 1),
         )
         if value != instead

@@ -23,7 +23,11 @@ MUTANTS: list[tuple[str, str, str]] = [
         "y.addmm_(products[i], lows_b[i].t())",
         "y.addmm_(products[i], lows_b[i].t(), beta=0)",
     ),
-    ("dx of the first projection alone", "for i in range(1, len(dys)):", "for i in range(0):"),
+    (
+        "dx of the first projection alone",
+        "            dx.addmm_(dy, _base_weight(weight, quantized, dy.dtype))",
+        "            pass",
+    ),
     (
         "no dx through the adapters",
         "        dx.addmm_(joint, _stacked(lows_a))",
@@ -81,8 +85,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "a cast of the weight is kept",
-        "ctx.save_for_backward(kept, *weights,",
-        "ctx.save_for_backward(kept, *[w if w is None else w.to(x.dtype) for w in weights],",
+        "backward = (*narrowed,",
+        "backward = (*[w if w is None else w.to(x.dtype) for w in narrowed],",
     ),
     (
         "dB is computed for nobody",

@@ -13,6 +13,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from tiny_steps import CPU, ChatStep, TinyStep, tiny_step
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
 from dit_lora.config.load import parse_recipe
@@ -202,6 +204,51 @@ def test_what_cannot_be_compiled_is_one_clear_error(
     with pytest.raises(DitLoraError, match=r"train.compile: torch .* set it to false$") as error:
         step.loss()
     assert "\n" not in str(error.value)
+
+
+def test_a_backward_that_cannot_be_compiled_is_known_before_it_is_reached(
+    tiny_checkpoints: dict[str, Path],
+    recipe_values: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_graph: Any, _inputs: Any) -> Any:
+        raise NotImplementedError("no such gradient here")
+
+    backend = aot_autograd(
+        fw_compiler=make_boxed_compiler(lambda graph, _: graph), bw_compiler=broken
+    )
+    monkeypatch.setattr(compiled, "_BACKEND", backend)
+    torch._dynamo.reset()
+    step, _ = compiled_step(tiny_checkpoints, recipe_values)
+    with pytest.raises(DitLoraError, match=r"train.compile: .*no such gradient here; set it"):
+        step.loss()
+
+
+@pytest.mark.parametrize(
+    "raised", [AssertionError("a tracer's own"), AttributeError("'tuple' has no attribute 'pop'")]
+)
+def test_a_fault_of_the_tracer_is_told_from_the_blocks_own(
+    tiny_checkpoints: dict[str, Path],
+    recipe_values: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    raised: Exception,
+) -> None:
+    """What eager code raises too is handed on as it is."""
+
+    def compiler(eager_forward: Any, **_: Any) -> Any:
+        def forward(*_args: Any, **_kwargs: Any) -> Any:
+            raise raised
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    step, _ = compiled_step(tiny_checkpoints, recipe_values)
+    with pytest.raises(DitLoraError, match=rf"cannot compile a block: {type(raised).__name__}: "):
+        step.loss()
+    block: Any = step.transformer.get_submodule("transformer_blocks.0")
+    block.norm1.forward = None
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        step.loss()
 
 
 def test_a_machine_or_a_launch_that_cannot_is_refused(
