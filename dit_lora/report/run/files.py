@@ -20,7 +20,7 @@ EVENTS, LEFT_OUT = 1000, 1000
 _SILENCE, _STEPS = 180.0, 20
 """Seconds without a line, or so many steps' time, after which a run that says nothing is no longer going."""
 _LINES = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl")
-OBJECTS = ("environment", "status", "data", "facts", "audit", "verification")
+OBJECTS = ("environment", "status", "data", "facts", "audit", "verification", "phases")
 """Files that hold one JSON object, by the fields of `RunFiles`."""
 
 State = Literal["running", "finished", "stopped", "interrupted", "failed", "silent"]
@@ -43,6 +43,7 @@ class RunFiles:
     facts: dict[str, Any]
     audit: dict[str, Any]
     verification: dict[str, Any]
+    phases: dict[str, Any]
     state: State
     notes: list[str]
 

@@ -56,25 +56,28 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
     Raises `DitLoraError` on every rank, listing everything, if the run would end in NaN or train nothing.
     What depends on files and versions alone is remembered in the cache's folder.
     """
-    began = time.perf_counter()
-    findings = _together(
-        setup,
-        [
-            *check_trainables(setup.transformer),
-            *check_base_weights(setup.transformer),
-            *_tokens(setup),
-        ],
-    )
+    began, timing = time.perf_counter(), setup.session.phases.timing
+    with timing("weights"):
+        findings = _together(
+            setup,
+            [
+                *check_trainables(setup.transformer),
+                *check_base_weights(setup.transformer),
+                *_tokens(setup),
+            ],
+        )
     micro_batch, error = None, None
     try:
         # A compiled block shows no modules, so that no hook could say which of them is at fault.
         with eager(setup.transformer):
             if not any(f.fatal for f in findings):  # or its first forward may fail at that
-                micro_batch = _first_samples(setup, recovery.quarantine)
+                with timing("samples"):
+                    micro_batch = _first_samples(setup, recovery.quarantine)
             if micro_batch is not None:
-                with noting_inputs(setup.transformer) as parity.learning:
+                with timing("gradients"), noting_inputs(setup.transformer) as parity.learning:
                     findings += _flow(setup, micro_batch)
-                findings += _remembered(setup, micro_batch)
+                with timing("attention"):
+                    findings += _remembered(setup, micro_batch)
     except torch.OutOfMemoryError:
         # The largest bucket is tried now, so that it does not end the run at whichever step it first comes.
         error = _too_large(setup)
@@ -85,7 +88,8 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
     agree(setup.session.accelerator, error)
     # First: the stock model that kernels are compared with calls these backends.
     events = _switch_off(recovery, wrong_backends(findings))
-    events += _kernels(setup, recovery, parity)
+    with timing("kernels"):
+        events += _kernels(setup, recovery, parity)
     for finding in findings:
         if not finding.ok:
             setup.session.say(f"warning: {finding.check}: {finding.words}")
