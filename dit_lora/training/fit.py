@@ -47,7 +47,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
         with phases.timing("preflight"):
             _tell(run, preflight(setup, run.recovery, run.parity))
     # Preflight's comparison is the first that passed: a late fault goes back to this state.
-    run.parity.start(compared=recipe.guard.preflight)
+    run.parity.start(compared=bool(recipe.guard.preflight))
     with phases.timing("whole model's kernels"):
         _tell(run, check_kernels(setup, run.base, run.recovery.state.switched_off))
     note_averages(run)
