@@ -256,6 +256,11 @@ def wrong_backends(findings: Iterable[CheckFinding]) -> list[str]:
     ]
 
 
+def cached_findings(path: Path, facts: Mapping[str, Any]) -> list[CheckFinding]:
+    """Return what is remembered under these facts; nothing where nothing is."""
+    return _known(path).get(fingerprint(facts), [])
+
+
 def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
     """Return True if `cached` would remember."""
     return fingerprint(facts) in _known(path)

@@ -59,11 +59,6 @@ def _facts(setup: AnySetup, parity: ParityWatch, batches: Sequence[MicroBatch]) 
     environment = probe_environment()
     named = (*model.named_parameters(), *model.named_buffers())
     layout = [(name, tuple(x.shape), str(x.dtype), x.requires_grad) for name, x in named]
-    device: dict[str, Any] = {"name": "cpu", "capability": torch.backends.cpu.get_cpu_capability()}
-    if accelerator.device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(accelerator.device)
-        # A kernel may be wrong on one GPU alone.
-        device = {"name": gpu.name, "capability": (gpu.major, gpu.minor), "uuid": str(gpu.uuid)}
     return {
         "what": "kernels",
         "version": __version__,
@@ -71,7 +66,7 @@ def _facts(setup: AnySetup, parity: ParityWatch, batches: Sequence[MicroBatch]) 
         "packages": dict(environment.versions),
         "python": environment.python,
         "cuda": environment.torch_cuda,
-        "device": device,
+        "device": device_facts(accelerator.device),
         "ranks": (accelerator.num_processes, type(setup.engine).__name__),
         "transformer": setup.data.transformer_digest,
         "layout": hashlib.sha256(repr(layout).encode()).hexdigest(),
@@ -87,6 +82,15 @@ def _facts(setup: AnySetup, parity: ParityWatch, batches: Sequence[MicroBatch]) 
         "compile": str(recipe.train.compile),
         "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
     }
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """Return what tells one device from another, as JSON."""
+    if device.type != "cuda":
+        return {"name": device.type, "capability": torch.backends.cpu.get_cpu_capability()}
+    gpu = torch.cuda.get_device_properties(device)
+    # A kernel may be wrong on one GPU alone.
+    return {"name": gpu.name, "capability": (gpu.major, gpu.minor), "uuid": str(gpu.uuid)}
 
 
 def _sources() -> str:
