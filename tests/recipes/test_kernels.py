@@ -194,7 +194,7 @@ def test_kernels_that_were_right_are_remembered_for_the_same_and_nothing_else(
     assert compares("other_kernels", "kernels.qk_norm_rope=off")
     assert not compares("third")
     with monkeypatch.context() as patch:
-        patch.setattr(parity_memory, "_sources", lambda: "other sources")
+        patch.setattr(parity_memory, "sources_digest", lambda: "other sources")
         assert compares("other_sources")
     # Goes on from weights that no comparison has seen.
     assert compares("third", "train.steps=2", "train.resume=auto")

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-import dit_lora
-import dit_lora_kernels
 from dit_lora.environment.versions import probe_environment
+from dit_lora.fuse.sources import sources_digest
 from dit_lora.guard.block_parity import PASSES
 from dit_lora.guard.checks import CheckFinding, is_cached, remember
 from dit_lora.guard.replay import MicroBatch
@@ -62,7 +61,7 @@ def _facts(setup: AnySetup, parity: ParityWatch, batches: Sequence[MicroBatch]) 
     return {
         "what": "kernels",
         "version": __version__,
-        "sources": _sources(),
+        "sources": sources_digest(),
         "packages": dict(environment.versions),
         "python": environment.python,
         "cuda": environment.torch_cuda,
@@ -91,14 +90,3 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     gpu = torch.cuda.get_device_properties(device)
     # A kernel may be wrong on one GPU alone.
     return {"name": gpu.name, "capability": (gpu.major, gpu.minor), "uuid": str(gpu.uuid)}
-
-
-def _sources() -> str:
-    """Return the digest of the code that kernels, patches and their comparison are made of."""
-    digest = hashlib.sha256()
-    ours = Path(dit_lora.__file__).parent
-    for folder in (Path(dit_lora_kernels.__file__).parent, ours / "fuse", ours / "guard"):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.relative_to(folder.parent).as_posix().encode() + b"\0")
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
