@@ -57,7 +57,7 @@ def one_of_each_kind(
 def _described(leaf: object) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+    return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else str(type(leaf))
 
 
 def _structure(block: nn.Module) -> Hashable:
