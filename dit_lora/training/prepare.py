@@ -60,8 +60,7 @@ def prepare(
     with phases.timing("checkpoint read"):
         start_step, record = resume(setup, ema, identity, resume_from)
     start = start_of_guard(setup, record)
-    # By the memory that is free once the model is placed.
-    with phases.timing("memory counted"):
+    with phases.timing("memory counted"):  # what is free once the model is placed
         checkpoint_blocks(setup)
 
     # Nothing is written before this line: what is refused above leaves no folder behind.

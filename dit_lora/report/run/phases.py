@@ -1,4 +1,4 @@
-"""Where a run's time went outside its steps, as bars: before the first step, between steps, after the last."""
+"""Show the time that a run took outside its steps, as bars: before the first step, between steps, after the last."""
 
 import math
 from typing import Any

@@ -28,7 +28,7 @@ def memory_file(setup: AnySetup) -> Path:
 
 
 class ParityMemory:
-    """What a comparison of kernels depends on, and whether it was made before. Collective."""
+    """The memory of a comparison of kernels: all that it depends on, and its result if it was made before. Collective."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class Session:
     zero: int | None = None
     """DeepSpeed's ZeRO stage, if the launch asks for it."""
     phases: Phases = field(default_factory=Phases)
-    """What this process has been through, timed."""
+    """The phases that this process has been through."""
 
     @property
     def dir(self) -> Path:
