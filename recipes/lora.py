@@ -48,10 +48,12 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     require_optimizer(recipe.optim, session.accelerator.device)
     require_quantization(recipe)
     require_hub(session)
-    data = task.prepare_data(session, checkpoint)  # encoders live and die here
+    with session.phases.timing("encoding"):
+        data = task.prepare_data(session, checkpoint)  # encoders live and die here
 
     dtype = session.precision.dtype
-    model, groups, attached = task.load_trainable(recipe, family, checkpoint, dtype)
+    with session.phases.timing("loading"):
+        model, groups, attached = task.load_trainable(recipe, family, checkpoint, dtype)
     session.say(attached)
 
     run = prepare(session, task, checkpoint, data, model, groups, resume_from)
@@ -66,7 +68,10 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     except DitLoraError:
         report.finish()  # a run that was stopped has curves and events too
         raise
-    page = report.finish()
+    if session.is_main:
+        session.phases.write(session.dir)  # the report shows it
+    with session.phases.timing("report"):
+        page = report.finish()
     if written.path is not None:
         session.say(summary(session, written.path, written.verification, page))
     require_verified(session, written.verification)

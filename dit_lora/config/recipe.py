@@ -154,8 +154,9 @@ class GuardConfig(LadderConfig):
     """Steps in that median."""
     adaptive_clip: bool = False
     """Clip gradient norms at `spike_threshold` too, where that is below `optim.clip`."""
-    preflight: bool = True
-    """Check model, precision, attention and gradient flow before the first step; a result is remembered."""
+    preflight: bool | Literal["anew"] = True
+    """Check model, precision, attention, gradient flow and kernels before the first step. What depends on model,
+    versions, device and shapes alone is remembered beside the cache; `anew` takes nothing from there."""
     parity_every: Annotated[int, Field(ge=0)] = 500
     """Steps between comparisons of the fused kernels with the stock model, on the weights and a batch of then, and
     once more after the last step; 0 for none. What differs is off, and training goes back to the comparison before."""

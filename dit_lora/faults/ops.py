@@ -98,7 +98,7 @@ _KERNEL = Expected("kernel", "fallback", ("kernel:wrong_op",), module=OUTPUT, sa
 _FLASH = Expected("attention_backend", "fallback", ("attention:flash",), close_to="clean")
 _RANK = Expected("rank", "stop", ("rank 1",), exit_code=3, nobody_lost=True)
 # Several samples in a micro-batch: with one, there are no rows to mix up.
-CHECKED = (("guard.preflight", True), ("train.batch_size", 2), ("train.accumulate", 1))
+CHECKED = (("guard.preflight", "anew"), ("train.batch_size", 2), ("train.accumulate", 1))
 COMPARED: Overrides = (*CHECKED, ("guard.parity_every", 2))
 _MODULATE = Expected("kernel", "fallback", ("kernel:modulate", "{modulation}"), same_as="clean")
 _LATE = Expected("kernel", "rollback", ("kernel:wrong_op",), same_as="clean")

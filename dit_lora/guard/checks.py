@@ -28,6 +28,7 @@ from dit_lora.parsing import parse_json
 
 _VERSION = 1  # of the checks: results of older ones are not taken from a cache
 _ATTENTION = "attention backend "
+FINITE_GRADIENTS = "gradients are finite"
 _FP16_MAX = torch.finfo(torch.float16).max
 
 # The names of floating dtypes in a safetensors header (safetensors, `Dtype`).
@@ -155,7 +156,7 @@ def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFi
                 sound=f"all {len(trainable)} trainable tensors get a gradient",
                 wrong="no gradient reaches these, so they would never learn",
             ),
-            _finite("gradients are finite", gradients),
+            _finite(FINITE_GRADIENTS, gradients),
             _judged(
                 "frozen weights get no gradient",
                 leaked,
@@ -255,6 +256,11 @@ def wrong_backends(findings: Iterable[CheckFinding]) -> list[str]:
     ]
 
 
+def cached_findings(path: Path, facts: Mapping[str, Any]) -> list[CheckFinding]:
+    """Return what is remembered under these facts; nothing where nothing is."""
+    return _known(path).get(fingerprint(facts), [])
+
+
 def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
     """Return True if `cached` would remember."""
     return fingerprint(facts) in _known(path)
@@ -278,11 +284,15 @@ def cached(
         return remembered[key]
     findings = check()
     if not any(finding.fatal for finding in findings):
-        entries = {
-            k: [asdict(f) for f in results] for k, results in {**remembered, key: findings}.items()
-        }
-        write_whole(path, json.dumps({"version": _VERSION, "found": entries}, indent=1))
+        remember(path, facts, findings)
     return findings
+
+
+def remember(path: Path, facts: Mapping[str, Any], findings: list[CheckFinding]) -> None:
+    """Add the findings to the file, under their facts."""
+    every = {**_known(path), fingerprint(facts): findings}
+    entries = {key: [asdict(one) for one in results] for key, results in every.items()}
+    write_whole(path, json.dumps({"version": _VERSION, "found": entries}, indent=1))
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

@@ -52,14 +52,16 @@ def finish(run: Run) -> Written:
     with averaged(run):
         weights = setup.engine.weights()  # collective where they are sharded
         # On the weights that are saved, averages included, and before the file is written: its header has it.
-        output = noted_output(setup, run.base)
+        with setup.session.phases.timing("output noted"):
+            output = noted_output(setup, run.base)
         with agreeing(setup.session.accelerator):
             if setup.session.is_main:
                 written = _write(setup, {**provenance(setup), "output": output}, weights)
     # After the adapter is safe: sampling takes the most memory and time of all.
     validate(run, step=steps)
     # The run may only end once its last checkpoint is on the disk.
-    run.checkpoints.settle()
+    with setup.session.phases.timing("saving"):
+        run.checkpoints.settle()
     return written
 
 
@@ -67,8 +69,10 @@ def _write(
     setup: AnySetup, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> Written:
     try:
-        path = setup.task.save(setup, made, weights)
-        return Written(path, verify_result(setup, path, made, weights))
+        with setup.session.phases.timing("saving"):
+            path = setup.task.save(setup, made, weights)
+        with setup.session.phases.timing("verification"):
+            return Written(path, verify_result(setup, path, made, weights))
     except (OSError, SafetensorError) as problem:
         raise DitLoraError(
             f"cannot write the result to {setup.session.dir}: {problem}; the checkpoint of step "
@@ -183,4 +187,5 @@ def summary(
         lines.append(f"waiting for data: {waited / spent:.0%} of {spent:.0f} s of steps")
     if verification is not None:
         lines.append(verification.line())
+    lines.append(f"after the last step: {session.phases.line('after')}")
     return "\n".join(lines)

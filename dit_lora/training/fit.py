@@ -39,17 +39,20 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     `on_checkpoint` is called at the start, and after each step that is saved or validated.
     """
     setup = run.setup
-    recipe, session = setup.recipe, setup.session
+    recipe, session, phases = setup.recipe, setup.session, setup.session.phases
     # Before training, for the end to be compared with: "held-out loss: 0.8 before, 0.7 after".
     if run.start_step == 0 or _was_not_measured(run):
         validate(run, step=run.start_step)
     if recipe.guard.preflight:
-        _tell(run, preflight(setup, run.recovery, run.parity))
+        with phases.timing("preflight"):
+            _tell(run, preflight(setup, run.recovery, run.parity))
     # Preflight's comparison is the first that passed: a late fault goes back to this state.
-    run.parity.start(compared=recipe.guard.preflight)
-    _tell(run, check_kernels(setup, run.base, run.recovery.state.switched_off))
+    run.parity.start(compared=bool(recipe.guard.preflight))
+    with phases.timing("whole model's kernels"):
+        _tell(run, check_kernels(setup, run.base, run.recovery.state.switched_off))
     note_averages(run)
-    run.recovery.snapshots.take(run.start_step)
+    with phases.timing("snapshot"):
+        run.recovery.snapshots.take(run.start_step)
     on_checkpoint()
     shown = [recipe.train.save_every, recipe.validation.every]
     bar = tqdm(
@@ -64,11 +67,15 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
 
         def on_step(result: StepResult) -> None:
             # The step is taken: what fails from here on must not lose it.
+            if phases.first_step_taken() and session.is_main:
+                phases.write(session.dir)
+                session.say(f"first step after {phases.line('before')}")
             with _kept_at(run, result.step):
                 _after_step(run, bar, result)
             if any(every and result.step % every == 0 for every in shown):
                 on_checkpoint()
 
+        phases.begin_steps()
         with run.checkpoints.written_to_the_end():
             train(
                 _loop(run),
@@ -79,6 +86,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
                 stop_asked=lambda: max(stop_asked(), run.checkpoints.trouble()),
                 on_step=on_step,
             )
+    phases.end_steps()
 
 
 def _tell(run: Run, events: Iterable[Event]) -> None:
@@ -153,7 +161,7 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
 
 def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
     setup, recovery, step = run.setup, run.recovery, result.step
-    train, accelerator = setup.recipe.train, setup.session.accelerator
+    train, phases = setup.recipe.train, setup.session.phases
     if run.ema is not None:
         # Only healthy steps come here: the average never sees one that tripped.
         run.ema.step(step)
@@ -162,18 +170,19 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
         run.checkpoints.settle()  # what could not be written stops the run as a signal does
     last, snapshots = step == train.steps, recovery.snapshots
     # Before anything is saved: if a kernel has gone wrong, these steps are taken again.
-    run.parity.after_step(step, last=last)
+    with phases.timing("kernels compared"):
+        run.parity.after_step(step, last=last)
     # What is kept must be sound, and a check costs a read of all state: only where a state is kept.
     to_save = step % train.save_every == 0 or last or bool(result.stop_code)
     if to_save or snapshots.due(step):
-        require_agreement(run, step)  # first: a rank that is lost alone is not a learning rate
-        require_not_lost(setup.engine, recovery.suspects.start_peak, step)
-        require_finite_everywhere(accelerator, own_state(setup.engine, run.ema), step)
-        require_unaltered(accelerator, recovery.suspects, step, frozen=to_save)
+        with phases.timing("state checked"):
+            _require_sound(run, step, frozen=to_save)
     if to_save:
-        run.checkpoints.save(step, recovery.record(), wait=last or bool(result.stop_code))
+        with phases.timing("saving"):
+            run.checkpoints.save(step, recovery.record(), wait=last or bool(result.stop_code))
     if snapshots.due(step):
-        snapshots.take(step)
+        with phases.timing("snapshot"):
+            snapshots.take(step)
     if result.stop_code:
         raise InterruptedRunError(
             f"after step {step}, as asked; it is saved: continue with train.resume=auto",
@@ -182,6 +191,16 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
     every = setup.recipe.validation.every
     if every and step % every == 0 and not last:
         validate(run, step=step)
+
+
+def _require_sound(run: Run, step: int, *, frozen: bool) -> None:
+    """Raise on every rank if weights or state are not what they should be; `frozen`: those too that do not train."""
+    setup, suspects = run.setup, run.recovery.suspects
+    accelerator = setup.session.accelerator
+    require_agreement(run, step)  # first: a rank that is lost alone is not a learning rate
+    require_not_lost(setup.engine, suspects.start_peak, step)
+    require_finite_everywhere(accelerator, own_state(setup.engine, run.ema), step)
+    require_unaltered(accelerator, suspects, step, frozen=frozen)
 
 
 def _note(run: Run, bar: tqdm, result: StepResult) -> None:
@@ -225,9 +244,10 @@ def _report(
 
 def validate(run: Run, step: int) -> None:
     """Measure the held-out loss and show samples, of what would be saved. Collective."""
-    setup = run.setup
+    setup, phases = run.setup, run.setup.session.phases
     with averaged(run):
-        loss = setup.task.held_out_loss(setup)
+        with phases.timing("held-out loss"):
+            loss = setup.task.held_out_loss(setup)
         if run.journal is not None and loss is not None:
             # The report and best.json sort by it, and NaN sorts nowhere.
             if math.isfinite(loss):
@@ -236,7 +256,8 @@ def validate(run: Run, step: int) -> None:
             else:
                 words = "the held-out loss is not finite; it is not recorded, and nothing is trained on it"
                 _report(run, step, "non_finite_validation", words)
-        setup.task.show(setup, step)
+        with phases.timing("samples"):
+            setup.task.show(setup, step)
         setup.session.trackers.samples(step, setup.recipe.validation.prompts)
 
 

@@ -45,8 +45,9 @@ def prepare(
     checkpoint_blocks: Callable[[Setup[Any, Any]], None] = choose_checkpointing,
 ) -> Run:
     """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
-    setup = _set_up(session, task, checkpoint, data, transformer, groups)
-    recipe = session.recipe
+    recipe, phases = session.recipe, session.phases
+    with phases.timing("placing"):
+        setup = _set_up(session, task, checkpoint, data, transformer, groups)
     # Over this rank's own tensors, so after the engine has spread them.
     ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
     identity = run_identity(setup)
@@ -54,11 +55,13 @@ def prepare(
         # Before anything is compared: another recipe's base is another too.
         require_same_recipe(resume_from, identity, place_of(session))
     # Before a checkpoint's weights are put in: the base is the model as its files have it.
-    base = note_base(setup, resume_from)
-    start_step, record = resume(setup, ema, identity, resume_from)
+    with phases.timing("base's output"):
+        base = note_base(setup, resume_from)
+    with phases.timing("checkpoint read"):
+        start_step, record = resume(setup, ema, identity, resume_from)
     start = start_of_guard(setup, record)
-    # By the memory that is free once the model is placed.
-    checkpoint_blocks(setup)
+    with phases.timing("memory counted"):  # what is free once the model is placed
+        checkpoint_blocks(setup)
 
     # Nothing is written before this line: what is refused above leaves no folder behind.
     open_run_folder(session)
@@ -76,10 +79,9 @@ def prepare(
     # After the journal has dropped the lines of steps that are taken again.
     prime_spikes(watcher, journal)
     files = RecoveryFiles(checkpoints, journal, watcher, start)
-    recovery = build_recovery(setup, ema, start, snapshots, files)
-    for group in groups:
-        count = sum(p.numel() for p in group["params"])
-        session.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
+    with phases.timing("digests"):
+        recovery = build_recovery(setup, ema, start, snapshots, files)
+    _say_groups(session, groups)
     return Run(
         setup,
         start_step,
@@ -109,6 +111,12 @@ def _set_up(
     compile_blocks(recipe, transformer, session.accelerator)
     engine = build_engine(session, transformer, build_optimizer(groups, recipe.optim))
     return Setup(session, task, checkpoint, data, engine)
+
+
+def _say_groups(session: Session, groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        count = sum(p.numel() for p in group["params"])
+        session.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
 
 
 def _journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) -> Journal | None:

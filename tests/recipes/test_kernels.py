@@ -14,6 +14,7 @@ from dit_lora.commands.replay import replay_bundle
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse import api, attention
 from dit_lora.fuse.models import cogvideox
+from dit_lora.training.guarding import parity_memory, parity_watch
 
 Main = Callable[[list[str]], None]
 ON = ["kernels.ada_norm=on", "kernels.qk_norm_rope=on", "kernels.finite_norm=on"]
@@ -153,3 +154,47 @@ def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
     assert replayed.verdict is not None
     assert replayed.verdict.switch == "qk_norm_rope"
     assert replay_bundle(run / event["bundle"], without=["qk_norm_rope"]).verdict is None
+
+
+def test_kernels_that_were_right_are_remembered_for_the_same_and_nothing_else(
+    lora_main: Main,
+    smoke: list[str],
+    tmp_path: Path,
+    as_on_a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And what was found wrong is never taken for right."""
+    compared: list[str] = []
+    differing = parity_watch.ParityWatch.differing
+
+    def noted(watch: Any, batches: Any) -> Any:
+        compared.append("compared")
+        return differing(watch, batches)
+
+    monkeypatch.setattr(parity_watch.ParityWatch, "differing", noted)
+    args = [*smoke, "train.steps=1", "guard.parity_every=0", "guard.preflight=true"]
+
+    def compares(name: str, *settings: str) -> bool:
+        compared.clear()
+        lora_main([*args, f"run.dir={tmp_path / name}", *settings])
+        said = "compared with the stock model before" in capsys.readouterr().err
+        assert said is not bool(compared)
+        return bool(compared)
+
+    with monkeypatch.context() as patch:
+        wrong_row(patch)
+        assert compares("wrong")
+        assert compares("wrong_again")
+    assert compares("first")
+    assert not compares("second")
+    assert compares("anew", "guard.preflight=anew")
+    assert compares("other_shape", "data.height=48")
+    assert compares("other_adapter", "lora.rank=5")
+    assert compares("other_kernels", "kernels.qk_norm_rope=off")
+    assert not compares("third")
+    with monkeypatch.context() as patch:
+        patch.setattr(parity_memory, "sources_digest", lambda: "other sources")
+        assert compares("other_sources")
+    # Goes on from weights that no comparison has seen.
+    assert compares("third", "train.steps=2", "train.resume=auto")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import lines
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dit_lora.data.cache.cache import TensorCache
@@ -244,3 +245,28 @@ def test_a_bad_clip_is_left_out_of_the_held_out_loss_and_said(
     assert output.count("held-out loss leaves out") == 1
     line = json.loads((tmp_path / "run" / "held_out.jsonl").read_text().splitlines()[0])
     assert 0 < line["held_out_loss"] < 10
+
+
+def test_the_held_out_loss_of_a_base_is_remembered_for_the_same_data_and_draws(
+    lora_main: Main, smoke: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And that of a trained adapter is measured, always."""
+    args = [*smoke, "train.steps=2", "guard.parity_every=0", "guard.preflight=true"]
+    args += ["validation.held_out_draws=2"]
+
+    def losses(name: str, *settings: str) -> tuple[list[float], bool]:
+        lora_main([*args, f"run.dir={tmp_path / name}", *settings])
+        taken = [line["held_out_loss"] for line in lines(tmp_path / name, "held_out.jsonl")]
+        return taken, "it was measured before" in capsys.readouterr().err
+
+    first, was_known = losses("first")
+    assert not was_known
+    assert first[0] != first[1]
+    again, was_known = losses("again")
+    assert was_known
+    assert again == first
+    other, was_known = losses("other", "train.seed=7")
+    assert not was_known
+    assert other[0] != first[0]
+    assert losses("anew", "guard.preflight=anew") == (first, False)
+    assert not losses("fewer", "validation.held_out_clips=1")[1]

@@ -133,7 +133,7 @@ def _expert(what: str, key: str, need: str = "experts") -> Fault:
 def _refused(name: str, place: str, arm: Arm, *words: str, need: str = "experts") -> Fault:
     """Return a fault that the checks before the run must refuse."""
     expected = Expected("refused", "refused", words, exit_code=2)
-    preflight = (("guard.preflight", True),)
+    preflight = (("guard.preflight", "anew"),)
     return Fault(f"chat:{name}", place, "before the run", expected, arm, preflight, needs=(need,))
 
 

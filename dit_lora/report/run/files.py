@@ -20,7 +20,16 @@ EVENTS, LEFT_OUT = 1000, 1000
 _SILENCE, _STEPS = 180.0, 20
 """Seconds without a line, or so many steps' time, after which a run that says nothing is no longer going."""
 _LINES = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl")
-OBJECTS = ("environment", "status", "data", "facts", "audit", "verification", "prediction")
+OBJECTS = (
+    "environment",
+    "status",
+    "data",
+    "facts",
+    "audit",
+    "verification",
+    "prediction",
+    "phases",
+)
 """Files that hold one JSON object, by the fields of `RunFiles`."""
 
 State = Literal["running", "finished", "stopped", "interrupted", "failed", "silent"]
@@ -44,6 +53,7 @@ class RunFiles:
     audit: dict[str, Any]
     verification: dict[str, Any]
     prediction: dict[str, Any]
+    phases: dict[str, Any]
     state: State
     notes: list[str]
 

@@ -14,6 +14,7 @@ from dit_lora.report.run.data import ROWS as DATA_ROWS
 from dit_lora.report.run.data import run_data
 from dit_lora.report.run.files import OBJECTS, RunFiles, RunReader, State
 from dit_lora.report.run.history import mapping
+from dit_lora.report.run.phases import phase_charts
 from dit_lora.report.run.recipe_diff import against_stock, flat
 from dit_lora.report.run.samples import EMBED_LIMIT_BYTES, find_sampled
 from dit_lora.report.run.words import BARS, STATES, event_rows, figures, left_out, verified
@@ -68,6 +69,7 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
         more_events=events[SHOWN:],
         earlier_events=run.event_count - len(events),
         verified=verified(run.verification),
+        phases=phase_charts(run),
         bars=BARS,
         data=run_data(run),
         data_rows=DATA_ROWS,

@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from dit_lora.data.loading.batch import Batch
 from dit_lora.errors import listed
 from dit_lora.fuse.patches import ATTENTION, KERNELS, OPS, fusion_of
+from dit_lora.guard.block_kinds import Calls
 from dit_lora.guard.block_parity import PASSES, Coverage, Learning, blocks_of, is_repeated
 from dit_lora.guard.event import kernel_event
 from dit_lora.guard.gate import NonFiniteError
@@ -51,6 +52,8 @@ class ParityWatch:
     recovery: RunRecovery
     learning: Learning | None = None
     """Tells which inputs of the model's blocks have a gradient in training."""
+    calls: Calls = field(default_factory=dict)
+    """The inputs that the model's blocks were called with in preflight."""
     only: Collection[str] | None = None
     """Names of the blocks that are compared, where not all are."""
     coverage: Coverage = field(default_factory=Coverage)
@@ -128,7 +131,7 @@ class ParityWatch:
     @property
     def blocks(self) -> list[str]:
         """Names of the blocks in which a kernel replaced something; of all, with a switch of another kind."""
-        names, places = blocks_of(self.setup.transformer), [module for _, module in self._places]
+        names, places = blocks_of(self.setup.transformer), [module for _, module in self.places]
         ours = {*OPS, ATTENTION, KERNELS, COMPILE}
         if any(s.name.partition(":")[0] not in ours for s in self.switches):
             return names
@@ -185,12 +188,12 @@ class ParityWatch:
         # Compared only if on every rank: each GPU runs its own copy of the kernel.
         compared = set.intersection(*(one.compared for one in every))
         missed = {name: why for one in every for name, why in one.missed.items()}
-        places = [module for _, module in self._places]
+        places = [module for _, module in self.places]
         telling = {n for n in missed if not places or any(_holds(n, m) for m in places)}
         self.coverage = Coverage(compared, {n: missed[n] for n in telling - compared})
 
     @property
-    def _places(self) -> list[tuple[str, str]]:
+    def places(self) -> list[tuple[str, str]]:
         """Pairs of an op and the module in which it replaced something."""
         fusion = fusion_of(self.setup.transformer)
         return fusion.replaced if fusion is not None else []
@@ -201,7 +204,7 @@ class ParityWatch:
         why = next(iter(missed.values()), "no sample's forward pass reached it")
         left = []
         for switch in self.switches:
-            modules = [module for op, module in self._places if op == switch.name]
+            modules = [module for op, module in self.places if op == switch.name]
             reached = [m for m in modules if any(_holds(block, m) for block in compared)]
             is_whole = any(one.part_of == switch.name for one in self.switches)
             if not is_whole and not (reached if modules else compared):

@@ -1,7 +1,7 @@
 """Checks a run before its first step, on its own model, shapes and samples; warns of what is wrong or refuses it."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -13,8 +13,10 @@ from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.first_forward import refusal
 from dit_lora.guard.attention_backends import recorded_calls
+from dit_lora.guard.block_kinds import noting_calls, one_of_each_kind
 from dit_lora.guard.block_parity import noting_inputs
 from dit_lora.guard.checks import (
+    FINITE_GRADIENTS,
     CheckFinding,
     attention_backends,
     autocast_owner,
@@ -30,7 +32,6 @@ from dit_lora.guard.checks import (
 from dit_lora.guard.event import Event, kernel_event
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.replay import MicroBatch, cuda_devices
-from dit_lora.guard.replay import run as replay
 from dit_lora.guard.switches import attention_switches, eager
 from dit_lora.numerics.saturation import is_emulated
 from dit_lora.training.choose_checkpointing import choose_checkpointing
@@ -41,6 +42,7 @@ from dit_lora.training.guarding.compared_batches import (
     samples_of,
     turn_off,
 )
+from dit_lora.training.guarding.parity_memory import ANEW, ParityMemory, memory_file
 from dit_lora.training.guarding.parity_watch import ParityWatch
 from dit_lora.training.guarding.recovery import RunRecovery
 from dit_lora.training.session.session import agree
@@ -56,25 +58,27 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
     Raises `DitLoraError` on every rank, listing everything, if the run would end in NaN or train nothing.
     What depends on files and versions alone is remembered in the cache's folder.
     """
-    began = time.perf_counter()
-    findings = _together(
-        setup,
-        [
-            *check_trainables(setup.transformer),
-            *check_base_weights(setup.transformer),
-            *_tokens(setup),
-        ],
-    )
+    began, timing = time.perf_counter(), setup.session.phases.timing
+    with timing("weights"):
+        findings = _together(
+            setup,
+            [
+                *check_trainables(setup.transformer),
+                *check_base_weights(setup.transformer),
+                *_tokens(setup),
+            ],
+        )
     micro_batch, error = None, None
     try:
         # A compiled block shows no modules, so that no hook could say which of them is at fault.
         with eager(setup.transformer):
             if not any(f.fatal for f in findings):  # or its first forward may fail at that
-                micro_batch = _first_samples(setup, recovery.quarantine)
+                with timing("gradients"):
+                    micro_batch, of_flow = _first_healthy(setup, recovery.quarantine, parity)
+                    findings += of_flow
             if micro_batch is not None:
-                with noting_inputs(setup.transformer) as parity.learning:
-                    findings += _flow(setup, micro_batch)
-                findings += _remembered(setup, micro_batch)
+                with timing("attention"):
+                    findings += _remembered(setup, micro_batch)
     except torch.OutOfMemoryError:
         # The largest bucket is tried now, so that it does not end the run at whichever step it first comes.
         error = _too_large(setup)
@@ -85,7 +89,8 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
     agree(setup.session.accelerator, error)
     # First: the stock model that kernels are compared with calls these backends.
     events = _switch_off(recovery, wrong_backends(findings))
-    events += _kernels(setup, recovery, parity)
+    with timing("kernels"):
+        events += _kernels(setup, recovery, parity)
     for finding in findings:
         if not finding.ok:
             setup.session.say(f"warning: {finding.check}: {finding.words}")
@@ -111,8 +116,10 @@ def _tokens(setup: AnySetup) -> list[CheckFinding]:
     return [CheckFinding("tokens are embedded", not problems, words, fatal=bool(problems))]
 
 
-def _first_samples(setup: AnySetup, quarantine: Quarantine) -> MicroBatch | None:
-    """Return the first micro-batch that is healthy, else the first; None if all data is bad.
+def _first_healthy(
+    setup: AnySetup, quarantine: Quarantine, parity: ParityWatch
+) -> tuple[MicroBatch | None, list[CheckFinding]]:
+    """Return the first micro-batch that is healthy, else the first, with what its gradients tell; None if all data is bad.
 
     A sample that is at fault is for the guard to leave out, not a reason to refuse the run. No more samples
     than training takes at once: a check must not need more memory than a step.
@@ -121,10 +128,22 @@ def _first_samples(setup: AnySetup, quarantine: Quarantine) -> MicroBatch | None
     # All ranks try the same: one that read a torn file would go another way.
     if setup.engine.lockstep:
         broadcast_object_list(choices)
-    tried = [micro_batch_of(setup, collate(samples)) for samples in choices[0]]
-    # A generator: most often the first is healthy and the others are never run.
-    healthy = (one for one in tried if replay(one, setup.transformer).finite)
-    return next(healthy, None) or next(iter(tried), None)
+    first: tuple[MicroBatch | None, list[CheckFinding]] = (None, [])
+    for samples in choices[0]:
+        one = micro_batch_of(setup, collate(samples))
+        with noting_inputs(setup.transformer) as learning, noting_calls(setup.transformer) as calls:
+            findings = _flow(setup, one)
+        if first[0] is None:
+            first = one, findings
+            parity.learning, parity.calls = learning, calls
+        # Most often the first is healthy, and the others are never run.
+        healthy = all(f.ok for f in findings if f.check == FINITE_GRADIENTS)
+        if setup.engine.lockstep:
+            healthy = all(gather_object([healthy]))
+        if healthy:
+            parity.learning, parity.calls = learning, calls
+            return one, findings
+    return first
 
 
 def _good_samples(setup: AnySetup, quarantine: Quarantine) -> list[list[Batch]]:
@@ -174,10 +193,12 @@ def _flow(setup: AnySetup, micro_batch: MicroBatch) -> list[CheckFinding]:
 
 def _remembered(setup: AnySetup, micro_batch: MicroBatch) -> list[CheckFinding]:
     """Return the findings that depend on versions, device, model files, shapes and dtype alone; often from a file."""
-    path = setup.recipe.cache_dir / f"preflight_{setup.session.accelerator.process_index}.json"
+    path = memory_file(setup)
     facts = _facts(setup, micro_batch)
     # In lockstep a rank without its file would run the probe's forward alone, and wait in it for the others.
-    trusted = not setup.engine.lockstep or all(gather_object([is_cached(path, facts)]))
+    trusted = setup.recipe.guard.preflight != ANEW
+    if setup.engine.lockstep:
+        trusted = all(gather_object([trusted and is_cached(path, facts)]))
     return _together(setup, cached(path, facts, lambda: _probed(setup, micro_batch), trust=trusted))
 
 
@@ -231,9 +252,34 @@ def _kernels(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> lis
     Raises on every rank if one that the recipe insists on differs. What no comparison reaches is off too, unless the
     recipe insists.
     """
+    batches = make_batches(setup, recovery.quarantine)
+    memory = ParityMemory(setup, recovery, parity, batches)
+    if memory.knows:
+        setup.session.say(
+            "guard: kernels were compared with the stock model before, for this model, device, versions and shapes; "
+            f"guard.preflight={ANEW} compares them again"
+        )
+        return []
+    parity.only = _one_of_each_kind(setup, parity)
+    events = _compared(setup, recovery, parity, batches)
+    memory.keep(sound=bool(parity.switches) and not events and not parity.coverage.missed)
+    return events
+
+
+def _one_of_each_kind(setup: AnySetup, parity: ParityWatch) -> set[str]:
+    """Return the blocks that stand for all, on every rank those that stand for any on one. Collective."""
+    own = one_of_each_kind(setup.transformer, parity.blocks, parity.calls, parity.places)
+    every: list[list[str]] = gather_object([own])
+    return {name for names in every for name in names}
+
+
+def _compared(
+    setup: AnySetup, recovery: RunRecovery, parity: ParityWatch, batches: Sequence[MicroBatch]
+) -> list[Event]:
+    """Compare the kernels on these micro-batches, and switch off what differs or cannot be compared."""
     start, events = parity.start_step, list[Event]()
     # A generator: a kernel is off before the next is compared, or two wrong ones would hide each other.
-    for switch, difference, rank in parity.differing(make_batches(setup, recovery.quarantine)):
+    for switch, difference, rank in parity.differing(batches):
         refused = DitLoraError(refusal(switch, difference.words)) if switch.insisted else None
         agree(setup.session.accelerator, refused)
         turn_off(recovery, switch)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property
 from pathlib import Path
@@ -39,6 +39,7 @@ from dit_lora.training.session.launch import (
     take_zero,
     waiting_launcher,
 )
+from dit_lora.training.session.phases import Phases
 from dit_lora.training.session.run_lock import LOCK, RunLock
 from dit_lora.training.trackers.trackers import Trackers, login_problem, require_trackers
 
@@ -66,6 +67,8 @@ class Session:
     """The way weights are spread over ranks; None where each holds all of them."""
     zero: int | None = None
     """DeepSpeed's ZeRO stage, if the launch asks for it."""
+    phases: Phases = field(default_factory=Phases)
+    """The phases that this process has been through."""
 
     @property
     def dir(self) -> Path:
@@ -140,6 +143,8 @@ def _started(recipe: Recipe) -> Iterator[Session]:
 
 def _start(recipe: Recipe) -> Session:
     """Check versions and launch, choose the precision, make the Accelerator; nothing is written yet."""
+    launcher = waiting_launcher(os.environ)
+    phases = Phases.of_process(launcher)
     quiet_libraries()
     # What can refuse the run comes before the process group: no rank waits for one that has ended.
     require_trackers(recipe.run.trackers)
@@ -166,8 +171,9 @@ def _start(recipe: Recipe) -> Session:
     )
     _check_launch(accelerator, sharding)
     _check_settings(recipe, accelerator)
-    launcher = waiting_launcher(os.environ)
-    session = Session(recipe, accelerator, precision, launcher, sharding, zero)
+    if on_gpu:
+        phases.wait = torch.cuda.synchronize
+    session = Session(recipe, accelerator, precision, launcher, sharding, zero, phases)
     agree(accelerator, login_problem(recipe.run.trackers) if session.is_main else None)
     for warning in warnings:
         session.say(f"warning: {warning}")

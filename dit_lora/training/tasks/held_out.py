@@ -24,13 +24,22 @@ class HeldOut(NamedTuple):
 
 
 def mean_loss(setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]) -> float | None:
+    """Return the first value of `measured_loss`."""
+    return measured_loss(setup, clips, draws)[0]
+
+
+def measured_loss(
+    setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]
+) -> tuple[float | None, bool]:
     """Return the mean loss over the draws, which training never makes, each by its weight; None without draws. Collective.
+
+    The second value is true if no sample was left out.
 
     Ranks share the draws; of a sharded model, which needs all of them, each runs all. Samples that are bad or cannot
     be read are left out, and said; training stops at them.
     """
     if not draws:
-        return None
+        return None, True
     accelerator, model = setup.session.accelerator, setup.transformer
     seed = fold(setup.recipe.train.seed, "held_out")
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # of losses, of weights
@@ -50,10 +59,11 @@ def mean_loss(setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]) -> 
             streams = Streams(seed, batch.draws)
             losses = setup.checkpoint.losses(model, batch.tensors, streams).losses
             sums += torch.stack([losses.double().sum() * one.weight, sums.new_tensor(one.weight)])
-    for sample_id, fault in dict(gather_object(list(faults.items()))).items():
+    left_out = dict(gather_object(list(faults.items())))
+    for sample_id, fault in left_out.items():
         setup.session.say(f"held-out loss leaves out {sample_id}: {fault}")
     total, weight = accelerator.reduce(sums, reduction="sum").tolist()
-    return total / weight if weight else None
+    return (total / weight if weight else None), not left_out
 
 
 def _sample_of(clips: TrainingSet, one: HeldOut) -> tuple[Batch | None, dict[str, str]]:

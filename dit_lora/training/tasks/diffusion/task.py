@@ -22,11 +22,12 @@ from dit_lora.results.verify.diffusion_model import DiffusionStock
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
+from dit_lora.training.tasks.base_loss import base_loss, does_nothing
 from dit_lora.training.tasks.diffusion.cache_plan import transformer_digest
 from dit_lora.training.tasks.diffusion.model import put_kernels, quantized
 from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
 from dit_lora.training.tasks.diffusion.validation import sample_videos
-from dit_lora.training.tasks.held_out import HeldOut, mean_loss
+from dit_lora.training.tasks.held_out import HeldOut, mean_loss, measured_loss
 
 DiffusionSetup: TypeAlias = Setup[Precomputed, Checkpoint]
 _BUCKETS = 4  # timestep ranges of loss_by_timestep
@@ -102,6 +103,8 @@ class DiffusionTask:
             for index, entry in enumerate(entries)
             for draw in range(draws)
         ]
+        if made and does_nothing(setup.transformer):
+            return base_loss(setup, made, lambda: measured_loss(setup, setup.data.clips, made))
         return mean_loss(setup, setup.data.clips, made)
 
     def show(self, setup: DiffusionSetup, step: int) -> None:

@@ -179,3 +179,31 @@ def test_a_long_run_is_bounded_in_size_and_time(run_dir: Path) -> None:
         sizes.append(write_run_page(reader).stat().st_size)
         assert time.process_time() - began < 2
     assert sizes[1] < 1.5 * sizes[0] < 3 * 2**20
+
+
+def test_the_time_of_a_run_is_shown_phase_by_phase(run_dir: Path) -> None:
+    folder = run_dir
+    assert "phases.json is absent" in report(folder).text
+    phases = [
+        ("imports", "before", 3.25, 1),
+        ("preflight/kernels", "before", 1.5, 1),
+        ("preflight", "before", 2.0, 1),
+        ("saving", "training", 0.5, 4),
+        ("verification", "after", 0.75, 1),
+    ]
+    record = {
+        "stages": {"before": 6.25, "training": 90.0, "after": 1.0},
+        "phases": [
+            {"name": name, "stage": stage, "seconds": s, "cpu_seconds": s / 2, "count": count}
+            for name, stage, s, count in phases
+        ],
+    }
+    (folder / "phases.json").write_text(json.dumps(record))
+    text = report(folder).text
+    assert "Before the first step was taken: 6.2 s" in text
+    assert text.index("3.25 s") < text.index("2.00 s") < text.index("of preflight: kernels")
+    assert "other 1.00 s" in " ".join(text.split())
+    assert "0.25 s of the processor, 4 times" in text
+    assert "After the last step: 1.0 s" in text
+    (folder / "phases.json").write_text('{"phases": [7, {"name": null}], "stages": [1]}')
+    assert "Not recorded" in report(folder).text

@@ -1,0 +1,196 @@
+"""Time to the first step and after the last: a published script, our recipe before and after a change, check by check.
+
+    python -m benchmarks.first_step [--before FOLDER] [--work FOLDER] [--rounds 2]
+
+A CogVideoX of random weights with steps of about two seconds on one core, six clips. `bare` is
+`benchmarks.bare_start`. Our runs read a cache in which captions and clips are encoded, each tree its own; `again`
+is a second start, that finds there what the first has remembered, `first` finds the encoded clips alone, and
+`unchecked` has preflight, held-out loss, statistics and samples off. `--before` is another checkout, whose
+`recipes/lora.py` runs too. All of a round run one after another, and medians are taken over rounds. Process CPU
+time is beside wall time: where other work has the machine, only that means something.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+STEPS = 5
+UNCHECKED = (
+    "guard.preflight=false",
+    "guard.parity_every=0",
+    "guard.monitor_every=0",
+    "validation.held_out_draws=0",
+    "validation.prompts=[]",
+)
+_SIZE = {"num_layers": 12, "num_attention_heads": 6, "attention_head_dim": 64, "time_embed_dim": 64}
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one run, by the clock and of its process."""
+
+    first: tuple[float, float]
+    """Until its first step was taken."""
+    step: float
+    """Of its process for a step after the first, of those in between the mean."""
+    after: tuple[float, float]
+    """After its last step, to its end."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--before", type=Path, help="Another checkout, to run beside this one.")
+    parser.add_argument("--work", type=Path, help="Kept; by default a temporary folder.")
+    parser.add_argument("--rounds", type=int, default=2)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run(arguments.work or Path(folder), arguments.before, arguments.rounds)
+
+
+def run(work: Path, before: Path | None, rounds: int) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    model, clips = make_model(work / "model"), make_clips(work / "clips")
+    trees = {"ours": ROOT, **({"before": before.absolute()} if before else {})}
+    for name, tree in trees.items():  # encodes, and brings what is read into memory
+        ours(tree, work, name, model, clips, ("train.steps=1", *UNCHECKED))
+    times: dict[str, list[Times]] = {}
+    for _ in range(rounds):
+        times.setdefault("bare", []).append(bare(work, model, clips))
+        for name, tree in trees.items():
+            for path in (work / f"cache_{name}").glob("*.json"):
+                path.unlink()
+            for how, options in (("first", ()), ("again", ()), ("unchecked", UNCHECKED)):
+                took = ours(tree, work, name, model, clips, (f"train.steps={STEPS}", *options))
+                times.setdefault(f"{name}, {how}", []).append(took)
+    print(table(times))
+
+
+def table(times: Mapping[str, Sequence[Times]]) -> str:
+    """Rows of medians, and how far each is from the target."""
+    bare = statistics.median(t.first[1] for t in times["bare"])
+    step = statistics.median(t.step for t in times["bare"])
+    lines = [
+        "| run | first step, s | CPU s | CPU over bare | within 1.3 x bare + 3 steps | a step, CPU s | after the last, s | CPU s |",
+        "|---|---:|---:|---:|---|---:|---:|---:|",
+    ]
+    for name, taken in times.items():
+        values = [
+            statistics.median(column)
+            for column in zip(*((*t.first, t.step, *t.after) for t in taken), strict=True)
+        ]
+        first, cpu, own_step, after, cpu_after = values
+        target = 1.3 * bare + 3 * step
+        met = f"{'yes' if cpu <= target else 'no'} ({target:.1f} s)" if name != "bare" else ""
+        cells = (
+            name, f"{first:.1f}", f"{cpu:.1f}", f"{cpu / bare:.2f}", met, f"{own_step:.2f}",
+            f"{after:.1f}", f"{cpu_after:.1f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def bare(work: Path, model: Path, clips: Path) -> Times:
+    out = work / "run_bare"
+    shutil.rmtree(out, ignore_errors=True)
+    script = ["-m", "benchmarks.bare_start", str(model), str(clips), str(out), str(STEPS)]
+    return timed(script, ROOT, out)
+
+
+def ours(
+    tree: Path, work: Path, name: str, model: Path, clips: Path, options: Sequence[str]
+) -> Times:
+    out = work / f"run_{name}"
+    shutil.rmtree(out, ignore_errors=True)
+    values = (
+        f"model.path={model}",
+        f"data.path={clips}",
+        f"data.cache={work / f'cache_{name}'}",
+        "data.height=128",
+        "data.width=192",
+        "lora.rank=16",
+        "lora.alpha=16",
+        f"run.dir={out}",
+    )
+    recipe = str(tree / "recipes" / "smoke" / "cogvideox.yaml")
+    return timed([str(tree / "recipes" / "lora.py"), recipe, *values, *options], tree, out)
+
+
+def timed(arguments: Sequence[str], tree: Path, out: Path) -> Times:
+    """Run it to its end, and look at the clocks whenever it writes a step."""
+    path = os.pathsep.join([str(tree), str(tree / "kernels")])
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=(out.parent / f"{out.name}.log").open("w"),
+    )
+    seen: list[tuple[float, float]] = []
+    clocks = (0.0, 0.0)
+    while process.poll() is None:
+        time.sleep(0.02)
+        clocks = time.perf_counter() - began, _cpu_seconds(process.pid) or clocks[1]
+        seen += [clocks] * (_steps(out) - len(seen))
+    if process.returncode != 0:
+        raise SystemExit(f"{arguments[0]} ended with {process.returncode}: see {out}.log")
+    wall = time.perf_counter() - began
+    after = wall - seen[-1][0], clocks[1] - seen[-1][1]
+    step = (seen[-1][1] - seen[0][1]) / max(1, len(seen) - 1)
+    return Times(seen[0], step, after)
+
+
+def _steps(out: Path) -> int:
+    """Count the steps that a run has written."""
+    try:
+        return (out / "metrics.jsonl").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def make_model(folder: Path) -> Path:
+    """Write the tiny CogVideoX-5B with a transformer of 12 blocks of width 384."""
+    if not folder.exists():
+        # Late: this process only waits, and imports would take from what it measures.
+        import torch
+        from diffusers import CogVideoXTransformer3DModel
+
+        from dit_lora.families import get_family
+
+        get_family("cogvideox").build_tiny("cogvideox-5b", folder, 0)
+        torch.manual_seed(0)
+        config = CogVideoXTransformer3DModel.load_config(folder / "transformer")
+        kind: Any = CogVideoXTransformer3DModel
+        kind.from_config({**config, **_SIZE}).save_pretrained(folder / "transformer")
+    return folder
+
+
+def make_clips(folder: Path) -> Path:
+    if not folder.exists():
+        from dit_lora.data.synthetic.clips import write_shapes
+
+        write_shapes(folder, clips=6, frames=17, height=128, width=192, fps=8.0)
+    return folder
+
+
+if __name__ == "__main__":
+    main()

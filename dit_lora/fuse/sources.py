@@ -1,0 +1,18 @@
+"""Tells one state of the kernels' code from another."""
+
+import hashlib
+from pathlib import Path
+
+import dit_lora
+import dit_lora_kernels
+
+
+def sources_digest() -> str:
+    """Return the digest of the code that kernels, patches and their comparison are made of."""
+    digest = hashlib.sha256()
+    ours = Path(dit_lora.__file__).parent
+    for folder in (Path(dit_lora_kernels.__file__).parent, ours / "fuse", ours / "guard"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder.parent).as_posix().encode() + b"\0")
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

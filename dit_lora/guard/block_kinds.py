@@ -1,0 +1,83 @@
+"""Tell which blocks of a model are the same to a kernel, so that one of each kind can stand for all."""
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from dit_lora.guard.block_parity import blocks_of
+
+Calls = dict[str, list[Hashable]]
+"""Descriptions of the inputs that blocks were called with, by block."""
+
+
+@contextmanager
+def noting_calls(model: nn.Module) -> Iterator[Calls]:
+    """Note, during training forward passes within, what every block is called with: shapes, dtypes, what learns."""
+    calls: Calls = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            leaves = tree_leaves((args, kwargs))
+            calls.setdefault(name, []).append(tuple(_described(leaf) for leaf in leaves))
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name in blocks_of(model):
+            block = model.get_submodule(name)
+            hooks.enter_context(block.register_forward_pre_hook(note(name), with_kwargs=True))
+        yield calls
+
+
+def one_of_each_kind(
+    model: nn.Module,
+    names: Sequence[str],
+    calls: Mapping[str, Sequence[Hashable]],
+    places: Collection[tuple[str, str]],
+) -> list[str]:
+    """Return the last block of each kind, in order: the deepest, whose inputs are the largest.
+
+    A kind is a class with its submodules, weights, buffers and settings of theirs, the places of fused ops in it
+    (pairs of an op and a module), and the inputs that it is called with.
+    """
+    last: dict[Hashable, str] = {}
+    for name in names:
+        block = model.get_submodule(name)
+        path = f"{name}." if name else ""
+        ops = tuple(sorted((op, m[len(path) :]) for op, m in places if f"{m}.".startswith(path)))
+        called = tuple(calls.get(name, ()))
+        last[(_structure(block), ops, called)] = name
+    return [name for name in names if name in last.values()]
+
+
+def _described(leaf: object) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else str(type(leaf))
+
+
+def _structure(block: nn.Module) -> Hashable:
+    modules = tuple(
+        (name, type(module), _settings(module)) for name, module in block.named_modules()
+    )
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    return modules, tuple((name, *_weight(tensor)) for name, tensor in tensors)
+
+
+def _weight(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """Return a module's own plain values, such as an eps, a window's size, or whether its attention is causal."""
+    plain = (bool, int, float, str, type(None))
+    # A layer's number among its like makes no other kind of it.
+    return tuple(
+        (key, value)
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, plain) and not key.endswith("_idx")
+    )

@@ -1,0 +1,160 @@
+"""Times the phases of a run, from the start of its process to its end: by the clock, and of its process."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from dit_lora.files import write_whole
+
+PHASES_FILE = "phases.json"
+FIRST_STEP = "first step"
+_SHOWN = 0.05
+"""Seconds below which a phase is not worth its word in a line."""
+
+Stage = Literal["before", "training", "after"]
+
+
+@dataclass
+class Phase:
+    """One phase: what it took, and how often it came."""
+
+    name: str
+    """Phases within phases are written `preflight/kernels`."""
+    stage: Stage
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    count: int = 0
+
+
+@dataclass
+class Phases:
+    """The phases that a process has been through, in order.
+
+    `wait` is called at the end of each phase before the first step, so that a GPU's time counts where it was asked for.
+    Training waits for nothing.
+    """
+
+    wait: Callable[[], object] = lambda: None
+    all: list[Phase] = field(default_factory=list)
+    stage: Stage = "before"
+    seconds: dict[Stage, float] = field(default_factory=dict)
+    """Seconds of whole stages that have ended; what no phase names is in them too."""
+    _open: list[str] = field(default_factory=list)
+    _began: float = field(default_factory=time.perf_counter)
+    _step_began: tuple[float, float] = (0.0, 0.0)
+
+    @classmethod
+    def of_process(cls, launcher: int | None = None) -> "Phases":
+        """Return phases that begin with the process, or with its launcher: what passed until now was imports."""
+        age, cpu = _age(os.getpid()), time.process_time()
+        phases = cls(_began=time.perf_counter() - age)
+        if launcher is not None:
+            before = max(0.0, _age(launcher) - age)
+            phases._began -= before
+            phases.note("launcher", before, 0.0)
+        phases.note("imports", age, cpu)
+        return phases
+
+    def note(self, name: str, seconds: float, cpu_seconds: float) -> None:
+        """Add to a phase what was timed."""
+        path = "/".join([*self._open, name])
+        phase = next((p for p in self.all if (p.name, p.stage) == (path, self.stage)), None)
+        if phase is None:
+            phase = Phase(path, self.stage)
+            self.all.append(phase)
+        phase.seconds += seconds
+        phase.cpu_seconds += cpu_seconds
+        phase.count += 1
+
+    @contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """Time what happens within, also what an error ends."""
+        began, stage = (time.perf_counter(), time.process_time()), self.stage
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            if self.stage == "before":
+                self.wait()
+            self._open.pop()
+            if stage == self.stage:
+                took = time.perf_counter() - began[0], time.process_time() - began[1]
+                self.note(name, *took)
+
+    def begin_steps(self) -> None:
+        """Begin the first step."""
+        self._step_began = time.perf_counter(), time.process_time()
+
+    def first_step_taken(self) -> bool:
+        """End the first step, at the first call, which returns true."""
+        if self.stage != "before":
+            return False
+        clock, cpu = self._step_began
+        self.note(FIRST_STEP, time.perf_counter() - clock, time.process_time() - cpu)
+        self._end_stage("training")
+        return True
+
+    def end_steps(self) -> None:
+        """End training."""
+        self._end_stage("after")
+
+    def _end_stage(self, following: Stage) -> None:
+        now = time.perf_counter()
+        self.seconds[self.stage] = now - self._began
+        self.stage, self._began = following, now
+
+    def line(self, stage: Stage) -> str:
+        """Return one line on a stage: what it took, of that each phase, and in brackets what that is made of."""
+        total = self.seconds.get(stage, time.perf_counter() - self._began)
+        phases = [p for p in self.all if p.stage == stage and "/" not in p.name]
+        words = [self._words(phase) for phase in phases if phase.seconds >= _SHOWN]
+        other = total - sum(phase.seconds for phase in phases)
+        if other >= _SHOWN:
+            words.append(f"other {other:.1f}")
+        return f"{total:.1f} s: {', '.join(words)}" if words else f"{total:.1f} s"
+
+    def _words(self, phase: Phase) -> str:
+        path = f"{phase.name}/"
+        parts = [
+            f"{p.name.removeprefix(path)} {p.seconds:.1f}"
+            for p in self.all
+            if p.stage == phase.stage and p.name.startswith(path) and p.seconds >= _SHOWN
+        ]
+        return f"{phase.name} {phase.seconds:.1f}" + (f" ({', '.join(parts)})" if parts else "")
+
+    def write(self, folder: Path) -> None:
+        """Write phases.json, of this process alone."""
+        stages = dict(self.seconds)
+        stages.setdefault(self.stage, time.perf_counter() - self._began)
+        record = {
+            "stages": {name: round(seconds, 3) for name, seconds in stages.items()},
+            "phases": [
+                {
+                    "name": phase.name,
+                    "stage": phase.stage,
+                    "seconds": round(phase.seconds, 3),
+                    "cpu_seconds": round(phase.cpu_seconds, 3),
+                    "count": phase.count,
+                }
+                for phase in self.all
+            ],
+        }
+        write_whole(folder / PHASES_FILE, json.dumps(record, indent=1) + "\n")
+
+
+def _age(pid: int) -> float:
+    """Return the seconds since a process began."""
+    try:
+        # psutil's is off by up to a second on Linux: /proc's time of boot is in whole ones.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except OSError:
+        return time.time() - psutil.Process(pid).create_time()

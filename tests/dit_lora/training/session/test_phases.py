@@ -1,0 +1,108 @@
+"""Phases of a run: what is timed counts once, where it belongs, and is said and written."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+from dit_lora.training.session.phases import PHASES_FILE, Phases
+
+
+def busy(seconds: float) -> None:
+    began = time.process_time()
+    while time.process_time() - began < seconds:
+        pass
+
+
+def test_phases_add_up_nest_and_tell_waiting_from_work() -> None:
+    phases = Phases()
+    for _ in range(2):
+        with phases.timing("checks"), phases.timing("kernels"):
+            busy(0.06)
+    with phases.timing("waiting"):
+        time.sleep(0.1)
+    checks, waiting = (next(p for p in phases.all if p.name == n) for n in ("checks", "waiting"))
+    kernels = next(p for p in phases.all if p.name == "checks/kernels")
+    assert (checks.count, kernels.count) == (2, 2)
+    assert checks.seconds >= kernels.seconds >= kernels.cpu_seconds >= 0.12
+    assert waiting.seconds >= 0.1
+    assert waiting.cpu_seconds < 0.05
+    line = phases.line("before")
+    assert "checks 0." in line
+    assert "(kernels 0." in line
+    assert line.index("checks") < line.index("waiting")
+
+
+def test_what_no_phase_names_is_said_as_other(tmp_path: Path) -> None:
+    phases = Phases()
+    time.sleep(0.12)
+    with phases.timing("named"):
+        time.sleep(0.06)
+    phases.begin_steps()
+    assert phases.first_step_taken()
+    assert not phases.first_step_taken(), "there is one first step"
+    assert "other 0.1" in phases.line("before")
+    with phases.timing("saving"):
+        pass
+    phases.end_steps()
+    phases.write(tmp_path)
+    record = json.loads((tmp_path / PHASES_FILE).read_text())
+    stages = {one["name"]: one["stage"] for one in record["phases"]}
+    assert stages == {"named": "before", "first step": "before", "saving": "training"}
+    assert record["stages"]["before"] >= 0.18
+    assert set(record["stages"]) == {"before", "training", "after"}
+
+
+def test_a_gpu_is_waited_for_before_the_first_step_and_never_in_training() -> None:
+    waits: list[str] = []
+    phases = Phases(wait=lambda: waits.append("waited"))
+    with phases.timing("loading"):
+        pass
+    assert len(waits) == 1
+    phases.begin_steps()
+    phases.first_step_taken()
+    with phases.timing("saving"):
+        pass
+    assert len(waits) == 1
+
+
+def test_an_error_ends_its_phase() -> None:
+    phases = Phases()
+    with pytest.raises(ValueError, match="torn"), phases.timing("encoding"):
+        raise ValueError("torn")
+    with phases.timing("loading"):
+        pass
+    assert [phase.name for phase in phases.all] == ["encoding", "loading"]
+
+
+def test_imports_are_what_a_process_did_before() -> None:
+    code = (
+        "import time\n"
+        "began = time.process_time()\n"
+        "while time.process_time() - began < 0.3: pass\n"
+        "time.sleep(0.4)\n"
+        "from dit_lora.training.session.phases import Phases\n"
+        "import os; (one,) = Phases.of_process().all\n"
+        "launcher, imports = Phases.of_process(os.getppid()).all\n"
+        "print(one.name, one.seconds, one.cpu_seconds, launcher.name, launcher.seconds)\n"
+    )
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
+    )
+    took = time.perf_counter() - began
+    assert done.returncode == 0, done.stderr
+    name, seconds, cpu, launcher, before = done.stdout.split()
+    assert (name, launcher) == ("imports", "launcher")
+    assert 0.65 < float(seconds) < took + 0.05
+    assert 0.3 <= float(cpu) < float(seconds) - 0.3
+    # This process launched it, and is older.
+    assert float(before) > 0
