@@ -85,4 +85,5 @@ def _our_kernels() -> frozenset[str]:
     """Return the names of the functions that Triton compiles in our package, which are its kernels' names; and our ops'."""
     text = "\n".join(path.read_text() for path in KERNELS.rglob("*.py"))
     compiled = re.findall(r"^@triton\.jit[^\n]*\ndef (\w+)\(", text, flags=re.MULTILINE)
-    return frozenset(compiled) | frozenset(re.findall(r"\"(dit_lora::\w+)\"", text))
+    ops = re.findall(r"^@op\(\"(\w+)\"", text, flags=re.MULTILINE)
+    return frozenset(compiled) | {f"dit_lora::{name}" for name in ops}

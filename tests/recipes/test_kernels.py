@@ -127,7 +127,7 @@ def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
     as_on_a_gpu: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From one step on, its last row overflows, for whatever it is given."""
+    """From step 3 on, whose forward pass comes after the word of step 1, its last row overflows, for whatever it is given."""
     rope, steps = attention.qk_norm_rope, []
 
     def overflows(heads: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -135,8 +135,8 @@ def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
         return torch.cat([out[:, :-1], out[:, -1:] * 1e38 * 10], dim=1) if steps else out
 
     def noted(line: dict[str, Any]) -> None:
-        if line["step"] == 2:
-            steps.append(2)
+        if line["step"] == 1:
+            steps.append(1)
 
     from dit_lora.training.journal import Journal
 
