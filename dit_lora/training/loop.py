@@ -6,7 +6,8 @@ a step late: once the next step's forward and backward are queued, and before it
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -57,6 +58,15 @@ class _Step:
     unread: str = ""
     """The reason why this rank could not read its data; empty if it could."""
     data_seconds: float = 0.0
+    seconds: float = 0.0
+    """Seconds in which this step was launched, updated and waited for: what others are given in between is theirs."""
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count what happens within it with this step."""
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -79,14 +89,6 @@ class _Progress:
     """A micro-batch of it."""
     sent: _Sent | None = None
     """The step after it, once its update is queued."""
-    waited: float = 0.0
-    """Seconds that the host has waited for data."""
-    since: float = 0.0
-    """The time, by `now`, from which the next step's seconds are counted."""
-
-    def now(self) -> float:
-        """Return a time that stands still while the host waits for data, which counts with the step that they are of."""
-        return time.perf_counter() - self.waited
 
 
 def _unreadable(step: int, why: str) -> NoReturn:
@@ -145,7 +147,8 @@ def train(
             step = _Step(number, Gate(loop.engine.accelerator))
             if not _launched(loop, progress, reader, step, on_step):
                 break
-            progress.sent = _update(loop, step, stop_asked())
+            with step.timed():
+                progress.sent = _update(loop, step, stop_asked())
             # The last is read at once too: there is nothing to launch before.
             if (number == steps or loop.at_once(number)) and not _settled(loop, progress, on_step):
                 break
@@ -169,17 +172,15 @@ def _launched(
     on_step: Callable[[StepResult], None],
 ) -> bool:
     """Queue a step's forward and backward, then settle the step before it; return whether training goes on with it."""
-    if progress.sent is None:
-        progress.since = progress.now()
     try:
-        _launch(loop, reader, step)
+        with step.timed():
+            _launch(loop, reader, step)
     except (DitLoraError, OSError, RuntimeError):
         # The step before comes first: it was taken, or it tripped and this one is taken anew. Other ranks may be in
         # the middle of this step's collectives, and cannot be asked for a recovery.
         if loop.engine.accelerator.num_processes > 1 or _settled(loop, progress, on_step):
             raise
         return False
-    progress.waited += step.data_seconds
     return _settled(loop, progress, on_step)
 
 
@@ -194,7 +195,7 @@ def _settled(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], No
     sent, progress.sent = progress.sent, None
     if sent is None:
         return True
-    outcome = _read(loop, progress, sent)
+    outcome = _read(loop, sent)
     step = sent.step
     if isinstance(outcome, StepResult):
         try:
@@ -218,14 +219,12 @@ def _settled(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], No
     return False
 
 
-def _read(loop: Loop, progress: _Progress, sent: _Sent) -> StepResult | Trip:
+def _read(loop: Loop, sent: _Sent) -> StepResult | Trip:
     """Wait for a step's row, all that the host reads of a step."""
-    rows = sent.rows.read()
-    before, progress.since = progress.since, progress.now()
+    with sent.step.timed():
+        rows = sent.rows.read()
     trip = _trip(rows, sent.step.number, loop.copies)
-    if trip is not None:
-        return trip
-    return _result(rows, sent, progress.since - before + sent.step.data_seconds, loop.copies)
+    return _result(rows, sent, loop.copies) if trip is None else trip
 
 
 def _micro_step(loop: Loop, reader: Reader[Batch], step: _Step, micro_step: int) -> None:
@@ -299,7 +298,7 @@ def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
     )
 
 
-def _result(rows: StepRows, sent: _Sent, seconds: float, copies: int) -> StepResult:
+def _result(rows: StepRows, sent: _Sent, copies: int) -> StepResult:
     # Ranks that share a sample report the same loss: one row of each group of `copies` is counted.
     losses = rows.losses[::copies].flatten()
     *norms, norm = rows.norms[0].tolist()
@@ -311,7 +310,7 @@ def _result(rows: StepRows, sent: _Sent, seconds: float, copies: int) -> StepRes
         lr_groups=sent.rates,
         losses=losses.tolist(),
         timesteps=rows.timesteps[::copies].flatten().long().tolist(),
-        seconds=seconds,
+        seconds=sent.step.seconds,
         data_seconds=rows.data_seconds.max().item(),
         stop_code=int(rows.stop_codes.max().item()),
     )

@@ -109,3 +109,16 @@ def test_seconds_tile_the_run_and_a_wait_for_data_counts_with_its_step() -> None
     assert results[2].data_seconds > 0.2
     assert sum(result.seconds for result in results[:2]) < 0.2
     assert 0.2 < sum(result.seconds for result in results) <= whole
+
+
+def test_a_step_that_is_read_at_once_has_the_seconds_of_its_own_launch() -> None:
+    """The one before it is read after that launch, which is not its own."""
+    loop = build(accumulate=1)
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.05)
+        return loop.losses(*args)
+
+    slowed = replace(loop, losses=slow, at_once=lambda step: step == 3)
+    results = run(slowed, 5, batches(8))
+    assert all(result.seconds > 0.05 for result in results)

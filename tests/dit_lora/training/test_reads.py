@@ -98,7 +98,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
     numbers = {
         "_launch": lambda given: given[2].number,
         "_update": lambda given: given[1].number,
-        "_read": lambda given: given[2].step.number,
+        "_read": lambda given: given[1].step.number,
     }
 
     def noted(name: str) -> Callable[..., Any]:
