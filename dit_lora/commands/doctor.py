@@ -46,7 +46,7 @@ def decisions(env: Environment) -> list[Decision]:
     return [
         Decision("device", *device),
         Decision("dtype", *dtype),
-        Decision("attention", "PyTorch SDPA, cuDNN off", "cuDNN's can give NaN: pytorch#196678"),
+        Decision("attention", "PyTorch SDPA", "with a mask never cuDNN's: pytorch#196678"),
         Decision("optimizer", "torch AdamW, fused", "all trainable weights in one pass, in fp32"),
         Decision("video", f"PyAV {env.versions.get('av', '')}".strip(), "brings its own FFmpeg"),
         Decision(

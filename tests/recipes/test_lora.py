@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,8 @@ def test_the_run_folder_holds_what_the_docs_say(
     }
     assert any("tfevents" in name for name in files)
     assert load_recipe(run / "config.yaml").train.steps == 4
-    assert (
-        json.loads((run / "environment.json").read_text())["packages"]["torch"] == torch.__version__
+    assert json.loads((run / "environment.json").read_text())["packages"]["torch"] == version(
+        "torch"
     )
     lines = metrics(run)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]

@@ -242,7 +242,8 @@ def test_a_wrong_number_of_placeholders_is_refused_by_the_model(
         batch["pixels"] = batch["pixels"][..., : -layout.patch * layout.merge]
     else:
         batch["pixels"] = batch["pixels"][:, 1:]
-    with pytest.raises(ValueError, match=r"match|split"):
+    # SmolVLM's code indexes beyond its images in Transformers 5.17.
+    with pytest.raises((ValueError, IndexError), match=r"match|split|out of bounds"):
         checkpoint.losses(model, batch, STREAMS)
 
 

@@ -78,7 +78,10 @@ def test_image_tensors_are_the_stock_processors(
     image = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it runs without torchvision
-        stock: Any = AutoImageProcessor.from_pretrained(checkpoint.path, backend="pil")
+        try:
+            stock: Any = AutoImageProcessor.from_pretrained(checkpoint.path, backend="pil")
+        except ImportError:
+            pytest.skip("this Transformers makes its image processors with torchvision alone")
     made = stock(images=[image], return_tensors="pt", **stock_options(checkpoint))
     talk = conversation("image", "What is it?", "A dog.")
     ids = torch.tensor([checkpoint.render(talk, shape).ids])

@@ -33,7 +33,8 @@ def test_what_is_computed_in_fp32_is_what_pytorch_lists_for_cuda() -> None:
     )
     assert len(lists) == 2
     listed = {name for one in lists for name in re.findall(r"_\((\w+)", one)}
-    assert FP32 - {"__pow__", "__rpow__", "cross_entropy", "norm"} <= listed
+    newer = {"rms_norm"}  # listed by torch 2.13 and not by 2.11
+    assert FP32 - {"__pow__", "__rpow__", "cross_entropy", "norm"} - newer <= listed
     missing = listed - FP32
     # Resampling, losses that nobody trains with here, and names below those that Python calls.
     assert all(re.search(r"upsample|loss|norm|nll_loss2d|pdist", name) for name in missing)
