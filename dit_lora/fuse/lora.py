@@ -27,9 +27,9 @@ from dit_lora_kernels.lora_linear import (
     Projection,
     Quantized,
     compute_dtype,
-    lora_qkv,
     lower,
     lower_all,
+    projected,
 )
 
 OP = "lora_linear"
@@ -58,6 +58,8 @@ class _Cast:
     lowered: tuple[Tensor, Tensor]
     a: Tensor
     b: Tensor
+    scaling: float
+    dtype: torch.dtype
     is_used: bool = True
     """True if a call took it since it was made."""
 
@@ -88,7 +90,8 @@ def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     parts = "given more than x" if args or kwargs else _read(layer)
     if isinstance(parts, str):
         return type(layer).forward(layer, x, *args, **kwargs)
-    return lora_qkv(x, [_projection(layer, parts, x)], dropout=parts.dropout)[0]
+    dtype = compute_dtype(x, parts.weight)
+    return projected(x, [_projection(layer, parts, dtype)], dtype, parts.dropout)[0]
 
 
 def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
@@ -121,12 +124,15 @@ def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None
         return None
     readings = [_read(layer) for layer in layers]
     parts = [reading for reading in readings if not isinstance(reading, str)]
-    if len(parts) < len(layers) or len({part.dropout for part in parts}) > 1:
+    if len(parts) < len(layers):
         return None
-    operands = [_projection(layer, part, x) for layer, part in zip(layers, parts, strict=True)]
-    if len({compute_dtype(x, operand.weight) for operand in operands}) > 1:
-        return None
-    return lora_qkv(x, operands, dropout=parts[0].dropout)
+    first, *others = parts
+    dtype = compute_dtype(x, first.weight)
+    for other in others:
+        if other.dropout != first.dropout or compute_dtype(x, other.weight) is not dtype:
+            return None
+    operands = [_projection(layer, part, dtype) for layer, part in zip(layers, parts, strict=True)]
+    return projected(x, operands, dtype, first.dropout)
 
 
 def renew_casts(model: nn.Module) -> None:
@@ -135,43 +141,41 @@ def renew_casts(model: nn.Module) -> None:
     Due before each forward: writing to `.data` leaves no trace. Layers of which something else has changed meanwhile
     make their own casts, as in a first forward.
     """
-    casts = [(layer, cast) for layer, cast in _CASTS.items() if _may_renew(model, layer, cast)]
-    _CASTS.clear()
-    groups = defaultdict(list)
-    for layer, cast in casts:
-        *_, scaling, dtype, _ = cast.key
-        groups[cast.a.device, cast.a.dtype, cast.b.dtype, dtype].append((layer, cast, scaling))
-    for (*_, dtype), members in groups.items():
-        parts = [(cast.a, cast.b, scaling) for _, cast, scaling in members]
-        for (layer, cast, scaling), lowered in zip(members, lower_all(parts, dtype), strict=True):
-            key = _cast_key(cast.a, cast.b, scaling, dtype)
-            _CASTS[layer] = _Cast(key, lowered, cast.a, cast.b, is_used=False)
+    fusion, groups = fusion_of(model), defaultdict(list)
+    for layer, cast in list(_CASTS.items()):
+        if not (cast.is_used and fusion_of(layer) is fusion and _has_its_own(layer, cast)):
+            del _CASTS[layer]
+            continue
+        cast.is_used = False
+        groups[cast.a.device, cast.a.dtype, cast.b.dtype, cast.dtype].append(cast)
+    for (*_, dtype), casts in groups.items():
+        lowered = lower_all([(cast.a, cast.b, cast.scaling) for cast in casts], dtype)
+        for cast, pair in zip(casts, lowered, strict=True):
+            cast.key, cast.lowered = _cast_key(cast.a, cast.b, cast.scaling, dtype), pair
 
 
-def _may_renew(model: nn.Module, layer: Any, cast: _Cast) -> bool:
-    """Return whether a cast was taken by this model, and its A and B are still the layer's, whole and in their place."""
-    if not cast.is_used or fusion_of(layer) is not fusion_of(model):
-        return False
+def _has_its_own(layer: nn.Module, cast: _Cast) -> bool:
+    """Return whether a cast's A and B are still the layer's, whole and in their place."""
     # FSDP puts shards in their place, and frees the memory of these; ZeRO-3 leaves these, empty; offload moves them.
-    own = {
-        id(m._parameters.get("weight")) for k in _AB for m in layer._modules[k]._modules.values()
-    }
-    return id(cast.a) in own and id(cast.b) in own and _fits(cast)
+    own = zip(_AB, (cast.a, cast.b), cast.lowered, strict=True)
+    return all(
+        tensor.shape == low.shape
+        and tensor.device == low.device
+        and any(m._parameters.get("weight") is tensor for m in layer._modules[k]._modules.values())
+        for k, tensor, low in own
+    )
 
 
 _AB = ("lora_A", "lora_B")
-
-
-def _fits(cast: _Cast) -> bool:
-    """Return whether A and B are of the shape and on the device of their casts."""
-    pairs = zip((cast.a, cast.b), cast.lowered, strict=True)
-    return all(own.shape == low.shape and own.device == low.device for own, low in pairs)
 
 
 class _Parts(NamedTuple):
     """The operands that a layer computes with."""
 
     base: Any
+    weight: Tensor | None
+    """The base's, None of one that is quantised."""
+    bias: Tensor | None
     a: Tensor
     b: Tensor
     scaling: float
@@ -211,9 +215,21 @@ def _read(layer: Any) -> _Parts | str:
     rate = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
     if rate == 1:
         return "its dropout drops everything"
-    # As attributes: another module may stand in for a parameter (parametrizations, a functional call's).
-    parts = _Parts(base, a.weight, b.weight, layer.scaling[name], rate)
-    return _tensors_why_not(layer, parts, layer.r[name]) or parts
+    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
+    low_a, low_b = _parameter(a, "weight"), _parameter(b, "weight")
+    reason = _tensors_why_not(layer, base, weight, bias, low_a, low_b, layer.r[name])
+    if reason is not None:
+        return reason
+    if class_name(base) != _LINEAR:
+        weight = bias = None
+    return _Parts(base, weight, bias, low_a, low_b, layer.scaling[name], rate)
+
+
+def _parameter(module: Any, name: str) -> Any:
+    """Return what the module has in this parameter's place."""
+    # Past `nn.Module.__getattr__` where it can be; something else may stand in for a parameter (parametrizations).
+    own = module._parameters
+    return own[name] if name in own else getattr(module, name)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -232,9 +248,10 @@ def is_hooked(module: nn.Module) -> bool:
     return _has_hooks(module) or "forward" in module.__dict__
 
 
-def _tensors_why_not(layer: Any, parts: _Parts, rank: int) -> str | None:
+def _tensors_why_not(
+    layer: Any, base: Any, weight: Any, bias: Any, a: Tensor, b: Tensor, rank: int
+) -> str | None:
     """Return why the tensors are not what the op takes: sharded, trained, of another layout; None if they are."""
-    a, b, weight, bias = parts.a, parts.b, parts.base.weight, parts.base.bias
     shape = (layer.out_features, layer.in_features)
     # ZeRO-3 leaves an empty tensor in place of a parameter that is not gathered.
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
@@ -245,17 +262,18 @@ def _tensors_why_not(layer: Any, parts: _Parts, rank: int) -> str | None:
         return "its base is trained"
     if bias is not None and type(bias) not in _PLAIN:
         return "its bias is no plain tensor"
-    return _BASE_WHY_NOT[class_name(parts.base)](layer, parts.base, shape)
+    return _BASE_WHY_NOT[class_name(base)](layer, base, shape)
 
 
 def _linear_why_not(layer: Any, base: Any, shape: tuple[int, int]) -> str | None:
     """Return why a base that is not quantised is not what the op takes; None if it is."""
+    weight = _parameter(base, "weight")
     if layer.fan_in_fan_out:
         return "its base weight is transposed"
-    if type(base.weight) not in _PLAIN or base.weight.shape != shape:
+    if type(weight) not in _PLAIN or weight.shape != shape:
         return "its base weight is sharded, or no plain tensor"
-    if base.weight.dtype not in COMPUTE_DTYPES:
-        return f"its base weight is in {base.weight.dtype}"
+    if weight.dtype not in COMPUTE_DTYPES:
+        return f"its base weight is in {weight.dtype}"
     return None
 
 
@@ -313,16 +331,14 @@ def _dequantized_narrow(base: Any, dtype: torch.dtype) -> Tensor:
 _DEQUANTIZED = {_INT4: _dequantized_4bit, _INT8: _dequantized_8bit, _NARROW: _dequantized_narrow}
 
 
-def _projection(layer: nn.Module, parts: _Parts, x: Tensor) -> Projection:
-    """Return the layer as the op takes it for this input; a quantised base as two functions of its own library's."""
-    base, a, b, scaling, _ = parts
-    dequantized = _DEQUANTIZED.get(class_name(base))
-    weight, bias = (base.weight, base.bias) if dequantized is None else (None, None)
-    quantized = None if dequantized is None else Quantized(base, partial(dequantized, base))
-    dtype = compute_dtype(x, weight)
+def _projection(layer: nn.Module, parts: _Parts, dtype: torch.dtype) -> Projection:
+    """Return the layer as the op takes it to compute in `dtype`; a quantised base as two functions of its own library's."""
+    base, weight, bias, a, b, scaling, _ = parts
     adapter = Adapter(a, b, scaling, _lowered(layer, a, b, scaling, dtype))
-    narrow = None if weight is None else fp8.weight_of(layer, base, dtype)
-    return Projection(weight, bias, adapter, quantized, narrow)
+    if weight is None:
+        dequantize = partial(_DEQUANTIZED[class_name(base)], base)
+        return Projection(None, None, adapter, Quantized(base, dequantize))
+    return Projection(weight, bias, adapter, None, fp8.weight_of(layer, base, dtype))
 
 
 def _lowered(
@@ -338,7 +354,7 @@ def _lowered(
     key = _cast_key(a, b, scaling, dtype)
     kept = _CASTS.get(layer)
     if kept is None or kept.key != key:
-        kept = _CASTS[layer] = _Cast(key, lower(a, b, scaling, dtype), a, b)
+        kept = _CASTS[layer] = _Cast(key, lower(a, b, scaling, dtype), a, b, scaling, dtype)
     kept.is_used = True
     return kept.lowered
 
