@@ -34,9 +34,11 @@ from dit_lora_kernels.ada_norm_kernels import (
 )
 from dit_lora_kernels.support import (
     Layout,
+    PlainLayout,
     Prepared,
     launches,
     op,
+    plain_layout,
     plain_layouts,
     readable_rows,
     wide_dtype,
@@ -253,12 +255,16 @@ def _gradients(
 
 
 def _by_field(
-    dx: Any, others: Sequence[Any], affine: Sequence[Tensor | None], dtypes: Any, want: Any
+    dx: Any,
+    others: Sequence[Any],
+    affine: Sequence[Tensor | None],
+    dtypes: Sequence[Any],
+    want: Sequence[Any],
 ) -> list[Tensor | None]:
     """Return the gradients of a Stream's fields in their order: of dx', that of y, and the three sums."""
     dy, ones, hats, dgate = others
-    if want.scale:
-        weight, bias = affine
+    weight, bias = affine
+    if want[2]:  # of scale
         hats = hats if weight is None else hats * weight
         hats = hats if bias is None else hats + ones * bias
     each = zip((dx, ones, hats, dy, dgate), dtypes, want, strict=True)
@@ -285,15 +291,15 @@ class _StreamPlan:
         """
         weight, bias, stats, residual, y, gate, scale = tensors
         grad, grad_residual = readable_rows(grads[0]), readable_rows(grads[1])
-        of_residual = None if grad_residual is None else Layout.of(grad_residual)
-        plan = _backward_plan(self, want, Layout.of(grad), of_residual)
+        of_residual = None if grad_residual is None else plain_layout(grad_residual)
+        plan = _backward_plan(self, want, plain_layout(grad), of_residual)
         made = [None if m is None else grad.new_empty(m[0], dtype=m[1]) for m in plan.made]
         plan.launch(grad, grad_residual, residual, stats, y, gate, scale, weight, *made)
         dx, dy, *sums = made
         if plan.chunks > 1:
             sums = [None if p is None else total(p, plan.chunks) for p in sums]
         others = (dx if plan.y_is_x else dy, *sums)
-        return _by_field(dx, others, (weight, bias), plan.dtypes, Stream._make(want))
+        return _by_field(dx, others, (weight, bias), plan.dtypes, want)
 
 
 class _BackwardPlan(NamedTuple):
@@ -308,9 +314,13 @@ class _BackwardPlan(NamedTuple):
 
 @functools.lru_cache(8192)
 def _backward_plan(
-    stream: _StreamPlan, wants: tuple[bool, ...], grad: Layout, grad_residual: Layout | None
+    stream: _StreamPlan,
+    wants: tuple[bool, ...],
+    grad: PlainLayout,
+    grad_residual: PlainLayout | None,
 ) -> _BackwardPlan:
-    """Return the plan for the fields' gradients that are wanted."""
+    """Return the plan for the fields' gradients that are wanted, of those of `out` and of x'."""
+    of_grads = [None if v is None else Layout._make(v) for v in (grad, grad_residual)]
     x, shift, scale, y, gate = fields = stream.fields
     want: Any = Stream._make(wants)
     dtypes: Any = Stream._make([None if v is None else v.dtype for v in fields])
@@ -332,7 +342,7 @@ def _backward_plan(
     kept = tuple([m if w else None for m, w in zip(made, wanted, strict=True)])
     residual: Any = x if y is None else x._replace(stride=(T * D, D, 1))
     launch = backward_launch(
-        (grad, grad_residual, residual, y if want.gate else None, gate, scale),
+        (*of_grads, residual, y if want.gate else None, gate, scale),
         weight,
         stream.stats,
         stream.groups,
@@ -347,30 +357,37 @@ class _Plan(NamedTuple):
 
     out: tuple[int, ...]
     stats: tuple[int, ...]
+    wide: torch.dtype
+    lengths: list[int]
     streams: tuple[_StreamPlan, ...]
 
-    def run(self, weight: Tensor | None, bias: Tensor | None, flat: Sequence[Any]) -> list[Tensor]:
-        """Return what `ada_norm_forward` does."""
-        first, streams = flat[0], _streams(flat)
+    def run(
+        self, weight: Tensor | None, bias: Tensor | None, flat: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return `out` and each stream's x', and what `_AdaNorm` keeps; `needs` says which fields need a gradient."""
+        first = flat[0]
         out = first.new_empty(self.out)
-        stats = first.new_empty(self.stats, dtype=wide_dtype(first.dtype))
-        results = [out, stats]
-        by_stream = zip(self.streams, streams, *_by_stream(out, stats, streams), strict=True)
-        for plan, (x, shift, scale, y, gate), rows, statistics in by_stream:
-            residual = None
-            if y is not None:
-                residual = x.new_empty(x.shape)
-                results.append(residual)
-            plan.launch(x, y, gate, shift, scale, weight, bias, residual, rows, statistics)
-        return results
+        stats = first.new_empty(self.stats, dtype=self.wide)
+        outputs, kept = [out], [weight, bias, stats]
+        rows, statistics = (out,), (stats,)
+        if len(self.streams) > 1:
+            rows, statistics = out.split(self.lengths, 1), stats.split(self.lengths, 2)
+        for i, plan in enumerate(self.streams):
+            x, shift, scale, y, gate = flat[5 * i : 5 * i + 5]
+            residual = None if y is None else x.new_empty(x.shape)
+            plan.launch(x, y, gate, shift, scale, weight, bias, residual, rows[i], statistics[i])
+            outputs.append(x if residual is None else residual)
+            kept += [outputs[-1], y if needs[5 * i + 4] else None, gate, scale]
+        return outputs, kept
 
 
 @functools.lru_cache(8192)
-def _plan(norm: str, eps: float, operands: Layouts) -> _Plan | None:
+def _plan(norm: str, eps: float, given: tuple[PlainLayout | None, ...]) -> _Plan | None:
     """Return the plan for weight, bias and the fields of every Stream in turn.
 
     None if an operand is wrong, needs a copy or is elsewhere, or if tables differ in their number of rows.
     """
+    operands = tuple([None if v is None else Layout._make(v) for v in given])
     tensors = [None if v is None else _without_values(v) for v in operands]
     streams = _streams(tensors[2:])
     try:
@@ -399,7 +416,7 @@ def _plan(norm: str, eps: float, operands: Layouts) -> _Plan | None:
         rows: Any = (x, y, gate, shift, scale)
         launch = forward_launch(rows, operands[:2], of_stats, groups, eps)
         plans.append(_StreamPlan(launch, fields, operands[:2], of_stats, groups))
-    return _Plan((B, sum(lengths), D), tuple(stats.shape), tuple(plans))
+    return _Plan((B, sum(lengths), D), tuple(stats.shape), dtype, lengths, tuple(plans))
 
 
 def _without_values(layout: Layout) -> Tensor:
@@ -433,18 +450,18 @@ class _AdaNorm(torch.autograd.Function):
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # None for an output not used, not zeros to be read
-        if plan is None:
-            out, stats, *rest = ada_norm_forward(list(flat), weight, bias, layer, eps)
-        else:
-            out, stats, *rest = plan.run(weight, bias, flat)
+        ctx.plan = plan
+        # x' is kept and not the normalised row: the caller keeps x' anyway, as the residual stream.
+        if plan is not None:
+            outputs, keep = plan.run(weight, bias, flat, ctx.needs_input_grad[5:])
+            ctx.save_for_backward(*keep)
+            return tuple(outputs)
+        out, stats, *rest = ada_norm_forward(list(flat), weight, bias, layer, eps)
         updated = list(rest)  # torch 2.11's Dynamo makes a tuple of starred names
         streams, wants = _streams(flat), _streams(ctx.needs_input_grad[5:])
         residuals = [s.x if s.y is None else updated.pop(0) for s in streams]
-        ctx.plan = plan
-        if plan is None:
-            ctx.groups = [s.groups() for s in streams]
-            ctx.dtypes = [None if v is None else v.dtype for v in flat]
-        # x' is kept and not the normalised row: the caller keeps x' anyway, as the residual stream.
+        ctx.groups = [s.groups() for s in streams]
+        ctx.dtypes = [None if v is None else v.dtype for v in flat]
         kept: list[Tensor | None] = [weight, bias, stats]
         for residual, stream, want in zip(residuals, streams, wants, strict=True):
             kept += [residual, stream.y if want.gate else None, stream.gate, stream.scale]
@@ -458,16 +475,22 @@ class _AdaNorm(torch.autograd.Function):
         weight, bias, stats, *kept = ctx.saved_tensors
         if grad is None:  # out was not used
             grad = torch.zeros_like(kept[0][:, :1, :1]).expand(*stats.shape[1:], kept[0].shape[2])
-        affine, wants = ctx.needs_input_grad[3:5], _streams(ctx.needs_input_grad[5:])
         grads: list[Tensor | None] = []
+        if ctx.plan is not None:
+            needs, lengths = ctx.needs_input_grad[5:], ctx.plan.lengths
+            rows, statistics = (grad,), (stats,)
+            if len(lengths) > 1:
+                rows, statistics = grad.split(lengths, 1), stats.split(lengths, 2)
+            for i, plan in enumerate(ctx.plan.streams):
+                tensors = (weight, bias, statistics[i], *kept[4 * i : 4 * i + 4])
+                of_outputs = (rows[i], grad_residuals[i])
+                grads += plan.backward(tensors, of_outputs, needs[5 * i : 5 * i + 5])
+            return (None, None, None, None, None, *grads)
+        affine, wants = ctx.needs_input_grad[3:5], _streams(ctx.needs_input_grad[5:])
         shares: list[tuple[Any, Any]] = []
         by_stream = _by_stream(grad, stats, [Stream(residual) for residual in kept[::4]])
         for i, want in enumerate(wants):
             part, statistics, of_stream = by_stream[0][i], by_stream[1][i], kept[4 * i : 4 * i + 4]
-            if ctx.plan is not None:
-                tensors = (weight, bias, statistics, *of_stream)
-                grads += ctx.plan.streams[i].backward(tensors, (part, grad_residuals[i]), want)
-                continue
             residual, y, gate, scale = of_stream
             operands = BackwardOperands(
                 part, grad_residuals[i], residual, statistics, y, gate, scale, weight

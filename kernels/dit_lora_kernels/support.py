@@ -93,6 +93,15 @@ def packed(tensor: MaybeTensor) -> MaybeTensor:
     return None if tensor is None else tensor.contiguous()
 
 
+# A Layout's fields. Compared and hashed as one, and made in half the time.
+PlainLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]
+
+
+def plain_layout(tensor: Tensor) -> PlainLayout:
+    """Return what a tensor is but for its memory's address and values."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
 class Layout(NamedTuple):
     """What a tensor is but for its memory's address and values."""
 
@@ -104,7 +113,7 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> "Layout":
         """Return the tensor's layout."""
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        return cls._make(plain_layout(tensor))
 
 
 # Versions whose compiled kernels were seen to take all of a kernel's arguments, the compile-time ones in their places.
@@ -273,18 +282,18 @@ def _is_traced() -> bool:
     )
 
 
-def plain_layouts(tensors: Sequence[Tensor | None]) -> tuple[Layout | None, ...] | None:
+def plain_layouts(tensors: Sequence[Tensor | None]) -> tuple[PlainLayout | None, ...] | None:
     """Return the tensors' layouts; None if an op's call with them is of concern to anybody else (`Op`)."""
     if _is_traced():
         return None
-    layouts: list[Layout | None] = []
+    layouts: list[PlainLayout | None] = []
     for tensor in tensors:
         if tensor is None:
             layouts.append(None)
             continue
         if type(tensor) not in _PLAIN or not (tensor.is_cuda or tensor.is_cpu) or tensor.is_neg():
             return None
-        layouts.append(Layout.of(tensor))
+        layouts.append(plain_layout(tensor))
     return tuple(layouts)
 
 
