@@ -36,6 +36,7 @@ from dit_lora_kernels.support import (
     Layout,
     PlainLayout,
     Prepared,
+    applied,
     launches,
     op,
     plain_layout,
@@ -371,7 +372,8 @@ class _Plan(NamedTuple):
         outputs, kept = [out], [weight, bias, stats]
         rows, statistics = (out,), (stats,)
         if len(self.streams) > 1:
-            rows, statistics = out.split(self.lengths, 1), stats.split(self.lengths, 2)
+            rows = out.split_with_sizes(self.lengths, 1)
+            statistics = stats.split_with_sizes(self.lengths, 2)
         for i, plan in enumerate(self.streams):
             x, shift, scale, y, gate = flat[5 * i : 5 * i + 5]
             residual = None if y is None else x.new_empty(x.shape)
@@ -480,7 +482,8 @@ class _AdaNorm(torch.autograd.Function):
             needs, lengths = ctx.needs_input_grad[5:], ctx.plan.lengths
             rows, statistics = (grad,), (stats,)
             if len(lengths) > 1:
-                rows, statistics = grad.split(lengths, 1), stats.split(lengths, 2)
+                rows = grad.split_with_sizes(lengths, 1)
+                statistics = stats.split_with_sizes(lengths, 2)
             for i, plan in enumerate(ctx.plan.streams):
                 tensors = (weight, bias, statistics[i], *kept[4 * i : 4 * i + 4])
                 of_outputs = (rows[i], grad_residuals[i])
@@ -578,7 +581,7 @@ def joint_ada_norm(
     if plan is None:
         check_streams(streams, norm, {"weight": weight, "bias": bias})
         flat = [field for i, stream in enumerate(streams) for field in grouped(stream, i)]
-    out, *residuals = _AdaNorm.apply(norm == "layer", eps, plan, weight, bias, *flat)
+    out, *residuals = applied(_AdaNorm, norm == "layer", eps, plan, weight, bias, *flat)
     return out, tuple(residuals)
 
 
@@ -586,15 +589,12 @@ def _plan_of(
     norm: str, eps: float, weight: Tensor | None, bias: Tensor | None, flat: list[Any]
 ) -> _Plan | None:
     """Return the plan for these operands, None where ops are to be called: nothing is launched, or it would be seen."""
-    if not flat or not launches(flat[0]) or _is_trained(weight) or _is_trained(bias):
+    if not flat or not launches(flat[0]):
+        return None
+    if (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad):
         return None
     layouts = plain_layouts((weight, bias, *flat))
     return None if layouts is None else _plan(norm, eps, layouts)
-
-
-def _is_trained(tensor: Tensor | None) -> bool:
-    """Return whether the tensor is one that takes a gradient."""
-    return tensor is not None and tensor.requires_grad
 
 
 @overload

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from dit_lora_kernels import fp8
 from dit_lora_kernels.fp8 import Fp8Matrix, Fp8Weight
+from dit_lora_kernels.support import applied, wide_dtype
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -70,22 +71,24 @@ def lower(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Ten
     return a.to(dtype), scaled.to(dtype)
 
 
+@torch.no_grad()
 def lower_all(
     adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     """Return `lower` of every (a, b, scaling), the same bits, in a few launches for all; each dtype and device is one."""
-    a = [each.detach() for each, _, _ in adapters]
-    b = [each.detach() for _, each, _ in adapters]
+    a = [each for each, _, _ in adapters]
+    b = [each for _, each, _ in adapters]
     scalings = [scaling for *_, scaling in adapters]
     if torch.promote_types(b[0].dtype, dtype) is not b[0].dtype:  # to be multiplied in a wider one
         return [lower(*adapter, dtype) for adapter in adapters]
     # PyTorch's optimizers are made of these two; they have no public names.
     if any(scaling != 1 for scaling in scalings):
         b = list(torch._foreach_mul(b, scalings))
-    lowered = []
+    lowered: list[list[Tensor]] = []
     for wide in (a, b):
-        low = wide
-        if wide[0].dtype is not dtype:
+        if wide[0].dtype is dtype:
+            low = [tensor.detach() for tensor in wide]
+        else:
             low = [torch.empty_like(tensor, dtype=dtype) for tensor in wide]
             torch._foreach_copy_(low, wide)
         lowered.append(low)
@@ -129,7 +132,7 @@ def projected(
 ) -> tuple[Tensor, ...]:
     """Do what `lora_qkv` does, for operands that it would take: nothing is checked. `dtype` is `compute_dtype` of each."""
     operands: list[Tensor | None] = []
-    count = 6 if all(p.fp8 is None for p in projections) else 10
+    count = 10 if [p for p in projections if p.fp8 is not None] else 6
     # Flat, in order: autograd.Function sees gradients only of tensors that are arguments themselves.
     for weight, bias, (a, b, scaling, lowered), _, narrow in projections:
         operands += [weight, bias, a, b, *(lowered or lower(a, b, scaling, dtype))]
@@ -141,7 +144,7 @@ def projected(
         [p.quantized for p in projections],
         count,
     )
-    return _LoraProjections.apply(_as(x, dtype), settings, *operands)
+    return applied(_LoraProjections, _as(x, dtype), settings, *operands)  # type: ignore[no-any-return]
 
 
 def _check(
@@ -288,6 +291,8 @@ class _Off:
 
 def _rows(tensor: Tensor) -> Tensor:
     """Return (N, last) that a GEMM reads as it is: rows may lie apart, but neither overlap nor be strided inside."""
+    if tensor.is_contiguous():
+        return tensor.view(-1, tensor.shape[-1])
     rows = tensor.reshape(-1, tensor.shape[-1])
     if rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]:
         return rows
@@ -394,7 +399,8 @@ def _stacked(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def _split(whole: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
     """Return what `_stacked` put together, as views."""
-    return [whole] if len(sizes) == 1 else list(whole.split(sizes, dim))
+    # Past the Python of `Tensor.split`.
+    return [whole] if len(sizes) == 1 else list(whole.split_with_sizes(sizes, dim))
 
 
 def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
@@ -402,7 +408,7 @@ def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
     # A sum over all N rows, which 16 bits would round: cuBLAS stores its fp32 sum, and a CPU has no such GEMM.
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
-    return torch.mm(left, right).to(torch.promote_types(left.dtype, torch.float32))
+    return _as(torch.mm(left, right), wide_dtype(left.dtype))
 
 
 def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:

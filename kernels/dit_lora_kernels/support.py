@@ -150,13 +150,10 @@ class Prepared:
         """Launch on the first tensor's device: Triton takes the current one, wherever the pointers lie."""
         assert tensors[0] is not None
         index = tensors[0].get_device()
-        if index < 0 or index == torch.cuda.current_device():
-            self._launch(index, tensors)
+        if index >= 0 and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self(*tensors)
             return
-        with torch.cuda.device(index):
-            self._launch(index, tensors)
-
-    def _launch(self, index: int, tensors: tuple[Tensor | None, ...]) -> None:
         same = (index, *[None if t is None else t.data_ptr() % 16 for t in tensors])
         found = self._compiled.get(same)
         if found is not None:
@@ -195,6 +192,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         found = _LAUNCHES[same] = prepared, count
     prepared, count = found
     prepared(*args[:count])
+
+
+def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return `function.apply(*args)`, without its look at each argument for what a transform has left behind."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 class Op:
@@ -243,7 +247,7 @@ class Op:
         if not (torch.is_grad_enabled() and _requires_grad(args)):
             return self.function(*args)
         # Without a node, differentiated all the same, it is torch.library that says so.
-        return self.library(*args) if self._node is None else self._node.apply(*args)
+        return self.library(*args) if self._node is None else applied(self._node, *args)
 
 
 def op(name: str) -> Callable[[Callable[..., Any]], Op]:
@@ -290,10 +294,10 @@ def plain_layouts(tensors: Sequence[Tensor | None]) -> tuple[PlainLayout | None,
     for tensor in tensors:
         if tensor is None:
             layouts.append(None)
-            continue
-        if type(tensor) not in _PLAIN or not (tensor.is_cuda or tensor.is_cpu) or tensor.is_neg():
+        elif type(tensor) in _PLAIN and (tensor.is_cuda or tensor.is_cpu) and not tensor.is_neg():
+            layouts.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
+        else:
             return None
-        layouts.append(plain_layout(tensor))
     return tuple(layouts)
 
 

@@ -81,21 +81,24 @@ def test_a_launch_is_on_its_tensors_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
         def __enter__(self) -> None:
             events.append(self.index)
+            current.append(self.index)
 
         def __exit__(self, *_: object) -> None:
+            current.pop()
             events.append("back")
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **constants: events.append((grid, args, constants))
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", Current)
     second = torch.ones(2).as_subclass(Elsewhere)
     launch = Prepared(Kernel(), (5,), (7,), {"SIZE": 4})
     launch(second, None)
     assert events == [1, ((5,), (second, None, 7), {"SIZE": 4}), "back"]
     events.clear()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    current.append(1)
     launch(second, None)
     assert len(events) == 1
