@@ -36,7 +36,7 @@ from dit_lora_kernels.support import (
     Layout,
     PlainLayout,
     Prepared,
-    applied,
+    apply_plainly,
     launches,
     op,
     plain_layout,
@@ -577,11 +577,14 @@ def joint_ada_norm(
     Raises ValueError for shapes that do not fit. Source: CogVideoX, diffusers CogVideoXLayerNormZero.
     """
     flat = [field for stream in streams for field in stream]
+    layer = norm == "layer"
     plan = None if torch.compiler.is_compiling() else _plan_of(norm, eps, weight, bias, flat)
     if plan is None:
         check_streams(streams, norm, {"weight": weight, "bias": bias})
         flat = [field for i, stream in enumerate(streams) for field in grouped(stream, i)]
-    out, *residuals = applied(_AdaNorm, norm == "layer", eps, plan, weight, bias, *flat)
+        out, *residuals = _AdaNorm.apply(layer, eps, None, weight, bias, *flat)
+    else:
+        out, *residuals = apply_plainly(_AdaNorm, layer, eps, plan, weight, bias, *flat)
     return out, tuple(residuals)
 
 

@@ -13,6 +13,7 @@ Saved: x once, s-free products x A^T (N*R*e), and with dropout a mask of N*I byt
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn.functional import linear
 
 from dit_lora_kernels import fp8
 from dit_lora_kernels.fp8 import Fp8Matrix, Fp8Weight
-from dit_lora_kernels.support import applied, wide_dtype
+from dit_lora_kernels.support import apply_plainly, is_plain_python, wide_dtype
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -144,7 +145,10 @@ def projected(
         [p.quantized for p in projections],
         count,
     )
-    return applied(_LoraProjections, _as(x, dtype), settings, *operands)  # type: ignore[no-any-return]
+    apply = (
+        partial(apply_plainly, _LoraProjections) if is_plain_python() else _LoraProjections.apply
+    )
+    return apply(_as(x, dtype), settings, *operands)  # type: ignore[no-any-return]
 
 
 def _check(

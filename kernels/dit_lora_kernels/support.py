@@ -194,11 +194,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     prepared(*args[:count])
 
 
-def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)`, without its look at each argument for what a transform has left behind."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
+def apply_plainly(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return `function.apply(*args)` where no transform is active, without its look at each argument for what one left."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def is_plain_python() -> bool:
+    """Return whether `apply_plainly` may be called: nothing is compiled, and no transform is active."""
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 class Op:
@@ -247,7 +250,7 @@ class Op:
         if not (torch.is_grad_enabled() and _requires_grad(args)):
             return self.function(*args)
         # Without a node, differentiated all the same, it is torch.library that says so.
-        return self.library(*args) if self._node is None else applied(self._node, *args)
+        return self.library(*args) if self._node is None else apply_plainly(self._node, *args)
 
 
 def op(name: str) -> Callable[[Callable[..., Any]], Op]:

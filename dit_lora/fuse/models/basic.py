@@ -51,8 +51,10 @@ def block_forward(
     shift, scale, gate, shift_ff, scale_ff, gate_ff = _modulation(
         block, hidden_states, timestep, class_labels
     )
-    # An fp32 table makes the stock block's residual stream fp32; where it is, this is no cast.
-    x = hidden_states.to(torch.promote_types(hidden_states.dtype, gate.dtype))
+    # An fp32 table makes the stock block's residual stream fp32.
+    x = hidden_states
+    if gate.dtype is not x.dtype:
+        x = x.to(torch.promote_types(x.dtype, gate.dtype))
     norm, norm_ff = _norms(block)
     normed, x = norm_stream(norm, Stream(x, shift, scale))
     y = block.attn1(normed, encoder_hidden_states=None, attention_mask=attention_mask)
