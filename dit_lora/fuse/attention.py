@@ -16,12 +16,13 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
+from torch import nn
 from torch.backends import cuda
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.fuse.lora import project
+from dit_lora.fuse.lora import is_hooked, project
 from dit_lora.fuse.patches import ATTENTION, Fusion, ProcessorPatch
 from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.opaque import ONLY_COUNTS
@@ -139,7 +140,12 @@ def project_qkv(
 
 def project_output(attn: Any, attended: torch.Tensor) -> torch.Tensor:
     """Return attention's output (B, S, H * D) after its projection and dropout."""
-    return attn.to_out[1](attn.to_out[0](attended))
+    projection, dropout = attn.to_out
+    output: torch.Tensor = projection(attended)
+    # Not called where PyTorch would return its input.
+    if type(dropout) is nn.Dropout and dropout.p == 0 and not is_hooked(dropout):
+        return output
+    return dropout(output)  # type: ignore[no-any-return]
 
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

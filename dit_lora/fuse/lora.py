@@ -214,7 +214,9 @@ def _read(layer: Any) -> _Parts | str:
     # Past `nn.Module.__getattr__`, which takes longer than all else here: every layer comes by at every call.
     parts_of = layer._modules
     in_a = parts_of["lora_A"]._modules
-    names = [name for name in layer.active_adapters if name in in_a]
+    active = layer.active_adapter  # a name, or a list of them
+    names = [active] if isinstance(active, str) else active
+    names = [name for name in names if name in in_a]
     if len(names) != 1:
         return f"{len(names)} active adapters"
     name, base = names[0], parts_of["base_layer"]
