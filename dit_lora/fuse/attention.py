@@ -6,6 +6,7 @@ backend changes nothing there. Fused processors all come through `attend`.
 Shapes: B batch, S query tokens, K key tokens, R rotated tokens, H heads, D head width.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -215,6 +216,13 @@ def _of_stock(name: str) -> property:
 class FusedProcessor:
     """Base of fused processors: the stock processor, and the fusion that says what is on."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # `Attention.forward` asks for it at every call, and finds it faster than it is made.
+        call: Any = vars(cls).get("__call__")
+        if call is not None:
+            call.__signature__ = inspect.signature(call)
+
     def __init__(self, stock: Any, fusion: Fusion, attn: Any) -> None:
         self.stock = stock
         self.fusion = fusion
@@ -319,7 +327,9 @@ class SharedInputProcessor(FusedProcessor):
         query, key = self.normed(attn, query, key)
         mask = heads_mask(attn, attention_mask, source)
         heads = [tensor.view(*tensor.shape[:2], attn.heads, -1) for tensor in (query, key, value)]
-        attended = attend(*heads, mask, self.backend).flatten(2).to(query.dtype)
+        attended = attend(*heads, mask, self.backend).flatten(2)
+        if attended.dtype is not query.dtype:
+            attended = attended.to(query.dtype)
         output = project_output(attn, attended)
         factor = attn.rescale_output_factor
         return output if factor == 1 else output / factor
