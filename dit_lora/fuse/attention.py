@@ -86,8 +86,8 @@ def attend(
     """
     if mask is None and parallel is None and _is_native(backend):
         with attention_call():
-            heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
-            return functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     name = None if backend is None else AttentionBackendName(backend)
     # The dispatcher takes heads behind tokens, as projections and the kernel of q and k leave them: nothing is moved.
     dispatch = partial(
@@ -326,8 +326,10 @@ class SharedInputProcessor(FusedProcessor):
         query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
         query, key = self.normed(attn, query, key)
         mask = heads_mask(attn, attention_mask, source)
-        heads = [tensor.view(*tensor.shape[:2], attn.heads, -1) for tensor in (query, key, value)]
-        attended = attend(*heads, mask, self.backend).flatten(2)
+        query, key, value = (
+            tensor.view(*tensor.shape[:2], attn.heads, -1) for tensor in (query, key, value)
+        )
+        attended = attend(query, key, value, mask, self.backend).flatten(2)
         if attended.dtype is not query.dtype:
             attended = attended.to(query.dtype)
         output = project_output(attn, attended)

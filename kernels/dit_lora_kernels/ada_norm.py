@@ -277,8 +277,8 @@ class _StreamPlan:
     """What one stream comes to, for operands of one layout of which none has to be copied."""
 
     launch: Prepared
-    fields: Stream
-    """Layouts in the places of the tensors."""
+    fields: Layouts
+    """The layouts of its Stream's fields."""
     affine: Layouts
     stats: Layout
     groups: int
@@ -322,9 +322,10 @@ def _backward_plan(
 ) -> _BackwardPlan:
     """Return the plan for the fields' gradients that are wanted, of those of `out` and of x'."""
     of_grads = [None if v is None else Layout._make(v) for v in (grad, grad_residual)]
-    x, shift, scale, y, gate = fields = stream.fields
+    x, shift, scale, y, gate = stream.fields
+    assert x is not None
     want: Any = Stream._make(wants)
-    dtypes: Any = Stream._make([None if v is None else v.dtype for v in fields])
+    dtypes: Any = Stream._make([None if v is None else v.dtype for v in stream.fields])
     weight, bias = stream.affine
     y_is_x, wanted = _wanted(gate is None, bias is not None, dtypes, want, (False, False))
     (B, T, D), wide = x.shape, stream.stats.dtype
@@ -336,12 +337,13 @@ def _backward_plan(
         wide if factors else dtypes.scale,
         dtypes.gate,
     )
-    table = next((v.shape for v in (shift, scale, gate) if v is not None), (B, 1, D))
+    tables = [v.shape for v in (shift, scale, gate) if v is not None]
+    table = tables[0] if tables else (B, 1, D)
     shape = table if chunks == 1 else (*table[:-1], chunks, D)
-    made = [(x.shape, x.dtype), (x.shape, dtypes.y)]
+    made: list[tuple[tuple[int, ...], Any]] = [(x.shape, x.dtype), (x.shape, dtypes.y)]
     made += [(shape, final if chunks == 1 else wide) for final in finals]
     kept = tuple([m if w else None for m, w in zip(made, wanted, strict=True)])
-    residual: Any = x if y is None else x._replace(stride=(T * D, D, 1))
+    residual = x if y is None else x._replace(stride=(T * D, D, 1))
     launch = backward_launch(
         (*of_grads, residual, y if want.gate else None, gate, scale),
         weight,
@@ -370,7 +372,8 @@ class _Plan(NamedTuple):
         out = first.new_empty(self.out)
         stats = first.new_empty(self.stats, dtype=self.wide)
         outputs, kept = [out], [weight, bias, stats]
-        rows, statistics = (out,), (stats,)
+        rows: Sequence[Tensor] = (out,)
+        statistics: Sequence[Tensor] = (stats,)
         if len(self.streams) > 1:
             rows = out.split_with_sizes(self.lengths, 1)
             statistics = stats.split_with_sizes(self.lengths, 2)
@@ -410,12 +413,11 @@ def _plan(norm: str, eps: float, given: tuple[PlainLayout | None, ...]) -> _Plan
     dtype = wide_dtype(streams[0].x.dtype)
     stats = torch.empty((1 + (norm == "layer"), B, sum(lengths)), dtype=dtype, device="meta")
     plans = []
-    for fields, stream, part in zip(
-        _streams(operands[2:]), wide, stats.split(lengths, 2), strict=True
-    ):
+    for i, (stream, part) in enumerate(zip(wide, stats.split(lengths, 2), strict=True)):
+        fields = operands[2 + 5 * i : 7 + 5 * i]
         x, shift, scale, y, gate = fields
         of_stats, groups = Layout.of(part), stream.groups()
-        rows: Any = (x, y, gate, shift, scale)
+        rows = (x, y, gate, shift, scale)
         launch = forward_launch(rows, operands[:2], of_stats, groups, eps)
         plans.append(_StreamPlan(launch, fields, operands[:2], of_stats, groups))
     return _Plan((B, sum(lengths), D), tuple(stats.shape), dtype, lengths, tuple(plans))
@@ -480,7 +482,8 @@ class _AdaNorm(torch.autograd.Function):
         grads: list[Tensor | None] = []
         if ctx.plan is not None:
             needs, lengths = ctx.needs_input_grad[5:], ctx.plan.lengths
-            rows, statistics = (grad,), (stats,)
+            rows: Sequence[Tensor] = (grad,)
+            statistics: Sequence[Tensor] = (stats,)
             if len(lengths) > 1:
                 rows = grad.split_with_sizes(lengths, 1)
                 statistics = stats.split_with_sizes(lengths, 2)
@@ -493,11 +496,10 @@ class _AdaNorm(torch.autograd.Function):
         shares: list[tuple[Any, Any]] = []
         by_stream = _by_stream(grad, stats, [Stream(residual) for residual in kept[::4]])
         for i, want in enumerate(wants):
-            part, statistics, of_stream = by_stream[0][i], by_stream[1][i], kept[4 * i : 4 * i + 4]
-            residual, y, gate, scale = of_stream
+            residual, y, gate, scale = kept[4 * i : 4 * i + 4]
             operands = BackwardOperands(
-                part, grad_residuals[i], residual, statistics, y, gate, scale, weight
-            )
+                by_stream[0][i], grad_residuals[i], residual, by_stream[1][i], y, gate, scale, weight
+            )  # fmt: skip
             dtypes = Stream._make(ctx.dtypes[5 * i : 5 * i + 5])
             stream_grads, share = _gradients(operands, bias, ctx.groups[i], dtypes, want, affine)
             grads += stream_grads

@@ -133,17 +133,17 @@ def projected(
 ) -> tuple[Tensor, ...]:
     """Do what `lora_qkv` does, for operands that it would take: nothing is checked. `dtype` is `compute_dtype` of each."""
     operands: list[Tensor | None] = []
-    count = 10 if [p for p in projections if p.fp8 is not None] else 6
+    size = 10 if [p for p in projections if p.fp8 is not None] else 6
     # Flat, in order: autograd.Function sees gradients only of tensors that are arguments themselves.
     for weight, bias, (a, b, scaling, lowered), _, narrow in projections:
         operands += [weight, bias, a, b, *(lowered or lower(a, b, scaling, dtype))]
-        if count > 6:
+        if size > 6:
             operands += [None] * 4 if narrow is None else [*narrow.forward, *narrow.backward]
     settings = _Settings(
         dropout,
         [p.adapter.scaling for p in projections],
         [p.quantized for p in projections],
-        count,
+        size,
     )
     apply = (
         partial(apply_plainly, _LoraProjections) if is_plain_python() else _LoraProjections.apply
@@ -185,7 +185,7 @@ class _Settings(NamedTuple):
     dropout: float
     scalings: list[float]
     quantized: list[Quantized | None]
-    count: int
+    size: int
     """Operands of a projection: weight, bias, a, b, lowered a, lowered b; where any is in fp8, also codes and scale for
     both directions, or None. Gradients go to a and b; the products use the others."""
 
@@ -199,10 +199,10 @@ class _LoraProjections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, settings: _Settings, *operands: Any) -> tuple[Tensor, ...]:
         """Return an output (..., O) for each projection of x (..., I)."""
-        count = settings.count
-        lows_a, lows_b = operands[4::count], operands[5::count]
-        weights = list(operands[::count])
-        narrow = [operands[i::count] for i in range(6, count)]
+        size = settings.size
+        lows_a, lows_b = operands[4::size], operands[5::size]
+        weights = list(operands[::size])
+        narrow = [operands[i::size] for i in range(6, size)]
         outputs = []
         with _no_autocast(x):
             rows = _rows(x)
@@ -210,7 +210,7 @@ class _LoraProjections(torch.autograd.Function):
             # Once for all of them: they share x.
             rounded = fp8.quantize_rows(rows) if narrow else None
             for i, quantized in enumerate(settings.quantized):
-                bias = operands[count * i + 1]
+                bias = operands[size * i + 1]
                 if rounded is not None and narrow[0][i] is not None:
                     base = Fp8Matrix(narrow[0][i], narrow[1][i])
                     y = fp8.product(rounded, base, None if bias is None else _as(bias, rows.dtype))
@@ -221,10 +221,10 @@ class _LoraProjections(torch.autograd.Function):
                 outputs.append(y.view(*x.shape[:-1], y.shape[1]))
         ctx.settings, ctx.shape = settings, x.shape
         ctx.dtypes = [
-            (operands[i + 2].dtype, operands[i + 3].dtype) for i in range(0, len(operands), count)
+            (operands[i + 2].dtype, operands[i + 3].dtype) for i in range(0, len(operands), size)
         ]
         # x is saved as it came: of a strided one, `rows` is a second copy of what others keep. It is for dA alone.
-        kept = x if any(ctx.needs_input_grad[4::count]) else None
+        kept = x if any(ctx.needs_input_grad[4::size]) else None
         backward = [part for of_part in narrow[2:] for part in of_part]
         ctx.save_for_backward(kept, *weights, *lows_a, *lows_b, *products, *masks, *backward)
         return tuple(outputs)
@@ -239,7 +239,7 @@ class _LoraProjections(torch.autograd.Function):
         rest = saved[4 * n :]
         masks = rest[:n] if settings.dropout else []
         narrow = rest[len(masks) :] or [None] * (2 * n)
-        needs_b = ctx.needs_input_grad[5 :: settings.count]
+        needs_b = ctx.needs_input_grad[5 :: settings.size]
         d_b: list[Tensor | None] = [None] * n
         with _no_autocast(gradients[0]):
             dys = [_rows(dy) for dy in gradients]
@@ -262,7 +262,7 @@ class _LoraProjections(torch.autograd.Function):
                 d_a = _joint_backward(rows, dx, inner, lows_a)
         # In the order of the operands: the base is frozen, and the lowered copies have no gradient of their own.
         results: list[Tensor | None] = []
-        others = [None] * (settings.count - 4)
+        others = [None] * (settings.size - 4)
         for grad_a, grad_b, (dtype_a, dtype_b) in zip(d_a, d_b, ctx.dtypes, strict=True):
             results += [None, None, _cast(grad_a, dtype_a), _cast(grad_b, dtype_b), *others]
         return (None if dx is None else dx.view(ctx.shape), None, *results)
