@@ -1,9 +1,11 @@
 """Stands in for a GPU's driver: Triton does all that it does for a launch, for tensors on a CPU, but the launch.
 
-Compiled for sm_90, which needs no GPU. Left out is what comes after Triton has chosen a compiled kernel: `CudaLauncher`,
+A product of half-precision tensors with its sum in fp32 is one call there, which a CPU lacks: an fp32 product of the
+same shape stands in for it. Compiled for sm_90, which needs no GPU. Left out is what comes after Triton has chosen a compiled kernel: `CudaLauncher`,
 which takes the pointers from the tensors, and `cuLaunchKernel`. What kernels would have written is left as it was.
 """
 
+import functools
 import importlib
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+
+from dit_lora_kernels import lora_linear
 
 _MODULES = (
     "ada_norm",
@@ -54,6 +58,17 @@ class NoDriver:
         return torch.device("cpu")
 
 
+@functools.cache
+def _wide_operands(rows: int, inner: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two matrices in fp32."""
+    return torch.zeros(rows, inner), torch.zeros(inner, columns)
+
+
+def _wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return zeros in the place of `torch.mm(left, right, out_dtype=torch.float32)`."""
+    return torch.mm(*_wide_operands(*left.shape, right.shape[1]))
+
+
 def launch_on_cpu() -> None:
     """Let every op of ours take the way of a GPU's tensors from now on, up to the driver."""
     if triton.knobs.runtime.interpret:
@@ -63,3 +78,4 @@ def launch_on_cpu() -> None:
     for name in _MODULES:
         module = importlib.import_module(f"dit_lora_kernels.{name}")
         module.launches = lambda _tensor: True  # type: ignore[attr-defined]
+    lora_linear._weight_gradient = _wide_product

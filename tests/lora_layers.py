@@ -79,11 +79,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many projections each call of the op had."""
     calls: list[int] = []
 
-    def count(x: Tensor, projections: Any, **kwargs: Any) -> Any:
+    def count(x: Tensor, projections: Any, *args: Any) -> Any:
         calls.append(len(projections))
-        return op(x, projections, **kwargs)
+        return op(x, projections, *args)
 
-    op = lora.lora_qkv
+    op = lora.projected
     with monkeypatch.context() as patch:
-        patch.setattr(lora, "lora_qkv", count)
+        patch.setattr(lora, "projected", count)
         yield calls

@@ -6,6 +6,7 @@ backend changes nothing there. Fused processors all come through `attend`.
 Shapes: B batch, S query tokens, K key tokens, R rotated tokens, H heads, D head width.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,13 +14,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
+from torch import nn
 from torch.backends import cuda
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.fuse.lora import project
+from dit_lora.fuse.lora import is_hooked, project
 from dit_lora.fuse.patches import ATTENTION, Fusion, ProcessorPatch
 from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.opaque import ONLY_COUNTS
@@ -80,6 +84,10 @@ def attend(
     With a mask cuDNN is never used: its backward can give NaN (pytorch issue 196678). `parallel` is Diffusers'
     configuration of ranks that share a sample, each with its S and K tokens.
     """
+    if mask is None and parallel is None and _is_native(backend):
+        with attention_call():
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     name = None if backend is None else AttentionBackendName(backend)
     # The dispatcher takes heads behind tokens, as projections and the kernel of q and k leave them: nothing is moved.
     dispatch = partial(
@@ -97,6 +105,15 @@ def attend(
     # Dynamo knows `sdpa_kernel` and none of the functions that ask or set one backend.
     with sdpa_kernel([_MASKED[i] for i in _enabled()]), attention_call():
         return dispatch()
+
+
+def _is_native(backend: str | None) -> bool:
+    """Return whether the dispatcher would call PyTorch's attention and nothing else, which takes half its time."""
+    # Private: what `attention_backend` and Diffusers' environment variables set has no public reader.
+    if Registry._checks_enabled:
+        return False
+    name: str = Registry._active_backend if backend is None else backend
+    return name == AttentionBackendName.NATIVE.value
 
 
 _MASKED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -124,7 +141,12 @@ def project_qkv(
 
 def project_output(attn: Any, attended: torch.Tensor) -> torch.Tensor:
     """Return attention's output (B, S, H * D) after its projection and dropout."""
-    return attn.to_out[1](attn.to_out[0](attended))
+    projection, dropout = attn.to_out
+    output: torch.Tensor = projection(attended)
+    # Not called where PyTorch would return its input.
+    if type(dropout) is nn.Dropout and dropout.p == 0 and not is_hooked(dropout):
+        return output
+    return dropout(output)  # type: ignore[no-any-return]
 
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -193,6 +215,13 @@ def _of_stock(name: str) -> property:
 
 class FusedProcessor:
     """Base of fused processors: the stock processor, and the fusion that says what is on."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # `Attention.forward` asks for it at every call, and finds it faster than it is made.
+        call: Any = vars(cls).get("__call__")
+        if call is not None:
+            call.__signature__ = inspect.signature(call)
 
     def __init__(self, stock: Any, fusion: Fusion, attn: Any) -> None:
         self.stock = stock
@@ -297,8 +326,12 @@ class SharedInputProcessor(FusedProcessor):
         query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
         query, key = self.normed(attn, query, key)
         mask = heads_mask(attn, attention_mask, source)
-        query, key, value = (t.unflatten(-1, (attn.heads, -1)) for t in (query, key, value))
-        attended = attend(query, key, value, mask, self.backend).flatten(2).to(query.dtype)
+        query, key, value = (
+            tensor.view(*tensor.shape[:2], attn.heads, -1) for tensor in (query, key, value)
+        )
+        attended = attend(query, key, value, mask, self.backend).flatten(2)
+        if attended.dtype is not query.dtype:
+            attended = attended.to(query.dtype)
         output = project_output(attn, attended)
         factor = attn.rescale_output_factor
         return output if factor == 1 else output / factor

@@ -27,9 +27,9 @@ from dit_lora_kernels.lora_linear import (
     Projection,
     Quantized,
     compute_dtype,
-    lora_qkv,
     lower,
     lower_all,
+    projected,
 )
 
 OP = "lora_linear"
@@ -58,6 +58,10 @@ class _Cast:
     lowered: tuple[Tensor, Tensor]
     a: Tensor
     b: Tensor
+    scaling: float
+    dtype: torch.dtype
+    name: str
+    """The adapter's."""
     is_used: bool = True
     """True if a call took it since it was made."""
 
@@ -88,7 +92,8 @@ def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     parts = "given more than x" if args or kwargs else _read(layer)
     if isinstance(parts, str):
         return type(layer).forward(layer, x, *args, **kwargs)
-    return lora_qkv(x, [_projection(layer, parts, x)], dropout=parts.dropout)[0]
+    dtype = compute_dtype(x, parts.weight)
+    return projected(x, [_projection(layer, parts, dtype)], dtype, parts.dropout)[0]
 
 
 def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
@@ -101,9 +106,7 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     if outputs is None:
         return tuple(layer(x) for layer in layers)
     # Nobody would see the calls: no layer with hooks comes here while compiling (`_is_fused`).
-    if torch.compiler.is_compiling() or not (
-        _has_any_global_hook() or any(_has_hooks(layer) for layer in layers)
-    ):
+    if torch.compiler.is_compiling() or not _has_observers(layers):
         return outputs
     for layer, y in zip(layers, outputs, strict=True):
         layer.__dict__[_READY] = (x, y)
@@ -115,18 +118,35 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
             layer.__dict__.pop(_READY, None)
 
 
+def _has_observers(layers: Sequence[nn.Module]) -> bool:
+    """Return whether a call of any of the layers runs hooks: its own, or those of all modules."""
+    if _has_any_global_hook():
+        return True
+    for layer in layers:  # noqa: SIM110 - every layer comes by at every call, and a generator takes as long again
+        if _has_hooks(layer):
+            return True
+    return False
+
+
 def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None:
     """Return all outputs at once; None if any layer is not the plain case, or they differ in dropout or dtype."""
-    if len(layers) < 2 or not all(_is_fused(layer) for layer in layers):
+    if len(layers) < 2:
         return None
-    readings = [_read(layer) for layer in layers]
-    parts = [reading for reading in readings if not isinstance(reading, str)]
-    if len(parts) < len(layers) or len({part.dropout for part in parts}) > 1:
-        return None
-    operands = [_projection(layer, part, x) for layer, part in zip(layers, parts, strict=True)]
-    if len({compute_dtype(x, operand.weight) for operand in operands}) > 1:
-        return None
-    return lora_qkv(x, operands, dropout=parts[0].dropout)
+    parts = []
+    for layer in layers:
+        reading = _read(layer) if _is_fused(layer) else "not fused"
+        if isinstance(reading, str):
+            return None
+        parts.append(reading)
+    first, *others = parts
+    dtype = compute_dtype(x, first.weight)
+    for other in others:
+        if other.dropout != first.dropout:
+            return None
+        if _dtype(other) is not _dtype(first) and compute_dtype(x, other.weight) is not dtype:
+            return None
+    operands = [_projection(layer, part, dtype) for layer, part in zip(layers, parts, strict=True)]
+    return projected(x, operands, dtype, first.dropout)
 
 
 def renew_casts(model: nn.Module) -> None:
@@ -135,47 +155,51 @@ def renew_casts(model: nn.Module) -> None:
     Due before each forward: writing to `.data` leaves no trace. Layers of which something else has changed meanwhile
     make their own casts, as in a first forward.
     """
-    casts = [(layer, cast) for layer, cast in _CASTS.items() if _may_renew(model, layer, cast)]
-    _CASTS.clear()
-    groups = defaultdict(list)
-    for layer, cast in casts:
-        *_, scaling, dtype, _ = cast.key
-        groups[cast.a.device, cast.a.dtype, cast.b.dtype, dtype].append((layer, cast, scaling))
-    for (*_, dtype), members in groups.items():
-        parts = [(cast.a, cast.b, scaling) for _, cast, scaling in members]
-        for (layer, cast, scaling), lowered in zip(members, lower_all(parts, dtype), strict=True):
-            key = _cast_key(cast.a, cast.b, scaling, dtype)
-            _CASTS[layer] = _Cast(key, lowered, cast.a, cast.b, is_used=False)
+    fusion, groups = fusion_of(model), defaultdict(list)
+    for layer, cast in list(_CASTS.items()):
+        if not (cast.is_used and fusion_of(layer) is fusion and _has_its_own(layer, cast)):
+            del _CASTS[layer]
+            continue
+        cast.is_used = False
+        groups[cast.a.device, cast.a.dtype, cast.b.dtype, cast.dtype].append(cast)
+    for (*_, dtype), casts in groups.items():
+        lowered = lower_all([(cast.a, cast.b, cast.scaling) for cast in casts], dtype)
+        for cast, pair in zip(casts, lowered, strict=True):
+            cast.key, cast.lowered = _cast_key(cast.a, cast.b, cast.scaling, dtype), pair
 
 
-def _may_renew(model: nn.Module, layer: Any, cast: _Cast) -> bool:
-    """Return whether a cast was taken by this model, and its A and B are still the layer's, whole and in their place."""
-    if not cast.is_used or fusion_of(layer) is not fusion_of(model):
-        return False
+def _has_its_own(layer: nn.Module, cast: _Cast) -> bool:
+    """Return whether a cast's A and B are still the layer's, whole and in their place."""
     # FSDP puts shards in their place, and frees the memory of these; ZeRO-3 leaves these, empty; offload moves them.
-    own = {
-        id(m._parameters.get("weight")) for k in _AB for m in layer._modules[k]._modules.values()
-    }
-    return id(cast.a) in own and id(cast.b) in own and _fits(cast)
-
-
-_AB = ("lora_A", "lora_B")
-
-
-def _fits(cast: _Cast) -> bool:
-    """Return whether A and B are of the shape and on the device of their casts."""
-    pairs = zip((cast.a, cast.b), cast.lowered, strict=True)
-    return all(own.shape == low.shape and own.device == low.device for own, low in pairs)
+    pairs = (("lora_A", cast.a, cast.lowered[0]), ("lora_B", cast.b, cast.lowered[1]))
+    for part, tensor, low in pairs:
+        holders: Any = layer._modules[part]
+        holder = holders._modules.get(cast.name)
+        if holder is None or holder._parameters.get("weight") is not tensor:
+            return False
+        if tensor.shape != low.shape or tensor.device != low.device:
+            return False
+    return True
 
 
 class _Parts(NamedTuple):
     """The operands that a layer computes with."""
 
+    name: str
+    """The adapter's."""
     base: Any
+    weight: Tensor | None
+    """The base's, None of one that is quantised."""
+    bias: Tensor | None
     a: Tensor
     b: Tensor
     scaling: float
     dropout: float
+
+
+def _dtype(parts: _Parts) -> torch.dtype | None:
+    """Return what a layer's compute dtype depends on beside the input's: its base weight's dtype, if it has one."""
+    return None if parts.weight is None else parts.weight.dtype
 
 
 def _read(layer: Any) -> _Parts | str:
@@ -185,23 +209,26 @@ def _read(layer: Any) -> _Parts | str:
         return "not one of PEFT's LoRA linear layers"
     if layer.disable_adapters:
         return "its adapters are disabled"
-    if layer.merged:
+    if layer.merged_adapters:
         return "its adapter is merged"
     # Past `nn.Module.__getattr__`, which takes longer than all else here: every layer comes by at every call.
     parts_of = layer._modules
     in_a = parts_of["lora_A"]._modules
-    names = [name for name in layer.active_adapters if name in in_a]
+    active = layer.active_adapter  # a name, or a list of them
+    names = [active] if isinstance(active, str) else active
+    names = [name for name in names if name in in_a]
     if len(names) != 1:
         return f"{len(names)} active adapters"
     name, base = names[0], parts_of["base_layer"]
-    if class_name(base) not in base_classes:
+    kind = class_name(base)
+    if kind not in base_classes:
         return f"its base is a {type(base).__name__}"
     if name in layer.lora_variant:
         return "its adapter is DoRA or another variant"
     a, b = in_a[name], parts_of["lora_B"]._modules[name]
     dropout = parts_of["lora_dropout"]._modules[name]
     # These are not called, so a hook on one of them, an observer's or an offload's, would not run.
-    if is_hooked(base) or is_hooked(a) or is_hooked(b) or is_hooked(dropout):
+    if is_hooked(base, a, b, dropout):
         return "hooks on its base, A, B or dropout"
     plain = type(a) is nn.Linear and type(b) is nn.Linear
     if not plain or b._parameters["bias"] is not None:
@@ -211,9 +238,22 @@ def _read(layer: Any) -> _Parts | str:
     rate = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
     if rate == 1:
         return "its dropout drops everything"
-    # As attributes: another module may stand in for a parameter (parametrizations, a functional call's).
-    parts = _Parts(base, a.weight, b.weight, layer.scaling[name], rate)
-    return _tensors_why_not(layer, parts, layer.r[name]) or parts
+    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
+    low_a, low_b = _parameter(a, "weight"), _parameter(b, "weight")
+    reason = _tensors_why_not(layer, weight, bias, low_a, low_b, layer.r[name])
+    reason = reason or _BASE_WHY_NOT[kind](layer, base, weight)
+    if reason is not None:
+        return reason
+    if kind != _LINEAR:
+        weight = bias = None
+    return _Parts(name, base, weight, bias, low_a, low_b, layer.scaling[name], rate)
+
+
+def _parameter(module: Any, name: str) -> Any:
+    """Return what the module has in this parameter's place."""
+    # Past `nn.Module.__getattr__` where it can be; something else may stand in for a parameter (parametrizations).
+    own = module._parameters
+    return own[name] if name in own else getattr(module, name)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -227,14 +267,25 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Return whether calling this module is more than its class's forward; offload and caches replace it."""
-    return _has_hooks(module) or "forward" in module.__dict__
+def is_hooked(*modules: nn.Module) -> bool:
+    """Return whether calling any of these is more than its class's forward; offload and caches replace it."""
+    for module in modules:
+        # `_has_hooks`, not called: adapted layers ask for four modules at every call.
+        if (
+            "forward" in module.__dict__
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+        ):
+            return True
+    return False
 
 
-def _tensors_why_not(layer: Any, parts: _Parts, rank: int) -> str | None:
+def _tensors_why_not(
+    layer: Any, weight: Any, bias: Any, a: Tensor, b: Tensor, rank: int
+) -> str | None:
     """Return why the tensors are not what the op takes: sharded, trained, of another layout; None if they are."""
-    a, b, weight, bias = parts.a, parts.b, parts.base.weight, parts.base.bias
     shape = (layer.out_features, layer.in_features)
     # ZeRO-3 leaves an empty tensor in place of a parameter that is not gathered.
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
@@ -245,24 +296,24 @@ def _tensors_why_not(layer: Any, parts: _Parts, rank: int) -> str | None:
         return "its base is trained"
     if bias is not None and type(bias) not in _PLAIN:
         return "its bias is no plain tensor"
-    return _BASE_WHY_NOT[class_name(parts.base)](layer, parts.base, shape)
-
-
-def _linear_why_not(layer: Any, base: Any, shape: tuple[int, int]) -> str | None:
-    """Return why a base that is not quantised is not what the op takes; None if it is."""
-    if layer.fan_in_fan_out:
-        return "its base weight is transposed"
-    if type(base.weight) not in _PLAIN or base.weight.shape != shape:
-        return "its base weight is sharded, or no plain tensor"
-    if base.weight.dtype not in COMPUTE_DTYPES:
-        return f"its base weight is in {base.weight.dtype}"
     return None
 
 
-def _int4_why_not(_layer: Any, base: Any, shape: tuple[int, int]) -> str | None:
+def _linear_why_not(layer: Any, _base: Any, weight: Tensor) -> str | None:
+    """Return why a base that is not quantised is not what the op takes; None if it is."""
+    if layer.fan_in_fan_out:
+        return "its base weight is transposed"
+    if type(weight) not in _PLAIN or weight.shape != (layer.out_features, layer.in_features):
+        return "its base weight is sharded, or no plain tensor"
+    if weight.dtype not in COMPUTE_DTYPES:
+        return f"its base weight is in {weight.dtype}"
+    return None
+
+
+def _int4_why_not(layer: Any, base: Any, _weight: Tensor) -> str | None:
     """Return why a base of bitsandbytes' NF4 or FP4 is not what the op takes; None if it is."""
     state = getattr(base.weight, "quant_state", None)
-    if state is None or tuple(state.shape) != shape:
+    if state is None or tuple(state.shape) != (layer.out_features, layer.in_features):
         return "its base is not quantized, or transposed"
     # In eval mode bitsandbytes may repack a CPU's weight for inference; nothing can dequantize that for a backward.
     packs = getattr(base, "support_avx512bf16_for_cpu", False) and not base.training
@@ -272,12 +323,12 @@ def _int4_why_not(_layer: Any, base: Any, shape: tuple[int, int]) -> str | None:
     return None
 
 
-def _int8_why_not(_layer: Any, base: Any, _shape: tuple[int, int]) -> str | None:
+def _int8_why_not(_layer: Any, base: Any, _weight: Tensor) -> str | None:
     """Return why a base of bitsandbytes' int8 is not what the op takes; None if it is."""
     return "its int8 base keeps 16-bit weights" if base.state.has_fp16_weights else None
 
 
-def _narrow_why_not(layer: Any, _base: Any, _shape: tuple[int, int]) -> str | None:
+def _narrow_why_not(layer: Any, _base: Any, _weight: Tensor) -> str | None:
     """Return why a base of `model.quantize` is not what the op takes; None if it is."""
     return "its base weight is transposed" if layer.fan_in_fan_out else None
 
@@ -313,32 +364,30 @@ def _dequantized_narrow(base: Any, dtype: torch.dtype) -> Tensor:
 _DEQUANTIZED = {_INT4: _dequantized_4bit, _INT8: _dequantized_8bit, _NARROW: _dequantized_narrow}
 
 
-def _projection(layer: nn.Module, parts: _Parts, x: Tensor) -> Projection:
-    """Return the layer as the op takes it for this input; a quantised base as two functions of its own library's."""
-    base, a, b, scaling, _ = parts
-    dequantized = _DEQUANTIZED.get(class_name(base))
-    weight, bias = (base.weight, base.bias) if dequantized is None else (None, None)
-    quantized = None if dequantized is None else Quantized(base, partial(dequantized, base))
-    dtype = compute_dtype(x, weight)
-    adapter = Adapter(a, b, scaling, _lowered(layer, a, b, scaling, dtype))
-    narrow = None if weight is None else fp8.weight_of(layer, base, dtype)
-    return Projection(weight, bias, adapter, quantized, narrow)
+def _projection(layer: nn.Module, parts: _Parts, dtype: torch.dtype) -> Projection:
+    """Return the layer as the op takes it to compute in `dtype`; a quantised base as two functions of its own library's."""
+    _, base, weight, bias, a, b, scaling, _ = parts
+    adapter = Adapter(a, b, scaling, _lowered(layer, parts, dtype))
+    if weight is None:
+        dequantize = partial(_DEQUANTIZED[class_name(base)], base)
+        return Projection(None, None, adapter, Quantized(base, dequantize))
+    return Projection(weight, bias, adapter, None, fp8.weight_of(layer, base, dtype))
 
 
-def _lowered(
-    layer: nn.Module, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _lowered(layer: nn.Module, parts: _Parts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `lower(...)`, A (R, I) and s*B (O, R) in `dtype`, kept until a parameter changes.
 
     Calls of one step, and their recomputation in its backward pass, share it.
     """
+    a, b, scaling = parts.a, parts.b, parts.scaling
     # A traced graph makes its own casts, and a tensor without values has none to keep.
     if torch.compiler.is_compiling() or isinstance(a, FakeTensor):
         return lower(a, b, scaling, dtype)
     key = _cast_key(a, b, scaling, dtype)
     kept = _CASTS.get(layer)
     if kept is None or kept.key != key:
-        kept = _CASTS[layer] = _Cast(key, lower(a, b, scaling, dtype), a, b)
+        lowered = lower(a, b, scaling, dtype)
+        kept = _CASTS[layer] = _Cast(key, lowered, a, b, scaling, dtype, parts.name)
     kept.is_used = True
     return kept.lowered
 

@@ -14,7 +14,6 @@ from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from dit_lora.errors import DitLoraError, listed
@@ -163,15 +162,8 @@ class ProcessorPatch:
 
 def class_name(thing: object) -> str:
     """Return `module.ClassName` of an instance's class."""
-    # Adapted layers ask at every call. Dynamo would warn of the cache.
-    kind: Any = type(thing)
-    return _full_name.__wrapped__(kind) if torch.compiler.is_compiling() else _full_name(kind)
-
-
-@functools.cache
-def _full_name(kind: type) -> str:
-    """Return `module.ClassName`."""
     # By name, so that a patch of a class costs no import of its module, and none of a package that may be missing.
+    kind = type(thing)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

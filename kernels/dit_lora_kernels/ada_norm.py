@@ -13,60 +13,37 @@ Backward reads the gradients of out and x' and x', and writes dx, 4u; with gate*
 trained, 6u. Kept for the backward: x' (which the caller keeps as the residual stream) and 4 or 8 bytes a row.
 """
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from dit_lora_kernels.ada_norm_kernels import (
+    BackwardOperands,
+    Layouts,
+    Stream,
+    backward_launch,
+    forward_launch,
+    launch_backward,
+    launch_forward,
+    programs,
+    total,
+)
 from dit_lora_kernels.support import (
-    accumulator,
-    launch,
+    Layout,
+    PlainLayout,
+    Prepared,
+    apply_plainly,
     launches,
-    on_its_device,
     op,
-    packed,
-    pipelined_row_block,
+    plain_layout,
+    plain_layouts,
     readable_rows,
-    row_block,
-    tl,
-    triton,
     wide_dtype,
 )
-
-# A program that sums a table's gradient takes up to 32 rows, where its fp32 partials are 4% of its bytes, and fewer
-# where that would leave an H100's 132 multiprocessors fewer than about 4 programs each.
-MAX_ROWS = 32
-MIN_PROGRAMS = 512
-
-
-class Stream(NamedTuple):
-    """One stream of tokens: x and y (B,T,D), its tables (B,G,D) or (B,D) where G divides T."""
-
-    x: Tensor
-    shift: Tensor | None = None
-    scale: Tensor | None = None
-    y: Tensor | None = None
-    gate: Tensor | None = None
-
-    def groups(self) -> int:
-        """Return G, how many rows of the tables a sample has."""
-        tables = (self.shift, self.scale, self.gate)
-        return next((table.shape[1] for table in tables if table is not None), 1)
-
-
-class BackwardOperands(NamedTuple):
-    """Tensors that the backward of one stream reads: rows (B,T,D), tables (B,G,D), stats (1 or 2,B,T), weight (D,)."""
-
-    grad: Tensor
-    grad_residual: Tensor | None
-    residual: Tensor
-    stats: Tensor
-    y: Tensor | None
-    gate: Tensor | None
-    scale: Tensor | None
-    weight: Tensor | None
-
 
 # 1. reference
 
@@ -135,239 +112,7 @@ def _backward_reference(
     return dx, dy, sums
 
 
-# 2. kernels
-
-
-# Forward: a program takes one row in one block of BLOCK_D >= D channels. The row is read once and stays in registers
-# for both reductions, the mean and then the variance, which moments taken together would lose to cancellation.
-# Numbers of rows and programs are int64: a row's offset, row * D, passes 2^31 at 700 thousand rows of 3072.
-
-
-@triton.jit
-def _forward_kernel(
-    x_ptr, y_ptr, gate_ptr, shift_ptr, scale_ptr, weight_ptr, bias_ptr,
-    residual_ptr, out_ptr, mean_ptr, rstd_ptr,
-    x_b, x_t, y_b, y_t, gate_b, gate_g, shift_b, shift_g, scale_b, scale_g,
-    T, L, S, D,
-    EPS: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    b = row // T
-    t = row % T
-    g = t // L
-    columns = tl.arange(0, BLOCK_D)
-    inside = columns < D
-
-    x = tl.load(x_ptr + b * x_b + t * x_t + columns, mask=inside, other=0.0).to(ACC)
-    if y_ptr is not None:
-        update = tl.load(y_ptr + b * y_b + t * y_t + columns, mask=inside, other=0.0).to(ACC)
-        if gate_ptr is not None:
-            gate = tl.load(gate_ptr + b * gate_b + g * gate_g + columns, mask=inside, other=0.0)
-            update = update * gate.to(ACC)
-        # The row as it is stored: the backward has nothing else to normalise.
-        stored = (x + update).to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + row * D + columns, stored, mask=inside)
-        x = stored.to(ACC)
-
-    # `out` and the statistics have S tokens a sample; their pointers are at this stream's first token.
-    if mean_ptr is not None:
-        mean = tl.sum(x, axis=0) / D
-        tl.store(mean_ptr + b * S + t, mean)
-        x = tl.where(inside, x - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + EPS)
-    tl.store(rstd_ptr + b * S + t, rstd)
-
-    out = x * rstd
-    if weight_ptr is not None:
-        out = out * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(ACC)
-    if bias_ptr is not None:
-        out = out + tl.load(bias_ptr + columns, mask=inside, other=0.0).to(ACC)
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr + b * scale_b + g * scale_g + columns, mask=inside, other=0.0)
-        out = out * (1.0 + scale.to(ACC))
-    if shift_ptr is not None:
-        shift = tl.load(shift_ptr + b * shift_b + g * shift_g + columns, mask=inside, other=0.0)
-        out = out + shift.to(ACC)
-    out = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (b * S + t) * D + columns, out, mask=inside)
-
-
-@triton.jit
-def _factor(
-    scale_ptr, weight_ptr, b, g, scale_b, scale_g, columns, channel,
-    ACC: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Return ``(1 + scale) * weight`` (BLOCK_D,), which all rows of a group share."""
-    factor = tl.full((BLOCK_D,), 1.0, ACC)
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr + b * scale_b + g * scale_g + columns, mask=channel, other=0.0)
-        factor += scale.to(ACC)
-    if weight_ptr is not None:
-        factor *= tl.load(weight_ptr + columns, mask=channel, other=0.0).to(ACC)
-    return factor
-
-
-@triton.jit
-def _store_sums(ones_ptr, hats_ptr, dgate_ptr, ones, hats, dgate, program, D, columns, channel):
-    """Store a program's sums (BLOCK_D,) as its row of the partials; a null pointer is a sum nobody wants."""
-    if ones_ptr is not None:
-        tl.store(ones_ptr + program * D + columns, ones, mask=channel)
-    if hats_ptr is not None:
-        tl.store(hats_ptr + program * D + columns, hats, mask=channel)
-    if dgate_ptr is not None:
-        tl.store(dgate_ptr + program * D + columns, dgate, mask=channel)
-
-
-# Backward: a program takes up to ROWS tokens of one group, which share a row of each table. Sums over them stay in
-# registers and are stored once, a row of partials a program: no atomics, so the same bits every time.
-# With hat the normalised row and dhat = grad * factor:  dx' = rstd * (dhat - hat * mean(dhat * hat) - mean(dhat)),
-# the last mean for LayerNorm alone, and then the gradient of the other use of x' is added.
-# `ones` sums grad (of shift and bias), `hats` sums grad * hat (of scale and weight), `dgate` sums dx' * y.
-# A row past the group's end loads zeros, so that it adds nothing to the sums, and stores nothing.
-
-
-@triton.jit
-def _backward_kernel(
-    grad_ptr, grad_residual_ptr, residual_ptr, mean_ptr, rstd_ptr, y_ptr, gate_ptr, scale_ptr, weight_ptr,
-    dx_ptr, dy_ptr, ones_ptr, hats_ptr, dgate_ptr,
-    grad_b, grad_t, grad_residual_b, grad_residual_t, residual_b, residual_t, y_b, y_t,
-    gate_b, gate_g, scale_b, scale_g,
-    T, G, L, S, D, CHUNKS,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    first = program % CHUNKS * ROWS
-    group = program // CHUNKS
-    b = group // G
-    g = group % G
-    columns = tl.arange(0, BLOCK_D)
-    channel = columns < D
-    factor = _factor(scale_ptr, weight_ptr, b, g, scale_b, scale_g, columns, channel, ACC, BLOCK_D)
-    ones = tl.zeros((BLOCK_D,), ACC)
-    hats = tl.zeros((BLOCK_D,), ACC)
-    dgate = tl.zeros((BLOCK_D,), ACC)
-
-    for i in tl.range(0, ROWS, num_stages=STAGES):
-        exists = first + i < L
-        inside = columns < tl.where(exists, D, 0)
-        t = g * L + first + i
-        grad = tl.load(grad_ptr + b * grad_b + t * grad_t + columns, mask=inside, other=0.0).to(ACC)
-        row = residual_ptr + b * residual_b + t * residual_t
-        x = tl.load(row + columns, mask=inside, other=0.0).to(ACC)
-        rstd = tl.load(rstd_ptr + b * S + t, mask=exists, other=0.0)
-        if mean_ptr is not None:
-            x = tl.where(inside, x - tl.load(mean_ptr + b * S + t, mask=exists, other=0.0), 0.0)
-        hat = x * rstd
-        if ones_ptr is not None:
-            ones += grad
-        if hats_ptr is not None:
-            hats += grad * hat
-        dhat = grad * factor
-        dx = dhat - hat * (tl.sum(dhat * hat, axis=0) / D)
-        if mean_ptr is not None:
-            dx -= tl.sum(dhat, axis=0) / D
-        dx *= rstd
-        if grad_residual_ptr is not None:
-            row = grad_residual_ptr + b * grad_residual_b + t * grad_residual_t
-            dx += tl.load(row + columns, mask=inside, other=0.0).to(ACC)
-        if dx_ptr is not None:
-            value = dx.to(dx_ptr.dtype.element_ty)
-            tl.store(dx_ptr + (b * T + t) * D + columns, value, mask=inside)
-        if dgate_ptr is not None:
-            y = tl.load(y_ptr + b * y_b + t * y_t + columns, mask=inside, other=0.0).to(ACC)
-            dgate += dx * y
-        if dy_ptr is not None:
-            if gate_ptr is not None:  # read again for each row: it would cost registers in the loop
-                row = gate_ptr + b * gate_b + g * gate_g
-                gate = tl.load(row + columns, mask=channel, other=0.0)
-                dx *= gate.to(ACC)
-            value = dx.to(dy_ptr.dtype.element_ty)
-            tl.store(dy_ptr + (b * T + t) * D + columns, value, mask=inside)
-
-    _store_sums(ones_ptr, hats_ptr, dgate_ptr, ones, hats, dgate, program, D, columns, channel)
-
-
-# 3. launchers
-
-
-def _strides(tensor: Tensor | None) -> tuple[int, int]:
-    """Return the strides between samples and between rows; of a missing tensor zeros, which nothing reads."""
-    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
-
-
-def _mean_and_rstd(stats: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return mean, None for RMSNorm, and rstd, each (B,S), of `stats`, which is rstd or (rstd, mean)."""
-    return (stats[1] if stats.shape[0] == 2 else None), stats[0]
-
-
-@on_its_device
-def launch_forward(
-    stream: Stream,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    stats: Tensor,
-    eps: float,
-) -> None:
-    """Fill `residual` (B,T,D), and `out` (B,T,D) and `stats` (1 or 2,B,T): slices of a joint buffer's tokens."""
-    if stream.x.numel() == 0:
-        return
-    (B, T, D), length = stream.x.shape, stream.x.shape[1] // stream.groups()
-    # In the order of the kernel's arguments, as the strides are.
-    ordered = (stream.x, stream.y, stream.gate, stream.shift, stream.scale)
-    rows = [readable_rows(tensor) for tensor in ordered]
-    affine = [packed(weight), packed(bias)]
-    strides = [stride for tensor in rows for stride in _strides(tensor)]
-    launch(
-        _forward_kernel, (B * T,), *rows, *affine, residual, out, *_mean_and_rstd(stats), *strides,
-        T, length, stats.stride(1), D,
-        EPS=eps, ACC=accumulator(stream.x.dtype), **row_block(D),
-    )  # fmt: skip
-
-
-def rows_per_program(rows: int, length: int) -> int:
-    """Return how many of all `rows`, of groups of `length`, a program that sums takes: as many as keep the GPU busy."""
-    # A power of two, because each number is a kernel of its own to compile.
-    most = max(min(MAX_ROWS, length, rows // MIN_PROGRAMS), 1)
-    return 1 << (most.bit_length() - 1)
-
-
-@on_its_device
-def launch_backward(
-    operands: BackwardOperands, rows: Sequence[Tensor | None], groups: int, wanted: Sequence[bool]
-) -> list[Tensor | None]:
-    """Fill `rows`, dx and dy; return the sums over each group's tokens that `wanted` names, (B,G,D) or None.
-
-    They are those of grad, of grad times the normalised row, and of dx' times y.
-    """
-    grad, grad_residual, residual, stats, y, gate, scale, weight = operands
-    B, T, D = residual.shape
-    length = T // groups
-    # Without sums rows have nothing to share, and one program a row keeps the GPU fullest.
-    count = rows_per_program(B * T, length) if any(wanted) else 1
-    chunks = -(-length // count)  # programs a group, the last of which may have rows to spare
-    shape = (B * groups, chunks, D)
-    partials = [
-        torch.empty(shape, dtype=stats.dtype, device=grad.device) if want else None
-        for want in wanted
-    ]
-    if residual.numel() > 0:
-        ordered = [readable_rows(v) for v in (grad, grad_residual, residual)]
-        tables = [readable_rows(v) for v in (y, gate, scale)]
-        strides = [stride for v in (*ordered, *tables) for stride in _strides(v)]
-        launch(
-            _backward_kernel, (B * groups * chunks,), *ordered, *_mean_and_rstd(stats), *tables, packed(weight), *rows, *partials, *strides,
-            T, groups, length, stats.stride(1), D, chunks,
-            ROWS=count, ACC=accumulator(residual.dtype), **pipelined_row_block(D, residual.dtype, any(wanted)),
-        )  # fmt: skip
-    # Added up by torch, in one order whatever the order in which programs ran.
-    return [
-        None if p is None else (p if chunks == 1 else p.sum(1)).view(B, groups, D) for p in partials
-    ]
-
-
-# 4. op
+# 2. op
 
 
 def _streams(flat: Sequence[Any]) -> list[Stream]:
@@ -467,6 +212,22 @@ def _(
     return [*(v for v in rows if v is not None), *totals]
 
 
+def _wanted(
+    ungated: bool, biased: bool, dtypes: Stream, want: Stream, affine: Sequence[bool]
+) -> tuple[bool, list[bool]]:
+    """Return whether dx' is also the gradient of y, and which are wanted of dx', ``gate * dx'`` and the three sums."""
+    # Without a gate, and in one dtype, one tensor serves as both.
+    y_is_x = ungated and dtypes.y is dtypes.x
+    return y_is_x, [
+        bool(want.x or (want.y and y_is_x)),
+        bool(want.y and not y_is_x),
+        # d scale is of what it multiplies, hat * weight + bias, and so needs the sum of grad for the bias.
+        bool(want.shift or affine[1] or (want.scale and biased)),
+        bool(want.scale or affine[0]),
+        bool(want.gate),
+    ]
+
+
 def _gradients(
     operands: BackwardOperands,
     bias: Tensor | None,
@@ -479,16 +240,7 @@ def _gradients(
 
     `dtypes` and `want` hold each field's dtype and whether its gradient is wanted; `affine`, whether weight's, bias's.
     """
-    # Without a gate, and in one dtype, dx' is also the gradient of y: one tensor serves as both.
-    y_is_x = operands.gate is None and dtypes.y is dtypes.x
-    wanted = [
-        bool(want.x or (want.y and y_is_x)),
-        bool(want.y and not y_is_x),
-        # d scale is of what it multiplies, hat * weight + bias, and so needs the sum of grad for the bias.
-        bool(want.shift or affine[1] or (want.scale and bias is not None)),
-        bool(want.scale or affine[0]),
-        bool(want.gate),
-    ]
+    y_is_x, wanted = _wanted(operands.gate is None, bias is not None, dtypes, want, affine)
     dy_dtype: Any = dtypes.y if wanted[1] else None
     computed = iter(ada_norm_backward(list(operands), groups, wanted[0], dy_dtype, wanted[2:]))
     parts: list[Any] = [next(computed) if needed else None for needed in wanted]
@@ -499,18 +251,196 @@ def _gradients(
         (factor * hats).sum((0, 1)) if affine[0] else None,
         (factor * ones).sum((0, 1)) if affine[1] else None,
     )
-    if want.scale:
-        hats = hats if operands.weight is None else hats * operands.weight
+    sums = (dx if y_is_x else dy, ones, hats, dgate)
+    return _by_field(dx, sums, (operands.weight, bias), dtypes, want), shares
+
+
+def _by_field(
+    dx: Any,
+    others: Sequence[Any],
+    affine: Sequence[Tensor | None],
+    dtypes: Sequence[Any],
+    want: Sequence[Any],
+) -> list[Tensor | None]:
+    """Return the gradients of a Stream's fields in their order: of dx', that of y, and the three sums."""
+    dy, ones, hats, dgate = others
+    weight, bias = affine
+    if want[2]:  # of scale
+        hats = hats if weight is None else hats * weight
         hats = hats if bias is None else hats + ones * bias
-    grads = (dx, ones, hats, dx if y_is_x else dy, dgate)
-    each = zip(grads, dtypes, want, strict=True)
-    return [(g if g.dtype is d else g.to(d)) if w else None for g, d, w in each], shares
+    each = zip((dx, ones, hats, dy, dgate), dtypes, want, strict=True)
+    return [(g if g.dtype is d else g.to(d)) if w else None for g, d, w in each]
+
+
+@dataclass(eq=False)
+class _StreamPlan:
+    """What one stream comes to, for operands of one layout of which none has to be copied."""
+
+    launch: Prepared
+    fields: Layouts
+    """The layouts of its Stream's fields."""
+    affine: Layouts
+    stats: Layout
+    groups: int
+
+    def backward(
+        self, tensors: Sequence[Any], grads: Sequence[Any], want: tuple[bool, ...]
+    ) -> list[Tensor | None]:
+        """Return the gradients of the stream's fields.
+
+        `tensors` are weight, bias, the stream's stats, x', y, gate and scale; `grads` those of its part of `out` and of x'.
+        """
+        weight, bias, stats, residual, y, gate, scale = tensors
+        grad, grad_residual = readable_rows(grads[0]), readable_rows(grads[1])
+        of_residual = None if grad_residual is None else plain_layout(grad_residual)
+        plan = _backward_plan(self, want, plain_layout(grad), of_residual)
+        made = [None if m is None else grad.new_empty(m[0], dtype=m[1]) for m in plan.made]
+        plan.launch(grad, grad_residual, residual, stats, y, gate, scale, weight, *made)
+        dx, dy, *sums = made
+        if plan.chunks > 1:
+            sums = [None if p is None else total(p, plan.chunks) for p in sums]
+        others = (dx if plan.y_is_x else dy, *sums)
+        return _by_field(dx, others, (weight, bias), plan.dtypes, want)
+
+
+class _BackwardPlan(NamedTuple):
+    """A stream's backward for gradients of one layout: what to allocate in which dtype, and the launch that fills it."""
+
+    launch: Prepared
+    made: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+    chunks: int
+    y_is_x: bool
+    dtypes: Stream
+
+
+@functools.lru_cache(8192)
+def _backward_plan(
+    stream: _StreamPlan,
+    wants: tuple[bool, ...],
+    grad: PlainLayout,
+    grad_residual: PlainLayout | None,
+) -> _BackwardPlan:
+    """Return the plan for the fields' gradients that are wanted, of those of `out` and of x'."""
+    of_grads = [None if v is None else Layout._make(v) for v in (grad, grad_residual)]
+    x, shift, scale, y, gate = stream.fields
+    assert x is not None
+    want: Any = Stream._make(wants)
+    dtypes: Any = Stream._make([None if v is None else v.dtype for v in stream.fields])
+    weight, bias = stream.affine
+    y_is_x, wanted = _wanted(gate is None, bias is not None, dtypes, want, (False, False))
+    (B, T, D), wide = x.shape, stream.stats.dtype
+    count, chunks = programs(B * T, T // stream.groups, any(wanted[2:]))
+    # A sum of one program that is a table's gradient as it stands is stored in its dtype, and never cast.
+    factors = weight is not None or bias is not None
+    finals = (
+        wide if want.scale and bias is not None else dtypes.shift,
+        wide if factors else dtypes.scale,
+        dtypes.gate,
+    )
+    tables = [v.shape for v in (shift, scale, gate) if v is not None]
+    table = tables[0] if tables else (B, 1, D)
+    shape = table if chunks == 1 else (*table[:-1], chunks, D)
+    made: list[tuple[tuple[int, ...], Any]] = [(x.shape, x.dtype), (x.shape, dtypes.y)]
+    made += [(shape, final if chunks == 1 else wide) for final in finals]
+    kept = tuple([m if w else None for m, w in zip(made, wanted, strict=True)])
+    residual = x if y is None else x._replace(stride=(T * D, D, 1))
+    launch = backward_launch(
+        (*of_grads, residual, y if want.gate else None, gate, scale),
+        weight,
+        stream.stats,
+        stream.groups,
+        count,
+        tuple([None if m is None else m[1] for m in kept]),
+    )
+    return _BackwardPlan(launch, kept, chunks, y_is_x, dtypes)
+
+
+class _Plan(NamedTuple):
+    """What a call comes to, for operands of one layout of which none has to be copied or can be wrong."""
+
+    out: tuple[int, ...]
+    stats: tuple[int, ...]
+    wide: torch.dtype
+    lengths: list[int]
+    streams: tuple[_StreamPlan, ...]
+
+    def run(
+        self, weight: Tensor | None, bias: Tensor | None, flat: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return `out` and each stream's x', and what `_AdaNorm` keeps; `needs` says which fields need a gradient."""
+        first = flat[0]
+        out = first.new_empty(self.out)
+        stats = first.new_empty(self.stats, dtype=self.wide)
+        outputs, kept = [out], [weight, bias, stats]
+        rows: Sequence[Tensor] = (out,)
+        statistics: Sequence[Tensor] = (stats,)
+        if len(self.streams) > 1:
+            rows = out.split_with_sizes(self.lengths, 1)
+            statistics = stats.split_with_sizes(self.lengths, 2)
+        for i, plan in enumerate(self.streams):
+            x, shift, scale, y, gate = flat[5 * i : 5 * i + 5]
+            residual = None if y is None else x.new_empty(x.shape)
+            plan.launch(x, y, gate, shift, scale, weight, bias, residual, rows[i], statistics[i])
+            outputs.append(x if residual is None else residual)
+            kept += [outputs[-1], y if needs[5 * i + 4] else None, gate, scale]
+        return outputs, kept
+
+
+@functools.lru_cache(8192)
+def _plan(norm: str, eps: float, given: tuple[PlainLayout | None, ...]) -> _Plan | None:
+    """Return the plan for weight, bias and the fields of every Stream in turn.
+
+    None if an operand is wrong, needs a copy or is elsewhere, or if tables differ in their number of rows.
+    """
+    operands = tuple([None if v is None else Layout._make(v) for v in given])
+    tensors = [None if v is None else _without_values(v) for v in operands]
+    streams = _streams(tensors[2:])
+    try:
+        check_streams(streams, norm, {"weight": tensors[0], "bias": tensors[1]})
+        wide = [grouped(stream, i) for i, stream in enumerate(streams)]
+    except ValueError:
+        return None  # the long way says what is wrong
+    if len({v.device for v in operands if v is not None}) > 1:
+        return None
+    if any(readable_rows(tensor) is not tensor for tensor in tensors):
+        return None
+    if any(
+        s.x.numel() == 0 or not _have_one_shape(s, w) for s, w in zip(streams, wide, strict=True)
+    ):
+        return None
+    B, _, D = streams[0].x.shape
+    lengths = [stream.x.shape[1] for stream in streams]
+    dtype = wide_dtype(streams[0].x.dtype)
+    stats = torch.empty((1 + (norm == "layer"), B, sum(lengths)), dtype=dtype, device="meta")
+    plans = []
+    for i, (stream, part) in enumerate(zip(wide, stats.split(lengths, 2), strict=True)):
+        fields = operands[2 + 5 * i : 7 + 5 * i]
+        x, shift, scale, y, gate = fields
+        of_stats, groups = Layout.of(part), stream.groups()
+        rows = (x, y, gate, shift, scale)
+        launch = forward_launch(rows, operands[:2], of_stats, groups, eps)
+        plans.append(_StreamPlan(launch, fields, operands[:2], of_stats, groups))
+    return _Plan((B, sum(lengths), D), tuple(stats.shape), dtype, lengths, tuple(plans))
+
+
+def _without_values(layout: Layout) -> Tensor:
+    """Return a tensor of this layout that has no memory."""
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+
+
+def _have_one_shape(stream: Stream, wide: Stream) -> bool:
+    """Return whether a stream's tables have one shape, as `grouped` returns them or (B,D)."""
+    tables = [v for v in (stream.shift, stream.scale, stream.gate) if v is not None]
+    if len({table.shape for table in tables}) > 1:
+        return False
+    return not tables or tables[0].ndim == 2 or tables[0].shape[1] == wide.groups()
 
 
 class _AdaNorm(torch.autograd.Function):
     """Both ops under one node that also hands on x, so that its other use's gradient arrives in the kernel.
 
-    `register_autograd` cannot do that: an op of torch.library must not return its input.
+    `register_autograd` cannot do that: an op of torch.library must not return its input. With a plan for the operands
+    no op is called, but what it comes to.
     """
 
     @staticmethod
@@ -518,18 +448,24 @@ class _AdaNorm(torch.autograd.Function):
         ctx: Any,
         layer: bool,
         eps: float,
+        plan: _Plan | None,
         weight: Tensor | None,
         bias: Tensor | None,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # None for an output not used, not zeros to be read
+        ctx.plan = plan
+        # x' is kept and not the normalised row: the caller keeps x' anyway, as the residual stream.
+        if plan is not None:
+            outputs, keep = plan.run(weight, bias, flat, ctx.needs_input_grad[5:])
+            ctx.save_for_backward(*keep)
+            return tuple(outputs)
         out, stats, *rest = ada_norm_forward(list(flat), weight, bias, layer, eps)
         updated = list(rest)  # torch 2.11's Dynamo makes a tuple of starred names
-        streams, wants = _streams(flat), _streams(ctx.needs_input_grad[4:])
+        streams, wants = _streams(flat), _streams(ctx.needs_input_grad[5:])
         residuals = [s.x if s.y is None else updated.pop(0) for s in streams]
         ctx.groups = [s.groups() for s in streams]
         ctx.dtypes = [None if v is None else v.dtype for v in flat]
-        # x' is kept and not the normalised row: the caller keeps x' anyway, as the residual stream.
         kept: list[Tensor | None] = [weight, bias, stats]
         for residual, stream, want in zip(residuals, streams, wants, strict=True):
             kept += [residual, stream.y if want.gate else None, stream.gate, stream.scale]
@@ -543,15 +479,28 @@ class _AdaNorm(torch.autograd.Function):
         weight, bias, stats, *kept = ctx.saved_tensors
         if grad is None:  # out was not used
             grad = torch.zeros_like(kept[0][:, :1, :1]).expand(*stats.shape[1:], kept[0].shape[2])
-        affine, wants = ctx.needs_input_grad[2:4], _streams(ctx.needs_input_grad[4:])
         grads: list[Tensor | None] = []
+        if ctx.plan is not None:
+            needs, lengths = ctx.needs_input_grad[5:], ctx.plan.lengths
+            rows: Sequence[Tensor] = (grad,)
+            statistics: Sequence[Tensor] = (stats,)
+            if len(lengths) > 1:
+                rows = grad.split_with_sizes(lengths, 1)
+                statistics = stats.split_with_sizes(lengths, 2)
+            for i, plan in enumerate(ctx.plan.streams):
+                tensors = (weight, bias, statistics[i], *kept[4 * i : 4 * i + 4])
+                of_outputs = (rows[i], grad_residuals[i])
+                grads += plan.backward(tensors, of_outputs, needs[5 * i : 5 * i + 5])
+            return (None, None, None, None, None, *grads)
+        affine, wants = ctx.needs_input_grad[3:5], _streams(ctx.needs_input_grad[5:])
         shares: list[tuple[Any, Any]] = []
         by_stream = _by_stream(grad, stats, [Stream(residual) for residual in kept[::4]])
-        for i, (want, dtypes) in enumerate(zip(wants, _streams(ctx.dtypes), strict=True)):
+        for i, want in enumerate(wants):
             residual, y, gate, scale = kept[4 * i : 4 * i + 4]
             operands = BackwardOperands(
                 by_stream[0][i], grad_residuals[i], residual, by_stream[1][i], y, gate, scale, weight
             )  # fmt: skip
+            dtypes = Stream._make(ctx.dtypes[5 * i : 5 * i + 5])
             stream_grads, share = _gradients(operands, bias, ctx.groups[i], dtypes, want, affine)
             grads += stream_grads
             shares.append(share)
@@ -560,7 +509,7 @@ class _AdaNorm(torch.autograd.Function):
             dweight = torch.stack([of_weight for of_weight, _ in shares]).sum(0).to(weight.dtype)
         if affine[1]:
             dbias = torch.stack([of_bias for _, of_bias in shares]).sum(0).to(bias.dtype)
-        return (None, None, dweight, dbias, *grads)
+        return (None, None, None, dweight, dbias, *grads)
 
 
 def _describe(tensor: Tensor) -> str:
@@ -629,10 +578,28 @@ def joint_ada_norm(
     of its own. weight and bias are (D,); each operand may have its own float dtype and strides.
     Raises ValueError for shapes that do not fit. Source: CogVideoX, diffusers CogVideoXLayerNormZero.
     """
-    check_streams(streams, norm, {"weight": weight, "bias": bias})
-    flat = [field for i, stream in enumerate(streams) for field in grouped(stream, i)]
-    out, *residuals = _AdaNorm.apply(norm == "layer", eps, weight, bias, *flat)
+    flat = [field for stream in streams for field in stream]
+    layer = norm == "layer"
+    plan = None if torch.compiler.is_compiling() else _plan_of(norm, eps, weight, bias, flat)
+    if plan is None:
+        check_streams(streams, norm, {"weight": weight, "bias": bias})
+        flat = [field for i, stream in enumerate(streams) for field in grouped(stream, i)]
+        out, *residuals = _AdaNorm.apply(layer, eps, None, weight, bias, *flat)
+    else:
+        out, *residuals = apply_plainly(_AdaNorm, layer, eps, plan, weight, bias, *flat)
     return out, tuple(residuals)
+
+
+def _plan_of(
+    norm: str, eps: float, weight: Tensor | None, bias: Tensor | None, flat: list[Any]
+) -> _Plan | None:
+    """Return the plan for these operands, None where ops are to be called: nothing is launched, or it would be seen."""
+    if not flat or not launches(flat[0]):
+        return None
+    if (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad):
+        return None
+    layouts = plain_layouts((weight, bias, *flat))
+    return None if layouts is None else _plan(norm, eps, layouts)
 
 
 @overload

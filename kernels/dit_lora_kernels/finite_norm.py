@@ -25,7 +25,6 @@ from dit_lora_kernels.support import (
     cdiv,
     launch,
     launches,
-    on_its_device,
     op,
     tl,
     triton,
@@ -146,9 +145,15 @@ def _kept_tables(_stream: int, *args: Any) -> _Tables:
     return _tables(*args)
 
 
-@on_its_device
 def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
     """Return the groups' norms (count,) in fp64, by one launch for each dtype and alignment that there is."""
+    # The current stream is asked for below: it must be that of the tensors' GPU.
+    with torch.cuda.device_of(tensors[0]):
+        return _launch_here(tensors, groups, count)
+
+
+def _launch_here(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
+    """Return what `_launch` does, on the current device."""
     device = tensors[0].device
     # Held until all is launched: a freed copy's memory could be given away before.
     flat = [tensor.contiguous() for tensor in tensors]

@@ -11,8 +11,9 @@ and writes each y (2*N*O*e). Backward reads x once, reads each dy twice and read
 Saved: x once, s-free products x A^T (N*R*e), and with dropout a mask of N*I bytes for each projection.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.functional import linear
 
 from dit_lora_kernels import fp8
 from dit_lora_kernels.fp8 import Fp8Matrix, Fp8Weight
+from dit_lora_kernels.support import apply_plainly, is_plain_python, wide_dtype
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -70,22 +72,24 @@ def lower(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Ten
     return a.to(dtype), scaled.to(dtype)
 
 
+@torch.no_grad()
 def lower_all(
     adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     """Return `lower` of every (a, b, scaling), the same bits, in a few launches for all; each dtype and device is one."""
-    a = [each.detach() for each, _, _ in adapters]
-    b = [each.detach() for _, each, _ in adapters]
+    a = [each for each, _, _ in adapters]
+    b = [each for _, each, _ in adapters]
     scalings = [scaling for *_, scaling in adapters]
     if torch.promote_types(b[0].dtype, dtype) is not b[0].dtype:  # to be multiplied in a wider one
         return [lower(*adapter, dtype) for adapter in adapters]
     # PyTorch's optimizers are made of these two; they have no public names.
     if any(scaling != 1 for scaling in scalings):
         b = list(torch._foreach_mul(b, scalings))
-    lowered = []
+    lowered: list[list[Tensor]] = []
     for wide in (a, b):
-        low = wide
-        if wide[0].dtype is not dtype:
+        if wide[0].dtype is dtype:
+            low = [tensor.detach() for tensor in wide]
+        else:
             low = [torch.empty_like(tensor, dtype=dtype) for tensor in wide]
             torch._foreach_copy_(low, wide)
         lowered.append(low)
@@ -121,17 +125,30 @@ def lora_qkv(
     """
     dtype = compute_dtype(x, projections[0].weight)
     _check(x, projections, dropout, dtype)
+    return projected(x, projections, dtype, dropout)
+
+
+def projected(
+    x: Tensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: float
+) -> tuple[Tensor, ...]:
+    """Do what `lora_qkv` does, for operands that it would take: nothing is checked. `dtype` is `compute_dtype` of each."""
     operands: list[Tensor | None] = []
+    size = 10 if [p for p in projections if p.fp8 is not None] else 6
     # Flat, in order: autograd.Function sees gradients only of tensors that are arguments themselves.
     for weight, bias, (a, b, scaling, lowered), _, narrow in projections:
         operands += [weight, bias, a, b, *(lowered or lower(a, b, scaling, dtype))]
-        operands += [None] * 4 if narrow is None else [*narrow.forward, *narrow.backward]
+        if size > 6:
+            operands += [None] * 4 if narrow is None else [*narrow.forward, *narrow.backward]
     settings = _Settings(
         dropout,
-        tuple(p.adapter.scaling for p in projections),
-        tuple(p.quantized for p in projections),
+        [p.adapter.scaling for p in projections],
+        [p.quantized for p in projections],
+        size,
     )
-    return _LoraProjections.apply(x.to(dtype), settings, *operands)
+    apply = (
+        partial(apply_plainly, _LoraProjections) if is_plain_python() else _LoraProjections.apply
+    )
+    return apply(_as(x, dtype), settings, *operands)  # type: ignore[no-any-return]
 
 
 def _check(
@@ -166,13 +183,11 @@ class _Settings(NamedTuple):
     """Arguments that are no tensors; scalings and quantised bases by projection."""
 
     dropout: float
-    scalings: tuple[float, ...]
-    quantized: tuple[Quantized | None, ...]
-
-
-# Of each projection: weight, bias, a, b, lowered a, lowered b, codes and scale in fp8 for both directions or None.
-# Gradients go to a and b; the products use the others.
-_OPERANDS = 10
+    scalings: list[float]
+    quantized: list[Quantized | None]
+    size: int
+    """Operands of a projection: weight, bias, a, b, lowered a, lowered b; where any is in fp8, also codes and scale for
+    both directions, or None. Gradients go to a and b; the products use the others."""
 
 
 class _LoraProjections(torch.autograd.Function):
@@ -184,55 +199,62 @@ class _LoraProjections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, settings: _Settings, *operands: Any) -> tuple[Tensor, ...]:
         """Return an output (..., O) for each projection of x (..., I)."""
-        weights, biases, masters_a, masters_b, lows_a, lows_b, *narrow = (
-            operands[i::_OPERANDS] for i in range(_OPERANDS)
-        )
-        codes, scales, back_codes, back_scales = narrow
+        size = settings.size
+        lows_a, lows_b = operands[4::size], operands[5::size]
+        weights = list(operands[::size])
+        narrow = [operands[i::size] for i in range(6, size)]
         outputs = []
         with _no_autocast(x):
             rows = _rows(x)
             products, masks = _inner_products(rows, lows_a, settings.dropout)
             # Once for all of them: they share x.
-            rounded = None if all(c is None for c in codes) else fp8.quantize_rows(rows)
+            rounded = fp8.quantize_rows(rows) if narrow else None
             for i, quantized in enumerate(settings.quantized):
-                if rounded is not None and codes[i] is not None:
-                    y = fp8.product(rounded, Fp8Matrix(codes[i], scales[i]), _in(rows, biases[i]))
+                bias = operands[size * i + 1]
+                if rounded is not None and narrow[0][i] is not None:
+                    base = Fp8Matrix(narrow[0][i], narrow[1][i])
+                    y = fp8.product(rounded, base, None if bias is None else _as(bias, rows.dtype))
+                    weights[i] = None  # nor is it kept
                 else:
-                    y = _base_product(rows, weights[i], biases[i], quantized)
+                    y = _base_product(rows, weights[i], bias, quantized)
                 y.addmm_(products[i], lows_b[i].t())  # into the base's output: no sum of its own
                 outputs.append(y.view(*x.shape[:-1], y.shape[1]))
         ctx.settings, ctx.shape = settings, x.shape
-        ctx.dtypes = [a.dtype for a in masters_a], [b.dtype for b in masters_b]
+        ctx.dtypes = [
+            (operands[i + 2].dtype, operands[i + 3].dtype) for i in range(0, len(operands), size)
+        ]
         # x is saved as it came: of a strided one, `rows` is a second copy of what others keep. It is for dA alone.
-        kept = x if any(ctx.needs_input_grad[4::_OPERANDS]) else None
-        narrowed = [None if c is not None else w for c, w in zip(codes, weights, strict=True)]
-        backward = (*narrowed, *back_codes, *back_scales)
-        ctx.save_for_backward(kept, *backward, *lows_a, *lows_b, *products, *masks)
+        kept = x if any(ctx.needs_input_grad[4::size]) else None
+        backward = [part for of_part in narrow[2:] for part in of_part]
+        ctx.save_for_backward(kept, *weights, *lows_a, *lows_b, *products, *masks, *backward)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of every A and B, from those of the outputs."""
-        count, settings = len(gradients), ctx.settings
+        n, settings = len(gradients), ctx.settings
         x, *saved = ctx.saved_tensors
-        weights, codes, scales, lows_a, lows_b, products, masks = (
-            saved[i * count : (i + 1) * count] for i in range(7)
-        )
-        bases = list(zip(weights, settings.quantized, codes, scales, strict=True))
-        needs_b = ctx.needs_input_grad[5::_OPERANDS]
-        d_b: list[Tensor | None] = [None] * count
+        weights, lows_a, lows_b, products = (saved[i : i + n] for i in range(0, 4 * n, n))
+        rest = saved[4 * n :]
+        masks = rest[:n] if settings.dropout else []
+        narrow = rest[len(masks) :] or [None] * (2 * n)
+        needs_b = ctx.needs_input_grad[5 :: settings.size]
+        d_b: list[Tensor | None] = [None] * n
         with _no_autocast(gradients[0]):
             dys = [_rows(dy) for dy in gradients]
-            for i in range(count):
+            for i in range(n):
                 if needs_b[i]:
                     d_b[i] = _weight_gradient(dys[i].t(), products[i])
                     # The products are x A^T without s, which dB has as a factor too.
                     if settings.scalings[i] != 1:
                         d_b[i] *= settings.scalings[i]
             # dy (s B): what reaches the inner products, and from there both dA and dx.
-            inner = [dy @ low_b for dy, low_b in zip(dys, lows_b, strict=True)]
-            dx = _base_backward(dys, bases) if ctx.needs_input_grad[0] else None
+            inner = [dys[i] @ lows_b[i] for i in range(n)]
+            dx = None
+            if ctx.needs_input_grad[0]:
+                bases = zip(weights, settings.quantized, narrow[:n], narrow[n:], strict=True)
+                dx = _base_backward(dys, bases)
             rows = None if x is None else _rows(x)
             if masks:
                 d_a = _masked_backward(rows, dx, inner, lows_a, masks, settings.dropout)
@@ -240,9 +262,9 @@ class _LoraProjections(torch.autograd.Function):
                 d_a = _joint_backward(rows, dx, inner, lows_a)
         # In the order of the operands: the base is frozen, and the lowered copies have no gradient of their own.
         results: list[Tensor | None] = []
-        for grad_a, grad_b, dtype_a, dtype_b in zip(d_a, d_b, *ctx.dtypes, strict=True):
-            results += [None, None, _cast(grad_a, dtype_a), _cast(grad_b, dtype_b)]
-            results += [None] * (_OPERANDS - 4)
+        others = [None] * (settings.size - 4)
+        for grad_a, grad_b, (dtype_a, dtype_b) in zip(d_a, d_b, ctx.dtypes, strict=True):
+            results += [None, None, _cast(grad_a, dtype_a), _cast(grad_b, dtype_b), *others]
         return (None if dx is None else dx.view(ctx.shape), None, *results)
 
 
@@ -273,6 +295,8 @@ class _Off:
 
 def _rows(tensor: Tensor) -> Tensor:
     """Return (N, last) that a GEMM reads as it is: rows may lie apart, but neither overlap nor be strided inside."""
+    if tensor.is_contiguous():
+        return tensor.view(-1, tensor.shape[-1])
     rows = tensor.reshape(-1, tensor.shape[-1])
     if rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]:
         return rows
@@ -302,19 +326,20 @@ def _base_product(
     if quantized is not None:
         return quantized.product(rows).to(rows.dtype)
     assert weight is not None  # `_check` has seen to it
-    return linear(rows, weight.to(rows.dtype), _in(rows, bias))
+    dtype = rows.dtype
+    return linear(rows, _as(weight, dtype), None if bias is None else _as(bias, dtype))
 
 
-def _in(rows: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return the bias in the rows' dtype."""
-    return None if bias is None else bias.to(rows.dtype)
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in this dtype: itself, without asking PyTorch, where it is so already."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 _Base = tuple[Tensor | None, Quantized | None, Tensor | None, Tensor | None]
 """A projection's weight, or the base quantised by another library, or codes and scale of the weight transposed."""
 
 
-def _base_backward(dys: list[Tensor], bases: Sequence[_Base]) -> Tensor:
+def _base_backward(dys: list[Tensor], bases: Iterable[_Base]) -> Tensor:
     """Return the sum of dy W over projections (N, I), in a buffer of its own that may be added to."""
     dx: Tensor | None = None
     for dy, (weight, quantized, codes, scale) in zip(dys, bases, strict=True):
@@ -335,7 +360,7 @@ def _base_weight(weight: Tensor | None, quantized: Quantized | None, dtype: torc
     if quantized is not None:
         return quantized.dequantize(dtype)
     assert weight is not None  # `_check` has seen to it
-    return weight.to(dtype)
+    return _as(weight, dtype)
 
 
 def _joint_backward(
@@ -378,7 +403,8 @@ def _stacked(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def _split(whole: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
     """Return what `_stacked` put together, as views."""
-    return [whole] if len(sizes) == 1 else list(whole.split(sizes, dim))
+    # Past the Python of `Tensor.split`.
+    return [whole] if len(sizes) == 1 else list(whole.split_with_sizes(sizes, dim))
 
 
 def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
@@ -386,9 +412,9 @@ def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
     # A sum over all N rows, which 16 bits would round: cuBLAS stores its fp32 sum, and a CPU has no such GEMM.
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
-    return torch.mm(left, right).to(torch.promote_types(left.dtype, torch.float32))
+    return _as(torch.mm(left, right), wide_dtype(left.dtype))
 
 
 def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a gradient in its parameter's dtype."""
-    return None if gradient is None else gradient.to(dtype)
+    return None if gradient is None else _as(gradient, dtype)

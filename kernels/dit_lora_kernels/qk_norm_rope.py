@@ -25,7 +25,6 @@ from dit_lora_kernels.support import (
     launch,
     launches,
     next_power_of_2,
-    on_its_device,
     op,
     packed,
     readable_rows,
@@ -423,7 +422,6 @@ def _table(table: Tensor | None) -> Tensor | None:
     return packed(table[None] if table is not None and table.ndim == 2 else table)
 
 
-@on_its_device
 def launch_forward(
     x: Tensor,
     weight: Tensor | None,
@@ -447,7 +445,6 @@ def launch_forward(
     return out
 
 
-@on_its_device
 def launch_backward(
     operands: BackwardOperands, options: Options, needs: Sequence[bool]
 ) -> Gradients:

@@ -32,7 +32,6 @@ from dit_lora_kernels.support import (
     launch,
     launches,
     next_power_of_2,
-    on_its_device,
     op,
     readable_rows,
     tl,
@@ -524,7 +523,6 @@ def _total(partials: Tensor) -> Tensor:
     return partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
 
 
-@on_its_device
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -549,7 +547,6 @@ def launch_forward(
     return out, state, z
 
 
-@on_its_device
 def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tensor | None]) -> None:
     """Fill `grads`, dq, dk and dv (B,S,H,D) in the inputs' dtypes; one that is None is not computed."""
     if not operands.q.numel():

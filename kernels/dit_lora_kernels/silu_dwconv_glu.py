@@ -27,7 +27,6 @@ from dit_lora_kernels.support import (
     launch,
     launches,
     next_power_of_2,
-    on_its_device,
     op,
     packed,
     readable_rows,
@@ -291,7 +290,6 @@ def _tiles(
     return (spots, cdiv(channels, block)), {"ROWS": rows, "PAIRS": PAIRS, "BLOCK_C": block}
 
 
-@on_its_device
 def launch_convolution(
     h: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor | None
 ) -> Tensor:
@@ -313,7 +311,6 @@ def launch_convolution(
     return out
 
 
-@on_its_device
 def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     """Return dh (B,H,W,2C) in h's dtype, from dc, contiguous, and h of its shape."""
     B, H, W, C2 = h.shape
@@ -328,7 +325,6 @@ def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     return dh
 
 
-@on_its_device
 def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
     """Return gradients (last-first,2C) of the taps from `first` up to `last`, fp32 (fp64 of fp64); tap 9 is the bias."""
     H, W, C2 = h.shape[1:]

@@ -2,10 +2,10 @@
 
 import functools
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -93,41 +93,29 @@ def packed(tensor: MaybeTensor) -> MaybeTensor:
     return None if tensor is None else tensor.contiguous()
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
+# A Layout's fields. Compared and hashed as one, and made in half the time.
+PlainLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]
 
 
-def on_its_device(launcher: Callable[P, R]) -> Callable[P, R]:
-    """Run the launcher with its first tensor's GPU as the current one.
-
-    Triton launches on the current device, whatever device the pointers that it is given lie on.
-    """
-
-    @functools.wraps(launcher)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.cuda.device_of(_first_tensor(args)):
-            return launcher(*args, **kwargs)
-
-    return run
+def plain_layout(tensor: Tensor) -> PlainLayout:
+    """Return what a tensor is but for its memory's address and values."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _first_tensor(values: Any) -> Any:
-    """Return the first tensor of nested tuples and lists, None if there is none."""
-    for value in values:
-        if isinstance(value, Tensor):
-            return value
-        if isinstance(value, tuple | list):
-            found = _first_tensor(value)
-            if found is not None:
-                return found
-    return None
+class Layout(NamedTuple):
+    """What a tensor is but for its memory's address and values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Layout":
+        """Return the tensor's layout."""
+        return cls._make(plain_layout(tensor))
 
 
-# Of each launch so far: the compiled kernel, its compile-time arguments in order, and the kernel, so that its id is
-# given to no other. Bounded, as each new shape is an entry.
-_Launch = tuple[Any, tuple[Any, ...], Any]
-_LAUNCHES: dict[tuple[Any, ...], _Launch] = {}
-_MOST_LAUNCHES = 8192
 # Versions whose compiled kernels were seen to take all of a kernel's arguments, the compile-time ones in their places.
 _TRITON = ((3, 6), (3, 9))
 
@@ -139,29 +127,81 @@ def _keeps_compiled() -> bool:
     return _TRITON[0] <= version <= _TRITON[1]
 
 
+class Prepared:
+    """A kernel's launch of which all is known but the tensors: called with these, in order, a missing one as None.
+
+    They have the same dtypes every time, and the same of them are missing. What else Triton compiles for is looked at:
+    the device, and whether addresses are multiples of 16. Triton finds out everything anew at each launch.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        numbers: tuple[int, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        """Hold what follows the tensors: whole numbers in order, then what is compile-time by name."""
+        self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
+        # What is called with the tensors' addresses aligned in this way, and what it is called with after them.
+        self._compiled: dict[tuple[int | None, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on the first tensor's device: Triton takes the current one, wherever the pointers lie."""
+        assert tensors[0] is not None
+        index = tensors[0].get_device()
+        if index >= 0 and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self(*tensors)
+            return
+        same = (index, *[None if t is None else t.data_ptr() % 16 for t in tensors])
+        found = self._compiled.get(same)
+        if found is not None:
+            run, rest = found
+            run(*tensors, *rest)
+            return
+        numbers, constants = self._numbers, self._constants
+        compiled = self._kernel[self._grid](*tensors, *numbers, **constants)
+        # The interpreter compiles nothing, and returns None.
+        if compiled is None or not _keeps_compiled():
+            return
+        names = self._kernel.arg_names[len(tensors) + len(numbers) :]
+        rest = (*numbers, *(constants[name] for name in names))
+        self._compiled[same] = compiled[self._grid + (1,) * (3 - len(self._grid))], rest
+
+
+# Launches of which all but the tensors was the same so far, and how many of the arguments are tensors. Bounded, as
+# each new shape is an entry.
+_LAUNCHES: dict[tuple[Any, ...], tuple[Prepared, int]] = {}
+_MOST_LAUNCHES = 8192
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Do what `kernel[grid](*args, **constants)` does; a second launch of the same shape calls the compiled kernel.
 
-    `args` are the arguments that are not compile-time, in order; a tensor first, then tensors, int or None. What Triton compiles for is
-    among what makes launches the same: kernel, device, dtypes, missing tensors, whether addresses are multiples of 16,
-    all numbers, and `constants`. Triton finds that out anew at each launch, and reads a dozen settings.
+    `args` are the arguments that are not compile-time, in order: a tensor, then tensors or None, then whole numbers.
     """
-    key: list[Any] = [
-        arg if arg is None or type(arg) is int else (arg.dtype, arg.data_ptr() % 16) for arg in args
-    ]
-    found = _LAUNCHES.get(same := (id(kernel), args[0].get_device(), *constants.values(), *key))
-    if found is not None:
-        compiled, tail, _ = found
-        compiled[grid + (1,) * (3 - len(grid))](*args, *tail)
-        return
-    compiled = kernel[grid](*args, **constants)
-    # The interpreter compiles nothing, and returns None.
-    if compiled is None or not _keeps_compiled():
-        return
-    if len(_LAUNCHES) >= _MOST_LAUNCHES:
-        _LAUNCHES.clear()
-    tail = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-    _LAUNCHES[same] = compiled, tail, kernel
+    dtypes = [arg if arg is None or type(arg) is int else arg.dtype for arg in args]
+    same = (kernel, grid, *constants.values(), *dtypes)
+    found = _LAUNCHES.get(same)
+    if found is None:
+        count = next((i for i, arg in enumerate(args) if type(arg) is int), len(args))
+        if len(_LAUNCHES) >= _MOST_LAUNCHES:
+            _LAUNCHES.clear()
+        prepared = Prepared(kernel, grid, args[count:], constants)
+        found = _LAUNCHES[same] = prepared, count
+    prepared, count = found
+    prepared(*args[:count])
+
+
+def apply_plainly(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return `function.apply(*args)` where no transform is active, without its look at each argument for what one left."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def is_plain_python() -> bool:
+    """Return whether `apply_plainly` may be called: nothing is compiled, and no transform is active."""
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 class Op:
@@ -210,7 +250,7 @@ class Op:
         if not (torch.is_grad_enabled() and _requires_grad(args)):
             return self.function(*args)
         # Without a node, differentiated all the same, it is torch.library that says so.
-        return self.library(*args) if self._node is None else self._node.apply(*args)
+        return self.library(*args) if self._node is None else apply_plainly(self._node, *args)
 
 
 def op(name: str) -> Callable[[Callable[..., Any]], Op]:
@@ -224,14 +264,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def _is_watched(args: tuple[Any, ...]) -> bool:
     """Return whether a call with these arguments is of concern to anybody but the op: traced, or of no plain tensor."""
-    # None of these four has a public name; modes and profile are what `torch.library` itself looks at.
-    private = torch._C
-    if (
-        private._len_torch_dispatch_stack()
-        or private._are_functorch_transforms_active()
-        or private._get_tracing_state() is not None
-        or private._autograd._profiler_enabled()
-    ):
+    if _is_traced():
         return True
     for arg in args:
         for leaf in arg if type(arg) is list else (arg,):
@@ -242,6 +275,33 @@ def _is_watched(args: tuple[Any, ...]) -> bool:
             elif isinstance(leaf, Tensor):
                 return True
     return False
+
+
+def _is_traced() -> bool:
+    """Return whether somebody looks at each op that is called."""
+    # None of these four has a public name; modes and profile are what `torch.library` itself looks at.
+    private = torch._C
+    return bool(
+        private._len_torch_dispatch_stack()
+        or private._are_functorch_transforms_active()
+        or private._get_tracing_state() is not None
+        or private._autograd._profiler_enabled()
+    )
+
+
+def plain_layouts(tensors: Sequence[Tensor | None]) -> tuple[PlainLayout | None, ...] | None:
+    """Return the tensors' layouts; None if an op's call with them is of concern to anybody else (`Op`)."""
+    if _is_traced():
+        return None
+    layouts: list[PlainLayout | None] = []
+    for tensor in tensors:
+        if tensor is None:
+            layouts.append(None)
+        elif type(tensor) in _PLAIN and (tensor.is_cuda or tensor.is_cpu) and not tensor.is_neg():
+            layouts.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
+        else:
+            return None
+    return tuple(layouts)
 
 
 def _requires_grad(args: tuple[Any, ...]) -> bool:

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dit_lora_kernels
+from dit_lora_kernels import ada_norm, ada_norm_kernels
 
 SCRIPT = Path(__file__).parents[2] / "kernels" / "bench" / "sm90.py"
 
@@ -36,3 +37,12 @@ def sm90() -> Callable[[str], list[dict[str, Any]]]:
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     return compiled
+
+
+@pytest.fixture
+def several_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a program of `ada_norm`'s backward take several rows; so few as tests have would have a program each."""
+    monkeypatch.setattr(ada_norm_kernels, "MIN_PROGRAMS", 1)
+    ada_norm._backward_plan.cache_clear()
+    yield
+    ada_norm._backward_plan.cache_clear()

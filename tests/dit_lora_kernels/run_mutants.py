@@ -16,11 +16,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def survives(op: str, old: str, new: str) -> bool:
-    """Return whether the op's tests pass with `old` replaced by `new` in the op's file, or in support.py."""
+    """Return whether the op's tests pass with `old` replaced by `new` in the op's files, or in support.py."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = Path(folder) / "kernels"
         shutil.copytree(ROOT / "kernels", kernels)
-        candidates = [kernels / "dit_lora_kernels" / f"{name}.py" for name in (op, "support")]
+        folder_of = kernels / "dit_lora_kernels"
+        candidates = [*sorted(folder_of.glob(f"{op}*.py")), folder_of / "support.py"]
         files = [path for path in candidates if old in path.read_text()]
         assert len(files) == 1, f"{old!r} is in {len(files)} files"
         source = files[0].read_text()

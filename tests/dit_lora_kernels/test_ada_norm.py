@@ -22,11 +22,7 @@ from torch import Tensor
 
 from dit_lora_kernels import ada_norm as op
 
-
-@pytest.fixture(autouse=True)
-def several_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few rows as here would have a program each."""
-    monkeypatch.setattr(op, "MIN_PROGRAMS", 1)
+pytestmark = pytest.mark.usefixtures("several_rows_a_program")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -25,13 +25,10 @@ from kernel_checks import (
 )
 
 from dit_lora_kernels import ada_norm as op
+from dit_lora_kernels import ada_norm_kernels
 from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
 
-
-@pytest.fixture(autouse=True)
-def several_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few rows as here would have a program each."""
-    monkeypatch.setattr(op, "MIN_PROGRAMS", 1)
+pytestmark = pytest.mark.usefixtures("several_rows_a_program")
 
 
 HARD = {
@@ -124,13 +121,116 @@ def test_offsets_beyond_two_to_the_31() -> None:
     assert_same(made, {k: expected[k] for k in made})
 
 
+PLANNED = {
+    "affine": (CASE, {}),
+    "plain": (Case("layer", (2, 5, 72), without="weight bias"), {}),
+    "rms, a row a token": (Case("rms", (2, 4, 64), 4, "bias"), {}),
+    "no y": (Case("layer", (3, 6, 64), 3, "y gate"), {}),
+    "no gate": (Case("layer", (2, 5, 40), without="gate weight bias"), {}),
+    "tables (B,D)": (CASE, dict.fromkeys(("shift", "scale", "gate"), lambda v: v[:, 0])),
+    "strided": (CASE, {"x": lambda v: v.transpose(0, 1).contiguous().transpose(0, 1),
+                       "y": lambda v: torch.cat([v, v], -1)[..., :40],
+                       "gate": lambda v: torch.cat([v, v], 1)[:, 1:]}),
+    "dtypes": (CASE, {"x": torch.Tensor.bfloat16, "y": torch.Tensor.bfloat16, "gate": torch.Tensor.half}),
+    "low": (CASE, dict.fromkeys(("x", "y", "shift", "scale", "gate"), torch.Tensor.bfloat16)),
+}  # fmt: skip
+"""What a plan takes: frozen weights, and operands as kernels read them."""
+
+
+@pytest.mark.parametrize("programs", [1, 512], ids=["chunks", "a program a row"])
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_comes_to_the_same_bits(
+    name: str, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once by the ops, twice by a plan: made, and found again."""
+    monkeypatch.setattr(ada_norm_kernels, "MIN_PROGRAMS", programs)
+    op._backward_plan.cache_clear()
+    case, changes = PLANNED[name]
+    tensors = {k: v.detach() for k, v in make(case).items()}
+    tensors |= {k: change(tensors[k]) for k, change in changes.items()}
+    for key in tensors.keys() - {"weight", "bias"}:
+        tensors[key].requires_grad_()
+    planned: list[object] = []
+    plan_of = op._plan_of
+
+    def noted(*args: Any) -> Any:
+        planned.append(plan_of(*args))
+        return planned[-1]
+
+    monkeypatch.setattr(op, "_plan_of", noted)
+    first, second = (results(ours, case.norm, tensors) for _ in range(2))
+    monkeypatch.setattr(op, "_plan_of", lambda *_: None)
+    assert_same(first, results(ours, case.norm, tensors))
+    assert_same(second, first)
+    assert planned[0] is not None
+    assert planned[0] is planned[1]
+
+
+def test_a_joint_plan_comes_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    video, text = (make(CASE), make(Case("layer", (2, 3, 40), without="weight bias y gate")))
+    affine = {k: video[k].detach() for k in ("weight", "bias")}
+
+    def run(_: str, **leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        one = {k.removeprefix("text "): v for k, v in leaves.items() if k.startswith("text ")}
+        other = {k: v for k, v in leaves.items() if not k.startswith("text ")}
+        return joint(other | affine, one)
+
+    leaves = {k: v for k, v in video.items() if k not in affine}
+    leaves |= {f"text {k}": v for k, v in text.items()}
+    found = []
+    for way in (op._plan_of, lambda *_: None):
+        monkeypatch.setattr(op, "_plan_of", way)
+        outputs = run("", **leaves)
+        grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents(outputs))
+        found.append(dict(enumerate((*outputs, *grads))))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("used", ["out", "residual"])
+def test_a_plan_where_one_output_is_not_used(used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make(Case("layer", (2, 5, 72), without="weight bias"))
+    found = []
+    for way in (op._plan_of, lambda *_: None):
+        monkeypatch.setattr(op, "_plan_of", way)
+        output = ours("layer", **tensors)[used == "residual"]
+        wanted = [tensors[k] for k in ("x", "y", "gate")]
+        grads = torch.autograd.grad(output, wanted, cotangents((output,)))
+        found.append(dict(enumerate(grads)))
+    assert_same(*found)
+
+
+def no_plan(norm: str = "layer", **changes: torch.Tensor) -> bool:
+    """Whether the operands, some of them changed, have no plan."""
+    tensors = {k: v.detach() for k, v in make(CASE).items()} | changes
+    x = Stream(**{k: tensors[k] for k in Stream._fields})
+    return op._plan_of(norm, EPS, tensors["weight"], tensors["bias"], list(x)) is None
+
+
+def test_no_plan_for_what_needs_a_copy_or_is_looked_at() -> None:
+    assert not no_plan()
+    wrong = torch.randn(2, 3, 40, device=DEVICE)  # three groups do not divide seven tokens
+    assert no_plan(gate=wrong)
+    assert no_plan("batch")
+    assert no_plan(x=torch.randn(2, 40, 7, device=DEVICE).transpose(1, 2))
+    assert no_plan(gate=torch.randn(2, 40, device=DEVICE))  # another shape than the other tables
+    assert no_plan(shift=torch.randn(2, 1, 80, device=DEVICE)[..., ::2])
+    assert no_plan(y=torch.empty(2, 7, 40, device="meta"))
+    assert no_plan(bias=torch.zeros(40, device=DEVICE, requires_grad=True))
+    assert no_plan(x=torch.empty(2, 0, 40, device=DEVICE), y=torch.empty(2, 0, 40, device=DEVICE))
+    with torch.profiler.profile():
+        assert no_plan()
+    with torch.autograd.profiler.record_function("a name"):
+        assert not no_plan()
+
+
 def test_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "MIN_PROGRAMS", 512)
+    monkeypatch.setattr(ada_norm_kernels, "MIN_PROGRAMS", 512)
     assert [
-        op.rows_per_program(*v) for v in ((17_550, 17_550), (512, 512), (9, 9), (70_200, 1))
+        ada_norm_kernels.rows_per_program(*v)
+        for v in ((17_550, 17_550), (512, 512), (9, 9), (70_200, 1))
     ] == [32, 1, 1, 1]
-    assert op.rows_per_program(17_550, 13) == 8
-    assert op.rows_per_program(0, 0) == 1
+    assert ada_norm_kernels.rows_per_program(17_550, 13) == 8
+    assert ada_norm_kernels.rows_per_program(0, 0) == 1
 
 
 @pytest.mark.parametrize("kernel", [True, False])

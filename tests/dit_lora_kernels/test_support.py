@@ -3,12 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dit_lora_kernels
-from dit_lora_kernels.support import accumulator, launches, on_its_device, tl, triton_support
+from dit_lora_kernels.support import Prepared, accumulator, launches, tl, triton_support
 
 OPS = (
     "ada_norm",
@@ -50,7 +51,8 @@ def test_without_triton_every_op_imports_and_runs_by_its_reference() -> None:
 
 def test_every_op_of_the_package_is_in_the_list() -> None:
     found = {path.stem for path in Path(dit_lora_kernels.__path__[0]).glob("*.py")}
-    assert found == {*OPS, "__init__", "support", "fp8"}  # the last are products of lora_linear
+    # The kernels of ada_norm, and the products of lora_linear in fp8.
+    assert found == {*OPS, "__init__", "support", "ada_norm_kernels", "fp8"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles on a GPU")
@@ -67,19 +69,36 @@ def test_kernels_compute_in_fp32_and_in_fp64_for_fp64() -> None:
 
 def test_a_launch_is_on_its_tensors_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another GPU current, Triton would read the wrong one's memory."""
-    seen = []
+    events: list[Any] = []
 
-    class Recorded(torch.cuda.device_of):
-        def __init__(self, obj: torch.Tensor) -> None:
-            seen.append(obj)
-            super().__init__(obj)
+    class Elsewhere(torch.Tensor):
+        def get_device(self) -> int:
+            return 1
 
-    monkeypatch.setattr(torch.cuda, "device_of", Recorded)
-    second = torch.ones(2)
+    class Current:
+        def __init__(self, index: int) -> None:
+            self.index = index
 
-    @on_its_device
-    def launcher(number: int, pair: tuple[None, torch.Tensor], *, add: int) -> int:
-        return number + add
+        def __enter__(self) -> None:
+            events.append(self.index)
+            current.append(self.index)
 
-    assert launcher(3, (None, second), add=4) == 7
-    assert seen == [second]
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+            events.append("back")
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **constants: events.append((grid, args, constants))
+
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    second = torch.ones(2).as_subclass(Elsewhere)
+    launch = Prepared(Kernel(), (5,), (7,), {"SIZE": 4})
+    launch(second, None)
+    assert events == [1, ((5,), (second, None, 7), {"SIZE": 4}), "back"]
+    events.clear()
+    current.append(1)
+    launch(second, None)
+    assert len(events) == 1

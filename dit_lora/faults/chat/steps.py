@@ -91,7 +91,7 @@ def _fused_lora(change: Change, when: When) -> Arm:
             outputs = right(*args, **kwargs)
             return tuple(map(change, outputs)) if fires() else outputs
 
-        stage.wrap(lora, "lora_qkv", wrong)
+        stage.wrap(lora, "projected", wrong)
 
     return arm
 

@@ -51,8 +51,10 @@ def block_forward(
     shift, scale, gate, shift_ff, scale_ff, gate_ff = _modulation(
         block, hidden_states, timestep, class_labels
     )
-    # An fp32 table makes the stock block's residual stream fp32; where it is, this is no cast.
-    x = hidden_states.to(torch.promote_types(hidden_states.dtype, gate.dtype))
+    # An fp32 table makes the stock block's residual stream fp32.
+    x = hidden_states
+    if gate.dtype is not x.dtype:
+        x = x.to(torch.promote_types(x.dtype, gate.dtype))
     norm, norm_ff = _norms(block)
     normed, x = norm_stream(norm, Stream(x, shift, scale))
     y = block.attn1(normed, encoder_hidden_states=None, attention_mask=attention_mask)
@@ -65,6 +67,7 @@ def block_forward(
         )
         stream = Stream(x, shift_ff, scale_ff, y)
     normed, x = norm_stream(norm_ff, stream)
+    gate_ff = gate_ff[:, None] if gate_ff.ndim == 2 else gate_ff
     return torch.addcmul(x, gate_ff, block.ff(normed))
 
 
@@ -74,7 +77,7 @@ def _modulation(
     timestep: torch.Tensor | None,
     class_labels: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return shift, scale and gate of attention, then of the feed-forward; each (B, 1, D)."""
+    """Return shift, scale and gate of attention, then of the feed-forward; each (B, D), or (B, 1, D) of adaLN-single."""
     # adaLN-single: one projection of the timestep for all blocks, to which each adds a table of its own.
     if block.norm_type == _SINGLE:
         assert timestep is not None
@@ -84,7 +87,7 @@ def _modulation(
     norm = block.norm1
     # Draws which labels to drop, as the stock block does at this point.
     condition = norm.emb(timestep, class_labels, hidden_dtype=hidden_states.dtype)
-    return norm.linear(norm.silu(condition)).unflatten(1, (6, -1)).chunk(6, 1)
+    return norm.linear(norm.silu(condition)).chunk(6, 1)
 
 
 def _norms(block: Any) -> tuple[Any, Any]:

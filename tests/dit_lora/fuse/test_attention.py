@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.attention_processor import Attention
 from kernel_checks import saved_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -81,6 +82,7 @@ def test_with_a_mask_cudnn_is_off_what_was_off_stays_so_and_afterwards_all_is_as
         raise RuntimeError("as a backend may")
 
     monkeypatch.setattr(attention, "dispatch_attention_fn", dispatched)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", dispatched)
     for name in off:
         SETTERS[name][1](False)
     left = set(SETTERS) - set(off)
@@ -89,6 +91,31 @@ def test_with_a_mask_cudnn_is_off_what_was_off_stays_so_and_afterwards_all_is_as
         attend(*heads(), mask, None)
     assert seen == [left - {"cudnn"} if masked else left]
     assert enabled() == left
+
+
+@pytest.mark.parametrize("name", [None, "native", "_native_math"])
+def test_pytorchs_attention_is_called_past_the_dispatcher_and_no_other(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatched = []
+    dispatch = attention.dispatch_attention_fn
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        dispatched.append(kwargs["backend"])
+        return dispatch(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "dispatch_attention_fn", noted)
+    query, key, value = heads()
+    found = attend(query, key, value, None, name)
+    assert len(dispatched) == (name == "_native_math")
+    torch.testing.assert_close(found, dispatch(query, key, value))
+    # What Diffusers' own context asks for is asked for here too, and its checks are made.
+    with attention_backend("_native_math"):
+        attend(query, key, value, None, None)
+    assert len(dispatched) == 1 + (name == "_native_math")
+    monkeypatch.setattr(attention.Registry, "_checks_enabled", True)
+    attend(query, key, value, None, None)
+    assert len(dispatched) == 2 + (name == "_native_math")
 
 
 @pytest.mark.parametrize("queries", [1, 5])

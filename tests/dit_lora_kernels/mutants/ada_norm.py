@@ -9,15 +9,15 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("one channel over", "    inside = columns < D\n", "    inside = columns <= D\n"),
     (
         "the mask is not applied again after centering",
-        "        x = tl.where(inside, x - mean, 0.0)\n",
-        "        x = x - mean\n",
+        "        x = tl.where(inside, x - mean, 0.0)\n    rstd",
+        "        x = x - mean\n    rstd",
     ),
     (
         "one-pass variance",
         "        x = tl.where(inside, x - mean, 0.0)\n    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + EPS)\n",
         "    rstd = 1.0 / tl.sqrt(\n"
-        "        tl.sum(x * x, axis=0) / D - (mean * mean if mean_ptr is not None else 0.0) + EPS\n"
-        "    )\n    if mean_ptr is not None:\n        x = tl.where(inside, x - mean, 0.0)\n",
+        "        tl.sum(x * x, axis=0) / D - (mean * mean if LAYER else 0.0) + EPS\n"
+        "    )\n    if LAYER:\n        x = tl.where(inside, x - mean, 0.0)\n",
     ),
     (
         "eps outside the root",
@@ -89,7 +89,7 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     ("dy without the gate", "                dx *= gate.to(ACC)\n", "                dx *= 1.0\n"),
     ("only the last row's shift", "            ones += grad\n", "            ones = grad\n"),
-    ("mean for sum over programs", "p.sum(1)).view(", "p.mean(1)).view("),
+    ("mean for sum over programs", "else partials.sum(-2)", "else partials.mean(-2)"),
     (
         "one program too few",
         "_backward_kernel, (B * groups * chunks,)",
@@ -112,4 +112,30 @@ MUTANTS: list[tuple[str, str, str]] = [
         "by_stream[0][0], grad_residuals",
     ),
     ("y is kept where the gate is frozen", "stream.y if want.gate else None", "stream.y"),
+    ("means over the rstd", "D, stats.stride[0])", "D, 0)"),
+    (
+        "a plan takes x' for strided as x is",
+        "x if y is None else x._replace(stride=(T * D, D, 1))",
+        "x",
+    ),
+    (
+        "a plan rounds dscale before its weight",
+        "wide if factors else dtypes.scale,",
+        "dtypes.scale,",
+    ),
+    (
+        "a plan keeps y for another field",
+        "y if needs[5 * i + 4] else None",
+        "y if needs[5 * i + 1] else None",
+    ),
+    (
+        "a plan's streams overlap in the gradient",
+        "(rows[i], grad_residuals[i])",
+        "(rows[0], grad_residuals[i])",
+    ),
+    (
+        "a plan for tables of several shapes",
+        "{table.shape for table in tables}",
+        "{table.ndim for table in tables}",
+    ),
 ]

@@ -17,7 +17,7 @@ MUTANTS: list[tuple[str, str, str]] = [
         "d_b[i] = _weight_gradient(dys[i].t(), products[i])",
         "d_b[i] = _weight_gradient(dys[i].t(), products[0][:, :1].expand_as(products[i]))",
     ),
-    ("base without its bias", "None if bias is None else bias.to(rows.dtype)", "None"),
+    ("base without its bias", "None if bias is None else _as(bias, dtype)", "None"),
     (
         "the adapter replaces the base",
         "y.addmm_(products[i], lows_b[i].t())",
@@ -80,13 +80,13 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "x is kept for nobody",
-        "kept = x if any(ctx.needs_input_grad[4::_OPERANDS]) else None",
+        "kept = x if any(ctx.needs_input_grad[4::size]) else None",
         "kept = x",
     ),
     (
         "a cast of the weight is kept",
-        "backward = (*narrowed,",
-        "backward = (*[w if w is None else w.to(x.dtype) for w in narrowed],",
+        "ctx.save_for_backward(kept, *weights,",
+        "ctx.save_for_backward(kept, *[w if w is None else w.to(x.dtype) for w in weights],",
     ),
     (
         "dB is computed for nobody",
@@ -95,13 +95,18 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "dx comes in the compute dtype",
-        "return _LoraProjections.apply(x.to(dtype), settings, *operands)",
-        "return _LoraProjections.apply(x.detach().to(dtype).requires_grad_(x.requires_grad), settings, *operands)",
+        "return apply(_as(x, dtype), settings, *operands)",
+        "return apply(x.detach().to(dtype).requires_grad_(x.requires_grad), settings, *operands)",
     ),
     (
         "dA in the compute dtype",
-        "    return None if gradient is None else gradient.to(dtype)",
+        "    return None if gradient is None else _as(gradient, dtype)",
         "    return None if gradient is None else gradient.bfloat16()",
+    ),
+    (
+        "a product is cast where it need not be",
+        "tensor if tensor.dtype is dtype else",
+        "tensor.clone() if tensor.dtype is dtype else",
     ),
     (
         "A's are multiplied one by one",

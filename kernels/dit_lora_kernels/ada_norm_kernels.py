@@ -1,0 +1,342 @@
+"""Kernels of `ada_norm`, and their launches: each is prepared once for rows and tables of one layout.
+
+Shapes as in ada_norm.py: B samples, T tokens of a stream, S tokens of all streams, D channels, G groups of L tokens.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dit_lora_kernels.support import (
+    Layout,
+    Prepared,
+    accumulator,
+    packed,
+    pipelined_row_block,
+    readable_rows,
+    row_block,
+    tl,
+    triton,
+)
+
+# A program that sums a table's gradient takes up to 32 rows, where its fp32 partials are 4% of its bytes, and fewer
+# where that would leave an H100's 132 multiprocessors fewer than about 4 programs each.
+MAX_ROWS = 32
+MIN_PROGRAMS = 512
+Layouts = tuple[Layout | None, ...]
+
+
+class Stream(NamedTuple):
+    """One stream of tokens: x and y (B,T,D), its tables (B,G,D) or (B,D) where G divides T."""
+
+    x: Tensor
+    shift: Tensor | None = None
+    scale: Tensor | None = None
+    y: Tensor | None = None
+    gate: Tensor | None = None
+
+    def groups(self) -> int:
+        """Return G, how many rows of the tables a sample has."""
+        tables = (self.shift, self.scale, self.gate)
+        return next((table.shape[1] for table in tables if table is not None), 1)
+
+
+class BackwardOperands(NamedTuple):
+    """Tensors that the backward of one stream reads: rows (B,T,D), tables (B,G,D), stats (1 or 2,B,T), weight (D,)."""
+
+    grad: Tensor
+    grad_residual: Tensor | None
+    residual: Tensor
+    stats: Tensor
+    y: Tensor | None
+    gate: Tensor | None
+    scale: Tensor | None
+    weight: Tensor | None
+
+
+# Forward: a program takes one row in one block of BLOCK_D >= D channels. The row is read once and stays in registers
+# for both reductions, the mean and then the variance, which moments taken together would lose to cancellation.
+# Numbers of rows and programs are int64: a row's offset, row * D, passes 2^31 at 700 thousand rows of 3072.
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, y_ptr, gate_ptr, shift_ptr, scale_ptr, weight_ptr, bias_ptr,
+    residual_ptr, out_ptr, rstd_ptr,
+    x_b, x_t, y_b, y_t, gate_b, gate_g, shift_b, shift_g, scale_b, scale_g,
+    T, L, S, D, MEAN,
+    LAYER: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    b = row // T
+    t = row % T
+    g = t // L
+    columns = tl.arange(0, BLOCK_D)
+    inside = columns < D
+
+    x = tl.load(x_ptr + b * x_b + t * x_t + columns, mask=inside, other=0.0).to(ACC)
+    if y_ptr is not None:
+        update = tl.load(y_ptr + b * y_b + t * y_t + columns, mask=inside, other=0.0).to(ACC)
+        if gate_ptr is not None:
+            gate = tl.load(gate_ptr + b * gate_b + g * gate_g + columns, mask=inside, other=0.0)
+            update = update * gate.to(ACC)
+        # The row as it is stored: the backward has nothing else to normalise.
+        stored = (x + update).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * D + columns, stored, mask=inside)
+        x = stored.to(ACC)
+
+    # `out` and the statistics have S tokens a sample; their pointers are at this stream's first token. LayerNorm's
+    # means lie MEAN elements behind rstd.
+    if LAYER:
+        mean = tl.sum(x, axis=0) / D
+        tl.store(rstd_ptr + MEAN + b * S + t, mean)
+        x = tl.where(inside, x - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + EPS)
+    tl.store(rstd_ptr + b * S + t, rstd)
+
+    out = x * rstd
+    if weight_ptr is not None:
+        out = out * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(ACC)
+    if bias_ptr is not None:
+        out = out + tl.load(bias_ptr + columns, mask=inside, other=0.0).to(ACC)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + b * scale_b + g * scale_g + columns, mask=inside, other=0.0)
+        out = out * (1.0 + scale.to(ACC))
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + b * shift_b + g * shift_g + columns, mask=inside, other=0.0)
+        out = out + shift.to(ACC)
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (b * S + t) * D + columns, out, mask=inside)
+
+
+@triton.jit
+def _factor(
+    scale_ptr, weight_ptr, b, g, scale_b, scale_g, columns, channel,
+    ACC: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return ``(1 + scale) * weight`` (BLOCK_D,), which all rows of a group share."""
+    factor = tl.full((BLOCK_D,), 1.0, ACC)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + b * scale_b + g * scale_g + columns, mask=channel, other=0.0)
+        factor += scale.to(ACC)
+    if weight_ptr is not None:
+        factor *= tl.load(weight_ptr + columns, mask=channel, other=0.0).to(ACC)
+    return factor
+
+
+@triton.jit
+def _store_sums(ones_ptr, hats_ptr, dgate_ptr, ones, hats, dgate, program, D, columns, channel):
+    """Store a program's sums (BLOCK_D,) as its row of the partials; a null pointer is a sum nobody wants."""
+    if ones_ptr is not None:
+        tl.store(ones_ptr + program * D + columns, ones, mask=channel)
+    if hats_ptr is not None:
+        tl.store(hats_ptr + program * D + columns, hats, mask=channel)
+    if dgate_ptr is not None:
+        tl.store(dgate_ptr + program * D + columns, dgate, mask=channel)
+
+
+# Backward: a program takes up to ROWS tokens of one group, which share a row of each table. Sums over them stay in
+# registers and are stored once, a row of partials a program: no atomics, so the same bits every time.
+# With hat the normalised row and dhat = grad * factor:  dx' = rstd * (dhat - hat * mean(dhat * hat) - mean(dhat)),
+# the last mean for LayerNorm alone, and then the gradient of the other use of x' is added.
+# `ones` sums grad (of shift and bias), `hats` sums grad * hat (of scale and weight), `dgate` sums dx' * y.
+# A row past the group's end loads zeros, so that it adds nothing to the sums, and stores nothing.
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, grad_residual_ptr, residual_ptr, rstd_ptr, y_ptr, gate_ptr, scale_ptr, weight_ptr,
+    dx_ptr, dy_ptr, ones_ptr, hats_ptr, dgate_ptr,
+    grad_b, grad_t, grad_residual_b, grad_residual_t, residual_b, residual_t, y_b, y_t,
+    gate_b, gate_g, scale_b, scale_g,
+    T, G, L, S, D, CHUNKS, MEAN,
+    LAYER: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    first = program % CHUNKS * ROWS
+    group = program // CHUNKS
+    b = group // G
+    g = group % G
+    columns = tl.arange(0, BLOCK_D)
+    channel = columns < D
+    factor = _factor(scale_ptr, weight_ptr, b, g, scale_b, scale_g, columns, channel, ACC, BLOCK_D)
+    ones = tl.zeros((BLOCK_D,), ACC)
+    hats = tl.zeros((BLOCK_D,), ACC)
+    dgate = tl.zeros((BLOCK_D,), ACC)
+
+    for i in tl.range(0, ROWS, num_stages=STAGES):
+        exists = first + i < L
+        inside = columns < tl.where(exists, D, 0)
+        t = g * L + first + i
+        grad = tl.load(grad_ptr + b * grad_b + t * grad_t + columns, mask=inside, other=0.0).to(ACC)
+        row = residual_ptr + b * residual_b + t * residual_t
+        x = tl.load(row + columns, mask=inside, other=0.0).to(ACC)
+        rstd = tl.load(rstd_ptr + b * S + t, mask=exists, other=0.0)
+        if LAYER:
+            mean = tl.load(rstd_ptr + MEAN + b * S + t, mask=exists, other=0.0)
+            x = tl.where(inside, x - mean, 0.0)
+        hat = x * rstd
+        if ones_ptr is not None:
+            ones += grad
+        if hats_ptr is not None:
+            hats += grad * hat
+        dhat = grad * factor
+        dx = dhat - hat * (tl.sum(dhat * hat, axis=0) / D)
+        if LAYER:
+            dx -= tl.sum(dhat, axis=0) / D
+        dx *= rstd
+        if grad_residual_ptr is not None:
+            row = grad_residual_ptr + b * grad_residual_b + t * grad_residual_t
+            dx += tl.load(row + columns, mask=inside, other=0.0).to(ACC)
+        if dx_ptr is not None:
+            value = dx.to(dx_ptr.dtype.element_ty)
+            tl.store(dx_ptr + (b * T + t) * D + columns, value, mask=inside)
+        if dgate_ptr is not None:
+            y = tl.load(y_ptr + b * y_b + t * y_t + columns, mask=inside, other=0.0).to(ACC)
+            dgate += dx * y
+        if dy_ptr is not None:
+            if gate_ptr is not None:  # read again for each row: it would cost registers in the loop
+                row = gate_ptr + b * gate_b + g * gate_g
+                gate = tl.load(row + columns, mask=channel, other=0.0)
+                dx *= gate.to(ACC)
+            value = dx.to(dy_ptr.dtype.element_ty)
+            tl.store(dy_ptr + (b * T + t) * D + columns, value, mask=inside)
+
+    _store_sums(ones_ptr, hats_ptr, dgate_ptr, ones, hats, dgate, program, D, columns, channel)
+
+
+def _strides(layouts: Layouts) -> list[int]:
+    """Return the strides between samples and between rows of each; zeros of a missing one, which nothing reads."""
+    strides: list[int] = []
+    for layout in layouts:
+        # A table (B,D) is its samples' only row.
+        strides += (0, 0) if layout is None else [*layout.stride[:-1], 0][:2]
+    return strides
+
+
+@functools.lru_cache(8192)
+def forward_launch(
+    rows: Layouts, affine: Layouts, stats: Layout, groups: int, eps: float
+) -> Prepared:
+    """Return the launch for `rows`, that is x, y, gate, shift, scale, for weight and bias, and a stream's `stats`.
+
+    It is called with these seven tensors, x' (B,T,D) or None, and the stream's tokens of `out` (B,S,D) and of `stats`
+    (1 or 2,B,S).
+    """
+    x = rows[0]
+    assert x is not None
+    del affine  # their dtypes are what the launch is of
+    B, T, D = x.shape
+    numbers = (*_strides(rows), T, T // groups, stats.stride[1], D, stats.stride[0])
+    constants = {
+        "LAYER": stats.shape[0] == 2,
+        "EPS": eps,
+        "ACC": accumulator(x.dtype),
+        **row_block(D),
+    }
+    return Prepared(_forward_kernel, (B * T,), numbers, constants)
+
+
+def rows_per_program(rows: int, length: int) -> int:
+    """Return how many of all `rows`, of groups of `length`, a program that sums takes: as many as keep the GPU busy."""
+    # A power of two, because each number is a kernel of its own to compile.
+    most = max(min(MAX_ROWS, length, rows // MIN_PROGRAMS), 1)
+    return 1 << (most.bit_length() - 1)
+
+
+@functools.lru_cache(8192)
+def backward_launch(
+    rows: Layouts,
+    weight: Layout | None,
+    stats: Layout,
+    groups: int,
+    count: int,
+    made: tuple[torch.dtype | None, ...],
+) -> Prepared:
+    """Return the launch for `rows`, that is grad, grad_residual, x', y, gate, scale; `count` of them a program.
+
+    It is called with grad, grad_residual, x', `stats`, y, gate, scale, weight and what it fills, of the dtypes `made`:
+    dx, dy (B,T,D), and the sums of `_store_sums`, a row of D for each of a group's programs.
+    """
+    residual = rows[2]
+    assert residual is not None
+    B, T, D = residual.shape
+    length = T // groups
+    chunks = -(-length // count)  # programs a group, the last of which may have rows to spare
+    strides = (stats.stride[1], D, chunks, stats.stride[0])
+    numbers = (*_strides(rows), T, groups, length, *strides)
+    constants: dict[str, Any] = {
+        "LAYER": stats.shape[0] == 2,
+        "ROWS": count,
+        "ACC": accumulator(residual.dtype),
+        **pipelined_row_block(D, residual.dtype, any(made[2:])),
+    }
+    return Prepared(_backward_kernel, (B * groups * chunks,), numbers, constants)
+
+
+def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
+    """Return the tensors' layouts, None for one that is missing."""
+    return tuple([None if tensor is None else Layout.of(tensor) for tensor in tensors])
+
+
+def launch_forward(
+    stream: Stream,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    stats: Tensor,
+    eps: float,
+) -> None:
+    """Fill `residual` (B,T,D), and `out` (B,T,D) and `stats` (1 or 2,B,T): slices of a joint buffer's tokens."""
+    if stream.x.numel() == 0:
+        return
+    # In the order of the kernel's arguments.
+    ordered = (stream.x, stream.y, stream.gate, stream.shift, stream.scale)
+    rows = [readable_rows(tensor) for tensor in ordered]
+    affine = [packed(weight), packed(bias)]
+    launch = forward_launch(
+        _layouts(rows), _layouts(affine), Layout.of(stats), stream.groups(), eps
+    )
+    launch(*rows, *affine, residual, out, stats)
+
+
+def launch_backward(
+    operands: BackwardOperands, rows: Sequence[Tensor | None], groups: int, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Fill `rows`, dx and dy; return the sums over each group's tokens that `wanted` names, (B,G,D) or None.
+
+    They are those of grad, of grad times the normalised row, and of dx' times y.
+    """
+    grad, grad_residual, residual, stats, y, gate, scale, weight = operands
+    B, T, D = residual.shape
+    count, chunks = programs(B * T, T // groups, any(wanted))
+    shape = (B, groups, chunks, D)
+    partials = [
+        torch.empty(shape, dtype=stats.dtype, device=grad.device) if want else None
+        for want in wanted
+    ]
+    if residual.numel() > 0:
+        read = [readable_rows(v) for v in (grad, grad_residual, residual, y, gate, scale)]
+        factor, made = packed(weight), (*rows, *partials)
+        dtypes = tuple([None if tensor is None else tensor.dtype for tensor in made])
+        of_weight = None if factor is None else Layout.of(factor)
+        launch = backward_launch(_layouts(read), of_weight, Layout.of(stats), groups, count, dtypes)
+        launch(*read[:3], stats, *read[3:], factor, *made)
+    return [None if p is None else total(p, chunks) for p in partials]
+
+
+def programs(rows: int, length: int, sums: bool) -> tuple[int, int]:
+    """Return the rows of a program, and the programs of a group of `length`, the last of which may have rows to spare."""
+    # Without sums rows have nothing to share, and one program a row keeps the GPU fullest.
+    count = rows_per_program(rows, length) if sums else 1
+    return count, -(-length // count)
+
+
+def total(partials: Tensor, chunks: int) -> Tensor:
+    """Return the sum of each group's rows (..., chunks, D)."""
+    # By torch, in one order whatever the order in which programs ran.
+    return partials.squeeze(-2) if chunks == 1 else partials.sum(-2)
