@@ -105,7 +105,10 @@ _MASKED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 
 @torch.compiler.assume_constant_result
 def _enabled() -> tuple[int, ...]:
-    """Return the places in `_MASKED` of the backends that are on: what the guard switched off stays off."""
+    """Return the places in `_MASKED` of the backends that are on: what the guard switched off stays off.
+
+    A switch of the guard makes Dynamo forget what it compiled, and this with it.
+    """
     on = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
     return tuple(place for place, enabled in enumerate(on) if enabled)
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse import attention
 from dit_lora.fuse.attention import TRAINABLE, Recomputable, attend, heads_mask, require_backend
+from dit_lora.guard.switches import attention_switches, find_switch
 
 
 def heads(tokens: int = 7, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
@@ -115,6 +116,29 @@ def test_a_compiled_block_with_a_mask_on_cuda_has_no_graph_break() -> None:
         mask = torch.empty(2, 1, 1, 7, device="cuda", dtype=torch.bfloat16)
         compiled = torch.compile(attend, backend="eager", fullgraph=True)
         assert compiled(query, key, value, mask, None).shape == query.shape
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("backends")
+def test_what_the_guard_switches_off_is_off_in_a_compiled_block_with_a_mask() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    with FakeTensorMode():
+        query, key, value = (
+            torch.empty(2, 7, 3, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+        )
+        mask = torch.empty(2, 1, 1, 7, device="cuda", dtype=torch.bfloat16)
+        compiled = torch.compile(attend, backend=backend, fullgraph=True)
+        for _ in range(2):
+            compiled(query, key, value, mask, None)
+        find_switch(attention_switches(), "attention:flash").turn_off()
+        compiled(query, key, value, mask, None)
+    assert ["FLASH" in graph for graph in graphs] == [True, False]
+    assert all("EFFICIENT" in graph for graph in graphs)
     torch._dynamo.reset()
 
 
