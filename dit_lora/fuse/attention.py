@@ -40,12 +40,13 @@ TRAINABLE = (
     "flash",
     "flash_hub",
     "flash_4_hub",
-    "_flash_3",
     "_flash_3_hub",
     "flex",
     "xformers",
 )
-"""Diffusers' backends that have a backward; Sage and aiter are for inference."""
+"""Diffusers' backends that have a backward; Sage and aiter are for inference, and `_flash_3` has it no more (docs/design.md)."""
+MASKLESS = ("_native_flash", "flash", "flash_hub", "flash_4_hub", "_flash_3_hub")
+"""Those that take no mask."""
 
 
 def require_backend(name: str) -> str:
@@ -65,6 +66,14 @@ def require_backend(name: str) -> str:
     except (RuntimeError, ImportError, OSError, ValueError) as error:
         raise DitLoraError(f"kernels.attention: {name} cannot be used here: {error}") from error
     return name
+
+
+def refuse_masks(name: str) -> None:
+    """Raise `DitLoraError` if this backend takes no mask."""
+    if name in MASKLESS:
+        raise DitLoraError(
+            f"kernels.attention: {name} takes no mask, and this model attends with one; use auto"
+        )
 
 
 def attend(
@@ -91,6 +100,8 @@ def attend(
         backend=name,
         parallel_config=parallel,
     )
+    if mask is not None and backend is not None:
+        refuse_masks(backend)
     if mask is None or not mask.is_cuda:
         with attention_call():
             return dispatch()
