@@ -93,6 +93,11 @@ class _Progress:
     """The step after it, once its update is queued."""
 
 
+def micro_batches_held(accumulate: int) -> int:
+    """Return the most micro-batches that are on the device at once: of a step, of the one before it, and one control."""
+    return 2 * accumulate + 1
+
+
 def _unreadable(step: int, why: str) -> NoReturn:
     raise UnreadableError(why or "another rank cannot read its data")
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from small_loop import TrippedError, batches, build, equal, failing_first, run, 
 from torch import distributed
 
 from dit_lora.data.loading.batch import Batch
-from dit_lora.training.loop import Loop, train
+from dit_lora.training.loop import Loop, micro_batches_held, train
 from dit_lora.training.step import StepResult
 from dit_lora.training.step_rows import SentRows
 
@@ -156,6 +157,7 @@ def test_seconds_tile_the_run_and_a_wait_for_data_counts_with_its_step() -> None
                 time.sleep(0.2)
             yield batch
 
+    run(build(accumulate=2), 1, batches(2))  # what the first step of a process pays
     loop, results = build(accumulate=2), list[StepResult]()
     began = time.perf_counter()
     train(loop, slow, start_step=0, steps=4, stop_asked=lambda: 0, on_step=results.append)
@@ -164,6 +166,26 @@ def test_seconds_tile_the_run_and_a_wait_for_data_counts_with_its_step() -> None
     assert results[2].data_seconds > 0.2
     assert sum(result.seconds for result in results[:2]) < 0.2
     assert 0.2 < sum(result.seconds for result in results) <= whole
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_micro_batches_that_are_held_at_once_are_as_many_as_a_plan_counts(accumulate: int) -> None:
+    loop, alive, most = build(accumulate=accumulate), weakref.WeakSet[torch.Tensor](), list[int]()
+
+    def fresh(_step: int) -> Iterator[Batch]:
+        for batch in batches(5 * accumulate):
+            tensors = {name: tensor.clone() for name, tensor in batch.tensors.items()}
+            alive.update(tensors.values())
+            yield replace(batch, tensors=tensors)
+
+    def counting(*args: Any) -> Any:
+        most.append(len(alive))
+        return loop.losses(*args)
+
+    counted = replace(loop, losses=counting)
+    train(counted, fresh, start_step=0, steps=5, stop_asked=lambda: 0, on_step=lambda result: None)
+    assert most[0] == 1
+    assert max(most) == micro_batches_held(accumulate)
 
 
 def test_a_step_that_is_read_at_once_has_the_seconds_of_its_own_launch() -> None:
