@@ -46,7 +46,7 @@ TRAINABLE = (
 )
 """Diffusers' backends that have a backward; Sage and aiter are for inference, and `_flash_3` has it no more (docs/design.md)."""
 MASKLESS = ("_native_flash", "flash", "flash_hub", "flash_4_hub", "_flash_3_hub")
-"""Those that take no mask."""
+"""Backends among them that take no mask."""
 
 
 def require_backend(name: str) -> str:
