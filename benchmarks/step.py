@@ -10,7 +10,9 @@ compiled           either of them with each block through torch.compile
 ours               dit_lora.fuse, checkpointing by our advisor (or as named), fused AdamW
 ours, guard        ours within the loop of a run: gate, norms by group, the step's one read, the record for replays
 ours, cuDNN off    ours without cuDNN's attention, which PyTorch prefers on some GPUs
+ours, deterministic  ours with PyTorch's deterministic algorithms alone, as train.deterministic
 ours, fp8          ours with frozen products in fp8, where kernels.fp8 exists and the GPU has them
+Where the deterministic one is among them, cuBLAS has the workspace that it asks for in all: it is read once a process.
 The losses of all settings at each step must lie on top of each other, but for fp8's. What does not fit the memory says
 so. Every result is written as it comes: a line of JSON beside the table, with its kernels and the GPU's clocks.
 `--models tiny` runs on a CPU, with the kernels' references, in place of a test.
@@ -35,6 +37,7 @@ from benchmarks.step_settings import SETTINGS, TARGET, Setting, Steps, ops_used,
 from benchmarks.step_table import WARM_UP, Result, markdown
 from dit_lora.environment.gpu_state import gpu_state
 from dit_lora.errors import DitLoraError
+from dit_lora.training.session.determinism import set_workspace
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, DitLoraError)
 _COMPILING = 60.0
@@ -73,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("step: there is no CUDA device here; --models tiny --device cpu runs\n")
         return 2
     settings = [one for one in settings if not one.fp8 or _has_fp8(device)]
+    if any(one.deterministic for one in settings):
+        set_workspace()
     timing = Timing(device, args.steps, time.monotonic() + args.budget)
     about = facts(device, ["python", "-m", "benchmarks.step", *(argv or sys.argv[1:])])
     results = [Result(name, setting.name) for name in chosen for setting in settings]

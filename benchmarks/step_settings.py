@@ -28,6 +28,7 @@ from dit_lora.training.execution.activations import advise, measure
 from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import build_schedule
+from dit_lora.training.session.determinism import deterministic_algorithms
 from dit_lora.training.step import StepResult
 
 _FP8 = "fp8"
@@ -49,6 +50,8 @@ class Setting:
     guarded: bool = False
     """True where the step is that of `dit_lora.training.loop`, gate and all."""
     fp8: bool = False
+    deterministic: bool = False
+    """True for `train.deterministic`: PyTorch takes deterministic algorithms alone."""
 
     @property
     def is_compiled_stock(self) -> bool:
@@ -67,6 +70,7 @@ SETTINGS = (
     *([Setting("ours, fp8", fused=True, fp8=True)] if _FP8 in OPS else []),
     Setting("ours, none", "none", fused=True),
     Setting("ours, selective", "selective", fused=True),
+    Setting("ours, deterministic", fused=True, deterministic=True),
     Setting("example, compiled", "full", compiled=True),
 )
 """The most telling first: a run that is cut short has them."""
@@ -96,7 +100,8 @@ def settled(
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(setting.cudnn and cudnn)
-        yield _steps(model, entry, setting, batches, wait)
+        with deterministic_algorithms(setting.deterministic):
+            yield _steps(model, entry, setting, batches, wait)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         _take_off(model, trained)

@@ -77,7 +77,7 @@ class KernelsConfig(Section):
     """Gradient norms and their finiteness in one pass over all gradients."""
     attention: str = "auto"
     """`auto` for PyTorch's choice, or one of Diffusers' backends that train: native, _native_flash, flash,
-    _flash_3, ...; chat models: sdpa, eager, flash_attention_2 or flash_attention_3."""
+    _flash_3_hub, ...; chat models: sdpa, eager, flash_attention_2 or flash_attention_3."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -290,6 +290,16 @@ class Recipe(Section):
             raise ValueError(
                 f"kernels.fp8: {self.kernels.fp8}: it keeps every weight on the device in fp8, which train.offload: "
                 f"{self.train.offload} is to spare; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _repeats_itself(self) -> "Recipe":
+        # PyTorch's setting does not reach these packages, whose backward passes add with atomics by default.
+        if self.train.deterministic and re.search("flash_|^flash|xformers", self.kernels.attention):
+            raise ValueError(
+                f"train.deterministic: the backward pass of kernels.attention: {self.kernels.attention} adds in no fixed "
+                "order; leave one of them out"
             )
         return self
 

@@ -44,12 +44,13 @@ TRAINABLE = (
     "flash",
     "flash_hub",
     "flash_4_hub",
-    "_flash_3",
     "_flash_3_hub",
     "flex",
     "xformers",
 )
-"""Diffusers' backends that have a backward; Sage and aiter are for inference."""
+"""Diffusers' backends that have a backward; Sage and aiter are for inference, and `_flash_3` has it no more (docs/design.md)."""
+MASKLESS = ("_native_flash", "flash", "flash_hub", "flash_4_hub", "_flash_3_hub")
+"""Backends among them that take no mask."""
 
 
 def require_backend(name: str) -> str:
@@ -69,6 +70,14 @@ def require_backend(name: str) -> str:
     except (RuntimeError, ImportError, OSError, ValueError) as error:
         raise DitLoraError(f"kernels.attention: {name} cannot be used here: {error}") from error
     return name
+
+
+def refuse_masks(name: str) -> None:
+    """Raise `DitLoraError` if this backend takes no mask."""
+    if name in MASKLESS:
+        raise DitLoraError(
+            f"kernels.attention: {name} takes no mask, and this model attends with one; use auto"
+        )
 
 
 def attend(
@@ -99,6 +108,8 @@ def attend(
         backend=name,
         parallel_config=parallel,
     )
+    if mask is not None and backend is not None:
+        refuse_masks(backend)
     if mask is None or not mask.is_cuda:
         with attention_call():
             return dispatch()
@@ -122,7 +133,10 @@ _MASKED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 
 @torch.compiler.assume_constant_result
 def _enabled() -> tuple[int, ...]:
-    """Return the places in `_MASKED` of the backends that are on: what the guard switched off stays off."""
+    """Return the places in `_MASKED` of the backends that are on: what the guard switched off stays off.
+
+    A switch of the guard makes Dynamo forget what it compiled, and this with it.
+    """
     on = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
     return tuple(place for place, enabled in enumerate(on) if enabled)
 

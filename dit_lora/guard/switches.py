@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal, TypeGuard
 
 import torch
+import torch.compiler.config
 from torch import nn
 from torch.backends import cuda
 from torch.distributed.tensor import DTensor
@@ -48,7 +49,7 @@ _ATTENTION: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
 
 def attention_switches() -> list[Switch]:
     """Return the backends of `scaled_dot_product_attention` that are on, each and then all together."""
-    enabled = [name for name, (is_on, _) in _ATTENTION.items() if is_on()]
+    enabled = [name for name in _ATTENTION if name in _on()]
     sets: list[tuple[str, ...]] = [(name,) for name in enabled]
     if len(enabled) > 1:
         # Where two are wrong, switching one off leaves the call to the other.
@@ -67,12 +68,29 @@ def choose_cudnn(*, masked: bool) -> None:
 @contextmanager
 def kept_attention() -> Iterator[None]:
     """Leave the same backends on afterwards as before."""
-    before = {name: is_on() for name, (is_on, _) in _ATTENTION.items()}
+    before, tag = _on(), torch.compiler.config.cache_key_tag
     try:
         yield
     finally:
-        for name, (_, enable) in _ATTENTION.items():
-            enable(before[name])
+        _leave_on(before, tag)
+
+
+def _on() -> set[str]:
+    return {name for name, (is_on, _) in _ATTENTION.items() if is_on()}
+
+
+def _leave_on(backends: set[str], tag: str) -> None:
+    """Switch on these backends and no others, also in code that is compiled; `tag` tells it apart in caches.
+
+    The first call of compiled code chooses its attention's backend, which neither Dynamo's guards nor the key of
+    autograd's cache on disk look at.
+    """
+    if backends == _on():
+        return
+    for name, (_, enable) in _ATTENTION.items():
+        enable(name in backends)
+    torch.compiler.config.cache_key_tag = tag
+    torch.compiler.reset()
 
 
 def compile_switches(model: nn.Module) -> list[Switch]:
@@ -129,11 +147,10 @@ def find_switch(switches: list[Switch], name: str) -> Switch:
 
 
 def _attention(names: tuple[str, ...]) -> Switch:
-    setters = [_ATTENTION[name][1] for name in names]
+    switch = f"attention:{'+'.join(names)}"
 
     def turn_off() -> None:
-        for enable in setters:
-            enable(False)
+        _leave_on(_on().difference(names), f"{torch.compiler.config.cache_key_tag} no {switch}")
 
     @contextmanager
     def off() -> Iterator[None]:
@@ -142,7 +159,7 @@ def _attention(names: tuple[str, ...]) -> Switch:
             yield
 
     return Switch(
-        f"attention:{'+'.join(names)}",
+        switch,
         "attention_backend",
         off,
         turn_off,

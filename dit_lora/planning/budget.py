@@ -14,6 +14,7 @@ from dit_lora.families.without_weights import data_is_here
 from dit_lora.planning.subject import PlannedEncoder, Subject, Weights
 from dit_lora.training.execution.activation_checkpointing import Mode
 from dit_lora.training.execution.activations import Needs, advise
+from dit_lora.training.loop import micro_batches_held
 
 Sharding = Literal["ddp", "zero2", "fsdp2"]
 
@@ -57,6 +58,7 @@ class Training:
     optimizer: int
     ema: int
     batch: int
+    """Every micro-batch that is held: two steps are in flight."""
     activations: int
     """Activations, with the gradients on their way."""
     encoders: int
@@ -166,7 +168,6 @@ def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -
     elif parts > 1:
         gathered = 2 * weights.largest_block
     gradients = trained // launch.state_parts if recipe.train.accumulate > 1 else 0
-    size = recipe.train.batch_size
     encoders = 0
     if not recipe.data.precompute and not subject.is_chat:
         text = subject.caption_encoder
@@ -179,10 +180,14 @@ def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -
         buckets=trained if launch.ranks > 1 and launch.sharding == "ddp" else 0,
         optimizer=_optimizer(recipe.optim.name, weights)[0] // launch.state_parts,
         ema=trained // parts if recipe.train.ema else 0,
-        batch=size * subject.sample_bytes(subject.shapes[0]),
+        batch=micro_batches_held(recipe.train.accumulate) * _micro_batch(recipe, subject),
         activations=0,
         encoders=encoders,
     )
+
+
+def _micro_batch(recipe: Recipe, subject: Subject) -> int:
+    return recipe.train.batch_size * subject.sample_bytes(subject.shapes[0])
 
 
 def _optimizer(name: str, weights: Weights) -> tuple[int, int]:
@@ -223,7 +228,9 @@ def _phases(
         stored = (
             training.trained if recipe.train.ema else 0
         )  # its weights, while it has the averages
-        state = training.state - training.batch - training.gradients
+        # The step before has been read, and its gradients and micro-batches are gone.
+        gone = recipe.train.accumulate * _micro_batch(recipe, subject)
+        state = training.state - gone - training.gradients
         phases["validation"] = state + stored + decoder.weights + int(at_work * rounded) + over
     return phases, lacking
 
@@ -235,7 +242,8 @@ def _host(
     data, ranks = recipe.data, launch.ranks
     whole = training.trained + training.optimizer + training.ema
     _, paged = _optimizer(recipe.optim.name, weights)
-    read_ahead = training.batch + recipe.train.batch_size * subject.drawn_bytes(subject.shapes[0])
+    drawn = recipe.train.batch_size * subject.drawn_bytes(subject.shapes[0])
+    read_ahead = _micro_batch(recipe, subject) + drawn
     return {
         # Every process reads the weights on the CPU, in turn with nobody.
         "loading": ranks * (weights.frozen + weights.trained_bytes),

@@ -78,7 +78,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
         phases.begin_steps()
         with run.checkpoints.written_to_the_end():
             train(
-                _loop(run),
+                _loop(run, bar),
                 lambda step: _batches(run, step),
                 start_step=run.start_step,
                 steps=recipe.train.steps,
@@ -106,7 +106,7 @@ def _was_not_measured(run: Run) -> bool:
     return due and bool(losses) and step not in losses
 
 
-def _loop(run: Run) -> Loop:
+def _loop(run: Run, bar: tqdm) -> Loop:
     setup, recipe = run.setup, run.setup.recipe
     schedule = build_schedule(recipe.optim, recipe.train.steps)
     return Loop(
@@ -122,6 +122,7 @@ def _loop(run: Run) -> Loop:
         watcher=run.watcher,
         norms=chosen_norms(setup),
         unreadable=lambda step, why: _end_unread(run, step, why),
+        note=lambda result: _note(run, bar, result),
         at_once=lambda step: _read_at_once(run, step),
     )
 
@@ -204,7 +205,7 @@ def _require_sound(run: Run, step: int, *, frozen: bool) -> None:
 
 
 def _note(run: Run, bar: tqdm, result: StepResult) -> None:
-    """Write metrics, statistics and what stands out in them."""
+    """Write metrics, statistics and what stands out in them; nothing that other ranks would have to join in."""
     setup, step, watcher = run.setup, result.step, run.watcher
     modules, hidden = watcher.statistics(step), watcher.hidden_infinities(step)
     line = metrics_line(result, setup.task.loss_parts(setup, result))

@@ -7,7 +7,7 @@ a step late: once the next step's forward and backward are queued, and before it
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -32,6 +32,8 @@ from dit_lora.training.step_rows import SentRows, StepRows, own_row
 _ALL = "all groups"
 # Beside 0.0 and 1.0 in a row's `bad_data`.
 _UNREAD = 2.0
+_MOST_WAIT = 10.0
+"""Seconds for a row that is on its way: after an error it may never come, from a rank that has ended."""
 
 
 class WentBackError(Exception):
@@ -91,6 +93,11 @@ class _Progress:
     """The step after it, once its update is queued."""
 
 
+def micro_batches_held(accumulate: int) -> int:
+    """Return the most micro-batches that are on the device at once: of a step, of the one before it, and one control."""
+    return 2 * accumulate + 1
+
+
 def _unreadable(step: int, why: str) -> NoReturn:
     raise UnreadableError(why or "another rank cannot read its data")
 
@@ -113,6 +120,8 @@ class Loop:
     """Number of ranks that run each sample together (1 without context parallelism)."""
     norms: Norms | None = None
     """Computes gradient norms; PyTorch does where it is None."""
+    note: Callable[[StepResult], None] = lambda result: None
+    """Writes a step down, asking nothing of other ranks, where the next one failed before `on_step` could be called."""
     at_once: Callable[[int], bool] = lambda step: False
     """Says of a step, alike on all ranks, that it is read before the next begins: what follows needs its memory or looks
     at more than its row."""
@@ -177,11 +186,25 @@ def _launched(
             _launch(loop, reader, step)
     except (DitLoraError, OSError, RuntimeError):
         # The step before comes first: it was taken, or it tripped and this one is taken anew. Other ranks may be in
-        # the middle of this step's collectives, and cannot be asked for a recovery.
-        if loop.engine.accelerator.num_processes > 1 or _settled(loop, progress, on_step):
+        # the middle of this step's collectives, and cannot be asked for a recovery, nor for what may follow a step.
+        if loop.engine.accelerator.num_processes > 1:
+            _tell_taken(loop, progress)
+            raise
+        if _settled(loop, progress, on_step):
             raise
         return False
     return _settled(loop, progress, on_step)
+
+
+def _tell_taken(loop: Loop, progress: _Progress) -> None:
+    """Read the step that was sent and note it, if it was taken, without other ranks: one of them may have ended."""
+    sent, progress.sent = progress.sent, None
+    # Where the device itself has failed, its rows cannot be had, and the error that ends the run has said so.
+    with suppress(torch.AcceleratorError):
+        if sent is not None and sent.rows.arrives(_MOST_WAIT):
+            outcome = _read(loop, sent)
+            if isinstance(outcome, StepResult):
+                loop.note(outcome)
 
 
 def _launch(loop: Loop, reader: Reader[Batch], step: _Step) -> None:

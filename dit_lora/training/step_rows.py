@@ -1,5 +1,6 @@
 """Gathers what each rank reports of a step, by one collective."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,6 +56,15 @@ class SentRows:
     rows: torch.Tensor
     widths: tuple[int, ...]
     arrived: torch.cuda.Event | None = None
+
+    def arrives(self, seconds: float) -> bool:
+        """Return whether they are there, waiting for as many seconds at most."""
+        ends = time.monotonic() + seconds
+        while self.arrived is not None and not self.arrived.query():
+            if time.monotonic() > ends:
+                return False
+            time.sleep(0.01)
+        return True
 
     def read(self) -> StepRows:
         """Return them once they are there: what is queued behind them is not waited for."""

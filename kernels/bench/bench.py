@@ -9,13 +9,13 @@ to the folder. What the columns mean: README.md here. Exits with 1 if anything f
 
 import argparse
 import itertools
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks.machine
 sys.path.insert(0, str(Path(__file__).parents[1]))  # dit_lora_kernels, where it is not installed
 
 import cases
@@ -115,7 +115,7 @@ class _Run:
         """Write all there is, in the order of ops and shapes, and return the Markdown."""
         order = [*SHAPES, "tiny"]
         rows = sorted(self.rows, key=lambda r: (cases.OPS.index(r.op), order.index(r.shape)))
-        about = report.facts(self.clock.device, shlex.join(sys.argv), self.rate)
+        about = report.facts(self.clock.device, sys.argv, self.rate)
         text = report.markdown(about, rows, self.left_out, self.failures())
         report.write(folder, about, text, rows)
         return text

@@ -1,36 +1,24 @@
 """The rows as Markdown, for people, and as JSON lines, for programs."""
 
-import datetime
 import json
-import platform
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from columns import AUTOCAST, COLUMNS, COMPILED, LIBRARY, OURS, Cell, Row
 
-from dit_lora_kernels.support import triton, triton_support
+from benchmarks import machine
+from dit_lora_kernels.support import triton_support
 
-ROOT = Path(__file__).parents[2]
 
-
-def facts(device: torch.device, command: str, rate: float) -> dict[str, str]:
-    """Return what a figure is worth nothing without: device, date, command, commit, versions, rate of a copy."""
-    gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if gpu else platform.processor()
+def facts(device: torch.device, command: Sequence[str], rate: float) -> dict[str, str]:
+    """Return what a figure is worth nothing without: device, date, command, commit, versions, clocks, rate of a copy."""
     return {
-        "device": name or platform.machine(),
-        "date": datetime.date.today().isoformat(),
-        "command": command,
-        "commit": _said("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
-        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "-",
-        "torch": torch.__version__,
-        "triton": str(getattr(triton, "__version__", "not installed")),
+        **machine.facts(device, list(command)),
         "ours": kind_of_ours(device),
         "copy": f"{rate:.4g} bytes a second, read and written",
-    }  # fmt: skip
+    }
 
 
 def kind_of_ours(device: torch.device) -> str:
@@ -38,15 +26,6 @@ def kind_of_ours(device: torch.device) -> str:
     if device.type == "cuda" and triton_support().mode == "gpu":
         return "kernels"
     return "interpreter" if triton_support().mode == "interpreter" else "reference"
-
-
-def _said(*command: str) -> str:
-    """Return a command's first line, `unknown` where it is missing or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip().partition("\n")[0]
 
 
 def markdown(
@@ -74,8 +53,8 @@ def markdown(
 
 
 def _backend(about: dict[str, str]) -> str:
-    """Return torch.compile's backend: inductor on a GPU, and on a CPU, which has no driver, one that only traces."""
-    return "aot_eager" if about["driver"] == "-" else "inductor"
+    """Return torch.compile's backend: inductor on a GPU, and on a CPU, of which threads are told, one that only traces."""
+    return "aot_eager" if "threads" in about else "inductor"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -66,7 +66,7 @@ def test_every_op_has_a_row_for_each_pass_and_says_what_ran(
     assert head["about"]["ours"] == "reference"
     assert "ours (reference)" in text
     assert "torch.compile (aot_eager)" in text
-    for name in ("command", "commit", "driver", "torch", "triton"):
+    for name in ("command", "commit", "python", "torch", "triton", "threads"):
         assert f"- {name}: {head['about'][name]}" in text
     for row in rows:
         assert tuple(row["cells"]) == COLUMNS  # no library on a CPU
@@ -83,6 +83,34 @@ def test_every_op_has_a_row_for_each_pass_and_says_what_ran(
         medians = [row["cells"][name]["times"]["p50"] for name in COLUMNS]
         ratio = min(medians[:-1]) / medians[-1]
         assert f" | {ratio:.2f}{' **slower**' if ratio < 1 else ''} | " in lines[0]
+
+
+def test_a_table_names_clocks_versions_and_the_commit_where_there_is_no_git(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    import report
+
+    from benchmarks import machine
+
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 580.1, 1755 MHz, 1980 MHz, 3201 MHz, 402.11 W, 700.00 W, 41\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("DIT_LORA_COMMIT", "abc1234")
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
+    about = report.facts(torch.device("cuda"), ["bench.py", "--op", "lora qkv"], 4e12)
+    text = report.markdown(about, [], [], [])
+    assert text.startswith("# Kernels on NVIDIA H200, ")
+    told = ("commit: abc1234", "driver: 580.1", "clock: 1755 MHz", "highest clock: 1980 MHz",
+            "memory clock: 3201 MHz", "command: bench.py --op 'lora qkv'", f"torch: {torch.__version__}",
+            "copy: 4e+12 bytes a second, read and written")  # fmt: skip
+    for line in told:
+        assert f"- {line}\n" in text
+    for name in ("python", "triton", "cudnn", "power"):
+        assert f"- {name}: " in text
+    assert "torch.compile (inductor)" in text
 
 
 def test_ours_is_as_near_to_fp64_as_eager(tiny: tuple[str, list[dict[str, Any]]]) -> None:

@@ -161,6 +161,42 @@ def test_what_is_measured_before_a_kill_or_the_budgets_end_is_kept(
     assert "| tiny-sana | stock, none | left out, the time was up |" in capsys.readouterr().out
 
 
+def test_the_deterministic_setting_is_undone_and_cublas_is_told_before_its_first_product(
+    step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import step_settings
+
+    seen: dict[str, tuple[bool, bool]] = {}
+    real = step_settings.sample_losses
+
+    def losses(model: Any, given: Any) -> torch.Tensor:
+        told = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+        seen[running[-1]] = torch.are_deterministic_algorithms_enabled(), told
+        return real(model, given)
+
+    running: list[str] = []
+    settled = step_settings._steps
+
+    def steps(model: Any, entry: Any, setting: Any, *rest: Any) -> Any:
+        running.append(setting.name)
+        return settled(model, entry, setting, *rest)
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(step_settings, "sample_losses", losses)
+    monkeypatch.setattr(step_settings, "_steps", steps)
+    monkeypatch.setattr(step_settings, "fuse", lambda *_, **__: None)  # the interpreter takes long
+    args = ["--models", "tiny-sana", "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
+    assert step.main([*args, "--settings", "ours, deterministic", "example, compiled"]) == 0
+    assert seen == {
+        "example": (False, True),
+        "ours, deterministic": (True, True),
+        "example, compiled": (False, True),
+    }
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG")
+    assert step.main([*args, "--settings", "example"]) == 0
+    assert seen["example"] == (False, False)
+
+
 def test_ratios_are_of_the_example_and_of_the_best_compiled_stock_model(step: Any) -> None:
     from benchmarks.step_models import TINY
     from benchmarks.step_table import Result, markdown

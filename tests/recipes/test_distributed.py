@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT
+from launching import ROOT, started
 from runs import poison
 
 from dit_lora.data.synthetic.clips import write_shapes
@@ -98,6 +98,42 @@ def test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight( 
     assert stopped_at == undisturbed.read_bytes()
     last = "checkpoints/step_000009/trainable.safetensors"
     assert (run / last).read_bytes() == (clean / last).read_bytes()
+
+
+_FAILING = """
+import os, runpy, sys
+
+from dit_lora.families.cogvideox.checkpoint import CogVideoXCheckpoint
+
+stock, steps, rank = CogVideoXCheckpoint.losses, [], sys.argv.pop(1)
+
+
+def losses(self, transformer, batch, streams):
+    steps.extend([1] if transformer.training else [])
+    if os.environ["RANK"] == rank and len(steps) == 4:  # the first warms up
+        raise RuntimeError("no memory")
+    return stock(self, transformer, batch, streams)
+
+
+CogVideoXCheckpoint.losses = losses
+sys.argv[0] = {script!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_an_error_of_one_rank_loses_no_line_of_a_step_that_was_taken(
+    smoke: list[str], tmp_path: Path, rank: int
+) -> None:
+    """Step 2 is read once step 3 is launched, which fails; rank 0 writes, and hears of rank 1 by a broken connection."""
+    script, run = tmp_path / "failing.py", tmp_path / "run"
+    script.write_text(_FAILING.format(script=str(ROOT / "recipes" / "lora.py")))
+    quiet = ["guard.preflight=false", "guard.monitor_every=0", "guard.parity_every=0"]
+    steps = ["train.steps=5", "train.batch_size=1", "train.accumulate=1"]
+    done = started([rank, *smoke, *quiet, *steps, f"run.dir={run}"], 2, script=script).wait()
+    assert done.returncode == 1, done.stderr
+    assert "no memory" in done.stderr
+    assert [line["step"] for line in metrics(run)] == [1, 2]
 
 
 def test_asking_for_two_processes_and_getting_one_is_refused(smoke, tmp_path) -> None:  # type: ignore[no-untyped-def]

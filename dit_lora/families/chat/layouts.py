@@ -22,6 +22,7 @@ from dit_lora.families.chat.views import (
     Normalisation,
     processor_config,
     resized,
+    sent,
     tiled_with_whole,
     tiles,
 )
@@ -166,7 +167,7 @@ class LlavaNextVideoLayout(SquareFrames):
         ]
         return {
             "pixel_values": self.image(torch.cat(views, dim=1)),
-            "image_sizes": torch.tensor([size] * len(picture), device=pixels.device),
+            "image_sizes": sent([size] * len(picture), pixels.device),
         }
 
     def _canvas(self, height: int, width: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch
 from dit_lora.config.data import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat.layouts import CLIP_MEAN, CLIP_STD, HALF, Fit, Tensors, token_text
-from dit_lora.families.chat.views import Normalisation, patches, processor_config
+from dit_lora.families.chat.views import Normalisation, patches, processor_config, sent
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class QwenLayout:
         types = (input_ids == self.image_id).int() + 2 * (input_ids == self.video_id).int()
         made = {
             name: cut.flatten(0, 1),
-            f"{kind}_grid_thw": torch.tensor([grid] * batch, device=pixels.device),
+            f"{kind}_grid_thw": sent([grid] * batch, pixels.device),
             "mm_token_type_ids": types,
         }
         if frames > 1 and not self.timestamps:

@@ -32,10 +32,15 @@ class Normalisation:
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """fp32 of uint8 (..., 3, H, W)."""
-        mean = torch.tensor(self.mean, device=pixels.device)[:, None, None]
-        std = torch.tensor(self.std, device=pixels.device)[:, None, None]
+        mean = sent(self.mean, pixels.device)[:, None, None]
+        std = sent(self.std, pixels.device)[:, None, None]
         # Transformers' video processors fold the division by 255 into both.
         return (pixels.float() - mean * 255) / (std * 255)
+
+
+def sent(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Return values of the host on a device; `torch.tensor(values, device=...)` waits for all that is queued there."""
+    return torch.tensor(values).to(device, non_blocking=True)
 
 
 def processor_config(path: Path, kind: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -204,13 +205,19 @@ class _AtCalls:
     A mode is a call of Python in each of the hundred ops of a block, of which it wants one.
     """
 
-    def __init__(self, mode: AbstractContextManager[Any], block: nn.Module | None = None) -> None:
+    def __init__(self, mode: TorchDispatchMode, block: nn.Module | None = None) -> None:
         self._mode, self._block, self._calls = mode, block, 0
 
-    def attention_call(self) -> AbstractContextManager[Any]:
-        """Return the mode."""
+    @contextmanager
+    def attention_call(self) -> Iterator[None]:
+        """Run what is within it under the mode."""
         self._calls += 1
-        return self._mode
+        # Not the mode's own: that of a recomputation forgets how many calls it has handed out (torch 2.13).
+        TorchDispatchMode.__enter__(self._mode)
+        try:
+            yield
+        finally:
+            self._mode.__exit__(None, None, None)
 
     def __enter__(self) -> None:
         self._before = exchange_keeper(self)

@@ -13,6 +13,11 @@ _SETTING = ":4096:8"  # eight buffers of 4 MiB; cuBLAS otherwise picks algorithm
 _NONE = "does not have a deterministic implementation"  # in PyTorch's error
 
 
+def set_workspace() -> None:
+    """Give cuBLAS a workspace with which it repeats itself: read once, at its first product, so set it before that."""
+    os.environ.setdefault(_WORKSPACE, _SETTING)
+
+
 @contextmanager
 def deterministic_algorithms(asked: bool) -> Iterator[None]:
     """Let PyTorch take deterministic algorithms alone within it, if asked; set it before CUDA is first used.
@@ -22,7 +27,7 @@ def deterministic_algorithms(asked: bool) -> Iterator[None]:
     if not asked:
         yield
         return
-    os.environ.setdefault(_WORKSPACE, _SETTING)
+    set_workspace()
     before = torch.are_deterministic_algorithms_enabled()
     memory = torch.utils.deterministic  # a module whose properties mypy does not see
     filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]

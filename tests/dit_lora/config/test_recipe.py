@@ -182,6 +182,13 @@ FULL = {"optim": {"groups": {"backbone": {"lr": 1e-4}}}}
             },
             "train.mode: full has no adapter",
         ),
+        *[
+            (
+                {"train": {"deterministic": True}, "kernels": {"attention": name}},
+                f"the backward pass of kernels.attention: {name} adds in no fixed order",
+            )
+            for name in ("flash", "_flash_3_hub", "flash_4_hub", "xformers", "flash_attention_2")
+        ],
     ],
 )
 def test_values_that_contradict_each_other_are_refused(
@@ -192,6 +199,13 @@ def test_values_that_contradict_each_other_are_refused(
     with pytest.raises(DitLoraError) as error:
         parse_recipe(values, "r")
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["auto", "native", "_native_flash", "sdpa"])
+def test_pytorchs_own_attention_may_be_deterministic(values: dict[str, Any], name: str) -> None:
+    values["train"]["deterministic"] = True
+    values["kernels"] = {"attention": name}
+    assert parse_recipe(values, "r").train.deterministic
 
 
 def test_a_full_recipe_and_one_of_images_read_back_equal(

@@ -1,6 +1,7 @@
 """One call for all attention: masks never meet cuDNN, full masks vanish, and a chosen backend is scoped."""
 
 import gc
+import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,12 +14,21 @@ from diffusers.models.attention_processor import Attention
 from kernel_checks import saved_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends import cuda
+from torch.library import CustomOpDef, custom_op
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse import attention
-from dit_lora.fuse.attention import TRAINABLE, Recomputable, attend, heads_mask, require_backend
+from dit_lora.fuse.attention import (
+    MASKLESS,
+    TRAINABLE,
+    Recomputable,
+    attend,
+    heads_mask,
+    require_backend,
+)
+from dit_lora.guard.switches import attention_switches, find_switch
 
 
 def heads(tokens: int = 7, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
@@ -145,6 +155,29 @@ def test_a_compiled_block_with_a_mask_on_cuda_has_no_graph_break() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("backends")
+def test_what_the_guard_switches_off_is_off_in_a_compiled_block_with_a_mask() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    with FakeTensorMode():
+        query, key, value = (
+            torch.empty(2, 7, 3, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+        )
+        mask = torch.empty(2, 1, 1, 7, device="cuda", dtype=torch.bfloat16)
+        compiled = torch.compile(attend, backend=backend, fullgraph=True)
+        for _ in range(2):
+            compiled(query, key, value, mask, None)
+        find_switch(attention_switches(), "attention:flash").turn_off()
+        compiled(query, key, value, mask, None)
+    assert ["FLASH" in graph for graph in graphs] == [True, False]
+    assert all("EFFICIENT" in graph for graph in graphs)
+    torch._dynamo.reset()
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("backends")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -158,7 +191,7 @@ def test_a_mask_that_breaks_cudnns_backward_is_no_danger() -> None:
         assert torch.isfinite(tensor.grad).all()
 
 
-@pytest.mark.parametrize("name", ["sage", "aiter_fa2_hub", "flash3", ""])
+@pytest.mark.parametrize("name", ["sage", "aiter_fa2_hub", "flash3", "_flash_3", ""])
 def test_backends_without_a_backward_are_refused_with_those_that_have_one(name: str) -> None:
     with pytest.raises(DitLoraError, match=f"kernels.attention: {name} does not train") as error:
         require_backend(name)
@@ -174,6 +207,35 @@ def test_every_backend_that_is_offered_is_one_of_diffusers() -> None:
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     assert set(TRAINABLE) <= {backend.value for backend in AttentionBackendName}
+
+
+def test_diffusers_operator_of_flash_attention_3_still_has_no_backward() -> None:
+    """Once it has one, `_flash_3` may be offered: the package is then called with its own backward."""
+    from diffusers.models.attention_dispatch import _wrapped_flash_attn_3
+
+    assert isinstance(_wrapped_flash_attn_3, CustomOpDef)
+    assert _wrapped_flash_attn_3._backward_fn is None
+    bare = custom_op(
+        "dit_lora_test::bare", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        bare(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def test_backends_that_take_no_mask_are_those_of_diffusers_that_refuse_one() -> None:
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    backends = _AttentionBackendRegistry._backends
+    sources = {n: inspect.getsource(backends[AttentionBackendName(n)]) for n in TRAINABLE}
+    refusing = {n for n, source in sources.items() if "`attn_mask` is not supported" in source}
+    assert set(MASKLESS) == refusing
+
+
+@pytest.mark.parametrize("name", MASKLESS)
+def test_a_mask_for_a_backend_that_takes_none_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(DitLoraError, match=f"kernels.attention: {name} takes no mask") as error:
+        attend(*heads(), torch.rand(2, 1, 7, 7) > 0.3, name)
+    assert "\n" not in str(error.value)
 
 
 class Scale(torch.autograd.Function):

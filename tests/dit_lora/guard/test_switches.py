@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
+import torch.compiler.config
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.backends import cuda
+from torch.nn import functional
+from torch.profiler import profile
 
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.replay import MicroBatch, run
@@ -133,6 +137,47 @@ def test_kept_attention_puts_every_backend_back(before: tuple[bool, ...]) -> Non
     with pytest.raises(RuntimeError, match="out of memory"), kept_attention():
         fail(tuple(not flag for flag in before))
     assert enabled() == before
+
+
+class Attends(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(values, values, values)
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
+def test_a_backend_that_is_switched_off_is_off_in_code_that_is_compiled_already(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a cache of graphs knows the code: inductor's has flash attention in it from the first call."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    compiled = torch.compile(Attends(), backend=backend)
+    values = torch.randn(2, 4, 16, 32, generator=torch.Generator().manual_seed(0))
+    values.requires_grad_()
+
+    def by_flash() -> bool:
+        with profile() as profiled:
+            compiled(values).sum().backward()
+        names = {event.name for event in profiled.events()}
+        flash = any("flash_attention_for_cpu" in name for name in names)
+        assert flash != ("aten::bmm" in names), "neither flash nor math attended"
+        return flash
+
+    flash = find_switch(attention_switches(), "attention:flash")
+    with torch.compiler.config.patch(cache_key_tag="the user's"):
+        assert by_flash()
+        with flash.off():
+            assert not by_flash()
+            assert torch.compiler.config.cache_key_tag == "the user's no attention:flash"
+        assert by_flash()
+        assert torch.compiler.config.cache_key_tag == "the user's"
+        flash.turn_off()
+        with flash.off():
+            assert not by_flash()
+        assert not by_flash()
+    torch.compiler.reset()
 
 
 def test_a_switch_is_found_by_its_name_and_an_unknown_one_lists_those_there_are() -> None:

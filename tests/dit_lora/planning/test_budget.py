@@ -31,6 +31,7 @@ from dit_lora.planning.search import plan, subject_of
 from dit_lora.planning.subject import Subject
 from dit_lora.training.execution.activation_checkpointing import Mode, set_checkpointing
 from dit_lora.training.execution.fake_step import Live
+from dit_lora.training.loop import micro_batches_held
 from dit_lora.training.optim.build import build_optimizer
 from dit_lora.training.tasks.registry import task_of
 
@@ -68,13 +69,12 @@ class RealRun:
         set_checkpointing(self.model, mode)
         self.optimizer = build_optimizer(groups, recipe.optim)
         self.size = recipe.train.batch_size
-        shape = subject.shapes[0]
         made = {
             name: torch.rand(self.size, *size).to(dtype)
             if dtype.is_floating_point
             else torch.ones((self.size, *size), dtype=dtype)
-            for name, (size, dtype) in subject.spec(shape).items()
-        } | subject.known(shape, self.size)
+            for name, (size, dtype) in subject.spec(subject.shapes[0]).items()
+        } | subject.known(subject.shapes[0], self.size)
         self.batch = {name: tensor.contiguous().to(device) for name, tensor in made.items()}
 
     def step(self) -> None:
@@ -86,12 +86,12 @@ class RealRun:
 
     @property
     def held(self) -> int:
-        """Bytes between two steps."""
-        state = [t for own in self.optimizer.state.values() for t in own.values()]
-        tensors = [*self.model.parameters(), *self.batch.values(), *state]
-        # bitsandbytes' tables are shared by all parameters' states.
+        """Bytes between two steps, with the loop's micro-batches; bitsandbytes' tables are shared by all states."""
+        state = (t for own in self.optimizer.state.values() for t in own.values())
+        tensors = (*self.model.parameters(), *self.batch.values(), *state)
         own = {t.data_ptr(): t.nbytes for t in tensors if isinstance(t, torch.Tensor)}
-        return sum(own.values())
+        batch = sum(tensor.nbytes for tensor in self.batch.values())
+        return sum(own.values()) + batch * (micro_batches_held(self.recipe.train.accumulate) - 1)
 
     def peak(self) -> int:
         """Of the second step: by the CPU allocator's own record of what it gave and took back."""

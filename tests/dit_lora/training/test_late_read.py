@@ -1,16 +1,20 @@
 """A step's row is read a step late: what is in flight then, who finds what, and what becomes of errors and trips."""
 
+import os
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from small_loop import batches, build, equal, failing_first, run, state_of
+from launching import on_ranks
+from small_loop import TrippedError, batches, build, equal, failing_first, run, state_of
+from torch import distributed
 
 from dit_lora.data.loading.batch import Batch
-from dit_lora.training.loop import Loop, train
+from dit_lora.training.loop import Loop, micro_batches_held, train
 from dit_lora.training.step import StepResult
 from dit_lora.training.step_rows import SentRows
 
@@ -82,6 +86,58 @@ def test_an_error_in_the_next_step_comes_after_the_step_that_was_taken() -> None
     assert seen == [1, 2]
 
 
+def failing_on(rank: int, faults: dict[str, Any]) -> tuple[str, list[int], list[int]]:
+    """How a run of four steps ended, and which steps were followed and which noted alone; faults are of one rank."""
+    here = int(os.environ["RANK"]) == rank
+    noted: list[int] = []
+    followed: list[int] = []
+    loop = build(accumulate=2, losses=failing_first(faults if here else {}))
+    loop = replace(loop, note=lambda result: noted.append(result.step))
+    try:
+        run(loop, 4, batches(8), on_step=lambda result: followed.append(result.step))
+    except (RuntimeError, TrippedError) as error:
+        # As a process that ends: the other rank's collectives fail, and no barrier waits for both.
+        distributed.destroy_process_group()
+        return str(error), followed, noted
+    return "none", followed, noted
+
+
+def test_an_error_of_one_of_several_ranks_comes_after_the_step_that_was_taken_is_noted() -> None:
+    """The other rank waits for it in this step's collectives, and hears only that it has ended."""
+    for rank in (0, 1):
+        found = on_ranks(2, failing_on, rank, {"5-0": RuntimeError("no memory")})
+        assert found[rank] == ("no memory", [1], [2])
+        other = found[1 - rank]
+        assert other[0] not in ("none", "no memory")
+        assert other[1:] == ([1], [2])
+
+
+def test_a_tripped_step_is_not_noted_where_several_ranks_end() -> None:
+    error, followed, noted = on_ranks(
+        2, failing_on, 0, {"2-0": torch.nan, "5-0": RuntimeError("no memory")}
+    )[0]
+    assert (error, followed, noted) == ("no memory", [1], [])
+
+
+def test_a_row_that_never_arrives_is_waited_for_so_long_and_no_longer() -> None:
+    class Event:
+        def __init__(self, after: int) -> None:
+            self.left = after
+
+        def query(self) -> bool:
+            self.left -= 1
+            return self.left < 0
+
+    def sent(after: int) -> SentRows:
+        return SentRows(torch.zeros(1, 1), (1,), Event(after))  # type: ignore[arg-type]
+
+    assert sent(3).arrives(5.0)
+    began = time.monotonic()
+    assert not sent(10**6).arrives(0.1)
+    assert 0.1 <= time.monotonic() - began < 2.0
+    assert SentRows(torch.zeros(1, 1), (1,)).arrives(0.0)
+
+
 @pytest.mark.parametrize("where", ["4-0", "5-0"])
 def test_an_error_in_a_step_that_followed_a_trip_is_not_raised(where: str) -> None:
     """That step was never to be: it is taken again after the recovery, from its first micro-step on."""
@@ -101,6 +157,7 @@ def test_seconds_tile_the_run_and_a_wait_for_data_counts_with_its_step() -> None
                 time.sleep(0.2)
             yield batch
 
+    run(build(accumulate=2), 1, batches(2))  # what the first step of a process pays
     loop, results = build(accumulate=2), list[StepResult]()
     began = time.perf_counter()
     train(loop, slow, start_step=0, steps=4, stop_asked=lambda: 0, on_step=results.append)
@@ -109,6 +166,26 @@ def test_seconds_tile_the_run_and_a_wait_for_data_counts_with_its_step() -> None
     assert results[2].data_seconds > 0.2
     assert sum(result.seconds for result in results[:2]) < 0.2
     assert 0.2 < sum(result.seconds for result in results) <= whole
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_micro_batches_that_are_held_at_once_are_as_many_as_a_plan_counts(accumulate: int) -> None:
+    loop, alive, most = build(accumulate=accumulate), weakref.WeakSet[torch.Tensor](), list[int]()
+
+    def fresh(_step: int) -> Iterator[Batch]:
+        for batch in batches(5 * accumulate):
+            tensors = {name: tensor.clone() for name, tensor in batch.tensors.items()}
+            alive.update(tensors.values())
+            yield replace(batch, tensors=tensors)
+
+    def counting(*args: Any) -> Any:
+        most.append(len(alive))
+        return loop.losses(*args)
+
+    counted = replace(loop, losses=counting)
+    train(counted, fresh, start_step=0, steps=5, stop_asked=lambda: 0, on_step=lambda result: None)
+    assert most[0] == 1
+    assert max(most) == micro_batches_held(accumulate)
 
 
 def test_a_step_that_is_read_at_once_has_the_seconds_of_its_own_launch() -> None:

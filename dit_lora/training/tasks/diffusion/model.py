@@ -8,7 +8,9 @@ from dit_lora.adapters.groups import Patterns, base_members
 from dit_lora.adapters.quantize import quantize_base
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
 from dit_lora.fuse.api import fuse
+from dit_lora.fuse.attention import refuse_masks
 from dit_lora.fuse.registry import WITHOUT_TRITON
 
 
@@ -37,6 +39,9 @@ def put_kernels(recipe: Recipe, transformer: nn.Module) -> str:
     if not recipe.guard.preflight:
         ops |= dict.fromkeys(unchecked, "off")
     attention = recipe.kernels.attention
+    # Now, and not at the first batch whose captions do not fill their mask.
+    if get_family(recipe.model.family).masked_attention:
+        refuse_masks(attention)
     if attention == "auto" and recipe.train.context_parallel > 1:
         attention = "native"  # tokens are exchanged by Diffusers' dispatcher, past which PyTorch would be called
     report = str(fuse(transformer, ops, attention=attention, check=False))

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from dit_lora.config.load import parse_recipe
+from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.training.tasks.diffusion.task import DiffusionTask
 
@@ -67,3 +68,15 @@ def test_random_weights_depend_on_the_seed_alone(full_values: dict[str, Any]) ->
 
     assert torch.equal(first(1, 0), first(1, 5))
     assert not torch.equal(first(1, 0), first(2, 0))
+
+
+@pytest.mark.parametrize("name", ["_native_flash", "flash"])
+def test_attention_that_takes_no_mask_is_refused_for_a_family_that_has_one(
+    recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path], name: str
+) -> None:
+    """Before anything is trained: a batch of full captions has no mask, and the next one may."""
+    recipe_values["model"] = {"family": "sana", "path": str(tiny_checkpoints["sana-600m"])}
+    recipe_values["data"] |= {"frames": 1, "height": 64, "width": 64}
+    recipe_values["kernels"] = {"attention": name}
+    with pytest.raises(DitLoraError, match=f"kernels.attention: {name} takes no mask"):
+        load(recipe_values, torch.float32)
