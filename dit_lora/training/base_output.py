@@ -151,7 +151,7 @@ def kernel_fault(setup: AnySetup, base: BaseOutput, noted: Mapping[str, Any]) ->
     # A kernel errs in proportion to what it computes, and the adapter's part grew since the start.
     effect = min(1.0, distance(noted, noted["base"])) if "base" in noted else 1.0
     allowed = LATER * (base.kernels + KERNEL * effect)
-    apart, _ = _kernels_apart(setup, noted["inputs"], allowed)
+    apart, _ = _kernels_apart(setup, noted["inputs"], allowed, expected=noted)
     if not apart:
         return None
     which = ", ".join(f"{switch.name} ({_amount(away)})" for switch, away in apart.items())
@@ -300,18 +300,20 @@ def _is_whole(setup: AnySetup, base: BaseOutput, limit: float) -> bool:
 
 @torch.no_grad()
 def _kernels_apart(
-    setup: AnySetup, inputs: Inputs, allowed: float
+    setup: AnySetup, inputs: Inputs, allowed: float, expected: Mapping[str, Any] | None = None
 ) -> tuple[dict[Switch, float], float]:
     """Return the kernels that alone move the output off the model's own code's, beyond that and rounding.
 
-    Of several that are wrong only together, one stands for all. The second value is how far all are together.
+    `expected` is the output of its own code, where that is known. Of several that are wrong only together, one stands
+    for all. The second value is how far all are together.
     """
     model, dtype = setup.transformer, setup.dtype
     kernels, stock = kernels_of(model), setup.task.stock(setup.checkpoint)
     if not kernels:
         return {}, 0.0
-    with without_kernels(model):
-        expected = output_now(stock, model, inputs, dtype)
+    if expected is None:
+        with without_kernels(model):
+            expected = output_now(stock, model, inputs, dtype)
     limit = tolerance(expected, model, dtype) + allowed
     # What has a rounding of its own is judged by that, and the others without it.
     coarse = [switch for switch in kernels if switch.error]
