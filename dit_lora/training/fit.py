@@ -15,6 +15,7 @@ from dit_lora.guard.event import Event
 from dit_lora.guard.gate import NonFiniteError, PoisonedStateError
 from dit_lora.training.base_output import check_kernels
 from dit_lora.training.checkpoints.files import checkpoint_path, newest_checkpoint
+from dit_lora.training.execution.base_alone import base_alone
 from dit_lora.training.guarding.agreement import note_averages, require_agreement
 from dit_lora.training.guarding.preflight import preflight
 from dit_lora.training.guarding.setup import chosen_norms
@@ -40,8 +41,9 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     """
     setup = run.setup
     recipe, session, phases = setup.recipe, setup.session, setup.session.phases
-    # Before training, for the end to be compared with: "held-out loss: 0.8 before, 0.7 after".
-    if run.start_step == 0 or _was_not_measured(run):
+    # For the end to be compared with: "held-out loss: 0.8 before, 0.7 after".
+    base_waits = run.begins_as_base and _base_was_not_shown(run)
+    if (run.start_step == 0 and not base_waits) or _was_not_measured(run):
         validate(run, step=run.start_step)
     if recipe.guard.preflight:
         with phases.timing("preflight"):
@@ -66,12 +68,20 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     with bar, stop_signals(session.launcher) as stop_asked:
 
         def on_step(result: StepResult) -> None:
-            # The step is taken: what fails from here on must not lose it.
+            nonlocal base_waits
             if phases.first_step_taken() and session.is_main:
                 phases.write(session.dir)
                 session.say(f"first step after {phases.line('before')}")
+            # The step is taken: what fails from here on must not lose it.
             with _kept_at(run, result.step):
-                _after_step(run, bar, result)
+                _note(run, bar, result)
+            if base_waits and not result.stop_code:
+                # Of the base, before anything is saved: samples that fail end the run in its first minutes.
+                base_waits = False
+                validate(run, step=0)
+                on_checkpoint()
+            with _kept_at(run, result.step):
+                _after_step(run, result)
             if any(every and result.step % every == 0 for every in shown):
                 on_checkpoint()
 
@@ -95,6 +105,13 @@ def _tell(run: Run, events: Iterable[Event]) -> None:
         run.setup.session.say(f"guard: {event.words}")
         if run.journal is not None:
             run.journal.event(event)
+
+
+def _base_was_not_shown(run: Run) -> bool:
+    """Return true if the base's held-out loss and samples are to come; after a stop at the first step too."""
+    if run.start_step > 1:
+        return False
+    return run.start_step == 0 or 0 not in held_out_losses(run.setup.session.dir)
 
 
 def _was_not_measured(run: Run) -> bool:
@@ -129,7 +146,10 @@ def _loop(run: Run) -> Loop:
 def _read_at_once(run: Run, step: int) -> bool:
     """Return true for a step after which more of the run is looked at than its row: nothing of the next is under way then."""
     recipe = run.setup.recipe
-    # Validation and comparisons need the memory that the next step's gradients would take.
+    # The first is told of when it is taken. Validation and comparisons need the memory that the next step's gradients
+    # would take.
+    if step == run.start_step + 1:
+        return True
     looks = (recipe.train.save_every, recipe.validation.every, recipe.guard.parity_every)
     due = any(every and step % every == 0 for every in looks)
     return due or run.recovery.snapshots.due(step) or run.watcher.looks_at(step)
@@ -159,13 +179,9 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
     return run.parity.noting(run.setup.data.clips.loader(how), start_step)
 
 
-def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
+def _after_step(run: Run, result: StepResult) -> None:
     setup, recovery, step = run.setup, run.recovery, result.step
     train, phases = setup.recipe.train, setup.session.phases
-    if run.ema is not None:
-        # Only healthy steps come here: the average never sees one that tripped.
-        run.ema.step(step)
-    _note(run, bar, result)
     if result.stop_code:
         run.checkpoints.settle()  # what could not be written stops the run as a signal does
     last, snapshots = step == train.steps, recovery.snapshots
@@ -204,8 +220,11 @@ def _require_sound(run: Run, step: int, *, frozen: bool) -> None:
 
 
 def _note(run: Run, bar: tqdm, result: StepResult) -> None:
-    """Write metrics, statistics and what stands out in them."""
+    """Write metrics, statistics and what stands out in them; take the step's weights into the average."""
     setup, step, watcher = run.setup, result.step, run.watcher
+    if run.ema is not None:
+        # Only healthy steps come here: the average never sees one that tripped.
+        run.ema.step(step)
     modules, hidden = watcher.statistics(step), watcher.hidden_infinities(step)
     line = metrics_line(result, setup.task.loss_parts(setup, result))
     spikes = watcher.observe(line)  # on every rank: the adaptive clip depends on it
@@ -243,9 +262,10 @@ def _report(
 
 
 def validate(run: Run, step: int) -> None:
-    """Measure the held-out loss and show samples, of what would be saved. Collective."""
+    """Measure the held-out loss and show samples, of what would be saved; at step 0 of the base. Collective."""
     setup, phases = run.setup, run.setup.session.phases
-    with averaged(run):
+    of_base = step == 0 and run.begins_as_base
+    with base_alone(setup.transformer) if of_base else averaged(run):
         with phases.timing("held-out loss"):
             loss = setup.task.held_out_loss(setup)
         if run.journal is not None and loss is not None:
