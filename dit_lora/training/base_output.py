@@ -40,6 +40,7 @@ from dit_lora.results.verify.output import (
 )
 from dit_lora.results.verify.reference_model import Inputs, sharing_weights, why_apart
 from dit_lora.training.choose_checkpointing import choose_checkpointing
+from dit_lora.training.execution.base_alone import does_nothing
 from dit_lora.training.session.session import agree
 from dit_lora.training.task import AnySetup
 
@@ -60,6 +61,8 @@ class BaseOutput:
     """Base weights that train, as they were loaded, on the host; of sharded ones this rank's part."""
     since: int = 0
     """The step at which it was noted: later than the first of a run from before there was a record."""
+    begins_alone: bool = False
+    """True if nothing but a LoRA trains, whose B is zero before the first step: the base can be shown after it too."""
     kernels: float = 0.0
     """Distance between the outputs with the kernels in use and by the model's own code, when this process started."""
 
@@ -77,7 +80,7 @@ def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
     loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in named}
     record = _first_record(setup.session.dir, resume_from) if main else None
     (first,) = broadcast_object_list([record])
-    base = BaseOutput(None, loaded)
+    base = BaseOutput(None, loaded, begins_alone=does_nothing(model))
     # Every rank computes it: a rank with a damaged file is found here, before it spoils the others' gradients.
     today = _now(setup, base, first["inputs"] if first else made_up_inputs(setup))
     (noted,) = broadcast_object_list([first or today])  # the main process'

@@ -41,10 +41,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     """
     setup = run.setup
     recipe, session, phases = setup.recipe, setup.session, setup.session.phases
-    # For the end to be compared with: "held-out loss: 0.8 before, 0.7 after".
-    base_waits = run.begins_as_base and _base_was_not_shown(run)
-    if (run.start_step == 0 and not base_waits) or _was_not_measured(run):
-        validate(run, step=run.start_step)
+    base_waits = _show_start(run)
     if recipe.guard.preflight:
         with phases.timing("preflight"):
             _tell(run, preflight(setup, run.recovery, run.parity))
@@ -107,11 +104,19 @@ def _tell(run: Run, events: Iterable[Event]) -> None:
             run.journal.event(event)
 
 
-def _base_was_not_shown(run: Run) -> bool:
-    """Return true if the base's held-out loss and samples are to come; after a stop at the first step too."""
-    if run.start_step > 1:
-        return False
-    return run.start_step == 0 or 0 not in held_out_losses(run.setup.session.dir)
+def _show_start(run: Run) -> bool:
+    """Show what the run starts with, for the end to be compared with; return true if that waits until after the first step."""
+    if run.start_step == 0:
+        if not run.base.begins_alone:
+            validate(run, step=0)
+        return run.base.begins_alone
+    # Of a run that was stopped in its first step, before its base was shown.
+    stopped = run.start_step == 1 and run.base.begins_alone
+    if stopped and 0 not in held_out_losses(run.setup.session.dir):
+        validate(run, step=0)
+    if _was_not_measured(run):
+        validate(run, step=run.start_step)
+    return False
 
 
 def _was_not_measured(run: Run) -> bool:
@@ -264,7 +269,7 @@ def _report(
 def validate(run: Run, step: int) -> None:
     """Measure the held-out loss and show samples, of what would be saved; at step 0 of the base. Collective."""
     setup, phases = run.setup, run.setup.session.phases
-    of_base = step == 0 and run.begins_as_base
+    of_base = step == 0 and run.base.begins_alone
     with base_alone(setup.transformer) if of_base else averaged(run):
         with phases.timing("held-out loss"):
             loss = setup.task.held_out_loss(setup)

@@ -17,7 +17,6 @@ from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.build import build_engine
 from dit_lora.training.distributed.context_parallel import share_context
 from dit_lora.training.ema import TrainedEMA
-from dit_lora.training.execution.base_alone import does_nothing
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import offload_base
 from dit_lora.training.guarding.files import RecoveryFiles
@@ -58,7 +57,6 @@ def prepare(
     # Before a checkpoint's weights are put in: the base is the model as its files have it.
     with phases.timing("base's output"):
         base = note_base(setup, resume_from)
-        begins_as_base = does_nothing(setup.transformer)
     with phases.timing("checkpoint read"):
         start_step, record = resume(setup, ema, identity, resume_from)
     start = start_of_guard(setup, record)
@@ -88,7 +86,6 @@ def prepare(
         setup,
         start_step,
         ema,
-        begins_as_base,
         base,
         recovery,
         watcher,

@@ -21,8 +21,6 @@ class Run:
     start_step: int
     """The step that it goes on from; 0 at its first start."""
     ema: TrainedEMA | None
-    begins_as_base: bool
-    """True if nothing but a LoRA trains, whose B is zero before the first step: the base can be shown after it too."""
     base: BaseOutput
     recovery: RunRecovery
     watcher: StepWatcher

@@ -50,7 +50,7 @@ def test_the_base_is_shown_after_the_first_step_as_it_was_before(
     lora_main([*args, f"run.dir={later}"])
     assert found == [(0, 1, True)]
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "_base_was_not_shown", lambda run: False)
+        patch.setattr("dit_lora.training.base_output.does_nothing", lambda model: False)
         lora_main([*args, f"run.dir={before}"])
     assert found[1:] == [(0, 0, True)]
     assert same_adapter(later, before)
@@ -105,6 +105,7 @@ def test_a_run_that_is_stopped_in_its_first_step_shows_its_base_when_it_goes_on(
         yield lambda: 143
 
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    args = [*args, "validation.every=1"]
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "stop_signals", asked)
         with pytest.raises(InterruptedRunError):
