@@ -37,7 +37,7 @@ from dit_lora.training.step import StepResult
 def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     """Train to `train.steps` with metrics, checkpoints and validation; Ctrl-C saves and stops. Collective.
 
-    `on_checkpoint` is called at the start, and after each step that is saved or validated.
+    `on_checkpoint` is called at the start, once the base is shown, and after each step that is saved or validated.
     """
     setup = run.setup
     recipe, session, phases = setup.recipe, setup.session, setup.session.phases
