@@ -3,8 +3,13 @@
 accelerate launch recipes/lora.py recipes/cogvideox/5b_t2v.yaml data.path=clips run.dir=runs/kitten
 """
 
+import atexit
+import gc
 import sys
 from typing import Any
+
+# Imports leave millions of objects that live as long as the process: no collection has to look at them.
+gc.disable()
 
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError, reported_errors
@@ -22,6 +27,10 @@ from dit_lora.training.status import status_noted, write_data_record
 from dit_lora.training.tasks.diffusion.model import require_quantization
 from dit_lora.training.tasks.facts import write_facts
 from dit_lora.training.tasks.registry import task_of
+
+gc.freeze()
+gc.enable()
+atexit.register(gc.unfreeze)  # or extensions report what is left at the end as leaks
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
 

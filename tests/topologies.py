@@ -142,14 +142,14 @@ def _fault(fault: Fault | None) -> Iterator[None]:
         return
     after, pending = running._after_step, [True]
 
-    def then(run: Run, bar: Any, result: StepResult) -> None:
+    def then(run: Run, result: StepResult) -> None:
         is_now = result.step == fault.after and bool(pending)
         is_own = run.setup.session.accelerator.process_index == fault.rank
         if is_now:
             pending.clear()
         if is_now and is_own and fault.kept:
             _spoil(run, fault)
-        after(run, bar, result)
+        after(run, result)
         if is_now and is_own and not fault.kept:
             _spoil(run, fault)
 

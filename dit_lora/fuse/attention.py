@@ -99,17 +99,8 @@ def attend(
             return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     name = None if backend is None else AttentionBackendName(backend)
     # The dispatcher takes heads behind tokens, as projections and the kernel of q and k leave them: nothing is moved.
-    dispatch = partial(
-        dispatch_attention_fn,
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        backend=name,
-        parallel_config=parallel,
-    )
-    if mask is not None and backend is not None:
-        refuse_masks(backend)
+    options: Any = {"attn_mask": mask, "backend": name, "parallel_config": parallel}
+    dispatch = partial(dispatch_attention_fn, query, key, value, **options)
     if mask is None or not mask.is_cuda:
         with attention_call():
             return dispatch()
@@ -368,9 +359,8 @@ def heads_mask(
     if mask is None:
         return None
     batch, tokens = source.shape[:2]
-    if (
-        len(mask) == batch and mask.shape[-1] == tokens
-    ):  # one mask for all heads, of which PyTorch makes no copies
+    # One mask for all heads, of which PyTorch makes no copies.
+    if len(mask) == batch and mask.shape[-1] == tokens:
         return mask.reshape(batch, 1, -1, tokens)
     # It repeats the mask for each head within the batch, which the view takes apart.
     mask = attn.prepare_attention_mask(mask, source.shape[1], len(source))

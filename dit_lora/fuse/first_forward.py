@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.errors import DitLoraError
-from dit_lora.fuse.lora import renew_casts
+from dit_lora.fuse.casts import renew_casts
 from dit_lora.fuse.patches import ATTENTION, fusion_of
 from dit_lora.guard.block_parity import How
 from dit_lora.guard.parity import Difference, differences, first_difference

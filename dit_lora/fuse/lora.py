@@ -6,12 +6,9 @@ plain case runs PEFT's own forward.
 Shapes: I in, O out, R rank; x is (..., I), a layer's output (..., O).
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -20,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from dit_lora.fuse import fp8
+from dit_lora.fuse.casts import cast_adapter
 from dit_lora.fuse.patches import ForwardPatch, class_name, fusion_of, runs_patch
 from dit_lora_kernels.lora_linear import (
     COMPUTE_DTYPES,
@@ -27,8 +25,6 @@ from dit_lora_kernels.lora_linear import (
     Projection,
     Quantized,
     compute_dtype,
-    lower,
-    lower_all,
     projected,
 )
 
@@ -48,26 +44,6 @@ _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 _READY = "_dit_lora_projected"
 """The place where `project` leaves (input, output) for the layer's own call."""
-
-
-@dataclass
-class _Cast:
-    """A and s*B of a layer in the compute dtype, and what they were made of."""
-
-    key: tuple[Any, ...]
-    lowered: tuple[Tensor, Tensor]
-    a: Tensor
-    b: Tensor
-    scaling: float
-    dtype: torch.dtype
-    name: str
-    """The adapter's."""
-    is_used: bool = True
-    """True if a call took it since it was made."""
-
-
-# Weak, so that no model is kept by its casts.
-_CASTS: WeakKeyDictionary[nn.Module, _Cast] = WeakKeyDictionary()
 
 
 def has_lora(model: nn.Module) -> bool:
@@ -147,39 +123,6 @@ def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None
             return None
     operands = [_projection(layer, part, dtype) for layer, part in zip(layers, parts, strict=True)]
     return projected(x, operands, dtype, first.dropout)
-
-
-def renew_casts(model: nn.Module) -> None:
-    """Make the casts of A and B anew that this model's last forward took, together; drop all others, of every model.
-
-    Due before each forward: writing to `.data` leaves no trace. Layers of which something else has changed meanwhile
-    make their own casts, as in a first forward.
-    """
-    fusion, groups = fusion_of(model), defaultdict(list)
-    for layer, cast in list(_CASTS.items()):
-        if not (cast.is_used and fusion_of(layer) is fusion and _has_its_own(layer, cast)):
-            del _CASTS[layer]
-            continue
-        cast.is_used = False
-        groups[cast.a.device, cast.a.dtype, cast.b.dtype, cast.dtype].append(cast)
-    for (*_, dtype), casts in groups.items():
-        lowered = lower_all([(cast.a, cast.b, cast.scaling) for cast in casts], dtype)
-        for cast, pair in zip(casts, lowered, strict=True):
-            cast.key, cast.lowered = _cast_key(cast.a, cast.b, cast.scaling, dtype), pair
-
-
-def _has_its_own(layer: nn.Module, cast: _Cast) -> bool:
-    """Return whether a cast's A and B are still the layer's, whole and in their place."""
-    # FSDP puts shards in their place, and frees the memory of these; ZeRO-3 leaves these, empty; offload moves them.
-    pairs = (("lora_A", cast.a, cast.lowered[0]), ("lora_B", cast.b, cast.lowered[1]))
-    for part, tensor, low in pairs:
-        holders: Any = layer._modules[part]
-        holder = holders._modules.get(cast.name)
-        if holder is None or holder._parameters.get("weight") is not tensor:
-            return False
-        if tensor.shape != low.shape or tensor.device != low.device:
-            return False
-    return True
 
 
 class _Parts(NamedTuple):
@@ -366,38 +309,12 @@ _DEQUANTIZED = {_INT4: _dequantized_4bit, _INT8: _dequantized_8bit, _NARROW: _de
 
 def _projection(layer: nn.Module, parts: _Parts, dtype: torch.dtype) -> Projection:
     """Return the layer as the op takes it to compute in `dtype`; a quantised base as two functions of its own library's."""
-    _, base, weight, bias, a, b, scaling, _ = parts
-    adapter = Adapter(a, b, scaling, _lowered(layer, parts, dtype))
+    name, base, weight, bias, a, b, scaling, _ = parts
+    adapter = Adapter(a, b, scaling, cast_adapter(layer, name, a, b, scaling, dtype))
     if weight is None:
         dequantize = partial(_DEQUANTIZED[class_name(base)], base)
         return Projection(None, None, adapter, Quantized(base, dequantize))
     return Projection(weight, bias, adapter, None, fp8.weight_of(layer, base, dtype))
-
-
-def _lowered(layer: nn.Module, parts: _Parts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `lower(...)`, A (R, I) and s*B (O, R) in `dtype`, kept until a parameter changes.
-
-    Calls of one step, and their recomputation in its backward pass, share it.
-    """
-    a, b, scaling = parts.a, parts.b, parts.scaling
-    # A traced graph makes its own casts, and a tensor without values has none to keep.
-    if torch.compiler.is_compiling() or isinstance(a, FakeTensor):
-        return lower(a, b, scaling, dtype)
-    key = _cast_key(a, b, scaling, dtype)
-    kept = _CASTS.get(layer)
-    if kept is None or kept.key != key:
-        lowered = lower(a, b, scaling, dtype)
-        kept = _CASTS[layer] = _Cast(key, lowered, a, b, scaling, dtype, parts.name)
-    kept.is_used = True
-    return kept.lowered
-
-
-def _cast_key(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[object, ...]:
-    """Return what a cast is made of."""
-    # The version counts writes in place, which an optimizer makes; the address tells of a parameter that was replaced.
-    # Nothing made in inference mode can be saved for a backward pass.
-    inference = torch.is_inference_mode_enabled()
-    return (a._version, b._version, a.data_ptr(), b.data_ptr(), scaling, dtype, inference)
 
 
 def _is_fused(layer: nn.Module) -> bool:

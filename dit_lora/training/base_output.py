@@ -40,6 +40,7 @@ from dit_lora.results.verify.output import (
 )
 from dit_lora.results.verify.reference_model import Inputs, sharing_weights, why_apart
 from dit_lora.training.choose_checkpointing import choose_checkpointing
+from dit_lora.training.execution.base_alone import does_nothing
 from dit_lora.training.session.session import agree
 from dit_lora.training.task import AnySetup
 
@@ -60,6 +61,8 @@ class BaseOutput:
     """Base weights that train, as they were loaded, on the host; of sharded ones this rank's part."""
     since: int = 0
     """The step at which it was noted: later than the first of a run from before there was a record."""
+    begins_alone: bool = False
+    """True if nothing but a LoRA trains, whose B is zero before the first step: the base can be shown after it too."""
     kernels: float = 0.0
     """Distance between the outputs with the kernels in use and by the model's own code, when this process started."""
 
@@ -77,7 +80,7 @@ def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
     loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in named}
     record = _first_record(setup.session.dir, resume_from) if main else None
     (first,) = broadcast_object_list([record])
-    base = BaseOutput(None, loaded)
+    base = BaseOutput(None, loaded, begins_alone=does_nothing(model))
     # Every rank computes it: a rank with a damaged file is found here, before it spoils the others' gradients.
     today = _now(setup, base, first["inputs"] if first else made_up_inputs(setup))
     (noted,) = broadcast_object_list([first or today])  # the main process'
@@ -151,7 +154,7 @@ def kernel_fault(setup: AnySetup, base: BaseOutput, noted: Mapping[str, Any]) ->
     # A kernel errs in proportion to what it computes, and the adapter's part grew since the start.
     effect = min(1.0, distance(noted, noted["base"])) if "base" in noted else 1.0
     allowed = LATER * (base.kernels + KERNEL * effect)
-    apart, _ = _kernels_apart(setup, noted["inputs"], allowed)
+    apart, _ = _kernels_apart(setup, noted["inputs"], allowed, expected=noted)
     if not apart:
         return None
     which = ", ".join(f"{switch.name} ({_amount(away)})" for switch, away in apart.items())
@@ -300,18 +303,20 @@ def _is_whole(setup: AnySetup, base: BaseOutput, limit: float) -> bool:
 
 @torch.no_grad()
 def _kernels_apart(
-    setup: AnySetup, inputs: Inputs, allowed: float
+    setup: AnySetup, inputs: Inputs, allowed: float, expected: Mapping[str, Any] | None = None
 ) -> tuple[dict[Switch, float], float]:
     """Return the kernels that alone move the output off the model's own code's, beyond that and rounding.
 
-    Of several that are wrong only together, one stands for all. The second value is how far all are together.
+    `expected` is the output of its own code, where that is known. Of several that are wrong only together, one stands
+    for all. The second value is how far all are together.
     """
     model, dtype = setup.transformer, setup.dtype
     kernels, stock = kernels_of(model), setup.task.stock(setup.checkpoint)
     if not kernels:
         return {}, 0.0
-    with without_kernels(model):
-        expected = output_now(stock, model, inputs, dtype)
+    if expected is None:
+        with without_kernels(model):
+            expected = output_now(stock, model, inputs, dtype)
     limit = tolerance(expected, model, dtype) + allowed
     # What has a rounding of its own is judged by that, and the others without it.
     coarse = [switch for switch in kernels if switch.error]

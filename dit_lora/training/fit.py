@@ -15,6 +15,7 @@ from dit_lora.guard.event import Event
 from dit_lora.guard.gate import NonFiniteError, PoisonedStateError
 from dit_lora.training.base_output import check_kernels
 from dit_lora.training.checkpoints.files import checkpoint_path, newest_checkpoint
+from dit_lora.training.execution.base_alone import base_alone
 from dit_lora.training.guarding.agreement import note_averages, require_agreement
 from dit_lora.training.guarding.preflight import preflight
 from dit_lora.training.guarding.setup import chosen_norms
@@ -36,13 +37,11 @@ from dit_lora.training.step import StepResult
 def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     """Train to `train.steps` with metrics, checkpoints and validation; Ctrl-C saves and stops. Collective.
 
-    `on_checkpoint` is called at the start, and after each step that is saved or validated.
+    `on_checkpoint` is called at the start, once the base is shown, and after each step that is saved or validated.
     """
     setup = run.setup
     recipe, session, phases = setup.recipe, setup.session, setup.session.phases
-    # Before training, for the end to be compared with: "held-out loss: 0.8 before, 0.7 after".
-    if run.start_step == 0 or _was_not_measured(run):
-        validate(run, step=run.start_step)
+    base_waits = _show_start(run)
     if recipe.guard.preflight:
         with phases.timing("preflight"):
             _tell(run, preflight(setup, run.recovery, run.parity))
@@ -66,12 +65,20 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     with bar, stop_signals(session.launcher) as stop_asked:
 
         def on_step(result: StepResult) -> None:
-            # The step is taken: what fails from here on must not lose it.
+            nonlocal base_waits
             if phases.first_step_taken() and session.is_main:
                 phases.write(session.dir)
                 session.say(f"first step after {phases.line('before')}")
+            # The step is taken: what fails from here on must not lose it.
             with _kept_at(run, result.step):
-                _after_step(run, bar, result)
+                _average_and_note(run, bar, result)
+            if base_waits and not result.stop_code:
+                # Of the base, before anything is saved: samples that fail end the run in its first minutes.
+                base_waits = False
+                validate(run, step=0)
+                on_checkpoint()
+            with _kept_at(run, result.step):
+                _after_step(run, result)
             if any(every and result.step % every == 0 for every in shown):
                 on_checkpoint()
 
@@ -95,6 +102,21 @@ def _tell(run: Run, events: Iterable[Event]) -> None:
         run.setup.session.say(f"guard: {event.words}")
         if run.journal is not None:
             run.journal.event(event)
+
+
+def _show_start(run: Run) -> bool:
+    """Show what the run starts with, for the end to be compared with; return true if that waits until after the first step."""
+    if run.start_step == 0:
+        if not run.base.begins_alone:
+            validate(run, step=0)
+        return run.base.begins_alone
+    # Of a run that was stopped in its first step, before its base was shown.
+    stopped = run.start_step == 1 and run.base.begins_alone
+    if stopped and 0 not in held_out_losses(run.setup.session.dir):
+        validate(run, step=0)
+    if _was_not_measured(run):
+        validate(run, step=run.start_step)
+    return False
 
 
 def _was_not_measured(run: Run) -> bool:
@@ -130,7 +152,10 @@ def _loop(run: Run, bar: tqdm) -> Loop:
 def _read_at_once(run: Run, step: int) -> bool:
     """Return true for a step after which more of the run is looked at than its row: nothing of the next is under way then."""
     recipe = run.setup.recipe
-    # Validation and comparisons need the memory that the next step's gradients would take.
+    # The first is told of when it is taken. Validation and comparisons need the memory that the next step's gradients
+    # would take.
+    if step == run.start_step + 1:
+        return True
     looks = (recipe.train.save_every, recipe.validation.every, recipe.guard.parity_every)
     due = any(every and step % every == 0 for every in looks)
     return due or run.recovery.snapshots.due(step) or run.watcher.looks_at(step)
@@ -160,13 +185,9 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
     return run.parity.noting(run.setup.data.clips.loader(how), start_step)
 
 
-def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
+def _after_step(run: Run, result: StepResult) -> None:
     setup, recovery, step = run.setup, run.recovery, result.step
     train, phases = setup.recipe.train, setup.session.phases
-    if run.ema is not None:
-        # Only healthy steps come here: the average never sees one that tripped.
-        run.ema.step(step)
-    _note(run, bar, result)
     if result.stop_code:
         run.checkpoints.settle()  # what could not be written stops the run as a signal does
     last, snapshots = step == train.steps, recovery.snapshots
@@ -202,6 +223,13 @@ def _require_sound(run: Run, step: int, *, frozen: bool) -> None:
     require_not_lost(setup.engine, suspects.start_peak, step)
     require_finite_everywhere(accelerator, own_state(setup.engine, run.ema), step)
     require_unaltered(accelerator, suspects, step, frozen=frozen)
+
+
+def _average_and_note(run: Run, bar: tqdm, result: StepResult) -> None:
+    if run.ema is not None:
+        # Only healthy steps come here: the average never sees one that tripped.
+        run.ema.step(result.step)
+    _note(run, bar, result)
 
 
 def _note(run: Run, bar: tqdm, result: StepResult) -> None:
@@ -244,9 +272,10 @@ def _report(
 
 
 def validate(run: Run, step: int) -> None:
-    """Measure the held-out loss and show samples, of what would be saved. Collective."""
+    """Measure the held-out loss and show samples, of what would be saved; at step 0 of the base. Collective."""
     setup, phases = run.setup, run.setup.session.phases
-    with averaged(run):
+    of_base = step == 0 and run.base.begins_alone
+    with base_alone(setup.transformer) if of_base else averaged(run):
         with phases.timing("held-out loss"):
             loss = setup.task.held_out_loss(setup)
         if run.journal is not None and loss is not None:

@@ -38,6 +38,7 @@ from dit_lora_kernels.support import (
     Prepared,
     apply_plainly,
     launches,
+    layout_of,
     op,
     plain_layout,
     plain_layouts,
@@ -274,7 +275,7 @@ def _by_field(
 
 @dataclass(eq=False)
 class _StreamPlan:
-    """What one stream comes to, for operands of one layout of which none has to be copied."""
+    """Says what is done with one stream, for operands of one layout of which none has to be copied."""
 
     launch: Prepared
     fields: Layouts
@@ -356,7 +357,7 @@ def _backward_plan(
 
 
 class _Plan(NamedTuple):
-    """What a call comes to, for operands of one layout of which none has to be copied or can be wrong."""
+    """Says what a call does, for operands of one layout of which none has to be copied or can be wrong."""
 
     out: tuple[int, ...]
     stats: tuple[int, ...]
@@ -416,7 +417,7 @@ def _plan(norm: str, eps: float, given: tuple[PlainLayout | None, ...]) -> _Plan
     for i, (stream, part) in enumerate(zip(wide, stats.split(lengths, 2), strict=True)):
         fields = operands[2 + 5 * i : 7 + 5 * i]
         x, shift, scale, y, gate = fields
-        of_stats, groups = Layout.of(part), stream.groups()
+        of_stats, groups = layout_of(part), stream.groups()
         rows = (x, y, gate, shift, scale)
         launch = forward_launch(rows, operands[:2], of_stats, groups, eps)
         plans.append(_StreamPlan(launch, fields, operands[:2], of_stats, groups))

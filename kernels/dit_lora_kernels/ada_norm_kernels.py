@@ -14,6 +14,7 @@ from dit_lora_kernels.support import (
     Layout,
     Prepared,
     accumulator,
+    layout_of,
     packed,
     pipelined_row_block,
     readable_rows,
@@ -279,7 +280,7 @@ def backward_launch(
 
 def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
     """Return the tensors' layouts, None for one that is missing."""
-    return tuple([None if tensor is None else Layout.of(tensor) for tensor in tensors])
+    return tuple([None if tensor is None else layout_of(tensor) for tensor in tensors])
 
 
 def launch_forward(
@@ -299,7 +300,7 @@ def launch_forward(
     rows = [readable_rows(tensor) for tensor in ordered]
     affine = [packed(weight), packed(bias)]
     launch = forward_launch(
-        _layouts(rows), _layouts(affine), Layout.of(stats), stream.groups(), eps
+        _layouts(rows), _layouts(affine), layout_of(stats), stream.groups(), eps
     )
     launch(*rows, *affine, residual, out, stats)
 
@@ -323,8 +324,8 @@ def launch_backward(
         read = [readable_rows(v) for v in (grad, grad_residual, residual, y, gate, scale)]
         factor, made = packed(weight), (*rows, *partials)
         dtypes = tuple([None if tensor is None else tensor.dtype for tensor in made])
-        of_weight = None if factor is None else Layout.of(factor)
-        launch = backward_launch(_layouts(read), of_weight, Layout.of(stats), groups, count, dtypes)
+        of_weight = None if factor is None else layout_of(factor)
+        launch = backward_launch(_layouts(read), of_weight, layout_of(stats), groups, count, dtypes)
         launch(*read[:3], stats, *read[3:], factor, *made)
     return [None if p is None else total(p, chunks) for p in partials]
 

@@ -98,22 +98,22 @@ PlainLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]
 
 
 def plain_layout(tensor: Tensor) -> PlainLayout:
-    """Return what a tensor is but for its memory's address and values."""
+    """Return a tensor's `Layout` without names."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 class Layout(NamedTuple):
-    """What a tensor is but for its memory's address and values."""
+    """Says all of a tensor but its memory's address and its values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     device: torch.device
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Layout":
-        """Return the tensor's layout."""
-        return cls._make(plain_layout(tensor))
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Return the tensor's layout."""
+    return Layout._make(plain_layout(tensor))
 
 
 # Versions whose compiled kernels were seen to take all of a kernel's arguments, the compile-time ones in their places.

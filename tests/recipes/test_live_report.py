@@ -10,7 +10,7 @@ import pytest
 from dit_lora.report.run import background, page
 
 
-def test_reports_come_at_the_start_at_checkpoints_and_at_validation_and_may_fail(
+def test_reports_come_at_the_start_with_the_base_at_checkpoints_and_at_validation_and_may_fail(
     lora_main: Callable[[list[str]], None],
     smoke: list[str],
     tmp_path: Path,
@@ -31,7 +31,9 @@ def test_reports_come_at_the_start_at_checkpoints_and_at_validation_and_may_fail
     monkeypatch.setattr(background.Reporting, "update", _and_wait(background.Reporting.update))
     every = ["train.steps=6", "train.save_every=4", "validation.every=3", "guard.preflight=false"]
     lora_main([*smoke, *every, f"run.dir={run}"])
-    assert seen == [("running", step, "running") for step in (0, 3, 4, 6)] + [(None, 6, "finished")]
+    assert seen == [("running", step, "running") for step in (0, 1, 3, 4, 6)] + [
+        (None, 6, "finished")
+    ]
     told = capsys.readouterr().err
     assert told.count("warning: no report: ZeroDivisionError: a chart") == 1
     assert f"report:  {run / 'report.html'}" in told

@@ -63,7 +63,7 @@ def test_validation_looks_with_dropout_off_without_gradients_at_draws_of_its_own
     shape_clips: Path,
     calls: list[dict[str, Any]],
 ) -> None:
-    """Five clips, three draws each, before and after two training steps with heavy dropout."""
+    """Five clips, three draws each, of the base and after two training steps with heavy dropout."""
     run = tmp_path / "run"
     lora_main(
         [
@@ -76,7 +76,8 @@ def test_validation_looks_with_dropout_off_without_gradients_at_draws_of_its_own
             *UNCOMPARED,
         ]
     )
-    before, training, after = calls[:15], calls[15:17], calls[17:]
+    # Of the base once the first step is taken.
+    training, before, after = [calls[0], calls[16]], calls[1:16], calls[17:]
     assert len(after) == 15
     for call in before + after:
         assert not call["training"]

@@ -1,18 +1,21 @@
 """Checks a run before its first step, on its own model, shapes and samples; warns of what is wrong or refuses it."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
 
 from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.first_forward import refusal
-from dit_lora.guard.attention_backends import recorded_calls
+from dit_lora.guard.attention_backends import AttentionCall, recorded_calls
 from dit_lora.guard.block_kinds import noting_calls, one_of_each_kind
 from dit_lora.guard.block_parity import noting_inputs
 from dit_lora.guard.checks import (
@@ -24,7 +27,6 @@ from dit_lora.guard.checks import (
     check_base_weights,
     check_trainables,
     gradient_flow,
-    is_cached,
     stored_dtype,
     stored_precision,
     wrong_backends,
@@ -68,17 +70,17 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
                 *_tokens(setup),
             ],
         )
-    micro_batch, error = None, None
+    micro_batch, seen, error = None, _Seen(setup.transformer), None
     try:
         # A compiled block shows no modules, so that no hook could say which of them is at fault.
         with eager(setup.transformer):
             if not any(f.fatal for f in findings):  # or its first forward may fail at that
                 with timing("gradients"):
-                    micro_batch, of_flow = _first_healthy(setup, recovery.quarantine, parity)
+                    micro_batch, of_flow, seen = _first_healthy(setup, recovery.quarantine, parity)
                     findings += of_flow
             if micro_batch is not None:
                 with timing("attention"):
-                    findings += _remembered(setup, micro_batch)
+                    findings += _remembered(setup, micro_batch, seen)
     except torch.OutOfMemoryError:
         # The largest bucket is tried now, so that it does not end the run at whichever step it first comes.
         error = _too_large(setup)
@@ -116,10 +118,29 @@ def _tokens(setup: AnySetup) -> list[CheckFinding]:
     return [CheckFinding("tokens are embedded", not problems, words, fatal=bool(problems))]
 
 
+class _Seen:
+    """The outputs' peaks and the attention calls of a model's forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._monitor = Monitor(model, every=1)
+        self.calls: Counter[AttentionCall] = Counter()
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note them within; what was noted before is dropped."""
+        with self._monitor.watching(), recorded_calls() as self.calls:
+            yield
+
+    def peak(self) -> float:
+        """Return the largest magnitude of any module's output; once, as the notes are dropped."""
+        statistics = self._monitor.collect().values()
+        return max(values["abs_max"] for values in statistics if "abs_max" in values)
+
+
 def _first_healthy(
     setup: AnySetup, quarantine: Quarantine, parity: ParityWatch
-) -> tuple[MicroBatch | None, list[CheckFinding]]:
-    """Return the first micro-batch that is healthy, else the first, with what its gradients tell; None if all data is bad.
+) -> tuple[MicroBatch | None, list[CheckFinding], _Seen]:
+    """Return the first micro-batch that is healthy, else the first, with what its passes tell; None if all data is bad.
 
     A sample that is at fault is for the guard to leave out, not a reason to refuse the run. No more samples
     than training takes at once: a check must not need more memory than a step.
@@ -128,13 +149,14 @@ def _first_healthy(
     # All ranks try the same: one that read a torn file would go another way.
     if setup.engine.lockstep:
         broadcast_object_list(choices)
-    first: tuple[MicroBatch | None, list[CheckFinding]] = (None, [])
+    first: tuple[MicroBatch | None, list[CheckFinding], _Seen]
+    first = (None, [], _Seen(setup.transformer))
     for samples in choices[0]:
-        one = micro_batch_of(setup, collate(samples))
+        one, seen = micro_batch_of(setup, collate(samples)), _Seen(setup.transformer)
         with noting_inputs(setup.transformer) as learning, noting_calls(setup.transformer) as calls:
-            findings = _flow(setup, one)
+            findings = _flow(setup, one, seen)
         if first[0] is None:
-            first = one, findings
+            first = one, findings, seen
             parity.learning, parity.calls = learning, calls
         # Most often the first is healthy, and the others are never run.
         healthy = all(f.ok for f in findings if f.check == FINITE_GRADIENTS)
@@ -142,7 +164,7 @@ def _first_healthy(
             healthy = all(gather_object([healthy]))
         if healthy:
             parity.learning, parity.calls = learning, calls
-            return one, findings
+            return one, findings, seen
     return first
 
 
@@ -169,8 +191,11 @@ def _too_large(setup: AnySetup) -> DitLoraError:
     )
 
 
-def _flow(setup: AnySetup, micro_batch: MicroBatch) -> list[CheckFinding]:
-    """Check that gradients reach what they should, under the policy's autocast: one pass for each kind of sample."""
+def _flow(setup: AnySetup, micro_batch: MicroBatch, seen: _Seen) -> list[CheckFinding]:
+    """Check that gradients reach what they should, under the policy's autocast: one pass for each kind of sample.
+
+    `seen` notes the micro-batch's forward pass, which other checks need too.
+    """
     dtype = setup.dtype
     policy = dtype if dtype is torch.bfloat16 else None
     findings: list[CheckFinding] = []
@@ -182,7 +207,10 @@ def _flow(setup: AnySetup, micro_batch: MicroBatch) -> list[CheckFinding]:
     def backward() -> None:
         # Dropout draws from torch's generators, which a check must leave as it found them.
         with torch.random.fork_rng(cuda_devices(setup.transformer)):
-            for one in (micro_batch, *others):
+            with seen.noting():
+                loss = micro_batch.forward().losses.mean()
+            loss.backward()
+            for one in others:
                 one.forward().losses.mean().backward()
 
     def checked() -> None:
@@ -191,15 +219,12 @@ def _flow(setup: AnySetup, micro_batch: MicroBatch) -> list[CheckFinding]:
     return [*autocast_owner(setup.transformer, checked, policy), *findings]
 
 
-def _remembered(setup: AnySetup, micro_batch: MicroBatch) -> list[CheckFinding]:
+def _remembered(setup: AnySetup, micro_batch: MicroBatch, seen: _Seen) -> list[CheckFinding]:
     """Return the findings that depend on versions, device, model files, shapes and dtype alone; often from a file."""
     path = memory_file(setup)
     facts = _facts(setup, micro_batch)
-    # In lockstep a rank without its file would run the probe's forward alone, and wait in it for the others.
     trusted = setup.recipe.guard.preflight != ANEW
-    if setup.engine.lockstep:
-        trusted = all(gather_object([trusted and is_cached(path, facts)]))
-    return _together(setup, cached(path, facts, lambda: _probed(setup, micro_batch), trust=trusted))
+    return _together(setup, cached(path, facts, lambda: _judged(setup, seen), trust=trusted))
 
 
 def _facts(setup: AnySetup, micro_batch: MicroBatch) -> Mapping[str, Any]:
@@ -216,19 +241,15 @@ def _facts(setup: AnySetup, micro_batch: MicroBatch) -> Mapping[str, Any]:
     }
 
 
-def _probed(setup: AnySetup, micro_batch: MicroBatch) -> list[CheckFinding]:
-    # One forward serves two checks: peaks of the outputs, and attention at this model's own shapes and masks.
-    monitor = Monitor(setup.transformer, every=1)
-    with torch.no_grad(), monitor.watching(), recorded_calls() as calls:
-        micro_batch.forward()
-    peaks = [values["abs_max"] for values in monitor.collect().values() if "abs_max" in values]
+def _judged(setup: AnySetup, seen: _Seen) -> list[CheckFinding]:
+    """Judge the peaks of outputs, and attention at this model's own shapes and masks."""
     precision = stored_precision(
         stored_dtype(setup.task.stock(setup.checkpoint).weight_files()),
         setup.dtype,
-        max(peaks),
+        seen.peak(),
         saturates=is_emulated(setup.transformer),
     )
-    backends, _ = attention_backends(calls, setup.session.accelerator.device)
+    backends, _ = attention_backends(seen.calls, setup.session.accelerator.device)
     return [*precision, *backends]
 
 

@@ -5,25 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accelerate.utils import gather_object
-from torch import nn
 
 from dit_lora.environment.versions import probe_environment
 from dit_lora.guard.checks import CheckFinding, cached_findings, remember
-from dit_lora.numerics.dtensors import local
 from dit_lora.training.guarding.parity_memory import ANEW, device_facts, memory_file
 from dit_lora.training.task import AnySetup
 from dit_lora.training.tasks.held_out import HeldOut
 from dit_lora.version import __version__
-
-
-def does_nothing(model: nn.Module) -> bool:
-    """Return true if all that trains is a LoRA whose B is zero on every rank, as before its first step. Collective."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    is_lora = all(".lora_A." in name or ".lora_B." in name for name, _ in trained)
-    b = [local(p.detach()) for name, p in trained if ".lora_B." in name]
-    is_zero = is_lora and bool(b) and not any(bool(one.any()) for one in b)
-    # Of sharded weights a rank may hold a part that is zero still.
-    return all(gather_object([is_zero]))
 
 
 def base_loss(

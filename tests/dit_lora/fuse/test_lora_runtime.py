@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from dit_lora.fuse import lora
+from dit_lora.fuse import casts, lora
 from dit_lora.fuse.patches import fusion_of, mark
 from dit_lora_kernels.lora_linear import lower
 
@@ -44,12 +44,12 @@ def test_saved_bytes_are_half_of_pefts() -> None:
     with torch.autocast("cpu", BF16):
         for each in (model, stock):
             each(x)  # casts of the adapters belong to the step, not to a call
-            casts = [t for cast in lora._CASTS.values() for t in cast.lowered]
+            made = [t for cast in casts.CASTS.values() for t in cast.lowered]
 
             def run(m: Attention = each) -> tuple[Tensor, ...]:
                 return lora.project((m.q, m.k, m.v), x)
 
-            found.append(saved_bytes(run, besides=[*each.parameters(), *casts]))
+            found.append(saved_bytes(run, besides=[*each.parameters(), *made]))
     ours, theirs = found
     assert ours == 18 * 2 * (24 + 3 * 4)
     assert ours < 0.5 * theirs
@@ -63,7 +63,7 @@ def test_casts_are_made_once_and_never_missed() -> None:
 
     def cast() -> Tensor:
         model.q(x)
-        return lora._CASTS[model.q].lowered[0]
+        return casts.CASTS[model.q].lowered[0]
 
     first = cast()
     assert cast() is first
@@ -76,14 +76,14 @@ def test_casts_are_made_once_and_never_missed() -> None:
     third = cast()
     assert third is not second
     a.data.mul_(2)  # no trace
-    lora.renew_casts(model)
+    casts.renew_casts(model)
     assert torch.equal(cast(), a.bfloat16())
     a.data = a.data.clone()
     assert cast() is not third
-    scaled = lora._CASTS[model.q].lowered[1]
+    scaled = casts.CASTS[model.q].lowered[1]
     model.q.set_scale("default", 5.0)
     cast()
-    assert not torch.equal(lora._CASTS[model.q].lowered[1], scaled)
+    assert not torch.equal(casts.CASTS[model.q].lowered[1], scaled)
     for new in (nn.Parameter(torch.randn(4, 24)), nn.Parameter(torch.randn(4, 24))):
         model.q.lora_A["default"].weight = new  # another parameter, of the same version
         assert torch.equal(cast(), new.bfloat16())
@@ -112,7 +112,7 @@ def test_copies_and_state_dicts_know_nothing_of_casts() -> None:
     twin.load_state_dict(torch.load(file))
     assert torch.equal(twin(x), before[0])
     del twin, model
-    assert not lora._CASTS or all(layer is not None for layer in lora._CASTS)
+    assert not casts.CASTS or all(layer is not None for layer in casts.CASTS)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -173,29 +173,29 @@ def test_casts_are_renewed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *args: copies.append(1) or real(*args))
     model.k.lora_A["default"].weight.data.mul_(3)  # no trace
     model.v.lora_B["default"].weight.data.mul_(3)
-    lora.renew_casts(model)
+    casts.renew_casts(model)
     assert len(copies) == 2  # all A, all B
     for layer in layers_of(model):
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         expected = lower(a, b, layer.scaling["default"], BF16)
-        assert all(map(torch.equal, lora._CASTS[layer].lowered, expected))
+        assert all(map(torch.equal, casts.CASTS[layer].lowered, expected))
     found = step(model, inputs(BF16))
     with monkeypatch.context() as patch:
-        patch.setattr(lora, "lower", None)  # nobody makes a cast of its own
+        patch.setattr(casts, "lower", None)  # nobody makes a cast of its own
         assert all(map(torch.equal, step(model, inputs(BF16)), found))
-    lora._CASTS.clear()
+    casts.CASTS.clear()
     assert all(map(torch.equal, step(model, inputs(BF16)), found))
 
 
 def test_casts_that_no_forward_took_are_not_renewed() -> None:
     model, other = adapted(), adapted()
-    lora.renew_casts(model)
-    assert set(lora._CASTS) == set(layers_of(model))  # the other's are forgotten
+    casts.renew_casts(model)
+    assert set(casts.CASTS) == set(layers_of(model))  # the other's are forgotten
     model.q(inputs(BF16))
-    lora.renew_casts(model)
-    assert set(lora._CASTS) == {model.q}
-    lora.renew_casts(other)
-    assert not lora._CASTS
+    casts.renew_casts(model)
+    assert set(casts.CASTS) == {model.q}
+    casts.renew_casts(other)
+    assert not casts.CASTS
 
 
 def test_parameters_that_are_elsewhere_are_not_renewed() -> None:
@@ -207,8 +207,8 @@ def test_parameters_that_are_elsewhere_are_not_renewed() -> None:
     replaced.weight = sharded
     emptied = model.k.lora_B["default"].weight
     kept, emptied.data = emptied.data, torch.empty(0)
-    lora.renew_casts(model)
-    assert set(lora._CASTS) == {model.v, model.out}
+    casts.renew_casts(model)
+    assert set(casts.CASTS) == {model.v, model.out}
     replaced.weight, emptied.data = whole, kept
     assert all(map(torch.equal, step(model, x), expected))
 
@@ -218,7 +218,7 @@ def test_a_forward_leaves_the_casts_of_one_before_to_its_backward() -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = step(model, x)[2:]
     first = model(x)
-    lora.renew_casts(model)
+    casts.renew_casts(model)
     model(x)
     found = torch.autograd.grad(first.float().square().sum(), trained)
     assert all(map(torch.equal, found, expected))

@@ -70,8 +70,8 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[Run], N
     after = running._after_step
 
     def when(step: int, act: Callable[[Run], None]) -> None:
-        def then(run: Run, bar: Any, result: Any) -> None:
-            after(run, bar, result)
+        def then(run: Run, result: Any) -> None:
+            after(run, result)
             if result.step == step:
                 act(run)
 

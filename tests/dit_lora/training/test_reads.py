@@ -30,7 +30,7 @@ from dit_lora.families import DIFFUSION_FAMILIES
 from dit_lora.training import loop
 
 Main = Callable[[list[str]], None]
-STEPS = 3
+STEPS = 4
 OPTIONS = [
     f"train.steps={STEPS}",
     "train.accumulate=2",
@@ -41,12 +41,14 @@ OPTIONS = [
 ]
 ONCE_EACH = {step: ["cpu"] for step in range(1, STEPS + 1)}
 TWO_IN_FLIGHT = [
-    *("launch 1", "update 1"),
-    *("launch 2", "read 1", "update 2"),
+    *("launch 1", "update 1", "read 1"),
+    *("launch 2", "update 2"),
     *("launch 3", "read 2", "update 3"),
-    "read 3",
+    *("launch 4", "read 3", "update 4"),
+    "read 4",
 ]
-"""A step's update waits for the row of the step before it, which is read with this step's forward and backward queued."""
+"""A step's update waits for the row of the step before it, which is read with this step's forward and backward queued;
+the first is told of when it is taken."""
 METHODS = ("cpu", "tolist", "numpy")  # no op on the CPU tells of them
 OPS = {
     torch.ops.aten._local_scalar_dense.default: "item",

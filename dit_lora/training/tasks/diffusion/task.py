@@ -19,10 +19,11 @@ from dit_lora.families.family import DiffusionFamily
 from dit_lora.numerics.saturation import FP16_MAX, is_emulated
 from dit_lora.numerics.streams import fold
 from dit_lora.results.verify.diffusion_model import DiffusionStock
+from dit_lora.training.execution.base_alone import does_nothing
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
-from dit_lora.training.tasks.base_loss import base_loss, does_nothing
+from dit_lora.training.tasks.base_loss import base_loss
 from dit_lora.training.tasks.diffusion.cache_plan import transformer_digest
 from dit_lora.training.tasks.diffusion.model import put_kernels, quantized
 from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute

@@ -1,0 +1,61 @@
+"""The contract with a base that is shown after the first step: with B at zero a trained model is its base, to the bit."""
+
+import pytest
+import torch
+from family_cases.subject import Subject, adapted, encoded_batch
+from fuse_checks import by, fuse_all
+from torch import nn
+
+from dit_lora.numerics.streams import Streams
+from dit_lora.training.execution.base_alone import base_alone, does_nothing
+
+
+@torch.no_grad()
+def losses(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return subject.checkpoint.losses(model.eval(), batch, Streams(0, [0, 1, 2])).losses
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_trained_model_is_its_base_within_and_as_it_was_afterwards(
+    subject: Subject, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A is another one than before training, and B is put back where what is within fails."""
+    model, batch = adapted(subject), encoded_batch(subject)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    random = torch.Generator().manual_seed(7)
+    with by("reference", monkeypatch), torch.no_grad():
+        if fused:
+            fuse_all(model)
+        for name, parameter in trained.items():
+            if ".lora_B." in name:
+                parameter.zero_()
+        assert does_nothing(model)
+        base = losses(subject, model, batch)
+        for parameter in trained.values():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+        after = losses(subject, model, batch)
+        assert not torch.equal(after, base)
+        kept = {name: p.clone() for name, p in trained.items()}
+        with base_alone(model):
+            assert does_nothing(model)
+            assert torch.equal(losses(subject, model, batch), base)
+        with pytest.raises(ValueError, match="within"), base_alone(model):
+            raise ValueError("within")
+        assert not does_nothing(model)
+        assert all(torch.equal(p, kept[name]) for name, p in trained.items())
+        assert torch.equal(losses(subject, model, batch), after)
+
+
+def test_only_a_lora_whose_b_is_zero_does_nothing(subject: Subject) -> None:
+    model = adapted(subject)
+    b = [p for n, p in model.named_parameters() if ".lora_B." in n]
+    with torch.no_grad():
+        for one in b:
+            one.zero_()
+        assert does_nothing(model)
+        b[-1].view(-1)[-1] = 1e-20
+    assert not does_nothing(model)
+    b[-1].detach().zero_()
+    frozen = next(p for p in model.parameters() if not p.requires_grad)
+    frozen.requires_grad_(True)  # a group of base weights
+    assert not does_nothing(model)

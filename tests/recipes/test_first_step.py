@@ -1,0 +1,164 @@
+"""What a run does before its first step, what waits until it is taken, and what that changes: nothing but the order."""
+
+import gc
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import SCRIPT, launch_environment
+from runs import lines, same_adapter, trajectory
+
+from dit_lora.errors import DitLoraError, InterruptedRunError
+from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+from dit_lora.training import fit as fitting
+from dit_lora.training.checkpoints.files import checkpoint_steps
+from dit_lora.training.guarding import preflight as checking
+from dit_lora.training.run import Run
+from dit_lora.training.tasks.diffusion.task import DiffusionTask
+
+Main = Callable[[list[str]], None]
+
+
+@pytest.fixture
+def args(smoke: list[str]) -> list[str]:
+    """Three steps with two held-out losses and samples of one prompt."""
+    prompt = "validation.prompts=[a red disc moves]"
+    more = ["train.steps=3", "validation.held_out_draws=2", prompt, "validation.inference_steps=1"]
+    return [*smoke, *more, "guard.parity_every=0"]
+
+
+def test_the_base_is_shown_after_the_first_step_as_it_was_before(
+    lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: its loss and its samples, and what is trained. Nothing of the second step is under way."""
+    found: list[tuple[int, int, bool]] = []
+    validate = fitting.validate
+
+    def noted(run: Run, step: int) -> None:
+        taken = len(lines(run.setup.session.dir, "metrics.jsonl"))
+        no_gradient = all(p.grad is None for p in run.setup.transformer.parameters())
+        found.append((step, taken, no_gradient))
+        validate(run, step)
+
+    monkeypatch.setattr(fitting, "validate", noted)
+    later, before = tmp_path / "later", tmp_path / "before"
+    lora_main([*args, f"run.dir={later}"])
+    assert found == [(0, 1, True)]
+    with monkeypatch.context() as patch:
+        patch.setattr("dit_lora.training.base_output.does_nothing", lambda model: False)
+        lora_main([*args, f"run.dir={before}"])
+    assert found[1:] == [(0, 0, True)]
+    assert same_adapter(later, before)
+    assert trajectory(later) == trajectory(before)
+    losses = lines(later, "held_out.jsonl")
+    assert [one["step"] for one in losses] == [0, 3]
+    assert losses == lines(before, "held_out.jsonl")
+    assert losses[0] != losses[1]
+    samples = [sorted((run / "samples").rglob("*.mp4")) for run in (later, before)]
+    assert [path.parent.name for path in samples[0]] == ["step_000000", "step_000003"]
+    for one, other in zip(*samples, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_what_trains_from_other_values_than_zero_is_shown_before_it_is_trained(
+    lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    validate = fitting.validate
+
+    def noted(run: Run, step: int) -> None:
+        taken.append(len(lines(run.setup.session.dir, "metrics.jsonl")))
+        validate(run, step)
+
+    monkeypatch.setattr(fitting, "validate", noted)
+    full = ["train.mode=full", "lora={}", "optim.groups={backbone: {lr: 1e-4}}"]
+    lora_main([*args, *full, f"run.dir={tmp_path / 'run'}"])
+    assert taken == [0]
+
+
+def test_samples_that_fail_end_a_run_before_anything_is_saved(
+    lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise DitLoraError("a validation prompt cannot be used")
+
+    monkeypatch.setattr(DiffusionTask, "show", failing)
+    with pytest.raises(DitLoraError) as error:
+        lora_main([*args, "train.save_every=1", f"run.dir={tmp_path}/run"])
+    assert str(error.value) == "a validation prompt cannot be used"
+    assert not list(checkpoint_steps(tmp_path / "run"))
+    assert len(lines(tmp_path / "run", "metrics.jsonl")) == 1
+
+
+def test_a_run_that_is_stopped_in_its_first_step_shows_its_base_when_it_goes_on(
+    lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stops it does not wait for samples."""
+
+    @contextmanager
+    def asked(_launcher: object) -> Iterator[Callable[[], int]]:
+        yield lambda: 143
+
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    args = [*args, "validation.every=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "stop_signals", asked)
+        with pytest.raises(InterruptedRunError):
+            lora_main([*args, f"run.dir={stopped}"])
+    assert list(checkpoint_steps(stopped)) == [1]
+    assert not lines(stopped, "held_out.jsonl")
+    assert not (stopped / "samples").exists()
+    lora_main([*args, f"run.dir={stopped}", "train.resume=auto"])
+    lora_main([*args, f"run.dir={whole}"])
+    assert lines(stopped, "held_out.jsonl") == lines(whole, "held_out.jsonl")
+    assert same_adapter(stopped, whole)
+    sample = Path("samples", "step_000000", "prompt_00.mp4")
+    assert (stopped / sample).read_bytes() == (whole / sample).read_bytes()
+
+
+def test_one_pass_serves_the_checks_of_gradients_and_of_attention(
+    lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the run's own, with gradients: attention backends are judged at its calls, and precision by its peaks."""
+    passes: list[bool] = []
+    losses, remembered = CogVideoXCheckpoint.losses, checking._remembered
+    findings: list[Any] = []
+
+    def counted(*inputs: Any) -> Any:
+        passes.append(torch.is_grad_enabled())
+        return losses(*inputs)
+
+    def judged(setup: Any, one: Any, seen: Any) -> Any:
+        assert [calls.query.shape[-2] for calls in seen.calls]
+        began = len(passes)
+        findings.extend(remembered(setup, one, seen))
+        assert passes[began - 1]
+        assert len(passes) == began, "the checks ran the model again"
+        return findings
+
+    monkeypatch.setattr(CogVideoXCheckpoint, "losses", counted)
+    monkeypatch.setattr(checking, "_remembered", judged)
+    lora_main([*smoke, "train.steps=1", f"run.dir={tmp_path / 'run'}"])
+    words = {finding.check: finding.words for finding in findings}
+    assert words["attention"].startswith("every one of 1 attention calls")
+    assert words["attention backend math"].startswith("right at 1 of 1 calls")
+
+
+def test_what_is_imported_is_no_matter_for_the_garbage_collector(lora_main: Main) -> None:
+    """And at the end of the process nothing is reported as a leak."""
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 100_000
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--help"],
+        env=launch_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "usage: accelerate launch" in done.stdout
+    assert "leak" not in done.stderr
