@@ -101,6 +101,8 @@ def attend(
     # The dispatcher takes heads behind tokens, as projections and the kernel of q and k leave them: nothing is moved.
     options: Any = {"attn_mask": mask, "backend": name, "parallel_config": parallel}
     dispatch = partial(dispatch_attention_fn, query, key, value, **options)
+    if mask is not None and backend is not None:
+        refuse_masks(backend)
     if mask is None or not mask.is_cuda:
         with attention_call():
             return dispatch()
