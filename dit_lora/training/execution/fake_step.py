@@ -73,13 +73,11 @@ class _FakeMode(FakeTensorMode):
     PyTorch's own asks how often a fake copy of the mask is true, which nobody knows.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index.Tensor:
             tensor, indices = args
             args = tensor, [place for index in indices for place in _places(index)]
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
