@@ -56,7 +56,7 @@ TESTED: Mapping[str, Tested] = {
     "triton": Tested("3.6", "3.9.0", 4, required=False),  # the floor is what torch 2.11 pins
     "flash-attn": Tested("2.7", None, 3, required=False),
     "liger-kernel": Tested("0.8.5", "0.8.5", 1, required=False),
-    "bitsandbytes": Tested("0.48", "0.50.2", 1, required=False),
+    "bitsandbytes": Tested("0.50", "0.50.2", 1, required=False),
     "deepspeed": Tested("0.19.8", "0.19.8", 1, required=False),
     "prodigyopt": Tested("1.1.2", "1.1.2", 2, required=False),
 }
