@@ -89,10 +89,10 @@ def test_floors_are_those_of_pyproject():
 JUDGED = {
     "tested": "torch=2.13.0+cu126 triton=3.9.0",
     "in range": "torch=2.11.0+cu130 torch=2.13.1 torch=2.14.0.dev20260901 torch=2.15.1 diffusers=0.42.0 "
-    "av=17.1.0 av=19.0.2",
-    "untested": "torch=2.16.0 torch=2.16.0.dev20260901 diffusers=0.43.0 av=19.1.0 flash-attn=2.8.3",
+    "av=17.1.0",
+    "untested": "torch=2.16.0 torch=2.16.0.dev20260901 diffusers=0.43.0 av=18.2.0 flash-attn=2.8.3",
     "refused": "torch=2.10.9 torch=3.0.0 torch=3.0.0.dev20260901 torch=nonsense diffusers=0.41.0 "
-    "diffusers=1.0.0 av=20.0.0 bitsandbytes=0.44.1 flash-attn=3.0.0",
+    "diffusers=1.0.0 av=19.0.0 bitsandbytes=0.44.1 flash-attn=3.0.0",
 }
 
 
