@@ -1,6 +1,7 @@
 """What pages have before their first block runs, what stands in for the Hub and for a GPU, and what is not run."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from dit_lora.config.load import dump_recipe, load_recipe
 from dit_lora.data.chat import mvbench
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.data.synthetic.conversations import write_conversations
+from dit_lora.environment.versions import package_status, probe_environment
 
 PAGES = sorted(
     [
@@ -185,6 +187,20 @@ def your_own(page: Path, folder: Path, shared: Shared) -> None:
         path = folder / name
         if path.parent.is_dir() and not path.exists():
             path.symlink_to(shared.clips if source == "clips" else folder / source)
+
+
+_VERSION = re.compile(r"^ (?P<name>[\w-]+) +(?P<set>\S+) +(?P<tested>\S+) +tested$", re.MULTILINE)
+
+
+def as_installed(text: str) -> str:
+    """The table of `dit-lora doctor`, printed with constraints.txt's versions on a CPU, as it is with those that are here."""
+    env = probe_environment()
+
+    def row(printed: re.Match[str]) -> str:
+        name = printed["name"]
+        return f" {name} {env.versions[name]} {printed['tested']} {package_status(name, env)}"
+
+    return _VERSION.sub(row, text)
 
 
 _YOUR_OWN = {

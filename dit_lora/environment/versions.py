@@ -26,12 +26,18 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 @dataclass(frozen=True)
 class Tested:
-    """A distribution's range: floor <= tested release < first untested major."""
+    """A distribution's range: floor <= tested release <= newest tested < first untested major."""
 
     floor: str
-    release: str | None  # None: no build of it could be tested
+    release: str | None  # that of constraints.txt; None: no build of it could be tested
     next_major: int
     required: bool = True
+    newer: str | None = None  # the newest that the tests passed with, where it is not that release
+
+    @property
+    def newest(self) -> str | None:
+        """The newest release that the tests passed with; None if no build could be tested."""
+        return self.newer or self.release
 
     def requirement(self, name: str) -> str:
         """Return the range as pip reads it."""
@@ -39,18 +45,18 @@ class Tested:
 
 
 TESTED: Mapping[str, Tested] = {
-    "torch": Tested("2.11", "2.13.0", 3),
+    "torch": Tested("2.11", "2.13.0", 3, newer="2.15.0"),
     "diffusers": Tested("0.42", "0.42.1", 1),
     "transformers": Tested("5.17", "5.23.0", 6),
     "peft": Tested("0.20", "0.21.2", 1),
     "accelerate": Tested("1.15", "1.15.0", 2),
     "huggingface_hub": Tested("1.32", "2.4.0", 3),
     "safetensors": Tested("0.8", "0.8.0", 1),
-    "av": Tested("14.1", "18.1.0", 19),
+    "av": Tested("17.1", "18.1.0", 19),  # 19 hangs in forked workers that read clips
     "triton": Tested("3.6", "3.9.0", 4, required=False),  # the floor is what torch 2.11 pins
     "flash-attn": Tested("2.7", None, 3, required=False),
     "liger-kernel": Tested("0.8.5", "0.8.5", 1, required=False),
-    "bitsandbytes": Tested("0.48", "0.50.2", 1, required=False),
+    "bitsandbytes": Tested("0.50", "0.50.2", 1, required=False),
     "deepspeed": Tested("0.19.8", "0.19.8", 1, required=False),
     "prodigyopt": Tested("1.1.2", "1.1.2", 2, required=False),
 }
@@ -205,16 +211,17 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
 
 
 def package_status(name: str, env: Environment) -> Status:
-    """Return a distribution's status: `in range` is from the floor to the tested minor release, `untested` is newer."""
+    """Return a distribution's status: `in range` is from the floor to the newest tested minor release, `untested` is newer."""
     tested = TESTED[name]
     if name not in env.versions:
         return "missing" if tested.required else "absent"
     release = env.release(name)
     if release is None or not _release(tested.floor) <= release < (tested.next_major, 0, 0):
         return "refused"
-    if tested.release is None or release[:2] > _release(tested.release)[:2]:
+    if tested.newest is None or release[:2] > _release(tested.newest)[:2]:
         return "untested"
-    return "tested" if release == _release(tested.release) else "in range"
+    exact = tested.release is not None and release == _release(tested.release)
+    return "tested" if exact else "in range"
 
 
 def problems(env: Environment) -> list[VersionProblem]:
@@ -245,7 +252,7 @@ def _version_problem(name: str, env: Environment) -> VersionProblem | None:
         what = f"no build of {name} could be tested; got {version}"
         return VersionProblem(name, "warn", what, f"to do without it: pip uninstall -y {name}")
     if status == "untested":
-        what = f"{name} was tested up to {tested.release}; got {version}"
+        what = f"{name} was tested up to {tested.newest}; got {version}"
         return VersionProblem(name, "warn", what, _install(f"{name}=={tested.release}", env))
     wanted = tested.requirement(name)
     received = f"got {version}" if version else "it is not installed"

@@ -130,7 +130,7 @@ class Reader:
         self.said = block.heading, said.getvalue()
 
     def _text(self, block: Block) -> None:
-        self._compare(block, block.text)
+        self._compare(block, doc_pages.as_installed(block.text))
 
     def _compare(self, block: Block, expected: str) -> None:
         assert self.said, f"{block}: output of nothing; say <!-- example: REASON --> above it"

@@ -6,8 +6,10 @@ Nothing here needs torch, so that the audit's processes start quickly.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import av
+from packaging.version import Version
 from PIL import Image
 
 from dit_lora.data.media.media import Media
@@ -34,6 +36,11 @@ _NO_PROTOCOL = "none"
 # Pillow also knows formats whose reading starts another program, as EPS does Ghostscript.
 _IMAGES = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "JPEG2000", "PPM")
 
+# PyAV 19 reads metadata of any encoding, and has no option for it.
+_ANY_ENCODING: dict[str, Any] = (
+    {"metadata_errors": "replace"} if Version(av.__version__).major < 19 else {}
+)
+
 
 def open_media(media: Media) -> av.container.InputContainer:
     """Open a container that opens nothing but this file: no other, no address, no device.
@@ -47,7 +54,7 @@ def open_media(media: Media) -> av.container.InputContainer:
         "format_whitelist": _FORMATS,
         "max_pixels": str(MOST_PIXELS),
     }
-    container = av.open(source, "r", options=options, metadata_errors="replace")
+    container = av.open(source, "r", options=options, **_ANY_ENCODING)
     # Options of the container do not reach its decoders.
     for stream in container.streams.video:
         if stream.codec_context is not None:

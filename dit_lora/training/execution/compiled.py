@@ -39,7 +39,7 @@ _BACKEND = "inductor"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 # Dynamo turns most of what its tracer meets into exceptions of its own, not these (`_compile` in convert_frame.py of
-# torch 2.11 and 2.13); and code that it has traced wrongly fails, when run, with whatever Python raises there.
+# torch 2.11, 2.13 and 2.15); and code that it has traced wrongly fails, when run, with whatever Python raises there.
 _UNWRAPPED = (
     AssertionError,
     AttributeError,

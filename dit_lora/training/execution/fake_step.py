@@ -1,12 +1,12 @@
 """A training step on tensors without values: every op runs as it would, and no memory is taken."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,7 +36,7 @@ class FakeStep:
             device = CPU  # Accelerate's is cpu:0 in several processes; a fake one is not its equal
         self._step = _Step(model)
         floats = {name: one for name, one in batch.items() if one[1].is_floating_point}
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with _FakeMode(allow_non_fake_inputs=True):
             self.weights: Tensors = {
                 name: torch.empty(t.shape, dtype=t.dtype, device=device).requires_grad_(
                     t.requires_grad
@@ -65,6 +65,26 @@ class FakeStep:
         weights = self.weights.values()
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         return Live([*weights, *gradients, *self.batch.values()])
+
+
+class _FakeMode(FakeTensorMode):
+    """A fake mode in which a tensor without values can be indexed by a mask that has them.
+
+    PyTorch's own asks how often a fake copy of the mask is true, which nobody knows.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index.Tensor:
+            tensor, indices = args
+            args = tensor, [place for index in indices for place in _places(index)]
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """Return a mask's indices, one tensor a dimension; of anything else, itself."""
+    if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool:
+        return [index]
+    return index.nonzero().unbind(1)
 
 
 class _Step(nn.Module):

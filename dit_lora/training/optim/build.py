@@ -123,8 +123,12 @@ def total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch
     """Return the norm over all gradients, an fp64 scalar; 0 of none, which a step of text has for the vision encoder."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)
-    total = torch.linalg.vector_norm(torch.stack(list(norms)))
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        # One by one: for sharded tensors torch 2.15 takes `_foreach_norm`'s dtype for a dimension.
+        norms = [torch.linalg.vector_norm(one, 2, dtype=torch.float64) for one in gradients]
+    else:
+        norms = list(torch._foreach_norm(list(gradients), 2, dtype=torch.float64))
+    total = torch.linalg.vector_norm(torch.stack(norms))
     # Sharded gradients (FSDP2) have a sharded norm.
     return (total.full_tensor() if isinstance(total, DTensor) else total).to(device)
 

@@ -88,8 +88,9 @@ def test_floors_are_those_of_pyproject():
 
 JUDGED = {
     "tested": "torch=2.13.0+cu126 triton=3.9.0",
-    "in range": "torch=2.11.0+cu130 torch=2.13.1 diffusers=0.42.0 av=14.1.0",
-    "untested": "torch=2.14.0 torch=2.14.0.dev20260901 diffusers=0.43.0 av=18.2.0 flash-attn=2.8.3",
+    "in range": "torch=2.11.0+cu130 torch=2.13.1 torch=2.14.0.dev20260901 torch=2.15.1 diffusers=0.42.0 "
+    "av=17.1.0",
+    "untested": "torch=2.16.0 torch=2.16.0.dev20260901 diffusers=0.43.0 av=18.2.0 flash-attn=2.8.3",
     "refused": "torch=2.10.9 torch=3.0.0 torch=3.0.0.dev20260901 torch=nonsense diffusers=0.41.0 "
     "diffusers=1.0.0 av=19.0.0 bitsandbytes=0.44.1 flash-attn=3.0.0",
 }
@@ -112,6 +113,9 @@ def test_an_untested_version_warns_and_names_what_was_tested():
     (line,) = require_compatible(having(ON_CPU, "diffusers=0.43.0"), allow_untested=False)
     for part in ("0.42.1", "0.43.0", 'pip install "diffusers==0.42.1"'):
         assert part in line
+    (line,) = require_compatible(having(ON_CPU, "torch=2.16.0+cpu"), allow_untested=False)
+    assert "torch was tested up to 2.15.0; got 2.16.0+cpu" in line
+    assert 'pip install "torch==2.13.0" --index-url' in line  # the set that is tested as a whole
     (line,) = require_compatible(having(ON_CPU, "flash-attn=2.8.3"), allow_untested=False)
     assert "no build of flash-attn could be tested" in line
 

@@ -13,6 +13,7 @@ from peft import LoraConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_lora.errors import DitLoraError
 from dit_lora.families.answer_losses import with_answer_losses
@@ -209,6 +210,20 @@ BATCH = {
 }
 
 
+class Calls(TorchDispatchMode):
+    """The names of the ops that ran; torch 2.15's profiler does not list all that are written in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     model.zero_grad()
     losses = model(**BATCH)
@@ -234,11 +249,10 @@ def test_a_model_is_the_stock_one_and_given_back_bit_for_bit(name: str) -> None:
     assert report.ops == ["liger"]
     norms = 5 if name == "qwen3" else 3
     assert len(fusion_of(model).replaced) == norms + 2
-    with torch.profiler.profile() as profile:
+    with Calls() as ran:
         got = gradients(model)
-    ran = {event.key for event in profile.key_averages()}
     for op in ("rms_norm", "swiglu", "rotation"):
-        assert f"dit_lora::liger_{op}" in ran, op
+        assert f"dit_lora::liger_{op}" in ran.names, op
     assert sum("norm" in parameter for parameter in got) == norms
     assert got.keys() == wanted.keys()
     for parameter, tensor in wanted.items():

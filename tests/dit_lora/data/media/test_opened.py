@@ -109,6 +109,16 @@ def test_a_text_that_names_addresses_opens_none(
     assert [fault.code for fault in probe(media).faults] == ["not_media"]
 
 
+def test_a_name_in_another_encoding_is_no_fault(tmp_path: Path) -> None:
+    """PyAV before 19 raises where metadata are not UTF-8, unless it is told otherwise."""
+    media = clip(tmp_path)
+    plain, data = read_header(media), media.path.read_bytes()
+    assert data.count(b"Lavf") == 1  # the writer's name, which a header holds
+    media.path.write_bytes(data.replace(b"Lavf", b"L\xe1v\xff"))
+    assert read_header(media) == plain
+    assert not probe(media).faults
+
+
 def test_media_are_opened_in_one_place() -> None:
     """Elsewhere the library only writes; the faults are written there too."""
     wrong, known = [], 0

@@ -1,0 +1,42 @@
+"""A step without values does what a model does with the integers that it is given, which have them."""
+
+import pytest
+import torch
+from torch import nn
+
+from dit_lora.training.execution.fake_step import FakeStep
+
+
+class Merged(nn.Module):
+    """Features in the places of a sequence that its ids mark, written and read by a mask, as SmolVLM2's model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+        self.project = nn.Linear(2, 3)
+
+    def forward(self, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        marked = ids == 4
+        numbers = marked.cumsum(-1) - 1
+        placed = torch.zeros_like(self.table(ids))
+        placed[marked] = self.project(features)[numbers[marked]]
+        words = self.table(ids)[~marked]
+        return placed.square().sum() + words.sum()
+
+
+@pytest.mark.parametrize("marked", [(), (1, 4), (0, 1, 2, 3, 4, 5)])
+def test_a_mask_with_values_says_how_many_places_there_are(marked: tuple[int, ...]) -> None:
+    ids = torch.ones(1, 6, dtype=torch.int64)
+    ids[0, list(marked)] = 4
+    step = FakeStep(
+        Merged(),
+        {"features": ((6, 2), torch.float32), "ids": (tuple(ids.shape), ids.dtype)},
+        {"ids": ids},
+    )
+    with step.live() as live:
+        step.run(lambda model, batch: model(batch["ids"], batch["features"]).backward())
+    gradients = {name: weight.grad for name, weight in step.weights.items()}
+    assert {name: grad.shape for name, grad in gradients.items() if grad is not None} == {
+        name: weight.shape for name, weight in step.weights.items()
+    }
+    assert live.now == sum(weight.nbytes for weight in step.weights.values())
