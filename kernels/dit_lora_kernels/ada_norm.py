@@ -331,18 +331,11 @@ def _backward_plan(
     y_is_x, wanted = _wanted(gate is None, bias is not None, dtypes, want, (False, False))
     (B, T, D), wide = x.shape, stream.stats.dtype
     count, chunks = programs(B * T, T // stream.groups, any(wanted[2:]))
-    # A sum of one program that is a table's gradient as it stands is stored in its dtype, and never cast.
-    factors = weight is not None or bias is not None
-    finals = (
-        wide if want.scale and bias is not None else dtypes.shift,
-        wide if factors else dtypes.scale,
-        dtypes.gate,
-    )
     tables = [v.shape for v in (shift, scale, gate) if v is not None]
     table = tables[0] if tables else (B, 1, D)
     shape = table if chunks == 1 else (*table[:-1], chunks, D)
     made: list[tuple[tuple[int, ...], Any]] = [(x.shape, x.dtype), (x.shape, dtypes.y)]
-    made += [(shape, final if chunks == 1 else wide) for final in finals]
+    made += [(shape, wide)] * 3
     kept = tuple([m if w else None for m, w in zip(made, wanted, strict=True)])
     residual = x if y is None else x._replace(stride=(T * D, D, 1))
     launch = backward_launch(

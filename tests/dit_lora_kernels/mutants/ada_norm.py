@@ -119,11 +119,6 @@ MUTANTS: list[tuple[str, str, str]] = [
         "x",
     ),
     (
-        "a plan rounds dscale before its weight",
-        "wide if factors else dtypes.scale,",
-        "dtypes.scale,",
-    ),
-    (
         "a plan keeps y for another field",
         "y if needs[5 * i + 4] else None",
         "y if needs[5 * i + 1] else None",
