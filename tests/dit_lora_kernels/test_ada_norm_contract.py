@@ -214,6 +214,9 @@ def test_no_plan_for_what_needs_a_copy_or_is_looked_at() -> None:
     assert no_plan("batch")
     assert no_plan(x=torch.randn(2, 40, 7, device=DEVICE).transpose(1, 2))
     assert no_plan(gate=torch.randn(2, 40, device=DEVICE))  # another shape than the other tables
+    assert no_plan(
+        shift=torch.randn(2, 7, 40, device=DEVICE)
+    )  # a row a token, beside a row a sample
     assert no_plan(shift=torch.randn(2, 1, 80, device=DEVICE)[..., ::2])
     assert no_plan(y=torch.empty(2, 7, 40, device="meta"))
     assert no_plan(bias=torch.zeros(40, device=DEVICE, requires_grad=True))

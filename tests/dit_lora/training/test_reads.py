@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from chat_runs import common, write_data
 from launching import ROOT
+from packaging.version import Version
 from smoke_recipes import SMOKES
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
@@ -227,9 +229,15 @@ CHATS = {
     "qwen": "qwen2.5-vl",
     "smolvlm2": "smolvlm2",
 }
+# Transformers 5.17 writes this model's image features by a mask as an index, which reads the mask; 5.23 does not.
+OLD = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="Transformers' own code reads"
+)
 
 
-@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[OLD] if name == "smolvlm2" else []) for name in CHATS]
+)
 def test_a_healthy_step_of_a_chat_model_is_read_once(
     lora_main: Main,
     tiny_checkpoints: dict[str, Path],
