@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from accelerate.state import AcceleratorState
 from tqdm import tqdm
 
@@ -39,6 +40,8 @@ def forked(main: Main, args: list[str], environment: dict[str, str], log: Path) 
         # tqdm's own lock is shared by forks, and never let go of by one that is killed with it.
         tqdm.set_lock(threading.RLock())
         AcceleratorState._reset_state(reset_partial_state=True)
+        # Builds of PyTorch for CUDA count a fake device as one, and then start no engine in a copy: before it is seen.
+        torch.ones((), requires_grad=True).backward()
         with reported_errors():
             main(args)
         code = 0

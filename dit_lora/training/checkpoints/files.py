@@ -258,6 +258,10 @@ def _clear_leftovers(folder: Path) -> None:
     for pattern in _ASIDE:
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)
+    # Of best.json, by `write_whole`: this process may be writing its own at the moment.
+    for half in folder.glob(".*.json.*.partial"):
+        if not half.name.endswith(f".{os.getpid()}.partial"):
+            half.unlink(missing_ok=True)
 
 
 def _write_synced(path: Path, data: bytes | Tensors) -> None:

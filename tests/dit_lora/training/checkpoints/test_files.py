@@ -127,9 +127,15 @@ def test_a_save_that_died_half_way_is_passed_over_and_does_not_block_the_next(
     leftover = tmp_path / "checkpoints" / ".step_000002.partial"
     leftover.mkdir()
     (leftover / "trainable.safetensors").write_bytes(b"half")
+    half = [
+        leftover.with_name(f".best.json.{pid}.partial") for pid in (os.getpid() + 1, os.getpid())
+    ]
+    for path in half:
+        path.write_text("{")
     assert newest_checkpoint(tmp_path) == good
     assert newest_checkpoint(tmp_path) != save(tmp_path, 2, model, optimizer)
     assert not leftover.exists()
+    assert [path.exists() for path in half] == [False, True]  # its own it may be writing
 
 
 @pytest.mark.parametrize("after_files", [0, 1, 3])
