@@ -29,7 +29,9 @@ def test_phases_add_up_nest_and_tell_waiting_from_work() -> None:
     checks, waiting = (next(p for p in phases.all if p.name == n) for n in ("checks", "waiting"))
     kernels = next(p for p in phases.all if p.name == "checks/kernels")
     assert (checks.count, kernels.count) == (2, 2)
-    assert checks.seconds >= kernels.seconds >= kernels.cpu_seconds >= 0.12
+    assert checks.seconds >= kernels.seconds
+    assert kernels.seconds > kernels.cpu_seconds - 0.01  # two clocks, of different grain
+    assert kernels.cpu_seconds >= 0.12
     assert waiting.seconds >= 0.1
     assert waiting.cpu_seconds < 0.05
     line = phases.line("before")
