@@ -47,7 +47,7 @@ class Times:
     step: float
     """Of its process for a step after the first, of those in between the mean."""
     beside: float
-    """Of its process for the base's held-out loss and samples, where they follow the first step."""
+    """CPU seconds for the base's held-out loss and samples, where they follow the first step."""
     after: tuple[float, float]
     """After its last step, to its end."""
 

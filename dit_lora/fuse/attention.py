@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.fuse.lora import is_hooked, project
+from dit_lora.fuse.lora import has_observers, is_hooked, project
 from dit_lora.fuse.patches import ATTENTION, Fusion, ProcessorPatch
 from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.opaque import ONLY_COUNTS
@@ -150,8 +150,9 @@ def project_output(attn: Any, attended: torch.Tensor) -> torch.Tensor:
     """Return attention's output (B, S, H * D) after its projection and dropout."""
     projection, dropout = attn.to_out
     output: torch.Tensor = projection(attended)
-    # Not called where PyTorch would return its input.
-    if type(dropout) is nn.Dropout and dropout.p == 0 and not is_hooked(dropout):
+    # Not called where PyTorch would return its input, and nobody would see the call.
+    is_idle = type(dropout) is nn.Dropout and dropout.p == 0
+    if is_idle and not is_hooked(dropout) and not has_observers((dropout,)):
         return output
     return dropout(output)  # type: ignore[no-any-return]
 

@@ -82,7 +82,7 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     if outputs is None:
         return tuple(layer(x) for layer in layers)
     # Nobody would see the calls: no layer with hooks comes here while compiling (`_is_fused`).
-    if torch.compiler.is_compiling() or not _has_observers(layers):
+    if torch.compiler.is_compiling() or not has_observers(layers):
         return outputs
     for layer, y in zip(layers, outputs, strict=True):
         layer.__dict__[_READY] = (x, y)
@@ -94,7 +94,7 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
             layer.__dict__.pop(_READY, None)
 
 
-def _has_observers(layers: Sequence[nn.Module]) -> bool:
+def has_observers(layers: Sequence[nn.Module]) -> bool:
     """Return whether a call of any of the layers runs hooks: its own, or those of all modules."""
     if _has_any_global_hook():
         return True

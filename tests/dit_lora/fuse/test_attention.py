@@ -26,6 +26,7 @@ from dit_lora.fuse.attention import (
     Recomputable,
     attend,
     heads_mask,
+    project_output,
     require_backend,
 )
 from dit_lora.guard.switches import attention_switches, find_switch
@@ -126,6 +127,35 @@ def test_pytorchs_attention_is_called_past_the_dispatcher_and_no_other(
     monkeypatch.setattr(attention.Registry, "_checks_enabled", True)
     attend(query, key, value, None, None)
     assert len(dispatched) == 2 + (name == "_native_math")
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_dropout_that_drops_nothing_is_called_for_whoever_looks(
+    rate: float, everywhere: bool
+) -> None:
+    attn = Attention(query_dim=24, heads=3, dim_head=8, dropout=rate)
+    attended, seen = torch.randn(2, 7, 24), []
+
+    def look(module: torch.nn.Module, *_: Any) -> None:
+        seen.append(module)
+
+    stock = attn.to_out[1]
+    torch.manual_seed(0)
+    expected = stock(attn.to_out[0](attended))
+    torch.manual_seed(0)
+    assert torch.equal(project_output(attn, attended), expected)
+    hook = (
+        torch.nn.modules.module.register_module_forward_hook
+        if everywhere
+        else stock.register_forward_hook
+    )
+    handle = hook(look)
+    try:
+        project_output(attn, attended)
+    finally:
+        handle.remove()
+    assert stock in seen
 
 
 @pytest.mark.parametrize("queries", [1, 5])

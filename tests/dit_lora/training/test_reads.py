@@ -245,7 +245,7 @@ def test_a_healthy_step_of_a_chat_model_is_read_once(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    """By our own code, with videos, images and texts; Transformers' models may read more."""
+    """Count what our own code reads, with videos, images and texts; Transformers' models may read more."""
     data = write_data(tmp_path / "data")
     args = common(name, tiny_checkpoints[CHATS[name]], data, tmp_path)
     steps = 6  # enough for each kind of media
