@@ -42,6 +42,8 @@ class DiffusionTask:
         if session.recipe.train.mode == "full":
             # The result copies these: a file that cannot be copied is refused before training.
             own_files(checkpoint.path)
+        for line in checkpoint.notes(session.recipe):
+            session.say(line)
         return precompute(session, checkpoint)
 
     def load_trainable(
@@ -77,7 +79,15 @@ class DiffusionTask:
         return transformer_digest(checkpoint, recipe, digests)
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
+        timesteps = recipe.train.timesteps
+        # Left out where it is the family's, as in checkpoints from before the option.
+        schedule: dict[str, Any] = {}
+        if timesteps is not None:
+            schedule["train.timesteps"] = timesteps.model_dump()
+        if recipe.train.guidance_scale is not None:
+            schedule["train.guidance_scale"] = recipe.train.guidance_scale
         return {
+            **schedule,
             "data.caption_dropout": recipe.data.caption_dropout,
             "data.flip": recipe.data.flip,
             "data.image_dropout": recipe.data.image_dropout,
@@ -89,6 +99,7 @@ class DiffusionTask:
         data = setup.recipe.data
         return {
             "index": setup.checkpoint.index_changes(),
+            **({"part": setup.checkpoint.part} if setup.checkpoint.parts else {}),
             "video": {key: getattr(data, key) for key in ("frames", "height", "width", "fps")},
         }
 
@@ -123,7 +134,13 @@ class DiffusionTask:
             index = checkpoint.index_changes()
             gathered = weights if setup.engine.lockstep else None
             return save_pipeline(
-                setup.transformer, checkpoint.path, folder / "model", made, index, gathered
+                setup.transformer,
+                checkpoint.path,
+                folder / "model",
+                made,
+                index,
+                gathered,
+                checkpoint.part,
             )
         return save_adapter(
             setup.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights
