@@ -163,6 +163,11 @@ class Denoiser(Opened):
         """Timesteps are drawn from 0 to this minus one."""
         return self.objective.train_timesteps
 
+    @property
+    def drawn_timesteps(self) -> range:
+        """The whole timesteps among which a step's are."""
+        return range(self.train_timesteps)
+
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         """Load the frozen transformer in `dtype` from the start, on the CPU.
 

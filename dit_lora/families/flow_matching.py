@@ -76,6 +76,11 @@ class FlowCheckpoint(Checkpoint):
         """Return the shift of noise levels for latents of this size, without the batch."""
         return math.exp(self.mu(size)) if self.objective.shift is None else self.objective.shift
 
+    @property
+    def drawn_timesteps(self) -> range:
+        levels, steps = self.objective.levels, self.train_timesteps
+        return range(math.floor(levels.t_min * steps), math.ceil(levels.t_max * steps))
+
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         """Noise, noise levels in the place of timesteps, and latents where the VAE gives a distribution."""
         size = batch["latent_mean"].shape[1:]

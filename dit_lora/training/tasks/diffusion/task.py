@@ -1,9 +1,10 @@
 """Trains diffusion models by the common loop: clips are encoded once, samples come from the stock pipeline."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ from dit_lora.training.tasks.held_out import HeldOut, mean_loss, measured_loss
 
 DiffusionSetup: TypeAlias = Setup[Precomputed, Checkpoint]
 _BUCKETS = 4  # timestep ranges of loss_by_timestep
+_DRAWN = 20  # and of drawn_by_timestep
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,11 @@ class DiffusionTask:
         }
 
     def loss_parts(self, setup: DiffusionSetup, result: StepResult) -> dict[str, dict[str, float]]:
-        return {"loss_by_timestep": by_timestep(result, setup.checkpoint.train_timesteps)}
+        timesteps = setup.checkpoint.drawn_timesteps
+        return {
+            "loss_by_timestep": by_timestep(result, timesteps),
+            "drawn_by_timestep": drawn_by_timestep(result, timesteps),
+        }
 
     def held_out_loss(self, setup: DiffusionSetup) -> float | None:
         settings = setup.recipe.validation
@@ -147,14 +154,30 @@ class DiffusionTask:
         )
 
 
-def by_timestep(result: StepResult, timesteps: int) -> dict[str, float]:
+def by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
     """Return the mean losses of quarters of the timesteps; quarters without a sample are left out."""
-    # Rounded up: the last range may be short, and there is no fifth.
-    width = -(-timesteps // _BUCKETS)
-    members: dict[int, list[float]] = {}
-    for timestep, loss in zip(result.timesteps, result.losses, strict=True):
-        members.setdefault(timestep // width, []).append(loss)
-    return {
-        f"{bucket * width}-{min((bucket + 1) * width, timesteps) - 1}": sum(losses) / len(losses)
-        for bucket, losses in sorted(members.items())
-    }
+    members: dict[str, list[float]] = {}
+    for name, loss in _in_parts(result.timesteps, result.losses, timesteps, _BUCKETS):
+        members.setdefault(name, []).append(loss)
+    return {name: sum(losses) / len(losses) for name, losses in _in_order(members)}
+
+
+def drawn_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
+    """Return the numbers of samples in twentieths of the timesteps; twentieths without one are left out."""
+    parts = _in_parts(result.timesteps, result.losses, timesteps, _DRAWN)
+    return dict(_in_order(Counter(name for name, _ in parts)))
+
+
+def _in_parts(
+    drawn: Sequence[int], losses: Sequence[float], timesteps: range, parts: int
+) -> Iterator[tuple[str, float]]:
+    """Yield the name of each sample's part of the timesteps, such as `250-499`, with its loss."""
+    # Rounded up: the last part may be short, and there is none after it.
+    width = -(-len(timesteps) // parts)
+    for timestep, loss in zip(drawn, losses, strict=True):
+        first = timesteps.start + (timestep - timesteps.start) // width * width
+        yield f"{first}-{min(first + width, timesteps.stop) - 1}", loss
+
+
+def _in_order(parts: Mapping[str, Value]) -> list[tuple[str, Value]]:
+    return sorted(parts.items(), key=lambda item: int(item[0].partition("-")[0]))
