@@ -294,6 +294,10 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         """Return what an adapter's header says of its training beside what every one says."""
         return {}
 
+    def with_header(self, made: Mapping[str, Any]) -> Self:
+        """Return the checkpoint with what a header says that `header` gave, so that its output can be compared."""
+        return self
+
     def notes(self, recipe: Recipe) -> list[str]:
         """Return lines about this checkpoint that are said when a run begins."""
         return []

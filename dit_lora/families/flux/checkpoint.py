@@ -102,6 +102,9 @@ class FluxCheckpoint(FlowCheckpoint):
     def header(self) -> dict[str, Any]:
         return {} if self.guidance is None else {"guidance_scale": self.guidance}
 
+    def with_header(self, made: Mapping[str, Any]) -> Self:
+        return replace(self, guidance=made.get("guidance_scale", self.guidance))
+
     def notes(self, recipe: Recipe) -> list[str]:
         said = super().notes(recipe)
         if self.guidance is not None:
