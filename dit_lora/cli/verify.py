@@ -27,7 +27,14 @@ def verify(
 ) -> None:
     """Load a result into the stock model and check keys, values, effect, scale and output; exit 1 if one is wrong."""
     from dit_lora.commands.verify import verify_adapter
+    from dit_lora.results.experts import targets_of
 
-    verification = verify_adapter(target, model, allow_extreme_update=allow_extreme_update)
-    tell = partial(echo, "\n".join(verification.lines()))
-    answer(context, as_json, verification.record(), tell, passed=verification.passed)
+    found = [
+        verify_adapter(one, model, allow_extreme_update=allow_extreme_update)
+        for one in targets_of(target)
+    ]
+    tell = partial(echo, "\n".join(line for one in found for line in one.lines()))
+    records, passed = [one.record() for one in found], all(one.passed for one in found)
+    # A checkpoint with two experts has an adapter of each.
+    record = records[0] if len(found) == 1 else {"passed": passed, "experts": records}
+    answer(context, as_json, record, tell, passed=passed)

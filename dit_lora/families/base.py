@@ -296,7 +296,8 @@ class Checkpoint(Encoders, Denoiser, Sampler):
             raise DitLoraError(
                 f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both"
             )
-        refuse_options(recipe, self.takes)
+        of_experts = ("validation.other_expert",) if self.parts else ()
+        refuse_options(recipe, (*self.takes, *of_experts))
         return self
 
     def index_changes(self) -> dict[str, Any]:
