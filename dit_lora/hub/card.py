@@ -10,10 +10,14 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE
+from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
+from dit_lora.config.experts import EXPERTS
 from dit_lora.families import get_family
 from dit_lora.hub.contents import VERIFICATION, Contents
 from dit_lora.hub.usage import install_line, needs_ours, sample_line, usage_code
 from dit_lora.redact import redacted_words, without_tokens
+from dit_lora.results.experts import pair_file
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~$&])")
 # huggingface.js, packages/tasks/src/pipelines.ts; what has classes in place of prompts has no task there.
@@ -136,7 +140,8 @@ def _held_out(contents: Contents) -> tuple[float, float] | None:
 def _eval_results(contents: Contents) -> list[EvalResult]:
     """Return the held-out loss with what it is measured on; none without a task, which the Hub wants for it."""
     task, losses = task_of(contents), _held_out(contents)
-    if task is None or losses is None:
+    # Two experts have two losses, which no one number of the Hub's could mean.
+    if task is None or losses is None or contents.experts:
         return []
     return [
         EvalResult(
@@ -172,7 +177,7 @@ def _summary(contents: Contents) -> str:
             else f"A fine-tune of {base}"
         )
     elif not any(
-        name.endswith(("lora_weights.safetensors", "adapter_model.safetensors"))
+        name in (ADAPTER_FILE, CHAT_ADAPTER_FILE, *map(pair_file, EXPERTS.values()))
         for name in contents.files
     ):
         what = f"Weights that were trained of {base}"
