@@ -300,7 +300,10 @@ class Checkpoint(Encoders, Denoiser, Sampler):
 
     def notes(self, recipe: Recipe) -> list[str]:
         """Return lines about this checkpoint that are said when a run begins."""
-        return []
+        if not self.parts:
+            return []
+        name, low, high = self.parts[self.part], self.drawn_timesteps[0], self.drawn_timesteps[-1]
+        return [f"expert: {name.replace('_', ' ')} ({self.part}), timesteps {low} to {high}"]
 
     def for_recipe(self, recipe: Recipe) -> Self:
         """Return the checkpoint with what it needs of a recipe; raise where shape or options do not apply to it."""
@@ -310,7 +313,8 @@ class Checkpoint(Encoders, Denoiser, Sampler):
             raise DitLoraError(
                 f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both"
             )
-        refuse_options(recipe, self.takes)
+        of_experts = ("validation.other_expert",) if self.parts else ()
+        refuse_options(recipe, (*self.takes, *of_experts))
         return self
 
     def index_changes(self) -> dict[str, Any]:

@@ -35,6 +35,8 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
                 f"path/to/{name}_{index:02d}{Path(str(one)).suffix}"
                 for index, one in enumerate(shown[name])
             ]
+    if shown.get("other_expert"):
+        shown["other_expert"] = "path/to/other_expert"
     if shown.get("conversations"):
         shown["conversations"] = "path/to/conversations.json"
     _section(values, "guard")["quarantine"] = None
