@@ -112,6 +112,15 @@ def single_forward(
     return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
 
 
+def swiglu_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return silu(first half) * second half, as `Flux2SwiGLU` does."""
+    # One split: its backward writes the joint gradient once, where two slices write one each and add them.
+    gate, linear = x.chunk(2, dim=-1)
+    activated = Recomputable(module.gate_fn(gate), partial(functional.silu, gate))
+    with activated.not_kept():
+        return activated.tensor * linear
+
+
 class Flux2SingleProcessor(TwoStreamProcessor):
     """`Flux2ParallelSelfAttnProcessor` with q and k normed and rotated in one pass."""
 
@@ -161,7 +170,13 @@ def _single_attention_why_not(attn: Any) -> str | None:
     """Return why a single block's attention keeps its own processor; None if it need not."""
     if class_name(attn.mlp_act_fn) != f"{_FLUX2}.Flux2SwiGLU":
         return f"its activation is a {type(attn.mlp_act_fn).__name__}"
-    return attention_why_not(attn)
+    return _swiglu_why_not(attn.mlp_act_fn) or attention_why_not(attn)
+
+
+def _swiglu_why_not(module: Any) -> str | None:
+    """Return why this activation keeps its own forward; None if it need not."""
+    is_stock = class_name(module.gate_fn) == "torch.nn.modules.activation.SiLU"
+    return None if is_stock else f"its activation is a {type(module.gate_fn).__name__}"
 
 
 def _single_why_not(block: Any) -> str | None:
@@ -174,6 +189,7 @@ FORWARDS = (
     ForwardPatch(
         f"{_FLUX2}.Flux2SingleTransformerBlock", "ada_norm", single_forward, _single_why_not
     ),
+    ForwardPatch(f"{_FLUX2}.Flux2SwiGLU", "ada_norm", swiglu_forward, _swiglu_why_not),
 )
 # The double blocks' attention is FLUX.1's: text first, one rotation, norms of each stream.
 PROCESSORS = (
