@@ -178,7 +178,7 @@ class FluxCheckpoint(FlowCheckpoint):
         )
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        """As of any flow matching, with noise for packed latents (S, P)."""
+        """Return the draws of any flow matching, with noise for packed latents (S, P)."""
         channels, height, width = batch["latent_mean"].shape[1:]
         return {
             **super().draws(batch),

@@ -8,24 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FluxPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from family_cases.subject import EVERY, adapted, open_subject
+from flux_cases import CPU, FAMILY, every_variant, open_checkpoint
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.diffusers_format import save_adapter
+from dit_lora.commands.verify import find_target
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import parse_recipe
-from dit_lora.config.recipe import LoraConfig, ModelConfig, Recipe
+from dit_lora.config.recipe import LoraConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Streams, generator
 
-CPU = torch.device("cpu")
 SEED, POSITIONS = 11, [3, 400, 21]
-FAMILY = {"flux-dev": "flux", "flux-schnell": "flux", "flux2-klein": "flux2", "flux2-dev": "flux2"}
-every_variant = pytest.mark.parametrize("variant", list(FAMILY))
 
 
 class Recorder(nn.Module):
@@ -41,12 +42,6 @@ class Recorder(nn.Module):
         return (self.answer,)
 
 
-def open_checkpoint(path: Path) -> Any:
-    index = json.loads((path / "model_index.json").read_text())
-    name = "flux2" if "Flux2" in index["_class_name"] else "flux"
-    return get_family(name).open(ModelConfig(family=name, path=str(path)))
-
-
 def changed(tiny: Path, out: Path, component: str, **values: Any) -> Path:
     """A copy of a checkpoint with other values in one config."""
     shutil.copytree(tiny, out)
@@ -57,7 +52,7 @@ def changed(tiny: Path, out: Path, component: str, **values: Any) -> Path:
 
 
 def recipe_for(path: Path, values: dict[str, Any], **sections: Any) -> Recipe:
-    family = open_checkpoint(path).path and FAMILY.get(path.name, "flux2")
+    family = FAMILY.get(path.name, "flux2")
     data = {"path": ".", "height": 64, "width": 96}
     changes = {"data": data, "model": {"family": family, "path": str(path)}, **sections}
     return parse_recipe({**values, **changes}, "test")
@@ -253,72 +248,6 @@ def test_a_checkpoint_that_contradicts_the_family_is_refused(
 
 
 @every_variant
-def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
-    """All have the same length; the bf16 that is asked for is that of the cache."""
-    path = tiny_checkpoints[variant]
-    checkpoint, pipeline = open_checkpoint(path), DiffusionPipeline.from_pretrained(path)
-    captions = ["A Red cat on\na mat", "", "fish"]
-    encoded = checkpoint.load_text_encoder(torch.float32, CPU)(captions)
-    spec = checkpoint.text_spec(torch.float32)
-    assert {n: (t.shape[1:], t.dtype) for n, t in encoded.items()} == spec
-    for row, caption in enumerate(captions):
-        with torch.no_grad():
-            stock = pipeline.encode_prompt(caption)
-        for tensor, theirs in zip(encoded.values(), stock, strict=False):
-            assert torch.equal(tensor[row], theirs[0])
-    assert not torch.equal(encoded["prompt_embeds"][0], encoded["prompt_embeds"][2])
-    half = checkpoint.load_text_encoder(torch.bfloat16, CPU)(captions)
-    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(("variant", "end"), [("flux2-klein", 6), ("flux2-dev", 1)])
-def test_the_chat_template_leaves_a_caption_the_room_that_is_said(
-    tiny_checkpoints: dict[str, Path], variant: str, end: int
-) -> None:
-    """A token more, and the end of the template is cut off."""
-    checkpoint = open_checkpoint(tiny_checkpoints[variant])
-    limit, pipeline = checkpoint.text_limit(), checkpoint.text_pipeline(torch.float32, CPU)
-    seen: list[list[int]] = []
-    pipeline.text_encoder.register_forward_pre_hook(
-        lambda _m, _args, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
-    )
-    for length in (1, limit.max_tokens, limit.max_tokens + 1):
-        pipeline.encode_prompt("a" * length)
-    short, full, over = seen
-    pad = limit.tokenizer.pad_token_id
-    template = [token for token in short if token != pad]
-    assert full.count(pad) == over.count(pad) == 0
-    assert full[-end:] == template[-end:]
-    assert over[-end:] == full[-end - 1 : -1] != full[-end:]
-
-
-def test_a_processors_text_is_the_tokenizers(tiny_checkpoints: dict[str, Path]) -> None:
-    """dev is published with a processor of pictures around its tokenizer, which here is loaded without it."""
-    from transformers import AutoTokenizer
-    from transformers.processing_utils import ProcessorMixin
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoints["flux2-dev"] / "tokenizer")
-    pipeline = DiffusionPipeline.from_pretrained(tiny_checkpoints["flux2-dev"])
-    alone = pipeline.encode_prompt("a cat, [IMG] of one")[0]
-    pipeline.tokenizer = ProcessorMixin.__new__(ProcessorMixin)
-    pipeline.tokenizer.tokenizer = tokenizer
-    pipeline.tokenizer.chat_template = tokenizer.chat_template
-    assert torch.equal(pipeline.encode_prompt("a cat, [IMG] of one")[0], alone)
-
-
-@pytest.mark.parametrize("variant", ["flux2-klein", "flux2-dev"])
-def test_what_text_depends_on_is_in_its_cache_key(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
-    facts = open_checkpoint(tiny_checkpoints[variant]).text_facts()
-    assert facts["layers"] == ([9, 18, 27] if variant == "flux2-klein" else [10, 20, 30])
-    assert facts["tokens"] == 512
-    assert ("reasons about image" in str(facts["system_message"])) == (variant == "flux2-dev")
-
-
-@every_variant
 def test_pictures_are_encoded_in_fp32_whatever_the_policy(
     tiny_checkpoints: dict[str, Path], variant: str
 ) -> None:
@@ -406,3 +335,15 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
     assert words.shape == (1, 32, 64, 3)
     assert words.float().std() > 1
     assert torch.equal(words, tensors)
+
+
+def test_a_header_says_at_which_guidance_its_output_is_compared(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """`dit-lora verify` would find another base at the default."""
+    path = tiny_checkpoints["flux-dev"]
+    transformer = adapted(open_subject(EVERY["flux-dev"], path))
+    made = {"family": "flux", "base_model": path.name, "guidance_scale": 3.5}
+    save_adapter(transformer, FluxPipeline, tmp_path, made)
+    stock: Any = find_target(tmp_path, str(path)).stock()
+    assert stock.checkpoint.guidance == 3.5
