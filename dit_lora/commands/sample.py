@@ -66,7 +66,7 @@ def sample(request: SampleRequest) -> list[Path]:
     for one in sources:
         if not one.is_pipeline:
             load_adapter(pipeline, one.file)
-    pipeline.to(device)
+    sampler.place(pipeline, device)
     how = Sampling(
         shape, request.inference_steps, request.guidance_scale, request.seed, request.image
     )

@@ -91,6 +91,11 @@ class Opened(ABC):
     """The component that trains: `transformer_2` is a second expert, for the lower noise levels."""
 
     @property
+    def parts(self) -> Mapping[str, str]:
+        """The names of several denoisers by their components, such as `transformer`: `high_noise`; empty for one."""
+        return {}
+
+    @property
     @abstractmethod
     def side_step(self) -> int:
         """Height and width come in multiples of this many pixels."""
@@ -219,6 +224,13 @@ class Sampler(Opened):
         """Load the stock pipeline, around `transformer` if given; without text encoder unless `text`."""
         return self._load_pipeline(dtype, transformer, text)
 
+    def place(self, pipeline: Any, device: torch.device) -> None:
+        """Put a whole pipeline on a device; with two experts, a GPU holds one of its models at a time."""
+        if self.parts and device.type == "cuda":
+            pipeline.enable_model_cpu_offload(device=device)
+        else:
+            pipeline.to(device)
+
     def _load_pipeline(
         self,
         dtype: torch.dtype | Mapping[str, torch.dtype],
@@ -280,11 +292,6 @@ class Checkpoint(Encoders, Denoiser, Sampler):
     def class_names(self) -> Sequence[str] | None:
         """The names of the classes that its files have; None where it has no classes."""
         return None
-
-    @property
-    def parts(self) -> Mapping[str, str]:
-        """The names of several denoisers by their components, such as `transformer`: `high_noise`; empty for one."""
-        return {}
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
         """Return the names of the layers that get an adapter by default: the family's `defaults`, and what its config adds."""

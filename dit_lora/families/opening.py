@@ -49,7 +49,7 @@ def part_of(model: ModelConfig, path: Path) -> str:
     has_two = isinstance(second, list) and None not in second
     if model.part in ("transformer_2", "both") and not has_two:
         raise DitLoraError(
-            f"model.part: {model.part}: {model.path} has one transformer (no transformer_2 in its model_index.json); "
+            f"model.part: {model.path} has one transformer (no transformer_2 in its model_index.json); "
             "leave model.part out"
         )
     return "transformer_2" if model.part == "transformer_2" else "transformer"
