@@ -9,6 +9,11 @@ def _site(variant: str) -> Site:
         variant=variant,
         data={"height": 64, "width": 64},
         samples="images",
+        # The guidance goes through the timesteps' module too: 500 is none of the last ones.
+        sections={
+            "lora": {"targets": ("to_q", "to_k", "to_v", "to_out.0")},
+            "train": {"guidance_scale": 0.5} if variant == "flux-dev" else {},
+        },
         attention="transformer_blocks.1.attn",
         time_proj="time_text_embed.time_proj",
     )

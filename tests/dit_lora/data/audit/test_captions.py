@@ -82,8 +82,8 @@ def test_lengths_that_the_caller_has_are_not_counted_again() -> None:
 
 def test_without_a_tokenizer_only_what_is_surely_too_long_is_named() -> None:
     """A word is one token or more."""
-    assert judge("word " * 300) == []
-    (finding,) = judge("word " * 300 + "end")
+    assert judge("word " * 512) == []
+    (finding,) = judge("word " * 512 + "end")
     assert codes([finding]) == [("caption_long", "warn")]
     assert finding.words.endswith("cut off is 'end'")
     assert codes(judge("word " * 80, None, 77)) == [("caption_long", "warn")]
