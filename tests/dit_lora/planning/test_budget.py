@@ -13,6 +13,7 @@ import torch
 from fuse_checks import by
 from launching import ROOT
 from planned_runs import RealRun
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
@@ -343,3 +344,17 @@ def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:
         code, said = invoke(recipe, *arguments)
         assert (code, words in said) == (2, True), said
     assert [parse_size(one) for one in ("24GiB", "24", "80 GB")] == [24 * GIB, 24 * GIB, 80 * 10**9]
+
+
+def test_text_encoders_that_are_loaded_together_are_counted_together(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    path = tiny_checkpoints["flux-dev"]
+    encoder = subject_of(smoke("flux", path), gpu=False).caption_encoder
+    stored = {
+        name: sum(t.nbytes for t in load_file(path / name / "model.safetensors").values())
+        for name in ("text_encoder", "text_encoder_2")
+    }
+    assert encoder is not None
+    assert encoder.weights == pytest.approx(sum(stored.values()), rel=0.01)
+    assert encoder.most > 0.1 * max(stored.values())
