@@ -61,7 +61,7 @@ class Target:
             return ChatStock(chat.viewing(Viewing(**viewing)) if viewing else chat)
         # What was trained may add classes.
         index = self.made.get("index") if self.kind == "diffusion" else None
-        return DiffusionStock(family.open(self.model, index=index))
+        return DiffusionStock(family.open(self.model, index=index).with_header(self.made))
 
 
 def find_target(target: Path, model: str | None) -> Target:

@@ -12,6 +12,8 @@ keep_from_hub()  # before any family, and with it Diffusers and PEFT, is importe
 DIFFUSION_FAMILIES = {
     "cogvideox": "dit_lora.families.cogvideox",
     "dit": "dit_lora.families.dit",
+    "flux": "dit_lora.families.flux",
+    "flux2": "dit_lora.families.flux2",
     "sana": "dit_lora.families.sana",
     "sana_video": "dit_lora.families.sana_video",
     "video_dit": "dit_lora.families.video_dit",

@@ -210,6 +210,8 @@ class Sampler(Opened):
 
     output: ClassVar[str] = "frames"
     """The field of the pipeline's output: `frames` of videos, or `images`."""
+    guided_batch: ClassVar[int] = 2
+    """Samples in one call of the transformer for one video with guidance."""
 
     @property
     @abstractmethod
@@ -291,6 +293,18 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         """The names of the classes that its files have; None where it has no classes."""
         return None
 
+    def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of the layers that get an adapter by default: the family's `defaults`, and what its config adds."""
+        return tuple(defaults)
+
+    def header(self) -> dict[str, Any]:
+        """Return what an adapter's header says of its training beside what every one says."""
+        return {}
+
+    def with_header(self, made: Mapping[str, Any]) -> Self:
+        """Return the checkpoint with what a header says that `header` gave, so that its output can be compared."""
+        return self
+
     def notes(self, recipe: Recipe) -> list[str]:
         """Return lines about this checkpoint that are said when a run begins."""
         if not self.parts:
@@ -323,9 +337,11 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         return self
 
 
-def text_limit(path: Path, max_tokens: int | None = None) -> TextLimit:
-    """The tokenizer of a checkpoint; without `max_tokens`, its own limit."""
+def text_limit(
+    path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer"
+) -> TextLimit:
+    """The tokenizer in that folder of a checkpoint; without `max_tokens`, its own limit."""
     from transformers import AutoTokenizer
 
-    tokenizer = load_pretrained(AutoTokenizer, path / "tokenizer")
+    tokenizer = load_pretrained(AutoTokenizer, path / folder)
     return TextLimit(tokenizer, max_tokens or tokenizer.model_max_length)

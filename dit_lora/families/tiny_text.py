@@ -6,9 +6,17 @@ everywhere. (A trained tokenizer would not: its vocabulary differs from process 
 
 import string
 
-from transformers import T5Config, T5EncoderModel, T5Tokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 TEXT_WIDTH = 32
+POOLED_WIDTH = 16
 
 
 def t5_tokenizer() -> T5Tokenizer:
@@ -31,3 +39,26 @@ def t5_encoder(vocab_size: int) -> T5EncoderModel:
         feed_forward_proj="gated-gelu",
     )
     return T5EncoderModel(config).eval()
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Every printable ASCII character, within a word and at its end; nothing is trained."""
+    characters = [c for c in string.printable if not c.isspace()]
+    pieces = [*characters, *(f"{c}</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
+
+
+def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=POOLED_WIDTH,
+        intermediate_size=32,
+        projection_dim=POOLED_WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return CLIPTextModel(config).eval()

@@ -102,15 +102,16 @@ def _as_loaded(
     return model
 
 
-def text_encoder(path: Path, dtype: torch.dtype) -> nn.Module | None:
-    """The text encoder of a Diffusers folder, of the class that its config names; None without a config."""
+def text_encoders(path: Path, dtype: torch.dtype) -> list[nn.Module]:
+    """Return the text encoders of a Diffusers folder that have a config, each of the class that it names."""
     import transformers
 
-    if not (path / "text_encoder" / "config.json").is_file():
-        return None
-    config = load_pretrained(AutoConfig, path / "text_encoder")
-    model = getattr(transformers, config.architectures[0])._from_config(config)
-    return _as_loaded(model, dtype, [], [])
+    models = []
+    for file in sorted(path.glob("text_encoder*/config.json")):
+        config = load_pretrained(AutoConfig, file.parent)
+        model = getattr(transformers, config.architectures[0])._from_config(config)
+        models.append(_as_loaded(model, dtype, [], []))
+    return models
 
 
 def opened(recipe: Recipe) -> tuple[Any, Any]:

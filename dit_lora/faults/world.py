@@ -209,7 +209,6 @@ class World:
         ranks = self.accelerator.num_processes
         values: dict[str, Any] = {
             "model": {"family": self.site.family, "path": str(self.model)},
-            **self.site.sections,
             "data": {
                 **self.site.data,
                 "path": str(data_of(self.site, clips)),
@@ -235,6 +234,8 @@ class World:
             },
             "run": {"dir": str(self.root / "runs" / name)},
         }
+        for name, section in self.site.sections.items():
+            values[name] = {**values.get(name, {}), **section}
         for key, value in overrides:
             *sections, leaf = key.split(".")
             section = values

@@ -8,6 +8,7 @@ from dit_lora.fuse.models import (
     basic,
     cogvideox,
     flux,
+    flux2,
     hunyuan_video,
     ltx,
     mochi,
@@ -19,7 +20,20 @@ from dit_lora.fuse.models import (
 )
 from dit_lora.fuse.patches import ForwardPatch, ProcessorPatch
 
-_MODELS = (basic, cogvideox, flux, hunyuan_video, ltx, mochi, sana, sana_video, sd3, video_dit, wan)
+_MODELS = (
+    basic,
+    cogvideox,
+    flux,
+    flux2,
+    hunyuan_video,
+    ltx,
+    mochi,
+    sana,
+    sana_video,
+    sd3,
+    video_dit,
+    wan,
+)
 _MODULES = (attention, liger, lora, *_MODELS)
 FORWARDS: tuple[ForwardPatch, ...] = tuple(
     patch for module in _MODULES for patch in getattr(module, "FORWARDS", ())

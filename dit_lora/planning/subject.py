@@ -18,7 +18,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.buckets.buckets import buckets_of
 from dit_lora.data.cache.cache import Spec
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.families.without_weights import data_is_here, from_configs, text_encoder
+from dit_lora.families.without_weights import data_is_here, from_configs, text_encoders
 from dit_lora.fuse import api, fp8, kernel_support
 from dit_lora.numerics.streams import Streams
 from dit_lora.patching import Patches
@@ -215,17 +215,23 @@ class Subject:
 
     @cached_property
     def caption_encoder(self) -> PlannedEncoder | None:
-        """Count one caption of the length that is kept; None without an encoder, or without its config."""
+        """Count one caption of the length that is kept; None without an encoder, or without its config.
+
+        Several encoders are loaded together, and work one after the other.
+        """
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = text_encoder(self.checkpoint.path, self.dtype)
-        if model is None:
-            return None
-        config: Any = model.config
-        limit = self.checkpoint.text_facts().get("tokens")
-        tokens = limit or config.get_text_config().max_position_embeddings
-        with torch.no_grad(), Live([*model.parameters(), *model.buffers()]) as live:
-            model(torch.ones((1, tokens), dtype=torch.int64))
-        return PlannedEncoder(tensor_bytes(model.parameters()), live.most)
+            models = text_encoders(self.checkpoint.path, self.dtype)
+        limit, most = self.checkpoint.text_facts().get("tokens"), 0
+        for model in models:
+            config: Any = model.config
+            # T5 has relative positions, and no limit of them.
+            positions = getattr(config.get_text_config(), "max_position_embeddings", limit)
+            tokens = min(limit or positions, positions)
+            with torch.no_grad(), Live([*model.parameters(), *model.buffers()]) as live:
+                model(torch.ones((1, tokens), dtype=torch.int64))
+            most = max(most, live.most)
+        weights = sum(tensor_bytes(model.parameters()) for model in models)
+        return PlannedEncoder(weights, most) if models else None
 
     def needs(self, recipe: Recipe, shape: Any) -> Needs:
         """Return the bytes of a micro-batch's activations under each mode."""
@@ -262,8 +268,8 @@ class Subject:
         return self._once(("step", _model_key(recipe), size, exist, shape, mode), count)
 
     def inference_peak(self, recipe: Recipe) -> int:
-        """Return the peak of one denoising call of a sampled video, which guidance makes a batch of two."""
-        size = 2 if recipe.validation.guidance_scale > 1 else 1
+        """Return the peak of one denoising call of a sampled video, which guidance may make a batch of two."""
+        size = self.checkpoint.guided_batch if recipe.validation.guidance_scale > 1 else 1
         model = self.model(recipe)
 
         def count() -> int:

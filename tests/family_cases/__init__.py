@@ -1,6 +1,13 @@
 """What the contract test must know of each family's tiny checkpoints; one module a family."""
 
-from family_cases import cogvideox, dit, sana, video_dit
+from family_cases import cogvideox, dit, flux, flux2, sana, video_dit
 from family_cases.case import Case
 
-CASES: tuple[Case, ...] = (*cogvideox.CASES, *dit.CASES, *sana.CASES, *video_dit.CASES)
+CASES: tuple[Case, ...] = (
+    *cogvideox.CASES,
+    *dit.CASES,
+    *flux.CASES,
+    *flux2.CASES,
+    *sana.CASES,
+    *video_dit.CASES,
+)

@@ -49,6 +49,9 @@ class Case:
     as_sampled: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]] = unchanged
     """(batch, seed) with what the pipeline draws for its conditions by that seed."""
 
+    template_tokens: int = 0
+    """Tokens of a chat template around each caption, which leave it less room."""
+
     @property
     def shapes(self) -> list[VideoShape]:
         return [shape for shape in (self.native, self.off_native) if shape is not None]

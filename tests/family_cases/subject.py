@@ -64,7 +64,12 @@ def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.T
 
 def adapted(subject: Subject, *, alpha: int = 7, trained: bool = True) -> torch.nn.Module:
     transformer = subject.checkpoint.load_transformer(torch.float32)
-    attach_lora(transformer, LoraConfig(rank=4, alpha=alpha), subject.family.lora_targets, seed=0)
+    attach_lora(
+        transformer,
+        LoraConfig(rank=4, alpha=alpha),
+        subject.checkpoint.lora_targets(subject.family.lora_targets),
+        seed=0,
+    )
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():

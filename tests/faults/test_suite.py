@@ -78,7 +78,15 @@ CORE = (
         "sana-600m",
         *(
             pytest.param(one, marks=pytest.mark.thorough)
-            for one in ("cogvideox-1.5-i2v", "dit-tiny", "latte", "sana-video", "video-dit-class")
+            for one in (
+                "cogvideox-1.5-i2v",
+                "dit-tiny",
+                "flux-dev",
+                "flux2-klein",
+                "latte",
+                "sana-video",
+                "video-dit-class",
+            )
         ),
     ],
 )

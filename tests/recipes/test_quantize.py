@@ -26,6 +26,7 @@ Main = Callable[[list[str]], None]
 VARIANTS = {
     "cogvideox": "cogvideox-2b",
     "sana": "sana-600m",
+    "flux2": "flux2-klein",
     "videochat2": "videochat2-mistral",
 }
 IN_CI = (("cogvideox", "nf4"), ("sana", "fp8"), ("videochat2", "int8"))

@@ -17,8 +17,8 @@ WELL_KNOWN = re.compile(
 )
 # Control characters other than tab, new line and return, and U+FFFD, which stands for bytes that were no text.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]")
-LONGEST = 300
-"""Number of tokens that the supported text encoder with the most room reads (Sana's)."""
+LONGEST = 512
+"""Number of tokens that the supported text encoder with the most room reads (FLUX.1's)."""
 # Enough captions to keep a tokenizer's threads busy, and few enough that its output stays small.
 _BATCH = 1000
 _REMEDIES = {

@@ -1,26 +1,24 @@
 """Complete random video DiT pipelines, small enough for tests and demos on a CPU."""
 
-import string
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from dit_lora.families.dit.tiny import tiny_vae
+from dit_lora.families.tiny_text import POOLED_WIDTH, clip_encoder, clip_tokenizer
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_base import iddpm_scheduler
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
 # As `dit-lora shapes` names its clips.
 CLASSES = ("blue disc", "blue square", "green disc", "green square", "red disc", "red square")
-_POOLED_WIDTH = 16
 
 
 def build_tiny(variant: str, out: Path) -> None:
     """Write a VDiT-XL/1x2x2-like pipeline, native at 4 frames of 32x48, of six classes or conditioned on CLIP."""
     text = variant == "video-dit-text"
-    condition = {"text_dim": _POOLED_WIDTH} if text else {"num_classes": len(CLASSES)}
+    condition = {"text_dim": POOLED_WIDTH} if text else {"num_classes": len(CLASSES)}
     transformer: Any = VideoDiTTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=16,
@@ -42,29 +40,6 @@ def build_tiny(variant: str, out: Path) -> None:
         id2label=None if text else labels,
     )
     pipeline.save_pretrained(out, safe_serialization=True)
-
-
-def clip_tokenizer() -> CLIPTokenizer:
-    """Every printable ASCII character, within a word and at its end; nothing is trained."""
-    characters = [c for c in string.printable if not c.isspace()]
-    pieces = [*characters, *(f"{c}</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
-
-
-def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=_POOLED_WIDTH,
-        intermediate_size=32,
-        projection_dim=_POOLED_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return CLIPTextModel(config).eval()
 
 
 def _as_if_trained(transformer: VideoDiTTransformer3DModel) -> None:

@@ -234,7 +234,9 @@ def _called(setup: Setup[Any, Any], conditions: dict[str, Any]) -> tuple[dict[st
     # An image-to-video family opens its first frame, so that there has to be one.
     with tempfile.TemporaryDirectory() as folder:
         picture = None
-        if "image" in inspect.signature(checkpoint.pipeline_class.__call__).parameters:
+        parameters = inspect.signature(checkpoint.pipeline_class.__call__).parameters
+        # One with a default is a reference that may be left out, as FLUX.2's.
+        if "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
             picture = Path(folder) / "first.png"
             Image.new("RGB", (shape.width, shape.height)).save(picture)
         steps, guidance = settings.inference_steps, settings.guidance_scale

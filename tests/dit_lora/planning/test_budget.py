@@ -1,6 +1,5 @@
 """A plan's figures against real steps, encoders, optimizers and published sizes; and what it says and refuses."""
 
-import gc
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from fuse_checks import by
 from launching import ROOT
-from torch.profiler import ProfilerActivity, profile
+from planned_runs import RealRun
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
@@ -24,16 +23,12 @@ from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.without_weights import without_weights
-from dit_lora.numerics.streams import Streams
 from dit_lora.planning import search
 from dit_lora.planning.budget import GIB, Launch, MemoryBudget, count
 from dit_lora.planning.search import plan, subject_of
 from dit_lora.planning.subject import Subject
-from dit_lora.training.execution.activation_checkpointing import Mode, set_checkpointing
+from dit_lora.training.execution.activation_checkpointing import Mode
 from dit_lora.training.execution.fake_step import Live
-from dit_lora.training.loop import micro_batches_held
-from dit_lora.training.optim.build import build_optimizer
-from dit_lora.training.tasks.registry import task_of
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 CPU, FSDP2 = torch.device("cpu"), ("--sharding", "fsdp2", "--ranks", "2")
@@ -51,61 +46,6 @@ def smoke(name: str, model: Path, *overrides: str) -> Recipe:
 
 def budget_of(recipe: Recipe, *, gpu: bool = False, mode: Mode | None = None) -> MemoryBudget:
     return count(recipe, subject_of(recipe, gpu=gpu), Launch(), None, mode)
-
-
-class RealRun:
-    """The recipe's model with its weights, and steps on random samples."""
-
-    def __init__(self, recipe: Recipe, subject: Subject, mode: Mode, device: torch.device) -> None:
-        self.recipe, self.checkpoint = recipe, subject.checkpoint
-        self.model, groups, _ = task_of(recipe.model.family).load_trainable(
-            recipe, subject.family, subject.checkpoint, subject.dtype
-        )
-        self.model.to(device).train()
-        if subject.dtype is torch.bfloat16:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="bf16")
-            self.model = accelerator.unwrap_model(accelerator.prepare(self.model))
-        set_checkpointing(self.model, mode)
-        self.optimizer = build_optimizer(groups, recipe.optim)
-        self.size = recipe.train.batch_size
-        made = {
-            name: torch.rand(self.size, *size).to(dtype)
-            if dtype.is_floating_point
-            else torch.ones((self.size, *size), dtype=dtype)
-            for name, (size, dtype) in subject.spec(subject.shapes[0]).items()
-        } | subject.known(subject.shapes[0], self.size)
-        self.batch = {name: tensor.contiguous().to(device) for name, tensor in made.items()}
-
-    def step(self) -> None:
-        for _ in range(self.recipe.train.accumulate):
-            streams = Streams(0, range(self.size))
-            self.checkpoint.losses(self.model, self.batch, streams).losses.mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    @property
-    def held(self) -> int:
-        """Bytes between two steps, with the loop's micro-batches; bitsandbytes' tables are shared by all states."""
-        state = (t for own in self.optimizer.state.values() for t in own.values())
-        tensors = (*self.model.parameters(), *self.batch.values(), *state)
-        own = {t.data_ptr(): t.nbytes for t in tensors if isinstance(t, torch.Tensor)}
-        batch = sum(tensor.nbytes for tensor in self.batch.values())
-        return sum(own.values()) + batch * (micro_batches_held(self.recipe.train.accumulate) - 1)
-
-    def peak(self) -> int:
-        """Of the second step: by the CPU allocator's own record of what it gave and took back."""
-        self.step()
-        gc.collect()  # else what other tests have left may be given back within
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-            self.step()
-        events: Any = record.profiler
-        now = most = 0
-        found = [e for e in events.kineto_results.events() if e.name() == "[memory]"]
-        for event in sorted(found, key=lambda one: one.start_ns()):
-            now += event.nbytes()
-            most = max(most, now)
-        return self.held + most
 
 
 ALONE = "train.ema=null"
@@ -129,6 +69,8 @@ FURTHER: dict[str, tuple[str, str, Mode, tuple[str, ...]]] = {
     "first images": ("cogvideox_i2v", "cogvideox-5b-i2v", "none", ()),
     "sana": ("sana", "sana-600m", "full", ()),
     "sana video": ("sana_video", "sana-video", "selective", ()),
+    "flux": ("flux", "flux-dev", "selective", ()),
+    "flux 2": ("flux2", "flux2-klein", "full", ("kernels.ada_norm=on",)),
     "latte": ("latte", "latte", "selective", ()),
     "classes": ("video_dit_lora", "video-dit-class", "full", ()),
     "full weights, recomputed": ("dit_scratch", "dit-tiny", "full", (ALONE,)),
@@ -149,14 +91,16 @@ EVERY = [*RUNS, *(pytest.param(run, marks=pytest.mark.thorough) for run in FURTH
 
 
 @pytest.mark.parametrize("run", EVERY)
-def test_a_real_steps_peak_is_what_was_counted(tiny_checkpoints: dict[str, Path], run: str) -> None:
+def test_a_real_steps_peak_is_what_was_counted(
+    tiny_checkpoints: dict[str, Path], run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, variant, mode, overrides = (RUNS | FURTHER)[run]
     recipe = smoke(name, tiny_checkpoints[variant], *overrides)
     subject = subject_of(recipe, gpu=False)
     budget = count(recipe, subject, Launch(), None, mode)
-    assert budget.training.total == pytest.approx(
-        RealRun(budget.recipe, subject, mode, CPU).peak(), rel=LOOSE.get(run, 0.03)
-    )
+    with by("reference", monkeypatch):
+        peak = RealRun(budget.recipe, subject, mode, CPU).peak()
+    assert budget.training.total == pytest.approx(peak, rel=LOOSE.get(run, 0.03))
 
 
 @pytest.mark.gpu
@@ -227,6 +171,8 @@ def test_storages_count_while_they_live() -> None:
 ENCODED = {
     "cogvideox_i2v": "cogvideox-5b-i2v",
     "sana": "sana-600m",
+    "flux": "flux-dev",
+    "flux2": "flux2-klein",
     "latte": "latte",
     "video_dit": "video-dit-text",
     "dit": "dit-tiny",
@@ -398,3 +344,17 @@ def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:
         code, said = invoke(recipe, *arguments)
         assert (code, words in said) == (2, True), said
     assert [parse_size(one) for one in ("24GiB", "24", "80 GB")] == [24 * GIB, 24 * GIB, 80 * 10**9]
+
+
+def test_text_encoders_that_are_loaded_together_are_counted_together(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    path = tiny_checkpoints["flux-dev"]
+    encoder = subject_of(smoke("flux", path), gpu=False).caption_encoder
+    stored = {
+        name: sum(t.nbytes for t in load_file(path / name / "model.safetensors").values())
+        for name in ("text_encoder", "text_encoder_2")
+    }
+    assert encoder is not None
+    assert encoder.weights == pytest.approx(sum(stored.values()), rel=0.01)
+    assert encoder.most > 0.1 * max(stored.values())

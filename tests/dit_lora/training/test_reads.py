@@ -190,7 +190,7 @@ class Sends(TorchFunctionMode):
 
 
 # Of one family another recipe serves.
-TRIED = ("cogvideox", "dit", "latte", "sana", "sana_video", "video_dit_lora")
+TRIED = ("cogvideox", "dit", "flux", "flux2", "latte", "sana", "sana_video", "video_dit_lora")
 
 
 def test_a_recipe_of_every_diffusion_family_is_tried() -> None:

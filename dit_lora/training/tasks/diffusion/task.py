@@ -67,9 +67,8 @@ class DiffusionTask:
         if not full:
             # Before the adapter is attached: PEFT wraps the quantised layers as they are.
             narrowed = quantized(recipe, transformer, family.group_patterns)
-            attached = attach_lora(
-                transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed
-            )
+            targets = checkpoint.lora_targets(family.lora_targets)
+            attached = attach_lora(transformer, recipe.lora, targets, seed=recipe.train.seed)
             report = f"{narrowed}{attached}"
         if is_emulated(transformer):
             report += (
@@ -106,6 +105,7 @@ class DiffusionTask:
         return {
             "index": setup.checkpoint.index_changes(),
             **({"part": setup.checkpoint.part} if setup.checkpoint.parts else {}),
+            **setup.checkpoint.header(),
             "video": {key: getattr(data, key) for key in ("frames", "height", "width", "fps")},
         }
 

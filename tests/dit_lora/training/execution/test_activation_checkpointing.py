@@ -229,6 +229,7 @@ OPS_OF = {
     "cogvideox-5b": ("lora_linear", "qk_norm_rope", "ada_norm"),
     "dit-tiny": ("lora_linear", "ada_norm"),
     "sana-600m": ("lora_linear", "ada_norm", "relu_linear_attention", "silu_dwconv_glu"),
+    "flux2-klein": ("lora_linear", "qk_norm_rope", "ada_norm"),
     "latte": ("lora_linear",),  # two calls of attention in a block
 }
 

@@ -276,6 +276,7 @@ def test_a_launch_that_places_the_weights_itself_is_refused(
             ["data.height=32", "data.width=48", "validation.inference_steps=2"],
         ),
         pytest.param("sana", "sana-600m", [], marks=pytest.mark.thorough),
+        pytest.param("flux2", "flux2-dev", [], marks=pytest.mark.thorough),
     ],
 )
 def test_a_recipe_trains_samples_and_resumes_with_the_same_bits(

@@ -1,0 +1,63 @@
+"""FLUX.1 text-to-image: dev, whose guidance is an input, and schnell."""
+
+from dit_lora.families.family import DiffusionFamily, License, Site
+
+
+def _site(variant: str) -> Site:
+    return Site(
+        family="flux",
+        variant=variant,
+        data={"height": 64, "width": 64},
+        samples="images",
+        # The guidance goes through the timesteps' module too: 500 is none of the last ones.
+        sections={
+            "lora": {"targets": ("to_q", "to_k", "to_v", "to_out.0")},
+            "train": {"guidance_scale": 0.5} if variant == "flux-dev" else {},
+        },
+        attention="transformer_blocks.1.attn",
+        time_proj="time_text_embed.time_proj",
+    )
+
+
+FAMILY = DiffusionFamily(
+    name="flux",
+    checkpoint_module="dit_lora.families.flux.checkpoint",
+    tiny_module="dit_lora.families.flux.tiny",
+    # The layers that Diffusers' train_dreambooth_lora_flux.py adapts: attention of both kinds of blocks, and both
+    # streams' feed-forward. `proj_out` is not among them: the single blocks' layer and the head share that name.
+    lora_targets=(
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    ),
+    group_patterns={
+        "connector": (
+            "x_embedder.*",
+            "context_embedder.*",
+            "time_text_embed.*",
+            "norm_out.*",
+            "proj_out.*",
+        ),
+        "backbone": ("transformer_blocks.*", "single_transformer_blocks.*"),
+    },
+    pipeline_names=("FluxPipeline",),
+    default_recipe="flux/dev",
+    licenses={
+        "black-forest-labs/FLUX.1-schnell": License("apache-2.0"),  # its card
+        "black-forest-labs/FLUX.1-dev": License(
+            "other",
+            "flux-1-dev-non-commercial-license",
+            "https://huggingface.co/black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md",
+        ),
+    },
+    sites=tuple(_site(variant) for variant in ("flux-dev", "flux-schnell")),
+)

@@ -1,0 +1,302 @@
+"""FLUX.1 text-to-image, dev and schnell: flow matching on packed latents, conditioned by T5 and by CLIP's pooled output.
+
+Prompts, packing, positions, the shift by resolution and denoising are the stock pipeline's own code, called here
+(diffusers/pipelines/flux/pipeline_flux.py). FLUX.2 is another of these: `flux2.checkpoint` has what it does otherwise.
+
+Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size, S image tokens (H W / 4),
+P packed channels (4 C).
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import (
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+    text_limit,
+)
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.opening import (
+    local_checkpoint,
+    read_component_config,
+    read_index,
+    require_whole_weights,
+    stored_fields,
+)
+from dit_lora.families.posterior import drawn
+from dit_lora.families.refusals import wrong_sides
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.objectives import FlowMatching
+from dit_lora.numerics.streams import Draws, moved, normal
+
+# The value that is said to switch guidance off: sd-scripts (docs/flux_train_network.md) and musubi-tuner
+# (flux_kontext_train_network.py) train with it; Diffusers' scripts take 3.5, which is for sampling.
+TRAINED_GUIDANCE = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxCheckpoint(FlowCheckpoint):
+    """One FLUX.1 text-to-image checkpoint."""
+
+    scheduler: Mapping[str, Any]
+    """The scheduler's config, filled up with its defaults."""
+    guidance: float | None
+    """Value of the guidance embedding in training; None where the transformer has none."""
+    pipeline_class: ClassVar[Any] = FluxPipeline
+    transformer_class: ClassVar[Any] = FluxTransformer2DModel
+    transform = "flux-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
+    output = "images"
+    takes = (*FlowCheckpoint.takes, "train.guidance_scale")
+    guided_batch = 1  # guidance is an input, or a second call
+    text_components: ClassVar[tuple[str, ...]] = (
+        "text_encoder",
+        "tokenizer",
+        "text_encoder_2",
+        "tokenizer_2",
+    )
+
+    @property
+    def side_step(self) -> int:
+        # The pipeline's vae_scale_factor, and its packing by two.
+        return 2 * 2 ** (len(self.vae_config["block_out_channels"]) - 1)
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        wrong = wrong_sides(shape, self.side_step)
+        if shape.frames != 1:
+            wrong.append(f"data.frames must be 1, FLUX makes images; got {shape.frames}")
+        return wrong
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        fitting = super().for_recipe(recipe)
+        given = recipe.train.guidance_scale
+        if given is None:
+            return fitting
+        if self.guidance is None:
+            raise DitLoraError(
+                f"train.guidance_scale: {self.path.name} has no guidance embedding (guidance_embeds in its "
+                f"transformer's config is false); got {given:g}, leave it out"
+            )
+        return replace(fitting, guidance=given)
+
+    def header(self) -> dict[str, Any]:
+        return {} if self.guidance is None else {"guidance_scale": self.guidance}
+
+    def with_header(self, made: Mapping[str, Any]) -> Self:
+        return replace(self, guidance=made.get("guidance_scale", self.guidance))
+
+    def notes(self, recipe: Recipe) -> list[str]:
+        said = super().notes(recipe)
+        if self.guidance is not None:
+            return [*said, f"guidance: trained at an embedded guidance of {self.guidance:g}"]
+        return [
+            *said,
+            f"distilled: {self.path.name} takes no guidance, as FLUX.1-schnell, which makes images in one to four steps: "
+            "what trains on it may lose that. FLUX.1-dev is the usual base",
+        ]
+
+    def text_limit(self) -> TextLimit:
+        """Return T5's; CLIP, which gives one vector, reads 77 tokens."""
+        return text_limit(self.path, self.text_tokens, folder="tokenizer_2")
+
+    def text_facts(self) -> Mapping[str, Any]:
+        folders = {name: self.path / name for name in self.text_components}
+        return {**folders, "tokens": self.text_tokens}
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        config = self.transformer_config
+        return {
+            "prompt_embeds": (torch.Size((self.text_tokens, config["joint_attention_dim"])), dtype),
+            "pooled_prompt_embeds": (torch.Size((config["pooled_projection_dim"],)), dtype),
+        }
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """T5 and CLIP as the pipeline uses them: T5's pads are seen, by T5 and by the transformer."""
+        pipeline = self.text_pipeline(dtype, device)
+
+        @torch.no_grad()
+        def encode(captions: Sequence[str]) -> Tensors:
+            # One by one: a caption's tensors do not depend on its neighbours.
+            encoded = [
+                pipeline.encode_prompt(
+                    prompt=caption,
+                    prompt_2=None,
+                    device=device,
+                    max_sequence_length=self.text_tokens,
+                )[:2]
+                for caption in captions
+            ]
+            embeddings, pooled = zip(*encoded, strict=True)
+            return {
+                "prompt_embeds": torch.cat(embeddings),
+                "pooled_prompt_embeds": torch.cat(pooled),
+            }
+
+        return encode
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Keeps the posterior's mean and logvar, (C, H, W). It encodes in fp32 whatever `dtype` is."""
+        vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            posterior = vae.encode(pixels.to(device).float() / 127.5 - 1).latent_dist
+            return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+
+        return encode
+
+    def mu(self, size: torch.Size) -> float:
+        scheduler = self.scheduler
+        return calculate_shift(
+            size[-2] * size[-1] // 4,
+            scheduler["base_image_seq_len"],
+            scheduler["max_image_seq_len"],
+            scheduler["base_shift"],
+            scheduler["max_shift"],
+        )
+
+    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        """Return the draws of any flow matching, with noise for packed latents (S, P)."""
+        channels, height, width = batch["latent_mean"].shape[1:]
+        return {
+            **super().draws(batch),
+            "noise": partial(normal, (height * width // 4, 4 * channels)),
+        }
+
+    def clean_latents(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Drawn, normalised as the pipeline undoes it before it decodes, and packed: (B, S, P)."""
+        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
+        config = self.vae_config
+        return packed((latents - config["shift_factor"]) * config["scaling_factor"])
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the velocity of packed latents (B, S, P); one call equals one of the stock pipeline's."""
+        dtype = batch["prompt_embeds"].dtype  # in which the pipeline has its latents
+        guidance = None
+        if self.guidance is not None:
+            guidance = torch.full([1], self.guidance, device=noisy.device).expand(len(noisy))
+        return transformer(
+            hidden_states=noisy.to(dtype),
+            # Rounded before it is divided, as the pipeline does: in bf16 the network sees 8 bits of it.
+            timestep=timesteps.to(dtype) / 1000,
+            guidance=guidance,
+            encoder_hidden_states=batch["prompt_embeds"],
+            **self._positions(batch),
+            return_dict=False,
+        )[0]
+
+    def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the transformer's arguments that depend on sizes, and CLIP's vector."""
+        text, latents = batch["prompt_embeds"], batch["latent_mean"]
+        height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
+        return {
+            "pooled_projections": batch["pooled_prompt_embeds"],
+            # As encode_prompt makes them: zeros, in the dtype of the text.
+            "txt_ids": torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
+            "img_ids": moved(
+                FluxPipeline._prepare_latent_image_ids(
+                    len(text), height, width, torch.device("cpu"), text.dtype
+                ),
+                text.device,
+            ),
+        }
+
+    def pipeline(
+        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
+    ) -> Any:
+        without = {} if text else dict.fromkeys(self.text_components)
+        return self._load_pipeline(dtype, transformer, text, **without)
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        # Guidance is an input of the network: nothing is predicted for "".
+        return {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {"height": shape.height, "width": shape.width}
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of tokens of every caption: the pipeline's default."""
+        return self.default_of("max_sequence_length")
+
+    def default_of(self, argument: str) -> Any:
+        """Return the default of an argument of the pipeline's own call."""
+        return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
+
+
+def packed(latents: torch.Tensor) -> torch.Tensor:
+    """Return latents (B, C, H, W) in squares of two by two, (B, S, P), by the pipeline's own means."""
+    batch, channels, height, width = latents.shape
+    return FluxPipeline._pack_latents(latents, batch, channels, height, width)
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> FluxCheckpoint:
+    """Read the configs; refuse another pipeline, another scheduler, torn weights."""
+    path = local_checkpoint(model)
+    read_index(model, path, family.pipeline_names)
+    require_whole_weights(model, path, "vae", "text_encoder", "text_encoder_2")
+    return FluxCheckpoint(**flux_fields(model, path, FluxTransformer2DModel))
+
+
+def flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[str, Any]:
+    """Return the fields that FLUX.1's and FLUX.2's checkpoints share."""
+    fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
+    parameters = inspect.signature(transformer_class.__init__).parameters
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    config = {**defaults, **fields["transformer_config"]}
+    shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
+    return {
+        **fields,
+        "transformer_config": config,
+        "scheduler": scheduler,
+        "guidance": TRAINED_GUIDANCE if config["guidance_embeds"] else None,
+        "objective": FlowMatching(shift, scheduler["num_train_timesteps"]),
+    }
+
+
+def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
+    """Return the config of a checkpoint's scheduler; refuse one of another kind, or that shifts otherwise."""
+    stored = read_component_config(path, "scheduler")
+    kind = FlowMatchEulerDiscreteScheduler
+    if stored.get("_class_name") != kind.__name__:
+        raise DitLoraError(
+            f"{model.path}: scheduler {stored.get('_class_name')} is not the one that family {model.family} is "
+            f"published with: {kind.__name__}"
+        )
+    config: Any = kind.from_config(stored).config
+    if config.use_dynamic_shifting and config.time_shift_type != "exponential":
+        raise DitLoraError(
+            f"{model.path}: its scheduler shifts with time_shift_type={config.time_shift_type}; family "
+            f"{model.family} knows exponential, the published checkpoints'"
+        )
+    return dict(config)

@@ -1,0 +1,78 @@
+"""Tiny FLUX.1 pipelines with random weights: dev shifts by resolution and takes guidance, schnell does neither."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
+
+from dit_lora.families.tiny_text import (
+    POOLED_WIDTH,
+    TEXT_WIDTH,
+    clip_encoder,
+    clip_tokenizer,
+    t5_encoder,
+    t5_tokenizer,
+)
+
+LATENT_CHANNELS = 4
+
+
+def build_tiny(variant: str, out: Path) -> None:
+    """Write the pipeline of that variant, with weights from torch's generator."""
+    dev = variant == "flux-dev"
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    pipeline: Any = FluxPipeline(
+        tokenizer=clip,
+        text_encoder=clip_encoder(clip),
+        tokenizer_2=t5,
+        text_encoder_2=t5_encoder(len(t5)),
+        vae=_vae(),
+        transformer=FluxTransformer2DModel(
+            in_channels=4 * LATENT_CHANNELS,
+            num_layers=2,
+            num_single_layers=2,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            joint_attention_dim=TEXT_WIDTH,
+            pooled_projection_dim=POOLED_WIDTH,
+            axes_dims_rope=(4, 6, 6),
+            guidance_embeds=dev,
+        ),
+        # The published checkpoints' values (diffusers: scripts/convert_flux_to_diffusers.py has none of its own).
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            shift=3.0 if dev else 1.0, use_dynamic_shifting=dev
+        ),
+    )
+    pipeline.save_pretrained(out, safe_serialization=True)
+
+
+def _vae() -> AutoencoderKL:
+    vae: Any = AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=LATENT_CHANNELS,
+        layers_per_block=1,
+        norm_num_groups=4,
+        scaling_factor=0.3611,  # of FLUX.1's autoencoder, as is the shift
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    narrow_posterior(vae.encoder, LATENT_CHANNELS)
+    return vae.eval()
+
+
+def narrow_posterior(encoder: Any, channels: int) -> None:
+    """Make a random encoder's posterior narrow, as a trained one's: it would be as wide as its latents, which leaves nothing to learn."""
+    head = encoder.conv_out
+    with torch.no_grad():
+        head.weight[:channels] *= 8.0
+        head.weight[channels:] *= 0.1
+        head.bias[channels:] = -6.0

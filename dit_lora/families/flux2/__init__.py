@@ -1,0 +1,59 @@
+"""FLUX.2 text-to-image: klein-base, of 4B and 9B, and dev, whose guidance is an input."""
+
+from dit_lora.families.family import DiffusionFamily, License, Site
+
+
+def _site(variant: str) -> Site:
+    return Site(
+        family="flux2",
+        variant=variant,
+        data={"height": 64, "width": 64},
+        samples="images",
+        # At the pipeline's shift every third timestep is one of the last; and the guidance goes through their module too.
+        sections={
+            "train": {
+                "timesteps": {"shift": 1.0},
+                **({"guidance_scale": 0.5} if variant == "flux2-dev" else {}),
+            }
+        },
+        attention="transformer_blocks.1.attn",
+        ff_out="transformer_blocks.0.ff.linear_out",
+        modulation="double_stream_modulation_txt.linear",
+        time_proj="time_guidance_embed.time_proj",
+        posterior=False,
+    )
+
+
+_NON_COMMERCIAL = License("other", "flux-non-commercial-license")
+
+FAMILY = DiffusionFamily(
+    name="flux2",
+    checkpoint_module="dit_lora.families.flux2.checkpoint",
+    tiny_module="dit_lora.families.flux2.tiny",
+    # As Diffusers' train_dreambooth_lora_flux2_klein.py, with the single blocks' `attn.to_out`, which the checkpoint
+    # lists one by one.
+    lora_targets=("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj"),
+    group_patterns={
+        "connector": (
+            "x_embedder.*",
+            "context_embedder.*",
+            "time_guidance_embed.*",
+            "double_stream_modulation_img.*",
+            "double_stream_modulation_txt.*",
+            "single_stream_modulation.*",
+            "norm_out.*",
+            "proj_out.*",
+        ),
+        "backbone": ("transformer_blocks.*", "single_transformer_blocks.*"),
+    },
+    pipeline_names=("Flux2KleinPipeline", "Flux2Pipeline"),
+    default_recipe="flux2/klein_base_4b",
+    # Each base's own card.
+    licenses={
+        "black-forest-labs/FLUX.2-klein-base-4B": License("apache-2.0"),
+        "black-forest-labs/FLUX.2-klein-4B": License("apache-2.0"),
+        "black-forest-labs/FLUX.2-klein*9B": _NON_COMMERCIAL,
+        "black-forest-labs/FLUX.2-dev": _NON_COMMERCIAL,
+    },
+    sites=tuple(_site(variant) for variant in ("flux2-klein", "flux2-dev")),
+)

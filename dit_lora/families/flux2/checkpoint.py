@@ -1,0 +1,216 @@
+"""FLUX.2 text-to-image: klein-base, conditioned by Qwen3, and dev, by Mistral 3 and an embedded guidance.
+
+It is FLUX.1's flow matching on packed latents. Prompts, packing, normalisation, positions, the shift and denoising are the
+stock pipelines' own code, called here (diffusers/pipelines/flux2/pipeline_flux2.py, pipeline_flux2_klein.py).
+
+Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size, S image tokens (H W / 4),
+P packed channels (4 C).
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
+
+import torch
+from diffusers import (
+    AutoencoderKLFlux2,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+)
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from torch import nn
+from transformers import AutoTokenizer
+
+from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import (
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flux.checkpoint import FluxCheckpoint, flux_fields, packed
+from dit_lora.families.opening import local_checkpoint, read_index, require_whole_weights
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.streams import moved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flux2Checkpoint(FluxCheckpoint):
+    """One FLUX.2 checkpoint as dev is."""
+
+    pipeline_class: ClassVar[Any] = Flux2Pipeline
+    transformer_class: ClassVar[Any] = Flux2Transformer2DModel
+    transform = (
+        "flux2-1: pixels / 127.5 - 1, posterior mode, normalised in squares of two by two, fp32"
+    )
+    text_components = ("text_encoder", "tokenizer")
+    system_message: ClassVar[str | None] = SYSTEM_MESSAGE
+
+    def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
+        """Return the family's, and the single blocks' output layers one by one.
+
+        Those are linear layers named `to_out`, as the double blocks' lists are: the plain name would name both.
+        """
+        single = range(self.transformer_config["num_single_layers"])
+        return (*defaults, *(f"single_transformer_blocks.{i}.attn.to_out" for i in single))
+
+    def text_limit(self) -> TextLimit:
+        """Return the room that the chat template leaves a caption."""
+        tokenizer, probe = self._tokenizer(), _Probe()
+        pipeline = self.pipeline_class(
+            scheduler=None, vae=None, text_encoder=probe, tokenizer=tokenizer, transformer=None
+        )
+        pipeline.encode_prompt("", device=probe.device, max_sequence_length=self.text_tokens)
+        return TextLimit(tokenizer, self.text_tokens - probe.tokens)
+
+    def text_facts(self) -> Mapping[str, Any]:
+        return {
+            **super().text_facts(),
+            "layers": list(self._layers),
+            "system_message": self.system_message,
+        }
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        size = (self.text_tokens, self.transformer_config["joint_attention_dim"])
+        return {"prompt_embeds": (torch.Size(size), dtype)}
+
+    def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        return load_pretrained(
+            self.pipeline_class,
+            self.path,
+            transformer=None,
+            vae=None,
+            tokenizer=self._tokenizer(),
+            dtype=dtype,
+            use_safetensors=True,
+        ).to(device)
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """The pipeline's language model, hidden states of three layers side by side; its pads are seen by the transformer."""
+        pipeline = self.text_pipeline(dtype, device)
+
+        @torch.no_grad()
+        def encode(captions: Sequence[str]) -> Tensors:
+            # One by one: a caption's tensors do not depend on its neighbours.
+            encoded = [
+                pipeline.encode_prompt(
+                    prompt=caption,
+                    device=device,
+                    max_sequence_length=self.text_tokens,
+                    text_encoder_out_layers=self._layers,
+                )[0]
+                for caption in captions
+            ]
+            return {"prompt_embeds": torch.cat(encoded)}
+
+        return encode
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Keeps the normalised mode of the posterior, (C, H, W), as the pipeline encodes references.
+
+        It encodes in fp32 whatever `dtype` is: in bf16 the VAE's statistics would be rounded.
+        """
+        vae = memory.load(AutoencoderKLFlux2, self.path, torch.float32, device)
+        pipeline: Any = SimpleNamespace(vae=vae, _patchify_latents=Flux2Pipeline._patchify_latents)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            values: Any = pixels.to(device).float() / 127.5 - 1
+            squares = Flux2Pipeline._encode_vae_image(pipeline, values, generator=None)
+            return {"latent_mean": Flux2Pipeline._unpatchify_latents(squares)[0]}
+
+        return encode
+
+    def mu(self, size: torch.Size) -> float:
+        # The pipeline's depends on the number of steps that are sampled: those of its default.
+        steps = self.default_of("num_inference_steps")
+        return compute_empirical_mu(size[-2] * size[-1] // 4, num_steps=steps)
+
+    def clean_latents(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Packed, (B, S, P): they are normalised already."""
+        return packed(batch["latent_mean"].float())
+
+    def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        text, latents = batch["prompt_embeds"], batch["latent_mean"]
+        ids = {
+            "txt_ids": Flux2Pipeline._prepare_text_ids(text),
+            "img_ids": Flux2Pipeline._prepare_latent_ids(latents[..., ::2, ::2]),
+        }
+        return {name: moved(tensor, text.device) for name, tensor in ids.items()}
+
+    def pipeline(
+        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
+    ) -> Any:
+        tokenizer = self._tokenizer() if text else None
+        return self._load_pipeline(dtype, transformer, text, tokenizer=tokenizer)
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        return tuple(self.default_of("text_encoder_out_layers"))
+
+    def _tokenizer(self) -> Any:
+        """Load the tokenizer alone: dev's is published within a processor of pictures, which needs torchvision."""
+        return load_pretrained(AutoTokenizer, self.path / "tokenizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KleinCheckpoint(Flux2Checkpoint):
+    """One FLUX.2 klein checkpoint."""
+
+    distilled: bool
+    """`is_distilled` of model_index.json: it makes images in four steps."""
+    pipeline_class: ClassVar[Any] = Flux2KleinPipeline
+    system_message = None
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        if self.distilled:
+            raise DitLoraError(
+                f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it undoes "
+                "that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B: the adapter loads into both"
+            )
+        return super().for_recipe(recipe)
+
+    def notes(self, recipe: Recipe) -> list[str]:
+        # Not FLUX.1's: its base has no embedded guidance and is no distilled one either.
+        return super(FluxCheckpoint, self).notes(recipe)
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        arguments = super().conditions(prompt)
+        if empty:
+            arguments["negative_prompt_embeds"] = empty["prompt_embeds"]
+        return arguments
+
+
+class _Probe(nn.Module):
+    """Stands for a text encoder and counts the tokens that it is given."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+    tokens = 0
+
+    def forward(self, *, attention_mask: torch.Tensor, **_: Any) -> Any:
+        self.tokens = int(attention_mask.sum())
+        states = torch.zeros(1, attention_mask.shape[1], 1)
+        return SimpleNamespace(hidden_states=defaultdict(lambda: states))
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Flux2Checkpoint:
+    """Read the configs; refuse another pipeline, another scheduler, torn weights."""
+    path = local_checkpoint(model)
+    index = read_index(model, path, family.pipeline_names)
+    require_whole_weights(model, path, "vae", "text_encoder")
+    fields = flux_fields(model, path, Flux2Transformer2DModel)
+    if index["_class_name"] == Flux2KleinPipeline.__name__:
+        return KleinCheckpoint(**fields, distilled=bool(index.get("is_distilled", False)))
+    return Flux2Checkpoint(**fields)

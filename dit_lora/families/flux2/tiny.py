@@ -1,0 +1,155 @@
+"""Tiny FLUX.2 pipelines with random weights: klein with Qwen3, dev with Mistral 3 and an embedded guidance.
+
+Text is bytes, and the text encoders are as deep as the layers that the pipelines read ask for.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLFlux2,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+)
+from tokenizers import AddedToken
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from dit_lora.families.flux.tiny import LATENT_CHANNELS, narrow_posterior
+
+_WIDTH = 16
+_TEXT: dict[str, Any] = {
+    "hidden_size": _WIDTH,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
+# Published ones have 36 (Qwen3 4B and 8B) and 40 (Mistral Small 3); the pipelines read up to 27 and 30.
+_QWEN_LAYERS, _MISTRAL_LAYERS = 28, 31
+_QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+_MISTRAL_TOKENS = (
+    *("<pad>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+)
+# Qwen3's, of messages in words: thinking that is switched off is an empty one.
+_QWEN_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
+    "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}"
+    "{% endif %}{% endif %}"
+)
+_MISTRAL_TEMPLATE = (
+    "<s>{% for message in messages %}{% set tag = 'SYSTEM_PROMPT' if message['role'] == 'system' "
+    "else 'INST' %}{{ '[' + tag + ']' }}{% for part in message['content'] %}{{ part['text'] }}"
+    "{% endfor %}{{ '[/' + tag + ']' }}{% endfor %}"
+)
+
+
+def build_tiny(variant: str, out: Path) -> None:
+    """Write the pipeline of that variant, with weights from torch's generator."""
+    klein = variant == "flux2-klein"
+    kind = Flux2KleinPipeline if klein else Flux2Pipeline
+    tokenizer, encoder = _qwen() if klein else _mistral()
+    pipeline: Any = kind(
+        tokenizer=tokenizer,
+        text_encoder=encoder.eval(),
+        vae=_vae(),
+        transformer=Flux2Transformer2DModel(
+            in_channels=4 * LATENT_CHANNELS,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=3 * _WIDTH,
+            timestep_guidance_channels=32,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=not klein,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    )
+    pipeline.save_pretrained(out, safe_serialization=True)
+
+
+def _qwen() -> tuple[Any, Any]:
+    tokenizer = _tokenizer(_QWEN_TOKENS, end="<|im_end|>")
+    tokenizer.chat_template = _QWEN_TEMPLATE
+    config = Qwen3Config(
+        **_TEXT, vocab_size=len(tokenizer), num_hidden_layers=_QWEN_LAYERS, **_ends(tokenizer)
+    )
+    return tokenizer, Qwen3ForCausalLM(config)
+
+
+def _mistral() -> tuple[Any, Any]:
+    # Published with Pixtral's processor, which holds such a tokenizer, and needs torchvision for pictures.
+    tokenizer = _tokenizer(_MISTRAL_TOKENS, end="</s>")
+    tokenizer.chat_template = _MISTRAL_TEMPLATE
+    config = Mistral3Config(
+        text_config={
+            **_TEXT,
+            "model_type": "mistral",
+            "vocab_size": len(tokenizer),
+            "num_hidden_layers": _MISTRAL_LAYERS,
+            "sliding_window": None,
+            **_ends(tokenizer),
+        },
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 8,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        image_token_index=tokenizer.get_vocab()["[IMG]"],
+    )
+    return tokenizer, Mistral3ForConditionalGeneration(config)
+
+
+def _tokenizer(special: tuple[str, ...], end: str) -> Qwen2Tokenizer:
+    """Every byte, and the special tokens, of which the first pads; nothing is trained."""
+    vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
+    none: Any = None  # an unknown token would be one more
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab, merges=[], unk_token=none, pad_token=special[0], eos_token=end
+    )
+    tokens = [AddedToken(token, special=True, normalized=False) for token in special]
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    return tokenizer
+
+
+def _ends(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _vae() -> AutoencoderKLFlux2:
+    vae: Any = AutoencoderKLFlux2(
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=LATENT_CHANNELS,
+        layers_per_block=1,
+        norm_num_groups=4,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    narrow_posterior(vae.encoder, LATENT_CHANNELS)
+    with torch.no_grad():
+        vae.bn.running_mean.normal_(std=0.3)
+        vae.bn.running_var.uniform_(0.5, 2.0)
+    return vae.eval()

@@ -1,0 +1,206 @@
+"""FLUX.2's blocks and attention on fused ops.
+
+Modulation is made once for all blocks of a kind and given to each. A single block's attention projects q, k, v and the
+hidden values of a SwiGLU together, and both outputs together.
+
+Source of the arithmetic: diffusers, models/transformers/transformer_flux2.py (Flux2TransformerBlock,
+Flux2SingleTransformerBlock, Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor).
+
+Shapes: B batch, T text tokens, I image tokens, S tokens of both, D width, H heads.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from dit_lora.fuse.attention import Recomputable, Rotary, attend
+from dit_lora.fuse.models.flux import FluxProcessor, clipped
+from dit_lora.fuse.models.two_streams import (
+    Modulation,
+    TwoStreamProcessor,
+    attention_why_not,
+    leave,
+    modulated,
+    norms_why_not,
+    spared,
+)
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, class_name, qk_always
+from dit_lora_kernels.ada_norm import Stream
+
+_FLUX2 = "diffusers.models.transformers.transformer_flux2"
+
+
+def block_forward(
+    block: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb_mod_img: torch.Tensor,
+    temb_mod_txt: torch.Tensor,
+    image_rotary_emb: Rotary | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return text (B, T, D) and image (B, I, D) after attention and feed-forward, as `Flux2TransformerBlock` does."""
+    if (
+        temb_mod_img.ndim != 2
+    ):  # a row for each token, where references are kept (Diffusers' KV cache)
+        stock: tuple[torch.Tensor, torch.Tensor] = type(block).forward(
+            block,
+            hidden_states,
+            encoder_hidden_states,
+            temb_mod_img,
+            temb_mod_txt,
+            image_rotary_emb,
+            joint_attention_kwargs,
+        )
+        return stock
+    modulation = Modulation(*temb_mod_img.chunk(6, dim=1))
+    text_modulation = Modulation(*temb_mod_txt.chunk(6, dim=1))
+    image, x = _enter(block.norm1, hidden_states, modulation)
+    text, context = _enter(block.norm1_context, encoder_hidden_states, text_modulation)
+    attended, attended_text = block.attn(
+        hidden_states=image.tensor,
+        encoder_hidden_states=text.tensor,
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+        **spared(block.attn, image, text),
+    )
+    x = leave(block.norm2, block.ff, x, attended, modulation)
+    context = leave(block.norm2_context, block.ff_context, context, attended_text, text_modulation)
+    return clipped(context), x
+
+
+def _enter(norm: Any, x: torch.Tensor, modulation: Modulation) -> tuple[Recomputable, torch.Tensor]:
+    """Return a stream (B, S, D) as attention takes it, and x to go on from."""
+    normed, (x,) = modulated((Stream(x, modulation.shift, modulation.scale),), eps=norm.eps)
+    return normed, x
+
+
+def single_forward(
+    block: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None,
+    temb_mod: torch.Tensor,
+    image_rotary_emb: Rotary | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+    split_hidden_states: bool = False,
+    text_seq_len: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return both streams (B, S, D) after attention and feed-forward, as `Flux2SingleTransformerBlock` does.
+
+    With `split_hidden_states`, text (B, T, D) and image (B, I, D).
+    """
+    if encoder_hidden_states is not None:
+        text_seq_len = encoder_hidden_states.shape[1]
+        hidden_states = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+    if temb_mod.ndim != 2:
+        x: torch.Tensor = type(block).forward(
+            block, hidden_states, None, temb_mod, image_rotary_emb, joint_attention_kwargs
+        )
+    else:
+        shift, scale, gate = temb_mod.chunk(3, dim=1)
+        normed, (x,) = modulated((Stream(hidden_states, shift, scale),), eps=block.norm.eps)
+        attended = block.attn(
+            hidden_states=normed.tensor,
+            image_rotary_emb=image_rotary_emb,
+            **(joint_attention_kwargs or {}),
+            **spared(block.attn, normed),
+        )
+        x = clipped(torch.addcmul(x, gate[:, None], attended))
+    return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
+
+
+def swiglu_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return silu(first half) * second half, as `Flux2SwiGLU` does."""
+    # One split: its backward writes the joint gradient once, where two slices write one each and add them.
+    gate, linear = x.chunk(2, dim=-1)
+    activated = Recomputable(module.gate_fn(gate), partial(functional.silu, gate))
+    with activated.not_kept():
+        return activated.tensor * linear
+
+
+class Flux2SingleProcessor(TwoStreamProcessor):
+    """`Flux2ParallelSelfAttnProcessor` with q and k normed and rotated in one pass."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+        recomputable: tuple[Recomputable, ...] = (),
+    ) -> torch.Tensor:
+        if self.is_stock:
+            output: torch.Tensor = self.stock(attn, hidden_states, attention_mask, image_rotary_emb)
+            return output
+        with recomputable[0].not_kept() if recomputable else nullcontext():
+            projected = attn.to_qkv_mlp_proj(hidden_states)
+        # One split: its backward writes the joint gradient once.
+        inner = attn.inner_dim
+        sizes = [inner, inner, inner, attn.mlp_hidden_dim * attn.mlp_mult_factor]
+        *heads, hidden = projected.split(sizes, dim=-1)
+        query, key, value = (tensor.unflatten(-1, (-1, attn.head_dim)) for tensor in heads)
+        query = self.normed(query, attn.norm_q, image_rotary_emb)
+        key = self.normed(key, attn.norm_k, image_rotary_emb)
+        attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
+        joint = Recomputable(
+            torch.cat([attended, attn.mlp_act_fn(hidden)], dim=-1),
+            partial(_joint, attended, hidden),
+        )
+        # What is joined is kept for backward apart: an adapter need not keep it once more.
+        with joint.not_kept():
+            output = attn.to_out(joint.tensor)
+        return output
+
+
+def _joint(attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Return a single block's input of `to_out` again, the same values bit for bit."""
+    gate, linear = hidden.chunk(2, dim=-1)
+    return torch.cat([attended, functional.silu(gate) * linear], dim=-1)
+
+
+def _block_why_not(block: Any) -> str | None:
+    """Return why a double block keeps its own forward; None if it need not."""
+    return norms_why_not(block.norm1, block.norm1_context, block.norm2, block.norm2_context)
+
+
+def _single_attention_why_not(attn: Any) -> str | None:
+    """Return why a single block's attention keeps its own processor; None if it need not."""
+    if class_name(attn.mlp_act_fn) != f"{_FLUX2}.Flux2SwiGLU":
+        return f"its activation is a {type(attn.mlp_act_fn).__name__}"
+    return _swiglu_why_not(attn.mlp_act_fn) or attention_why_not(attn)
+
+
+def _swiglu_why_not(module: Any) -> str | None:
+    """Return why this activation keeps its own forward; None if it need not."""
+    is_stock = class_name(module.gate_fn) == "torch.nn.modules.activation.SiLU"
+    return None if is_stock else f"its activation is a {type(module.gate_fn).__name__}"
+
+
+def _single_why_not(block: Any) -> str | None:
+    """Return why a single block keeps its own forward; None if it need not."""
+    return norms_why_not(block.norm)
+
+
+FORWARDS = (
+    ForwardPatch(f"{_FLUX2}.Flux2TransformerBlock", "ada_norm", block_forward, _block_why_not),
+    ForwardPatch(
+        f"{_FLUX2}.Flux2SingleTransformerBlock", "ada_norm", single_forward, _single_why_not
+    ),
+    ForwardPatch(f"{_FLUX2}.Flux2SwiGLU", "ada_norm", swiglu_forward, _swiglu_why_not),
+)
+# The double blocks' attention is FLUX.1's: text first, one rotation, norms of each stream.
+PROCESSORS = (
+    ProcessorPatch(
+        f"{_FLUX2}.Flux2AttnProcessor", ATTENTION, FluxProcessor, attention_why_not, also=qk_always
+    ),
+    ProcessorPatch(
+        f"{_FLUX2}.Flux2ParallelSelfAttnProcessor",
+        ATTENTION,
+        Flux2SingleProcessor,
+        _single_attention_why_not,
+        also=qk_always,
+    ),
+)

@@ -1,0 +1,349 @@
+"""FLUX.1's and FLUX.2's own facts, recomputed apart from their code, in fp64 where there is arithmetic."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, FluxPipeline
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from family_cases.subject import EVERY, adapted, open_subject
+from flux_cases import CPU, FAMILY, every_variant, open_checkpoint
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.diffusers_format import save_adapter
+from dit_lora.commands.verify import find_target
+from dit_lora.config.data import VideoShape
+from dit_lora.config.load import parse_recipe
+from dit_lora.config.recipe import LoraConfig, Recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
+from dit_lora.families.base import Sampling
+from dit_lora.numerics.streams import Streams, generator
+
+SEED, POSITIONS = 11, [3, 400, 21]
+
+
+class Recorder(nn.Module):
+    """Answers with a fixed prediction and keeps what it was asked."""
+
+    def __init__(self, answer: torch.Tensor) -> None:
+        super().__init__()
+        self.answer = answer
+        self.asked: dict[str, Any] = {}
+
+    def forward(self, **kwargs: Any) -> tuple[torch.Tensor]:
+        self.asked = kwargs
+        return (self.answer,)
+
+
+def changed(tiny: Path, out: Path, component: str, **values: Any) -> Path:
+    """A copy of a checkpoint with other values in one config."""
+    shutil.copytree(tiny, out)
+    names = {"": "model_index.json", "scheduler": "scheduler/scheduler_config.json"}
+    file = out / names.get(component, f"{component}/config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    return out
+
+
+def recipe_for(path: Path, values: dict[str, Any], **sections: Any) -> Recipe:
+    family = FAMILY.get(path.name, "flux2")
+    data = {"path": ".", "height": 64, "width": 96}
+    changes = {"data": data, "model": {"family": family, "path": str(path)}, **sections}
+    return parse_recipe({**values, **changes}, "test")
+
+
+def some_batch(checkpoint: Any, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Three samples of 4 x 6 latents and 512 tokens."""
+    g = torch.Generator().manual_seed(0)
+    batch = {"latent_mean": torch.randn(3, 4, 4, 6, generator=g)}
+    for name, (size, _) in checkpoint.text_spec(dtype).items():
+        batch[name] = torch.randn(3, *size, generator=g).to(dtype)
+    if "flux2" not in checkpoint.path.name:
+        batch["latent_logvar"] = torch.randn(3, 4, 4, 6, generator=g)
+    return batch
+
+
+def own_draws(shape: tuple[int, ...], stream: str) -> torch.Tensor:
+    draws = [torch.randn(shape, generator=generator(SEED, stream, p)) for p in POSITIONS]
+    return torch.stack(draws).double()
+
+
+@every_variant
+def test_noising_target_and_loss_equal_an_fp64_computation(
+    tiny_checkpoints: dict[str, Path], variant: str
+) -> None:
+    """Posterior draw, scale, packing, noise level, timestep, velocity, mean: each from its own stream."""
+    checkpoint = open_checkpoint(tiny_checkpoints[variant])
+    batch = some_batch(checkpoint)
+    model = Recorder(torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2)))
+    output = checkpoint.losses(model, batch, Streams(SEED, POSITIONS))
+
+    latents = batch["latent_mean"].double()
+    if "latent_logvar" in batch:
+        spread = (batch["latent_logvar"].double() / 2).exp()
+        latents = (latents + spread * own_draws((4, 4, 6), "posterior") - 0.1159) * 0.3611
+    squares = [
+        latents[:, :, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2] for r in (0, 1) for c in range(3)
+    ]
+    clean = torch.stack([square.flatten(1) for square in squares], dim=1)
+    level = 1 / (1 + (-own_draws((), "timestep")).exp())
+    shift = {
+        "flux-schnell": 1.0,
+        # The line through (256, 0.5) and (4096, 1.15), at 6 tokens.
+        "flux-dev": math.exp(0.5 - 250 * 0.65 / 3840),
+    }.get(variant)
+    if shift is None:  # of FLUX.2, at 6 tokens and 50 steps
+        at_10, at_200 = 8.73809524e-05 * 6 + 1.89833333, 0.00016927 * 6 + 0.45666666
+        shift = math.exp(at_200 + (at_10 - at_200) * 150 / 190)
+    sigma = shift / (shift + 1 / level - 1)
+    noise = own_draws((6, 16), "noise")
+    by_sample = sigma.view(3, 1, 1)
+    expected = {
+        "hidden_states": clean + by_sample * (noise - clean),
+        "timestep": sigma,
+        "encoder_hidden_states": batch["prompt_embeds"].double(),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(model.asked[name].double(), value, rtol=2e-6, atol=2e-6)
+    losses = (model.answer.double() - (noise - clean)).square().mean((1, 2))
+    torch.testing.assert_close(output.losses.double(), losses, rtol=2e-6, atol=0)
+    assert output.timesteps.tolist() == [math.floor(t) for t in (1000 * sigma).tolist()]
+
+
+@every_variant
+def test_the_timestep_is_rounded_before_it_is_divided(
+    tiny_checkpoints: dict[str, Path], variant: str
+) -> None:
+    """In bf16 another order gives other bits: the pipelines' is t.to(bf16) / 1000."""
+    checkpoint = open_checkpoint(tiny_checkpoints[variant])
+    batch = some_batch(checkpoint, torch.bfloat16)
+    model, t = Recorder(torch.zeros(1)), torch.tensor([371.3, 804.9, 5.99])
+    checkpoint.predict(model, torch.randn(3, 6, 16), t, batch)
+    asked = model.asked["timestep"]
+    assert torch.equal(asked, t.bfloat16() / 1000)
+    assert not torch.equal(asked, (t / 1000).bfloat16())
+    assert model.asked["hidden_states"].dtype is torch.bfloat16
+    # FLUX.1's positions are in the text's dtype, FLUX.2's are integers.
+    ids = torch.bfloat16 if FAMILY[variant] == "flux" else torch.int64
+    assert model.asked["img_ids"].dtype is model.asked["txt_ids"].dtype is ids
+
+
+@every_variant
+def test_the_shift_is_the_pipelines_at_ten_sizes(
+    tiny_checkpoints: dict[str, Path], variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the pipeline gives its scheduler, at its own number of steps; schnell's scheduler makes nothing of it."""
+    path = tiny_checkpoints[variant]
+    checkpoint, pipeline = open_checkpoint(path), DiffusionPipeline.from_pretrained(path)
+    batch = {name: tensor[:1] for name, tensor in some_batch(checkpoint).items()}
+    given: list[float] = []
+
+    class StopHereError(Exception):
+        pass
+
+    def set_timesteps(sigmas: Any, device: Any, mu: float) -> None:
+        given.append(mu)
+        raise StopHereError
+
+    monkeypatch.setattr(pipeline.scheduler, "set_timesteps", set_timesteps)
+    for step in range(1, 11):
+        height, width = 192 * step, 256 + 64 * step
+        how = {"height": height, "width": width, **checkpoint.conditions(text_of(batch))}
+        with pytest.raises(StopHereError):
+            pipeline(**how)
+        size = torch.Size([4, height // 8, width // 8])
+        assert checkpoint.mu(size) == given[-1]
+        shift = 1.0 if variant == "flux-schnell" else math.exp(given[-1])
+        assert checkpoint.shift_of(size) == shift
+    assert len(set(given)) == 10
+
+
+def text_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in batch.items() if "prompt" in name}
+
+
+@pytest.mark.parametrize("variant", ["flux-dev", "flux2-dev"])
+@pytest.mark.parametrize("value", [None, 3.5])
+def test_guidance_is_embedded_at_the_recipes_value_and_recorded(
+    tiny_checkpoints: dict[str, Path],
+    recipe_values: dict[str, Any],
+    variant: str,
+    value: float | None,
+) -> None:
+    path = tiny_checkpoints[variant]
+    train = recipe_values["train"] | ({} if value is None else {"guidance_scale": value})
+    recipe = recipe_for(path, recipe_values, train=train)
+    checkpoint = open_checkpoint(path).for_recipe(recipe)
+    expected = 1.0 if value is None else value
+    model, batch = Recorder(torch.zeros(3, 6, 16)), some_batch(checkpoint, torch.bfloat16)
+    checkpoint.losses(model, batch, Streams(SEED, POSITIONS))
+    assert torch.equal(model.asked["guidance"], torch.full([3], expected))
+    assert checkpoint.header() == {"guidance_scale": expected}
+    assert any(f"guidance of {expected:g}" in line for line in checkpoint.notes(recipe))
+
+
+@pytest.mark.parametrize("variant", ["flux-schnell", "flux2-klein"])
+def test_a_guidance_value_is_refused_where_nothing_embeds_it(
+    tiny_checkpoints: dict[str, Path], recipe_values: dict[str, Any], variant: str
+) -> None:
+    path = tiny_checkpoints[variant]
+    checkpoint = open_checkpoint(path)
+    train = recipe_values["train"]
+    with pytest.raises(DitLoraError, match=r"train.guidance_scale: .* has no guidance embedding"):
+        checkpoint.for_recipe(
+            recipe_for(path, recipe_values, train={**train, "guidance_scale": 1.0})
+        )
+    recipe = recipe_for(path, recipe_values)
+    model = Recorder(torch.zeros(3, 6, 16))
+    plain = checkpoint.for_recipe(recipe)
+    plain.losses(model, some_batch(plain), Streams(SEED, POSITIONS))
+    assert model.asked["guidance"] is None
+    assert plain.header() == {}
+    said = " ".join(plain.notes(recipe))
+    assert ("FLUX.1-dev is the usual base" in said) == (variant == "flux-schnell")
+
+
+def test_a_distilled_klein_is_refused_by_name_and_still_samples(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, recipe_values: dict[str, Any]
+) -> None:
+    path = changed(tiny_checkpoints["flux2-klein"], tmp_path / "klein-4b", "", is_distilled=True)
+    checkpoint = open_checkpoint(path)
+    with pytest.raises(DitLoraError, match=r"klein-4b is step-distilled.*FLUX.2-klein-base-4B"):
+        checkpoint.for_recipe(recipe_for(path, recipe_values))
+    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    how = Sampling(VideoShape(1, 32, 64), inference_steps=1, guidance_scale=1.0, seed=3)
+    assert checkpoint.generate(pipeline, checkpoint.conditions("a cat"), how).shape == (
+        1,
+        32,
+        64,
+        3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("component", "values", "words"),
+    [
+        ("scheduler", {"_class_name": "DDIMScheduler"}, "scheduler DDIMScheduler is not the one"),
+        ("scheduler", {"time_shift_type": "linear"}, "time_shift_type=linear"),
+        ("", {"_class_name": "FluxKontextPipeline"}, "a FluxKontextPipeline checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_contradicts_the_family_is_refused(
+    tiny_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    component: str,
+    values: dict[str, Any],
+    words: str,
+) -> None:
+    path = changed(tiny_checkpoints["flux-dev"], tmp_path / "m", component, **values)
+    with pytest.raises(DitLoraError, match=words):
+        open_checkpoint(path)
+
+
+@every_variant
+def test_pictures_are_encoded_in_fp32_whatever_the_policy(
+    tiny_checkpoints: dict[str, Path], variant: str
+) -> None:
+    """FLUX.2's statistics would be rounded in bf16; the mode is kept, as the pipeline takes of its references."""
+    path = tiny_checkpoints[variant]
+    checkpoint = open_checkpoint(path)
+    pixels = torch.randint(0, 256, (1, 3, 32, 64)).to(torch.uint8)
+    full = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)
+    half = checkpoint.load_video_encoder(torch.bfloat16, CPU)(pixels)
+    for name, tensor in full.items():
+        assert tensor.dtype is half[name].dtype is torch.float32
+        assert torch.equal(tensor, half[name])
+    vae = DiffusionPipeline.from_pretrained(path).vae
+    with torch.no_grad():
+        posterior: DiagonalGaussianDistribution = vae.encode(pixels / 127.5 - 1).latent_dist
+    if FAMILY[variant] == "flux":
+        assert torch.equal(full["latent_mean"], posterior.mean[0])
+        assert torch.equal(full["latent_logvar"], posterior.logvar[0])
+        return
+    assert full.keys() == {"latent_mean"}
+    std, mean = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt(), vae.bn.running_mean
+    # Channel c's squares of two by two are the statistics' channels 4 c to 4 c + 3, by rows.
+    mean, std = (table.view(4, 2, 2).repeat(1, 2, 4) for table in (mean, std))
+    expected = (posterior.mode()[0] - mean) / std
+    torch.testing.assert_close(full["latent_mean"], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("layers", "single"), [(1, 3), (2, 12)])
+def test_flux2s_targets_follow_the_number_of_its_blocks(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, layers: int, single: int
+) -> None:
+    """Every attention's own projections and the single blocks' two layers; never a head, a modulation or a list."""
+    tiny = tiny_checkpoints["flux2-klein"]
+    config = {"num_layers": layers, "num_single_layers": single}
+    path = changed(tiny, tmp_path / "m", "transformer", **config)
+    checkpoint = open_checkpoint(path)
+    model = checkpoint.transformer_class.from_config(checkpoint.transformer_config)
+    targets = checkpoint.lora_targets(get_family("flux2").lora_targets)
+    attach_lora(model, LoraConfig(rank=2), targets, seed=0)
+    adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    double = {
+        f"transformer_blocks.{i}.attn.{name}"
+        for i in range(layers)
+        for name in ("to_q", "to_k", "to_v", "to_out.0")
+    }
+    joined = {
+        f"single_transformer_blocks.{i}.attn.{name}"
+        for i in range(single)
+        for name in ("to_qkv_mlp_proj", "to_out")
+    }
+    assert adapted == double | joined
+
+
+def test_flux1s_targets_leave_out_the_head(tiny_checkpoints: dict[str, Path]) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoints["flux-dev"])
+    model = checkpoint.load_transformer(torch.float32)
+    targets = checkpoint.lora_targets(get_family("flux").lora_targets)
+    attach_lora(model, LoraConfig(rank=2), targets, seed=0)
+    adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    assert len(adapted) == 2 * 12 + 2 * 3
+    assert not any("proj_out" in name or "norm" in name for name in adapted)
+
+
+@pytest.mark.parametrize("variant", ["flux-dev", "flux2-klein", "flux2-dev"])
+def test_guidance_from_cached_text_equals_guidance_from_words(
+    tiny_checkpoints: dict[str, Path], variant: str
+) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoints[variant])
+    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    how = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=4.5, seed=3)
+    whole = checkpoint.pipeline(torch.float32)
+    cached = checkpoint.pipeline(torch.float32, whole.transformer, text=False)
+    calls: list[int] = []
+    for pipeline in (whole, cached):
+        pipeline.set_progress_bar_config(disable=True)
+    whole.transformer.register_forward_pre_hook(
+        lambda _m, _args, kwargs: calls.append(len(kwargs["hidden_states"])), with_kwargs=True
+    )
+    words = checkpoint.generate(whole, checkpoint.conditions("a cat"), how)
+    # klein calls it once more for "", and none makes a batch of two.
+    assert calls == [1] * (4 if variant == "flux2-klein" else 2)
+    tensors = checkpoint.generate(
+        cached, checkpoint.conditions(encode(["a cat"]), encode([""])), how
+    )
+    assert words.shape == (1, 32, 64, 3)
+    assert words.float().std() > 1
+    assert torch.equal(words, tensors)
+
+
+def test_a_header_says_at_which_guidance_its_output_is_compared(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """`dit-lora verify` would find another base at the default."""
+    path = tiny_checkpoints["flux-dev"]
+    transformer = adapted(open_subject(EVERY["flux-dev"], path))
+    made = {"family": "flux", "base_model": path.name, "guidance_scale": 3.5}
+    save_adapter(transformer, FluxPipeline, tmp_path, made)
+    stock: Any = find_target(tmp_path, str(path)).stock()
+    assert stock.checkpoint.guidance == 3.5

@@ -1,0 +1,74 @@
+"""FLUX.1's and FLUX.2's text is their pipelines': tokens, layers, templates, and what the cache is keyed by."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from flux_cases import CPU, every_variant, open_checkpoint
+
+
+@every_variant
+def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
+    tiny_checkpoints: dict[str, Path], variant: str
+) -> None:
+    """All have the same length; the bf16 that is asked for is that of the cache."""
+    path = tiny_checkpoints[variant]
+    checkpoint, pipeline = open_checkpoint(path), DiffusionPipeline.from_pretrained(path)
+    captions = ["A Red cat on\na mat", "", "fish"]
+    encoded = checkpoint.load_text_encoder(torch.float32, CPU)(captions)
+    spec = checkpoint.text_spec(torch.float32)
+    assert {n: (t.shape[1:], t.dtype) for n, t in encoded.items()} == spec
+    for row, caption in enumerate(captions):
+        with torch.no_grad():
+            stock = pipeline.encode_prompt(caption)
+        for tensor, theirs in zip(encoded.values(), stock, strict=False):
+            assert torch.equal(tensor[row], theirs[0])
+    assert not torch.equal(encoded["prompt_embeds"][0], encoded["prompt_embeds"][2])
+    half = checkpoint.load_text_encoder(torch.bfloat16, CPU)(captions)
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("variant", "end"), [("flux2-klein", 6), ("flux2-dev", 1)])
+def test_the_chat_template_leaves_a_caption_the_room_that_is_said(
+    tiny_checkpoints: dict[str, Path], variant: str, end: int
+) -> None:
+    """A token more, and the end of the template is cut off."""
+    checkpoint = open_checkpoint(tiny_checkpoints[variant])
+    limit, pipeline = checkpoint.text_limit(), checkpoint.text_pipeline(torch.float32, CPU)
+    seen: list[list[int]] = []
+    pipeline.text_encoder.register_forward_pre_hook(
+        lambda _m, _args, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    for length in (1, limit.max_tokens, limit.max_tokens + 1):
+        pipeline.encode_prompt("a" * length)
+    short, full, over = seen
+    pad = limit.tokenizer.pad_token_id
+    template = [token for token in short if token != pad]
+    assert full.count(pad) == over.count(pad) == 0
+    assert full[-end:] == template[-end:]
+    assert over[-end:] == full[-end - 1 : -1] != full[-end:]
+
+
+def test_a_processors_text_is_the_tokenizers(tiny_checkpoints: dict[str, Path]) -> None:
+    """dev is published with a processor of pictures around its tokenizer, which here is loaded without it."""
+    from transformers import AutoTokenizer
+    from transformers.processing_utils import ProcessorMixin
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoints["flux2-dev"] / "tokenizer")
+    pipeline = DiffusionPipeline.from_pretrained(tiny_checkpoints["flux2-dev"])
+    alone = pipeline.encode_prompt("a cat, [IMG] of one")[0]
+    pipeline.tokenizer = ProcessorMixin.__new__(ProcessorMixin)
+    pipeline.tokenizer.tokenizer = tokenizer
+    pipeline.tokenizer.chat_template = tokenizer.chat_template
+    assert torch.equal(pipeline.encode_prompt("a cat, [IMG] of one")[0], alone)
+
+
+@pytest.mark.parametrize("variant", ["flux2-klein", "flux2-dev"])
+def test_what_text_depends_on_is_in_its_cache_key(
+    tiny_checkpoints: dict[str, Path], variant: str
+) -> None:
+    facts = open_checkpoint(tiny_checkpoints[variant]).text_facts()
+    assert facts["layers"] == ([9, 18, 27] if variant == "flux2-klein" else [10, 20, 30])
+    assert facts["tokens"] == 512
+    assert ("reasons about image" in str(facts["system_message"])) == (variant == "flux2-dev")

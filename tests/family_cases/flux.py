@@ -1,0 +1,49 @@
+"""FLUX.1, and what FLUX.2 is asked alike."""
+
+from typing import Any
+
+import torch
+
+from dit_lora.config.data import VideoShape
+from family_cases.case import Call, Case
+
+NATIVE = VideoShape(1, 64, 96)
+
+
+def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
+    """As FluxPipeline.__call__ ends."""
+    config, factor = pipeline.vae.config, pipeline.vae_scale_factor
+    latents = pipeline._unpack_latents(clean, NATIVE.height, NATIVE.width, factor)
+    return pipeline.vae.decode(latents / config.scaling_factor + config.shift_factor).sample
+
+
+def vae_decode(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
+    return pipeline.vae.decode(mean).sample
+
+
+def timesteps(call: Call) -> torch.Tensor:
+    """The pipeline divides what `predict` takes."""
+    return (call["timestep"].double() * 1000).float()
+
+
+def case(variant: str, **other: Any) -> Case:
+    common: dict[str, Any] = {
+        "family": "flux",
+        "variant": variant,
+        "native": NATIVE,
+        "off_native": VideoShape(1, 96, 32),
+        "captions": ("picture 0", "a Picture 1", "a longer caption than both, 2"),
+        "decode": decode,
+        "vae_decode": vae_decode,
+        "timesteps": timesteps,
+        "takes": frozenset({"lora_linear", "qk_norm_rope", "ada_norm"}),
+        "refused": (
+            (VideoShape(1, 60, 96), "height must be a multiple of 16; got 60, nearest 48 and 64"),
+            (VideoShape(1, 64, 7), "width must be a multiple of 16; got 7, nearest 16"),
+            (VideoShape(9, 64, 96), "frames must be 1, FLUX makes images; got 9"),
+        ),
+    }
+    return Case(**{**common, **other})
+
+
+CASES = (case("flux-dev"), case("flux-schnell"))

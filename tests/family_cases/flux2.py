@@ -1,0 +1,42 @@
+"""FLUX.2."""
+
+from typing import Any
+
+import torch
+
+from family_cases import flux
+
+
+def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
+    """As both pipelines end."""
+    height, width = (side // 16 for side in (flux.NATIVE.height, flux.NATIVE.width))
+    bn, eps = pipeline.vae.bn, pipeline.vae.config.batch_norm_eps
+    squares = clean.transpose(1, 2).unflatten(2, (height, width))
+    std = torch.sqrt(bn.running_var.view(1, -1, 1, 1) + eps)
+    squares = squares * std + bn.running_mean.view(1, -1, 1, 1)
+    return pipeline.vae.decode(pipeline._unpatchify_latents(squares)).sample
+
+
+def vae_decode(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
+    """The cache holds what is normalised by place in squares of two by two: each place of its own."""
+    bn = pipeline.vae.bn
+    std, shift = (bn.running_var + pipeline.vae.config.batch_norm_eps).sqrt(), bn.running_mean
+    latents = mean.clone()
+    for row in (0, 1):
+        for column in (0, 1):
+            place = slice(2 * row + column, None, 4)
+            at = (..., slice(row, None, 2), slice(column, None, 2))
+            latents[at] = mean[at] * std[place].view(-1, 1, 1) + shift[place].view(-1, 1, 1)
+    return pipeline.vae.decode(latents).sample
+
+
+CASES = tuple(
+    flux.case(
+        variant,
+        family="flux2",
+        decode=decode,
+        vae_decode=vae_decode,
+        template_tokens=tokens,
+    )
+    for variant, tokens in (("flux2-klein", 25), ("flux2-dev", 173))
+)
