@@ -8,8 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import DataConfig
+from dit_lora.config.lora import LoraConfig
 from dit_lora.config.optim import GroupsConfig, OptimConfig, TrainConfig
-from dit_lora.config.section import Count, Decay, Positive, Section
+from dit_lora.config.section import Count, Positive, Section
 
 
 class ModelConfig(Section):
@@ -38,17 +39,6 @@ class ModelConfig(Section):
                 "65504, and fp16 adapters (VideoChat2) turn NaN in AdamW, whose eps is 0 in it; use auto, bf16 or fp32"
             )
         return value
-
-
-class LoraConfig(Section):
-    rank: Count = 64
-    alpha: Count | None = None
-    """The update is scaled by alpha / rank; by default alpha = rank."""
-    dropout: Decay = 0.0
-    targets: tuple[str, ...] | None = None
-    """Names of linear layers and 2D convolutions, as PEFT matches them; by default the family's."""
-    init: Literal["kaiming", "gaussian"] = "kaiming"
-    """Start of A; B starts at zero. `kaiming` is PEFT's default."""
 
 
 KernelMode = Literal["auto", "on", "off"]

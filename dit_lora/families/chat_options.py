@@ -55,6 +55,10 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
         "chat.tiles": (chat is not None and chat.tiles is not None, shapes),
         "train.mode": (train.mode != "lora", "lora with optim.groups trains base weights too"),
         "train.vlb": (train.vlb is not None, "there is no variance"),
+        "lora.init": (
+            recipe.lora.from_file,
+            "a chat model's adapter starts anew: kaiming or gaussian",
+        ),
         "model.from_scratch": (
             recipe.model.from_scratch is not None,
             "a chat model starts trained",

@@ -153,6 +153,11 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
         **setup.task.identity(recipe),
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
+    if recipe.lora.from_file:
+        # Where the file lies, and what it is called, is no part of what it holds.
+        continued = dict(setup.data.adapters["continued"])
+        del continued["name"]
+        flat["lora.init"] = " ".join(continued.values())
     # Compiled blocks round otherwise; left out where off, as in checkpoints from before the option.
     if recipe.train.compile:
         flat["train.compile"] = True

@@ -144,7 +144,7 @@ def _load(
     models = []
     for source in sources:
         models.append(hollow())
-        load_lora_file(models[-1], source.file, pipeline_class)
+        load_lora_file(models[-1], source.file, pipeline_class, family.comfyui)
     # One adapter at weight 1 goes as it is, with its own provenance.
     if len(sources) == 1 and weights[0] == 1:
         return Exported(models[0], sources[0].made, family, pipeline_class, hollow)

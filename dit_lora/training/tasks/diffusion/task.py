@@ -1,14 +1,13 @@
 """Trains diffusion models by the common loop: clips are encoded once, samples come from the stock pipeline."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.diffusers_format import save_adapter, save_pipeline
 from dit_lora.adapters.groups import recipe_groups
 from dit_lora.adapters.own_files import own_files
@@ -27,6 +26,12 @@ from dit_lora.training.tasks.base_loss import base_loss
 from dit_lora.training.tasks.diffusion.cache_plan import transformer_digest
 from dit_lora.training.tasks.diffusion.model import put_kernels, quantized
 from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
+from dit_lora.training.tasks.diffusion.stored_loras import (
+    attach_stored,
+    checked,
+    read_stored,
+    require_moved,
+)
 from dit_lora.training.tasks.diffusion.validation import sample_videos
 from dit_lora.training.tasks.held_out import HeldOut, mean_loss, measured_loss
 
@@ -42,7 +47,8 @@ class DiffusionTask:
         if session.recipe.train.mode == "full":
             # The result copies these: a file that cannot be copied is refused before training.
             own_files(checkpoint.path)
-        return precompute(session, checkpoint)
+        stored = checked(session.recipe, checkpoint)
+        return replace(precompute(session, checkpoint), adapters=stored)
 
     def load_trainable(
         self, recipe: Recipe, family: DiffusionFamily, checkpoint: Checkpoint, dtype: torch.dtype
@@ -57,11 +63,10 @@ class DiffusionTask:
             transformer = checkpoint.load_transformer(torch.float32 if full else dtype)
         report = "full: every weight trains, in fp32"
         if not full:
+            stored = read_stored(recipe, checkpoint, transformer)
             # Before the adapter is attached: PEFT wraps the quantised layers as they are.
             narrowed = quantized(recipe, transformer, family.group_patterns)
-            attached = attach_lora(
-                transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed
-            )
+            attached = attach_stored(recipe, transformer, stored)
             report = f"{narrowed}{attached}"
         if is_emulated(transformer):
             report += (
@@ -88,6 +93,7 @@ class DiffusionTask:
     def provenance(self, setup: DiffusionSetup) -> dict[str, Any]:
         data = setup.recipe.data
         return {
+            **setup.data.adapters,
             "index": setup.checkpoint.index_changes(),
             "video": {key: getattr(data, key) for key in ("frames", "height", "width", "fps")},
         }
@@ -125,6 +131,7 @@ class DiffusionTask:
             return save_pipeline(
                 setup.transformer, checkpoint.path, folder / "model", made, index, gathered
             )
+        require_moved(setup.recipe, checkpoint, setup.transformer, weights)
         return save_adapter(
             setup.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights
         )
