@@ -94,8 +94,9 @@ def save_pipeline(
     provenance: Mapping[str, Any],
     index: Mapping[str, Any],
     weights: Tensors | None = None,
+    part: str = "transformer",
 ) -> Path:
-    """Write `out` as a whole pipeline: the checkpoint `base` with this transformer in place of its own.
+    """Write `out` as a whole pipeline: the checkpoint `base` with this transformer in place of its own `part`.
 
     The components that the base's model_index.json names are copied, and nothing else that lies there;
     entries of `index` replace the base's. The folder is written aside and renamed. `weights` are those of
@@ -106,8 +107,8 @@ def save_pipeline(
     require_sound({}, dict(transformer.named_parameters()))
     staged = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
-    copy_own(base, staged, lambda name: not name.startswith("transformer/"))
-    transformer.save_pretrained(staged / "transformer", safe_serialization=True)
+    copy_own(base, staged, lambda name: not name.startswith(f"{part}/"))
+    transformer.save_pretrained(staged / part, safe_serialization=True)
     model_index = read_json(base / "model_index.json")
     (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
     (staged / PROVENANCE_FILE).write_text(json.dumps(dict(provenance), indent=2) + "\n")
@@ -166,23 +167,33 @@ def load_adapter(pipeline: Any, adapter: str | Path) -> None:
     """Load an adapter from a folder, a file or the Hub as stock pipelines do, with what was trained beside it.
 
     That is base weights, and classes that are new to a model with a class table, names included. A pipeline
-    without a LoRA loader gets one (`with_lora`). Raises `DitLoraError` if the adapter does not fit.
+    without a LoRA loader gets one (`with_lora`). An adapter that was trained on the second expert of a pipeline goes
+    there, as `load_into_transformer_2=True` says to Diffusers. Raises `DitLoraError` if the adapter does not fit.
     """
     with_lora(pipeline)
     adapter = result_folder(adapter, (ADAPTER_FILE, BASE_FILE))
     file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
     if not file.is_file():
         raise DitLoraError(f"no adapter at {file}")
+    made = read_provenance(file)
+    part = made.get("part", "transformer")
+    model = getattr(pipeline, part, None)
+    if model is None:
+        raise DitLoraError(
+            f"{file} was trained on {part}, which this {type(pipeline).__name__} does not have; load it into a pipeline "
+            "with both experts"
+        )
     base = file.with_name(BASE_FILE)
     if base.is_file():
         # Base weights go first, because PEFT renames the weights of the layers that it wraps.
         weights = load_file(base)
-        _grow_tables(pipeline.transformer, weights)
-        _, unexpected = pipeline.transformer.load_state_dict(weights, strict=False)
+        _grow_tables(model, weights)
+        _, unexpected = model.load_state_dict(weights, strict=False)
         if unexpected:
             raise DitLoraError(listed(f"{base}: the model has no such weights", unexpected))
-    pipeline.load_lora_weights(file.parent, weight_name=file.name)
-    labels = (read_provenance(file).get("index") or {}).get("id2label", {})
+    where = {} if part == "transformer" else {f"load_into_{part}": True}
+    pipeline.load_lora_weights(file.parent, weight_name=file.name, **where)
+    labels = (made.get("index") or {}).get("id2label", {})
     # DiTPipeline splits names in this way: a class may have several.
     if labels and hasattr(pipeline, "labels"):
         pipeline.labels = {

@@ -18,7 +18,10 @@ def with_lora(pipeline: Pipeline) -> Pipeline:
 
     Changes nothing of a pipeline that has them.
     """
-    adaptable(pipeline.transformer)
+    for part in ("transformer", "transformer_2"):
+        model = getattr(pipeline, part, None)
+        if model is not None:
+            adaptable(model)
     if not hasattr(pipeline, "load_lora_weights"):
         pipeline.__class__ = lora_pipeline_class(type(pipeline))
     return pipeline

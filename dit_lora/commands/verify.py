@@ -82,7 +82,7 @@ def find_target(target: Path, model: str | None) -> Target:
     base = source.base(model)
     if source.is_pipeline:
         # Read now, to say in one line which file is torn; the loader's own error would not name it.
-        for weights in sorted((source.file / "transformer").glob("*.safetensors")):
+        for weights in sorted((source.file / source.part).glob("*.safetensors")):
             header_of(weights)
     return Target("pipeline" if source.is_pipeline else "diffusion", source.file, base, source.made)
 

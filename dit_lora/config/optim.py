@@ -8,6 +8,7 @@ from pydantic_core import PydanticKnownError
 
 from dit_lora.config.optimizers import DEFAULT, OPTIMIZERS
 from dit_lora.config.section import Count, Decay, NonNegative, Positive, Section
+from dit_lora.config.timesteps import TimestepsConfig
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -160,6 +161,11 @@ class TrainConfig(Section):
     deterministic: bool = False
     """PyTorch's deterministic algorithms alone, so that a GPU too repeats itself bit for bit; slower, above all in
     attention's backward pass. An op that has none ends the run by its name. On a CPU runs repeat themselves anyway."""
+    guidance_scale: NonNegative | None = None
+    """Value of the guidance embedding in training, for models that have one (FLUX.1-dev, FLUX.2-dev); null for 1, which
+    asks for no guidance. Samples take theirs from `validation.guidance_scale`."""
+    timesteps: TimestepsConfig | None = None
+    """Noise levels of models that are trained by flow matching; null for the family's."""
     vlb: bool | None = None
     """Models with a learned variance (DiT, Latte): train the variance too, by the variational bound; null for
     yes where the checkpoint has one."""

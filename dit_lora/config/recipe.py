@@ -19,6 +19,9 @@ class ModelConfig(Section):
     path: str
     """A local Diffusers folder, or a Hub id such as `THUDM/CogVideoX-5b`; what reads as a folder (`models/x`) is one,
     and `hub:OWNER/NAME` is always the Hub's."""
+    part: Literal["transformer", "transformer_2", "both"] | None = None
+    """Checkpoints with two experts (Wan 2.2 A14B): `transformer` trains the one for high noise, `transformer_2` the one for
+    low noise, `both` one after the other, into two adapters."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"

@@ -8,7 +8,6 @@ peculiar to it.
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,19 +16,17 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.environment.hub_files import model_folder
+from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.opening import load_or_init
 from dit_lora.families.refusals import refuse_options
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Draws, Streams
-from dit_lora.parsing import parse_json
 
 Tensors = dict[str, torch.Tensor]
 TensorSpec = dict[str, tuple[torch.Size, torch.dtype]]
@@ -90,6 +87,8 @@ class Opened(ABC):
     vae_config: Mapping[str, Any]
     from_scratch: Mapping[str, Any] | None = None
     """`model.from_scratch`."""
+    part: str = "transformer"
+    """The component that trains: `transformer_2` is a second expert, for the lower noise levels."""
 
     @property
     @abstractmethod
@@ -164,12 +163,17 @@ class Denoiser(Opened):
         """Timesteps are drawn from 0 to this minus one."""
         return self.objective.train_timesteps
 
+    @property
+    def drawn_timesteps(self) -> range:
+        """The whole timesteps among which a step's are."""
+        return range(self.train_timesteps)
+
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         """Load the frozen transformer in `dtype` from the start, on the CPU.
 
         With `model.from_scratch`, random weights drawn from torch's generator.
         """
-        return load_or_init(self.transformer_class, self.path, dtype, self.from_scratch)
+        return load_or_init(self.transformer_class, self.path, dtype, self.from_scratch, self.part)
 
     @abstractmethod
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
@@ -222,7 +226,7 @@ class Sampler(Opened):
     ) -> Any:
         """Load it in a dtype, or in one for each component by its name; `arguments` are its constructor's."""
         if transformer is not None:
-            arguments["transformer"] = transformer
+            arguments[self.part] = transformer
         if not text:
             arguments |= {"text_encoder": None, "tokenizer": None}
         return load_pretrained(
@@ -275,9 +279,23 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         """The names of the classes that its files have; None where it has no classes."""
         return None
 
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """The names of several denoisers by their components, such as `transformer`: `high_noise`; empty for one."""
+        return {}
+
+    def notes(self, recipe: Recipe) -> list[str]:
+        """Return lines about this checkpoint that are said when a run begins."""
+        return []
+
     def for_recipe(self, recipe: Recipe) -> Self:
         """Return the checkpoint with what it needs of a recipe; raise where shape or options do not apply to it."""
         self.check_shape(VideoShape.of(recipe.data))
+        if self.parts and recipe.model.part is None:
+            experts = " or ".join(f"{part} ({name})" for part, name in self.parts.items())
+            raise DitLoraError(
+                f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both"
+            )
         refuse_options(recipe, self.takes)
         return self
 
@@ -294,106 +312,9 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         return self
 
 
-def local_checkpoint(model: ModelConfig) -> Path:
-    """Return the Diffusers folder of `model.path`, fetched from the Hub if it is not a local one."""
-    return model_folder(model, ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"))
-
-
-def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict[str, Any]:
-    """Read the model_index.json of a folder; refuse one of another pipeline than the family's."""
-    index = read_component_config(path)
-    pipeline_class = index.get("_class_name")
-    if pipeline_class not in pipelines:
-        raise DitLoraError(
-            f"{model.path} is a {pipeline_class} checkpoint; family {model.family} trains {' and '.join(pipelines)}"
-        )
-    return index
-
-
-def stored_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
-    """Return the fields of an opened checkpoint that most families read alike: all but the objective."""
-    scratch = model.from_scratch
-    return {
-        "path": path,
-        "transformer_config": {**read_component_config(path, "transformer"), **(scratch or {})},
-        "vae_config": read_component_config(path, "vae"),
-        "from_scratch": scratch,
-    }
-
-
-def require_whole_weights(model: ModelConfig, path: Path, *components: str) -> None:
-    """Refuse a checkpoint of which one of these, or a transformer that is not drawn, lacks bytes of its weights.
-
-    All that is wrong is listed. Reads headers only, before anything is encoded with one half of a checkpoint.
-    """
-    wrong = []
-    transformer = ("transformer",) if model.from_scratch is None else ()
-    for component in (*transformer, *components):
-        files = sorted((path / component).glob("*.safetensors"))
-        if not files:
-            wrong.append(f"{component}: no .safetensors file")
-        for file in files:
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except (OSError, SafetensorError) as error:
-                wrong.append(f"{component}/{file.name}: {error}")
-    if wrong:
-        raise DitLoraError(listed(f"{path} is not whole; fetch these files again", wrong))
-
-
 def text_limit(path: Path, max_tokens: int | None = None) -> TextLimit:
     """The tokenizer of a checkpoint; without `max_tokens`, its own limit."""
     from transformers import AutoTokenizer
 
     tokenizer = load_pretrained(AutoTokenizer, path / "tokenizer")
     return TextLimit(tokenizer, max_tokens or tokenizer.model_max_length)
-
-
-def load_or_init(
-    model_class: Any, path: Path, dtype: torch.dtype, scratch: Mapping[str, Any] | None
-) -> Any:
-    """The frozen transformer of a checkpoint, or random by its config with `scratch` over it; on the CPU.
-
-    Random weights are drawn from torch's generator in fp32 and then rounded; buffers stay as they are.
-    """
-    if scratch is None:
-        # dtype= and not .to(): .to() would round position tables as well.
-        return load_pretrained(
-            model_class, path, subfolder="transformer", dtype=dtype, use_safetensors=True
-        ).requires_grad_(False)
-    arguments = sorted(set(inspect.signature(model_class.__init__).parameters) - {"self"})
-    unknown = sorted(set(scratch) - set(arguments))
-    if unknown:
-        name = model_class.__name__
-        raise DitLoraError(
-            listed(f"model.from_scratch: {name} has no {', '.join(unknown)}; it has", arguments)
-        )
-    try:
-        model = model_class.from_config({**read_component_config(path, "transformer"), **scratch})
-    except (TypeError, ValueError) as error:
-        raise DitLoraError(f"model.from_scratch: {error}; got {dict(scratch)}") from error
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model.requires_grad_(False)
-
-
-def read_component_config(path: Path, component: str = "") -> dict[str, Any]:
-    """A component's config.json (`model_index.json` for the pipeline itself), as a dict."""
-    if not component:
-        return read_config(path, "model_index.json", "Diffusers")
-    name = "scheduler_config.json" if component == "scheduler" else "config.json"
-    return read_config(path, f"{component}/{name}", "Diffusers")
-
-
-def read_config(path: Path, name: str, library: str) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint in the format of that library."""
-    file = path / name
-    try:
-        return parse_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DitLoraError(
-            f"{path} is not a {library} checkpoint: it has no {file.relative_to(path)}"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise DitLoraError(f"cannot read {file}: {error}") from error

@@ -15,7 +15,8 @@ from torch import nn
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, Tensors, VideoEncoder, read_component_config
+from dit_lora.families.base import Checkpoint, Tensors, VideoEncoder
+from dit_lora.families.opening import read_component_config
 from dit_lora.families.posterior import drawn
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, mean_squared_error

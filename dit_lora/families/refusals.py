@@ -36,8 +36,8 @@ def wrong_frames(frames: int, step: int) -> list[str]:
 def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
     """Raise if the recipe sets options of other families: all but those in `takes`.
 
-    They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `validation.images`
-    and `train.vlb`; `data.fps` of images; and what is for chat models.
+    They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `validation.images`,
+    `train.guidance_scale`, `train.timesteps` and `train.vlb`; `data.fps` of images; and what is for chat models.
     """
     options = {
         "chat": recipe.chat is not None,
@@ -52,6 +52,8 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
         "data.image_noise": recipe.data.image_noise is not None,
         "data.fps": recipe.data.fps is not None and recipe.data.most_frames == 1,
         "validation.images": bool(recipe.validation.images),
+        "train.guidance_scale": recipe.train.guidance_scale is not None,
+        "train.timesteps": recipe.train.timesteps is not None,
         "train.vlb": recipe.train.vlb is not None,
     }
     wrong = [name for name, is_set in options.items() if is_set and name not in takes]

@@ -57,7 +57,9 @@ def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
 
 
 def _lacking(folder: Path) -> list[str]:
-    return [name for name in _WEIGHTS if not any((folder / name).glob("*.safetensors"))]
+    """Return the pipeline's models without weights: those that every one has, and whatever else has a config."""
+    models = {*_WEIGHTS, *(config.parent.name for config in folder.glob("*/config.json"))}
+    return sorted(name for name in models if not any((folder / name).glob("*.safetensors")))
 
 
 @contextmanager

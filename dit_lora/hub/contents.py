@@ -73,8 +73,9 @@ def collect(run_dir: Path) -> Contents:
     main = result / {"lora": ADAPTER_FILE, "peft": CHAT_ADAPTER_FILE}.get(kind, PROVENANCE_FILE)
     if kind == "peft" and not main.is_file():
         main = result / BASE_FILE  # base weights alone have trained
-    _require_sound(run_dir, result, kind)
     made = redacted(read_json(main) if kind == "pipeline" else read_provenance(main))
+    weights = result / made.get("part", "transformer") if kind == "pipeline" else result
+    _require_sound(run_dir, weights, kind)
     files = dict(_result_files(result, kind))
     shown = _shown(run, files)
     facts = _facts(run)
@@ -125,9 +126,8 @@ def _require_verified(run: RunFiles) -> None:
         )
 
 
-def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
+def _require_sound(run_dir: Path, folder: Path, kind: str) -> None:
     """Raise `CheckFailedError` for a result that is not sound: files may have changed since they were verified."""
-    folder = result / "transformer" if kind == "pipeline" else result
     try:
         for file in sorted(folder.glob("*.safetensors")):
             tensors = load_file(file)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dit_lora.errors import DitLoraError
+from dit_lora.numerics.noise_levels import LOGIT_NORMAL, NoiseLevels
 
 IGNORE = -100
 """The label of a token that is not learned, as in Transformers and torch."""
@@ -25,9 +26,18 @@ class LossOutput(NamedTuple):
     timesteps: torch.Tensor
 
 
-def mean_squared_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the per-sample mean over all but the first dimension, fp32 (B,)."""
-    return (prediction.float() - target.float()).square().flatten(1).mean(1)
+def mean_squared_error(
+    prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the per-sample mean over all but the first dimension, fp32 (B,).
+
+    `weights`, broadcast to the prediction, weigh each error; their sum divides. A sample whose weights are all 0 is NaN.
+    """
+    errors = (prediction.float() - target.float()).square()
+    if weights is None:
+        return errors.flatten(1).mean(1)
+    weights = weights.float().expand_as(errors)
+    return (errors * weights).flatten(1).sum(1) / weights.flatten(1).sum(1)
 
 
 def next_token_losses(
@@ -109,20 +119,24 @@ class VPrediction:
 class FlowMatching:
     """Rectified flow with a shifted noise level: `x = (1 - s) clean + s noise`, target `noise - clean`.
 
-    Noise levels are logit-normal (mean 0, standard deviation 1), then shifted towards noise as Sana and
-    Stable Diffusion 3 do (arXiv 2403.03206, sections 3.1 and 5.3.2, equation 23; arXiv 2410.10629, 3.2).
-    At shift 3 their deciles 1, 5 and 9 are 0.454, 0.750 and 0.915.
+    Noise levels are shifted towards noise as Stable Diffusion 3 does (arXiv 2403.03206, section 5.3.2, equation 23).
+    Logit-normal ones of mean 0 and standard deviation 1 have, at shift 3, the deciles 1, 5 and 9 of 0.454, 0.750
+    and 0.915.
     """
 
-    shift: float
-    """`s' = shift s / (1 + (shift - 1) s)`, the checkpoint's own."""
+    shift: float | None
+    """`s' = shift s / (1 + (shift - 1) s)`; None where each sample's number of tokens decides."""
     train_timesteps: int
     """The network sees `s * train_timesteps`."""
+    levels: NoiseLevels = LOGIT_NORMAL
+    """The density before the shift, and the range after it."""
 
-    def sigmas(self, gaussian: torch.Tensor) -> torch.Tensor:
-        """Return noise levels, fp32 in (0, 1), of standard normal draws of the same shape."""
-        level = torch.sigmoid(gaussian.float())
-        return self.shift * level / (1 + (self.shift - 1) * level)
+    def sigmas(self, gaussian: torch.Tensor, shift: float | None = None) -> torch.Tensor:
+        """Return noise levels, fp32 in [0, 1), of standard normal draws of the same shape; `shift` where it has none."""
+        shift = self.shift if shift is None else shift
+        if shift is None:
+            raise ValueError("this objective shifts by the number of tokens: give the shift")
+        return self.levels.drawn(gaussian, shift)
 
     def add_noise(
         self, clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor

@@ -17,7 +17,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
-from dit_lora.families.base import local_checkpoint, read_component_config
+from dit_lora.families.opening import local_checkpoint, read_component_config
 from dit_lora.parsing import read_json
 
 DIFFUSERS_FORMAT = (ADAPTER_FILE,)
@@ -36,6 +36,11 @@ class Source:
     made: Mapping[str, Any]
     """The provenance; empty if it is not ours."""
     is_pipeline: bool = False
+
+    @property
+    def part(self) -> str:
+        """The component that the adapter is for, or that was trained of a pipeline."""
+        return self.made.get("part", "transformer")
 
     def base(self, model: str | None) -> ModelConfig:
         """Return the base, with a family: `model`, that of the run it lies in, or the Hub id that it names.
@@ -57,6 +62,8 @@ class Source:
         else:
             path = named_base(self.file, self.made.get("base_model") or peft_base(self.file.parent))
             base = ModelConfig(family=family, path=path, revision=self.made.get("revision"))
+        if "part" in self.made:
+            base = base.model_copy(update={"part": self.part})
         return base if base.family else base.model_copy(update={"family": family_of(base)})
 
 

@@ -138,7 +138,7 @@ def verify_result(
     allow = setup.recipe.guard.allow_extreme_update
     result = Result(path, made, made["base_model"], stock, dtype, later, allow, own=True)
     if full:
-        files = sorted((path / "transformer").glob("*.safetensors"))
+        files = sorted((path / made.get("part", "transformer")).glob("*.safetensors"))
         checks = pipeline_checks(files, fresh.state_dict(), stock.name, weights)
         verification = check_pipeline(result, checks, lambda: fresh)
     else:

@@ -21,7 +21,6 @@ from dit_lora.data.chat.rendered import Piece, Rendered
 from dit_lora.data.chat.template import MediaText, render_template
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import local_checkpoint, read_config
 from dit_lora.families.chat.layouts import (
     InternVLLayout,
     LlavaNextVideoLayout,
@@ -31,6 +30,7 @@ from dit_lora.families.chat.layouts import (
 from dit_lora.families.chat.qwen import QwenLayout
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.families.chat_options import refuse_options_of_diffusion
+from dit_lora.families.opening import local_checkpoint, read_config
 from dit_lora.parsing import read_json
 
 _FRAMES = 8  # where no recipe says how many

@@ -9,15 +9,15 @@ from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
 
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import (
+from dit_lora.families.cogvideox.image_to_video import CogVideoXImageCheckpoint
+from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.opening import (
     local_checkpoint,
     read_component_config,
     read_index,
     require_whole_weights,
 )
-from dit_lora.families.cogvideox.image_to_video import CogVideoXImageCheckpoint
-from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
-from dit_lora.families.family import DiffusionFamily
 from dit_lora.numerics.objectives import VPrediction
 
 _KINDS = {

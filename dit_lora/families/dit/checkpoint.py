@@ -20,15 +20,7 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import (
-    Tensors,
-    VideoEncoder,
-    local_checkpoint,
-    read_component_config,
-    read_index,
-    require_whole_weights,
-    stored_fields,
-)
+from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.dit.classes import (
     STOCK_NULL,
     TABLE,
@@ -42,6 +34,13 @@ from dit_lora.families.dit.classes import (
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.noise_prediction import learns_variance, noise_objective
+from dit_lora.families.opening import (
+    local_checkpoint,
+    read_component_config,
+    read_index,
+    require_whole_weights,
+    stored_fields,
+)
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 

@@ -20,8 +20,9 @@ from torch import nn
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.sources.scan import class_names
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import TensorSpec, TextEncoder, load_or_init
+from dit_lora.families.base import TensorSpec, TextEncoder
 from dit_lora.families.noise_prediction import NoisePrediction
+from dit_lora.families.opening import load_or_init
 
 STOCK_NULL = 1000  # diffusers/pipelines/dit/pipeline_dit.py: class_null
 TABLE = "transformer_blocks.{}.norm1.emb.class_embedder.embedding_table.weight"

@@ -18,19 +18,15 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import (
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, text_limit
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.noise_prediction import NoisePrediction, learns_variance, noise_objective
+from dit_lora.families.opening import (
     local_checkpoint,
     read_index,
     require_whole_weights,
     stored_fields,
-    text_limit,
 )
-from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.noise_prediction import NoisePrediction, learns_variance, noise_objective
 from dit_lora.families.refusals import wrong_sides
 from dit_lora.families.text_mask import text_bias
 

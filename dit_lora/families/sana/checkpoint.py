@@ -10,7 +10,6 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,27 +29,28 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
-    Checkpoint,
     Tensors,
     TensorSpec,
     TextEncoder,
     TextLimit,
     VideoEncoder,
+    text_limit,
+)
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.opening import (
     local_checkpoint,
     read_component_config,
     read_index,
     require_whole_weights,
     stored_fields,
-    text_limit,
 )
-from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.refusals import wrong_sides
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
 from dit_lora.families.text_mask import text_bias
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.guard.checks import stored_dtype
-from dit_lora.numerics.objectives import FlowMatching, LossOutput, mean_squared_error
-from dit_lora.numerics.streams import Draws, Streams, normal
+from dit_lora.numerics.objectives import FlowMatching
 
 PIPELINE_MULTIPLE = 32  # check_inputs of both pipelines, whatever the autoencoder
 # In a model_index.json of ours; Diffusers passes over what begins with an underscore.
@@ -61,10 +61,9 @@ _FP16_TRAINED = re.compile(r"Sana_(600M|1600M)_(512|1024)px(_MultiLing)?(_diffus
 
 
 @dataclass(frozen=True, kw_only=True)
-class SanaCheckpoint(Checkpoint):
+class SanaCheckpoint(FlowCheckpoint):
     """One Sana text-to-image checkpoint."""
 
-    objective: FlowMatching
     saturates: bool = False
     """Trained in fp16, whose limit its linear attention relies on."""
     pipeline_class: ClassVar[Any] = SanaPipeline
@@ -144,30 +143,10 @@ class SanaCheckpoint(Checkpoint):
         keep_linear_attention_fp32(transformer, saturates=self.saturates)
         return transformer
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        """Noise, and noise levels in the place of timesteps."""
-        return {
-            "noise": partial(normal, batch["latent_mean"].shape[1:]),
-            "timestep": lambda rows: self.objective.sigmas(normal((), rows)),
-        }
-
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """A batch's latents as the network is trained on them, fp32; `given` are its draws."""
         return batch["latent_mean"].float() * self.vae_config["scaling_factor"]
-
-    def losses(
-        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
-    ) -> LossOutput:
-        """Velocity losses at logit-normal, shifted noise levels; noising, target and loss are fp32."""
-        given = streams.drawn(self.draws(batch), batch["latent_mean"].device)
-        objective, clean = self.objective, self.clean_latents(batch, given)
-        noise, sigmas = given["noise"], given["timestep"]
-        noisy = objective.add_noise(clean, noise, sigmas)
-        prediction = self.predict(transformer, noisy, sigmas * self.train_timesteps, batch)
-        target = objective.target(clean, noise)
-        return LossOutput(mean_squared_error(prediction, target), objective.reported(sigmas))
 
     def predict(
         self,

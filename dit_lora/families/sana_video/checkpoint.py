@@ -8,7 +8,6 @@ Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W late
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import lcm
 from typing import Any, ClassVar
 
@@ -24,7 +23,7 @@ from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
 from dit_lora.families.sana.checkpoint import PIPELINE_MULTIPLE, SanaCheckpoint, read_sana
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import Draws, moved, normal
+from dit_lora.numerics.streams import moved
 
 # flow_shift of NVlabs/Sana configs/sana_video_config/Sana_2000M_480px_AdamW_fsdp.yaml. The published scheduler
 # has 8, for sampling (inference_flow_shift there: 7 at 98c4a1db): at higher noise than it was trained at.
@@ -67,12 +66,6 @@ class SanaVideoCheckpoint(SanaCheckpoint):
             return encode_video(vae, pixels)
 
         return encode
-
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        return {
-            "posterior": partial(normal, batch["latent_mean"].shape[1:]),
-            **super().draws(batch),
-        }
 
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]

@@ -16,20 +16,16 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import (
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, text_limit
+from dit_lora.families.dit.classes import ClassCheckpoint, ClassTable, names_of
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.noise_prediction import NoisePrediction, learns_variance, noise_objective
+from dit_lora.families.opening import (
     local_checkpoint,
     read_index,
     require_whole_weights,
     stored_fields,
-    text_limit,
 )
-from dit_lora.families.dit.classes import ClassCheckpoint, ClassTable, names_of
-from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.noise_prediction import NoisePrediction, learns_variance, noise_objective
 from dit_lora.families.refusals import wrong_multiples
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline

@@ -21,9 +21,9 @@ from dit_lora.data.chat.prompts import PROMPT_FORMATS, FormatName, instruction_t
 from dit_lora.data.chat.rendered import Rendered
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import local_checkpoint, read_config
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.families.chat_options import refuse_options_of_diffusion
+from dit_lora.families.opening import local_checkpoint, read_config
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
 

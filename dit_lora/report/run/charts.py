@@ -92,6 +92,7 @@ def run_charts(run: RunFiles) -> list[LineChart | BarChart]:
         _loss(run),
         _lines(metrics, "loss_by_timestep", "Loss by timestep, over the run"),
         _bars(metrics, "loss_by_timestep", "Loss by timestep, at the end"),
+        _drawn(metrics),
         _lines(metrics, "loss_by_media", "Loss by kind of media, over the run"),
         _bars(metrics, "loss_by_media", "Loss by kind of media, at the end"),
         _gradients(metrics),
@@ -170,6 +171,21 @@ def _bars(metrics: Metrics, key: str, title: str) -> BarChart | None:
     return BarChart(
         title, bars, f"mean loss, steps {metrics.steps[first]:,} to {metrics.steps[-1]:,}"
     )
+
+
+def _drawn(metrics: Metrics) -> BarChart | None:
+    """Return the shares of all samples so far whose timesteps were drawn in each range."""
+    counts = {
+        name: int(np.nansum(column))
+        for name, column in _in_order(metrics.groups("drawn_by_timestep"))
+    }
+    total = sum(counts.values())
+    bars = [
+        Bar(_range_name(name), count / total, percent(count / total), f"{count:,} drawn")
+        for name, count in counts.items()
+        if total
+    ]
+    return BarChart("Timesteps drawn", bars, f"share of {total:,} samples") if bars else None
 
 
 def _in_order(parts: Mapping[str, Sequence[float]]) -> list[tuple[str, Sequence[float]]]:

@@ -11,10 +11,10 @@ from typing import Any
 from dit_lora.parsing import parse_json
 from dit_lora.report.charts.heat_map import ModuleHistory
 
-GROUPS = ("lr_groups", "grad_norm_groups", "loss_by_timestep", "loss_by_media")
+GROUPS = ("lr_groups", "grad_norm_groups", "loss_by_timestep", "loss_by_media", "drawn_by_timestep")
 """Fields of a line of metrics.jsonl that hold values by name."""
 _PLAIN = ("loss", "grad_norm", "seconds", "data_seconds", "peak_gib", "samples")
-_NAMES = 24  # of one of them; a run has fewer than ten
+_NAMES = 24  # of one of them; a run has 20 ranges of timesteps, and of others fewer than ten
 _LARGEST_STEP = 2**53
 _KNOWN = 64  # bytes before the place of reading, to see that the file is still the same
 

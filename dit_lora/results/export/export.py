@@ -212,9 +212,9 @@ def _write_merged(
     adapter: Exported, model: ModelConfig, index: Mapping[str, Any], staged: Path, say: Say
 ) -> None:
     checkpoint = adapter.family.open(model, index=index)
-    base = checkpoint.path
+    base, source = checkpoint.path, checkpoint.path / checkpoint.part
     updates, weights = updates_of(adapter.model), base_weights(adapter.model)
-    dtype = stored_dtype(base)
+    dtype = stored_dtype(source)
     say(f"merging {len(updates)} layers into {base.name}, {str(dtype).removeprefix('torch.')}")
     write_merged(
         base,
@@ -224,12 +224,13 @@ def _write_merged(
         config=checkpoint.config_changes(),
         index=checkpoint.index_changes(),
         made=adapter.made,
+        part=checkpoint.part,
         progress=bar("merging", "tensor", quiet=False),
     )
     # What is on disk counts, not what was in memory: the folder gets its name after this.
     say("reading it back")
     merged = model.model_copy(update={"path": str(staged), "revision": None})
-    require_merged(base, adapter.family.open(merged).load_transformer(dtype), updates, weights)
+    require_merged(source, adapter.family.open(merged).load_transformer(dtype), updates, weights)
 
 
 def _export_chat(request: ExportRequest, say: Say) -> Path:

@@ -18,7 +18,7 @@ from dit_lora.parsing import read_json
 from dit_lora.results.export.updates import Updates, update
 from dit_lora.results.tensor_file import FLOATS, stored_dtypes
 
-_SHARDS = "transformer/diffusion_pytorch_model.safetensors.index.json"
+_SHARDS = "diffusion_pytorch_model.safetensors.index.json"
 # Files of a variant, such as fp16's, have its name between; they are not read.
 _WEIGHTS = re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors")
 
@@ -35,24 +35,25 @@ def write_merged(
     config: Mapping[str, Any],
     index: Mapping[str, Any],
     made: Mapping[str, Any],
+    part: str = "transformer",
     progress: Progress = iter,
 ) -> None:
-    """Write `out` as the pipeline `base` with the updates in its transformer, and `weights` in place of its own.
+    """Write `out` as the pipeline `base` with the updates in its transformer `part`, and `weights` in place of its own.
 
     Each weight is the fp32 sum, rounded once to the dtype that it is stored in; every other tensor keeps
     its bytes, and so do the other components' files. One file of the transformer is in memory at a time.
-    `config` and `index` replace entries of the base's transformer/config.json and model_index.json.
+    `config` and `index` replace entries of the base's PART/config.json and model_index.json.
 
     Raises `DitLoraError` for a quantised base or one that lacks a layer, and `CheckFailedError` if a merged
     weight is not finite.
     """
-    source = base / "transformer"
+    source = base / part
     stored = read_json(source / "config.json")
     files = _require_mergeable(source, stored, updates, weights)
     # The index of the shards stays right, because merged files keep their names and tensors.
-    copy_own(base, out, lambda name: not name.startswith("transformer/") or name == _SHARDS)
-    (out / "transformer").mkdir(exist_ok=True)
-    _write_json(out / "transformer" / "config.json", {**stored, **config})
+    copy_own(base, out, lambda name: not name.startswith(f"{part}/") or name == f"{part}/{_SHARDS}")
+    (out / part).mkdir(exist_ok=True)
+    _write_json(out / part / "config.json", {**stored, **config})
     model_index = read_json(base / "model_index.json")
     _write_json(out / "model_index.json", {**model_index, **index})
     _write_json(out / PROVENANCE_FILE, dict(made))
@@ -68,14 +69,14 @@ def write_merged(
             raise CheckFailedError(
                 listed(f"refused to write {file.name}: not finite once merged", bad)
             )
-        save_file(tensors, out / "transformer" / file.name, metadata=metadata)
+        save_file(tensors, out / part / file.name, metadata=metadata)
 
 
-def require_merged(base: Path, transformer: Any, updates: Updates, weights: Tensors) -> None:
+def require_merged(source: Path, transformer: Any, updates: Updates, weights: Tensors) -> None:
     """Raise `CheckFailedError` unless a loaded transformer's weights are the sums in fp64, but for one rounding."""
     loaded = dict(transformer.named_parameters())
     deviating = []
-    for file in _weight_files(base / "transformer"):
+    for file in _weight_files(source):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 terms = updates.get(name.removesuffix(".weight"))
@@ -102,9 +103,9 @@ def require_merged(base: Path, transformer: Any, updates: Updates, weights: Tens
         )
 
 
-def stored_dtype(base: Path) -> torch.dtype:
+def stored_dtype(source: Path) -> torch.dtype:
     """Return the widest dtype of the transformer's weights, in which loading them loses nothing."""
-    stored = stored_dtypes(_weight_files(base / "transformer"))
+    stored = stored_dtypes(_weight_files(source))
     kinds = [FLOATS[name] for name in stored if name in FLOATS]
     return functools.reduce(torch.promote_types, kinds)
 

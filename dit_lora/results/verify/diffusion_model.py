@@ -13,7 +13,8 @@ from dit_lora.adapters.lora_mixins import lora_pipeline_class
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.base import Checkpoint, read_component_config
+from dit_lora.families.base import Checkpoint
+from dit_lora.families.opening import read_component_config
 from dit_lora.numerics.streams import Streams, generator
 from dit_lora.results.verify.reference_model import Inputs, ReferenceModel
 
@@ -88,22 +89,22 @@ class DiffusionStock(ReferenceModel):
         return {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
 
     def weight_files(self) -> list[Path]:
-        return sorted((self.checkpoint.path / "transformer").glob("*.safetensors"))
+        return sorted((self.checkpoint.path / self.checkpoint.part).glob("*.safetensors"))
 
     def _pipeline(self, model: nn.Module) -> Any:
         index = read_component_config(self.checkpoint.path)
+        own = ("transformer", self.checkpoint.part)
         others = [
             name
             for name, value in index.items()
-            if isinstance(value, list) and name not in ("transformer", "scheduler")
+            if isinstance(value, list) and name not in (*own, "scheduler")
         ]
-        components: dict[str, Any] = dict.fromkeys(others)
+        # Diffusers asks `transformer` for its config even where it loads into another part.
+        components: dict[str, Any] = dict.fromkeys(others) | dict.fromkeys(own, model)
         for name, value in index.items():
             if isinstance(value, dict):  # names of classes: JSON's keys are text
                 components[name] = {int(row): label for row, label in value.items()}
-        return load_pretrained(
-            self.checkpoint.pipeline_class, self.checkpoint.path, transformer=model, **components
-        )
+        return load_pretrained(self.checkpoint.pipeline_class, self.checkpoint.path, **components)
 
 
 def _shrunk(spec: Spec, shape: VideoShape, small: VideoShape) -> Spec:

@@ -12,7 +12,8 @@ from tiny_steps import CPU, VARIANTS
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.base import Tensors, read_component_config
+from dit_lora.families.base import Tensors
+from dit_lora.families.opening import read_component_config
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.training.execution.fake_step import Live
 

@@ -14,7 +14,7 @@ from dit_lora.config.remedies import hub_name, looks_local
 from dit_lora.data.sources.scan import scan
 from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import local_checkpoint
+from dit_lora.families.opening import local_checkpoint
 from dit_lora.training.tasks.chat.answerer import find_origin
 
 MISTYPED = ("clips/kitten", "runs/kiten", "models/base", "here/kitten", "Data/cats", "me/cats.tar")

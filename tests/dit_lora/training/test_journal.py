@@ -11,7 +11,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.event import Event
 from dit_lora.training.journal import IDLE, Journal, held_out_losses, metrics_line, tracker_values
 from dit_lora.training.step import StepResult
-from dit_lora.training.tasks.diffusion.task import by_timestep
+from dit_lora.training.tasks.diffusion.task import by_timestep, drawn_by_timestep
 
 
 def spike(step: int) -> Event:
@@ -36,11 +36,20 @@ def result(step: int, **values: Any) -> StepResult:
 
 def line_of(step: int, **values: Any) -> dict[str, Any]:
     made = result(step, **values)
-    return metrics_line(made, {"loss_by_timestep": by_timestep(made, 1000)})
+    return metrics_line(made, {"loss_by_timestep": by_timestep(made, range(1000))})
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_ranges_are_those_of_the_timesteps_that_are_drawn() -> None:
+    """An expert for high noise sees timesteps from 875 on: quarters and twentieths of these, the last one shorter."""
+    made = result(1, losses=[1.0, 3.0, 5.0, 8.0], timesteps=[875, 881, 907, 999])
+    high = range(875, 1000)
+    assert by_timestep(made, high) == {"875-906": 2.0, "907-938": 5.0, "971-999": 8.0}
+    assert drawn_by_timestep(made, high) == {"875-881": 2, "903-909": 1, "994-999": 1}
+    assert drawn_by_timestep(made, range(1000)) == {"850-899": 2, "900-949": 1, "950-999": 1}
 
 
 def test_losses_are_averaged_in_timestep_ranges(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def transformer_digest(checkpoint: Opened, recipe: Recipe, digests: Digests) -> 
     """Return the digest of the transformer's files, or of what it is drawn from."""
     scratch = recipe.model.from_scratch
     if scratch is None:
-        return digests.component(checkpoint.path / "transformer")
+        return digests.component(checkpoint.path / checkpoint.part)
     return entry_key({"from_scratch": scratch, "seed": recipe.train.seed})
 
 

@@ -21,7 +21,8 @@ from dit_lora.data.cache.fill import Filled, Job, fill
 from dit_lora.data.loading.encoded import CachedClips, EncodedClips, Entry
 from dit_lora.data.loading.training_set import Prepared
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import Checkpoint, Encoders, read_component_config
+from dit_lora.families.base import Checkpoint, Encoders
+from dit_lora.families.opening import read_component_config
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.training.session.session import Session, agree, meet
 from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample, make_plan

@@ -88,12 +88,8 @@ def _read(
     file = find_lora(named, option)
     names = get_family(recipe.model.family).comfyui
     stored = read_lora(file, model, names, checkpoint.pipeline_class)
-    made, asked = stored.made, recipe.model
-    for key, what, own in (
-        ("family", "family", asked.family),
-        ("part", "part", getattr(asked, "part", None)),
-    ):
-        theirs = made.get(key)
-        if theirs is not None and own is not None and theirs != own:
+    for what, own in (("family", recipe.model.family), ("part", checkpoint.part)):
+        theirs = stored.made.get(what)
+        if theirs is not None and theirs != own:
             raise DitLoraError(f"{option}: {named} is an adapter of {what} {theirs}, not of {own}")
     return stored

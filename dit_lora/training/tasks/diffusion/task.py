@@ -1,9 +1,10 @@
 """Trains diffusion models by the common loop: clips are encoded once, samples come from the stock pipeline."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +38,8 @@ from dit_lora.training.tasks.held_out import HeldOut, mean_loss, measured_loss
 
 DiffusionSetup: TypeAlias = Setup[Precomputed, Checkpoint]
 _BUCKETS = 4  # timestep ranges of loss_by_timestep
+_DRAWN = 20  # and of drawn_by_timestep
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class DiffusionTask:
             # The result copies these: a file that cannot be copied is refused before training.
             own_files(checkpoint.path)
         stored = checked(session.recipe, checkpoint)
+        for line in checkpoint.notes(session.recipe):
+            session.say(line)
         return replace(precompute(session, checkpoint), adapters=stored)
 
     def load_trainable(
@@ -82,7 +87,15 @@ class DiffusionTask:
         return transformer_digest(checkpoint, recipe, digests)
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
+        timesteps = recipe.train.timesteps
+        # Left out where it is the family's, as in checkpoints from before the option.
+        schedule: dict[str, Any] = {}
+        if timesteps is not None:
+            schedule["train.timesteps"] = timesteps.model_dump()
+        if recipe.train.guidance_scale is not None:
+            schedule["train.guidance_scale"] = recipe.train.guidance_scale
         return {
+            **schedule,
             "data.caption_dropout": recipe.data.caption_dropout,
             "data.flip": recipe.data.flip,
             "data.image_dropout": recipe.data.image_dropout,
@@ -95,11 +108,16 @@ class DiffusionTask:
         return {
             **setup.data.adapters,
             "index": setup.checkpoint.index_changes(),
+            **({"part": setup.checkpoint.part} if setup.checkpoint.parts else {}),
             "video": {key: getattr(data, key) for key in ("frames", "height", "width", "fps")},
         }
 
     def loss_parts(self, setup: DiffusionSetup, result: StepResult) -> dict[str, dict[str, float]]:
-        return {"loss_by_timestep": by_timestep(result, setup.checkpoint.train_timesteps)}
+        timesteps = setup.checkpoint.drawn_timesteps
+        return {
+            "loss_by_timestep": by_timestep(result, timesteps),
+            "drawn_by_timestep": drawn_by_timestep(result, timesteps),
+        }
 
     def held_out_loss(self, setup: DiffusionSetup) -> float | None:
         settings = setup.recipe.validation
@@ -129,7 +147,13 @@ class DiffusionTask:
             index = checkpoint.index_changes()
             gathered = weights if setup.engine.lockstep else None
             return save_pipeline(
-                setup.transformer, checkpoint.path, folder / "model", made, index, gathered
+                setup.transformer,
+                checkpoint.path,
+                folder / "model",
+                made,
+                index,
+                gathered,
+                checkpoint.part,
             )
         require_moved(setup.recipe, checkpoint, setup.transformer, weights)
         return save_adapter(
@@ -137,14 +161,30 @@ class DiffusionTask:
         )
 
 
-def by_timestep(result: StepResult, timesteps: int) -> dict[str, float]:
+def by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
     """Return the mean losses of quarters of the timesteps; quarters without a sample are left out."""
-    # Rounded up: the last range may be short, and there is no fifth.
-    width = -(-timesteps // _BUCKETS)
-    members: dict[int, list[float]] = {}
-    for timestep, loss in zip(result.timesteps, result.losses, strict=True):
-        members.setdefault(timestep // width, []).append(loss)
-    return {
-        f"{bucket * width}-{min((bucket + 1) * width, timesteps) - 1}": sum(losses) / len(losses)
-        for bucket, losses in sorted(members.items())
-    }
+    members: dict[str, list[float]] = {}
+    for name, loss in _in_parts(result.timesteps, result.losses, timesteps, _BUCKETS):
+        members.setdefault(name, []).append(loss)
+    return {name: sum(losses) / len(losses) for name, losses in _in_order(members)}
+
+
+def drawn_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
+    """Return the numbers of samples in twentieths of the timesteps; twentieths without one are left out."""
+    parts = _in_parts(result.timesteps, result.losses, timesteps, _DRAWN)
+    return dict(_in_order(Counter(name for name, _ in parts)))
+
+
+def _in_parts(
+    drawn: Sequence[int], losses: Sequence[float], timesteps: range, parts: int
+) -> Iterator[tuple[str, float]]:
+    """Yield the name of each sample's part of the timesteps, such as `250-499`, with its loss."""
+    # Rounded up: the last part may be short, and there is none after it.
+    width = -(-len(timesteps) // parts)
+    for timestep, loss in zip(drawn, losses, strict=True):
+        first = timesteps.start + (timestep - timesteps.start) // width * width
+        yield f"{first}-{min(first + width, timesteps.stop) - 1}", loss
+
+
+def _in_order(parts: Mapping[str, Value]) -> list[tuple[str, Value]]:
+    return sorted(parts.items(), key=lambda item: int(item[0].partition("-")[0]))

@@ -269,6 +269,18 @@ def test_a_report_that_cannot_be_written_is_one_line(run_dir: Path) -> None:
     assert not (run_dir / ".report.html.partial").exists()
 
 
+def test_the_drawn_timesteps_are_shown_beside_the_losses(run_dir: Path) -> None:
+    """Counts of all steps are added up; shares are of all samples."""
+    drawn = [{"0-49": 1, "950-999": 2}, {"950-999": 3}, {"0-49": 1, "100-149": 3}]
+    lines = [metrics_line(step, drawn_by_timestep=drawn[step % 3]) for step in range(1, 7)]
+    write_lines(run_dir / "metrics.jsonl", lines)
+    text = " ".join(report(run_dir).text.split())
+    assert "Timesteps drawn share of 20 samples" in text
+    shown = text[text.index("Timesteps drawn") :]
+    for words in ("0\u201349 20% 4 drawn", "100\u2013149 30% 6 drawn", "950\u2013999 50% 10 drawn"):
+        assert words in shown
+
+
 def test_a_chat_models_answers_and_losses_by_media_are_shown(run_dir: Path) -> None:
     shutil.rmtree(run_dir / "samples")
     said = {0: "", 10: "in between", 20: "<b>a disc</b>"}

@@ -1,0 +1,138 @@
+"""Distributions of the noise levels that flow matching is trained at: a density, shifted, then cut to a range.
+
+Every density has a distribution function in closed form, so that a range is cut with the density's shape kept, by its
+quantiles: no draw is thrown away, and none lies outside. All of it is fp64 on the CPU, rounded once to fp32.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from dit_lora.errors import DitLoraError
+
+Density = Literal["uniform", "logit_normal", "stretched_logit_normal", "mode"]
+
+# Of LTX-2's trainer (Lightricks/LTX-2, ltx-trainer, timestep_samplers.py).
+_LOW, _HIGH = -2.5758, 3.0902
+"""Quantiles of the standard normal distribution at 0.5 % and 99.9 %, as rounded there."""
+_REFLECTED = 1e-3
+_UNIFORM = 0.1
+_HALVINGS = 60
+"""Bisections of [0, 1]: more than fp64 has digits there."""
+
+
+@dataclass(frozen=True)
+class NoiseLevels:
+    """A distribution of noise levels, from 0, which is clean, to 1, which is noise; without its shift.
+
+    `logit_normal` and `mode` are those of arXiv 2403.03206, section 3.1. `stretched_logit_normal` is a shifted
+    logit-normal stretched linearly until its percentiles 0.5 and 99.9 are 0 and 1, with levels below 0.001 mirrored
+    there, in nine draws of ten, and uniform in the tenth.
+    """
+
+    density: Density = "logit_normal"
+    mean: float = 0.0
+    std: float = 1.0
+    mode_scale: float = 1.29
+    t_min: float = 0.0
+    t_max: float = 1.0
+
+    def drawn(self, gaussian: torch.Tensor, shift: float) -> torch.Tensor:
+        """Return fp32 noise levels in [t_min, t_max), one for each standard normal number, rising with it.
+
+        `shift` moves them towards noise before they are cut: `s' = shift s / (1 + (shift - 1) s)`.
+        Raises `DitLoraError` where the density has next to nothing in the range.
+        """
+        if self.density == "logit_normal" and (self.t_min, self.t_max) == (0.0, 1.0):
+            level = torch.sigmoid(gaussian.float() * self.std + self.mean)
+            return shift * level / (1 + (shift - 1) * level)
+        low, high = self._share_of_range(shift)
+        share = low + torch.special.ndtr(gaussian.double()) * (high - low)
+        level = self._quantile(share, shift).float()
+        # Rounding may reach the end of the half-open range, or just leave its beginning.
+        return level.clamp(_fp32_from(self.t_min), _fp32_below(self.t_max))
+
+    def share(self, level: torch.Tensor, shift: float) -> torch.Tensor:
+        """Return the share of draws that are below these levels, fp64: 0 up to t_min, 1 from t_max on."""
+        low, high = self._share_of_range(shift)
+        return ((self._whole_share(level.double(), shift) - low) / (high - low)).clamp(0, 1)
+
+    def _share_of_range(self, shift: float) -> tuple[float, float]:
+        ends = torch.tensor([self.t_min, self.t_max], dtype=torch.float64)
+        low, high = self._whole_share(ends, shift).tolist()
+        if not high - low > 1e-9:
+            raise DitLoraError(
+                f"train.timesteps: {self.density} with shift {shift:g} has no draw from {self.t_min:g} on and below "
+                f"{self.t_max:g}; widen t_min and t_max, or change density or shift"
+            )
+        return low, high
+
+    def _whole_share(self, level: torch.Tensor, shift: float) -> torch.Tensor:
+        """Return the share of draws below these levels before the cut."""
+        if self.density == "stretched_logit_normal":
+            return self._stretched_share(level, math.log(shift))
+        plain = level / (shift - (shift - 1) * level)  # the inverse of the shift
+        if self.density == "uniform":
+            return plain
+        if self.density == "mode":
+            return _inverse(self._mode, plain)
+        return torch.special.ndtr((torch.logit(plain) - self.mean) / self.std)
+
+    def _quantile(self, share: torch.Tensor, shift: float) -> torch.Tensor:
+        """Return the levels that these shares of draws before the cut are below."""
+        if self.density == "stretched_logit_normal":
+            return _inverse(lambda level: self._stretched_share(level, math.log(shift)), share)
+        if self.density == "uniform":
+            plain = share
+        elif self.density == "mode":
+            plain = self._mode(share)
+        else:
+            plain = torch.sigmoid(torch.special.ndtri(share) * self.std + self.mean)
+        return shift * plain / (1 + (shift - 1) * plain)
+
+    def _mode(self, share: torch.Tensor) -> torch.Tensor:
+        """Return the level of equation 20 there, with u = 1 - share, so that it rises with the share."""
+        return share - self.mode_scale * (torch.sin(math.pi / 2 * share).square() - share)
+
+    def _stretched_share(self, level: torch.Tensor, shift: float) -> torch.Tensor:
+        """Return the share below these levels of the mixture; `shift` is added to the mean of the logits."""
+        mean = self.mean + shift
+        low, high = (1 / (1 + math.exp(-mean - z * self.std)) for z in (_LOW, _HIGH))
+
+        def raw(stretched: torch.Tensor) -> torch.Tensor:
+            value = (low + (high - low) * stretched).clamp(0, 1)
+            return torch.special.ndtr((torch.logit(value) - mean) / self.std)
+
+        mirrored = raw(level) - raw(2 * _REFLECTED - level)
+        # What is stretched beyond 1 counts as 1.
+        normal = torch.where(level < _REFLECTED, 0.0, torch.where(level < 1, mirrored, 1.0))
+        uniform = ((level - _REFLECTED) / (1 - _REFLECTED)).clamp(0, 1)
+        return (1 - _UNIFORM) * normal + _UNIFORM * uniform
+
+
+LOGIT_NORMAL = NoiseLevels()
+
+
+def _inverse(rising: Callable[[torch.Tensor], torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+    """Return where a rising function of [0, 1] has these values, by bisection."""
+    low, high = torch.zeros_like(wanted), torch.ones_like(wanted)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        above = rising(middle) > wanted
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return (low + high) / 2
+
+
+def _fp32_from(bound: float) -> float:
+    """Return the least number of fp32 that is not below the bound."""
+    near = torch.tensor(bound)
+    up = torch.nextafter(near, torch.tensor(math.inf))
+    return near.item() if near.double().item() >= bound else up.item()
+
+
+def _fp32_below(bound: float) -> float:
+    """Return the largest number of fp32 below the bound as fp32 has it, so that a scaled one is not rounded up to it."""
+    return torch.nextafter(torch.tensor(bound), torch.tensor(-math.inf)).item()
