@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from dit_lora.adapters.diffusers_format import PROVENANCE_KEY, Tensors
+from dit_lora.adapters.diffusers_format import Tensors
 from dit_lora.adapters.layer_names import LayerNames, layers_by_spelling
 from dit_lora.adapters.lora_mixins import lora_pipeline_class
 from dit_lora.errors import DitLoraError, listed
@@ -57,8 +57,6 @@ class LoraFile:
     """A LoRA's file, read for one model."""
 
     file: Path
-    made: Mapping[str, Any]
-    """What a run of ours wrote into its header; empty if it is not ours."""
     config: Mapping[str, Any] | None
     """PEFT's config as the file brings it; None without, and where the file has alpha in tensors of its own."""
     layers: Mapping[str, StoredLayer]
@@ -95,7 +93,7 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     if any("alpha" in own for own in found.values()):
         config = None  # what it says of alpha does not count
     digests = {name: _sha256(path) for name, path in files.items()}
-    return LoraFile(file, _made(header), config, layers, digests)
+    return LoraFile(file, config, layers, digests)
 
 
 def _opened(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -116,13 +114,6 @@ def _config_in(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:
     prefix = "transformer."
     own = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
     return own or None
-
-
-def _made(header: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        return dict(parse_json(header.get(PROVENANCE_KEY, "{}")))
-    except (ValueError, TypeError):
-        return {}  # another program's, or an edited one: nothing that would be relied on
 
 
 Found = dict[str, dict[str, torch.Tensor]]

@@ -99,7 +99,8 @@ class ValidationConfig(Section):
     every: Count | None = None
     """Steps between samples during training; by default only before and after."""
     inference_steps: Count = 50
-    guidance_scale: Annotated[float, Field(ge=1)] = 6.0
+    guidance_scale: Annotated[float, Field(ge=0)] = 6.0
+    """As the pipeline takes it. At 1 and below, most leave guidance out; distilled checkpoints want 0 or 1."""
     seed: Annotated[int, Field(ge=0)] = 0
     held_out_draws: Annotated[int, Field(ge=0)] = 4
     """Noise and timestep draws per clip, never trained on, for the held-out loss; 0 turns it off."""

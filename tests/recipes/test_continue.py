@@ -191,7 +191,7 @@ def test_a_start_that_is_not_there_or_no_adapter(
     )
     (tmp_path / "torn.safetensors").write_bytes(b"nonsense")
     said = refused(f"lora.init={tmp_path / 'torn.safetensors'}")
-    assert "torn.safetensors is not a safetensors file, or not whole" in said
+    assert "torn.safetensors is not a safetensors adapter: " in said
     assert not (tmp_path / "cache").exists()
 
 
@@ -200,8 +200,17 @@ def test_an_adapter_of_another_model_or_with_more_than_a_lora(
 ) -> None:
     file = first / "adapter" / ADAPTER_FILE
     other = relabelled(file, tmp_path / "other.safetensors", family="sana")
+    renamed = {
+        f"transformer.x{number}.{name}": t
+        for number, (name, t) in enumerate(load_file(other).items())
+    }
+    header = {"dit_lora": json.dumps(read_provenance(other))}
+    save_file(renamed, other, metadata=header)  # of which nothing fits
     said = refused(f"lora.init={other}")
     assert said == f"lora.init: {other} is an adapter of family sana, not of cogvideox"
+    expert = relabelled(file, tmp_path / "expert.safetensors", part="transformer_2")
+    said = refused(f"lora.init={expert}")
+    assert said == f"lora.init: {expert} is an adapter of part transformer_2, not of transformer"
     tensors = load_file(file)
     moved = {key.replace("_blocks.1.", "_blocks.7."): value for key, value in tensors.items()}
     save_file(moved, tmp_path / "moved.safetensors")

@@ -9,6 +9,7 @@ from torch import nn
 
 from dit_lora.adapters.attach import AttachReport, attach_lora
 from dit_lora.adapters.attach_file import attach_lora_file, require_consistent
+from dit_lora.adapters.diffusers_format import read_provenance
 from dit_lora.adapters.find_lora import find_lora, public_name
 from dit_lora.adapters.lora_file import LoraFile, read_lora
 from dit_lora.config.recipe import Recipe
@@ -86,10 +87,11 @@ def _read(
     recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, named: str, option: str
 ) -> LoraFile:
     file = find_lora(named, option)
-    names = get_family(recipe.model.family).comfyui
-    stored = read_lora(file, model, names, checkpoint.pipeline_class)
+    made = read_provenance(file)
+    # First: of another model no name fits, and the list of them says less.
     for what, own in (("family", recipe.model.family), ("part", checkpoint.part)):
-        theirs = stored.made.get(what)
+        theirs = made.get(what)
         if theirs is not None and theirs != own:
             raise DitLoraError(f"{option}: {named} is an adapter of {what} {theirs}, not of {own}")
-    return stored
+    names = get_family(recipe.model.family).comfyui
+    return read_lora(file, model, names, checkpoint.pipeline_class)
