@@ -12,7 +12,7 @@ RANK = 64
 
 class LoraConfig(Section):
     rank: Count | None = None
-    """By default 64, or that of the file in `init`."""
+    """Rows of A; 64 by default, or the rank of the file in `init`."""
     alpha: Count | None = None
     """The update is scaled by alpha / rank; by default alpha = rank, or that of the file in `init`."""
     dropout: Decay = 0.0

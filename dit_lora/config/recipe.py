@@ -88,6 +88,9 @@ class ValidationConfig(Section):
     prompts: tuple[str, ...] = ()
     """Videos or images are sampled for these at the same seed, before and after training; of a model with
     classes, their names."""
+    model: str | None = None
+    """A second checkpoint of the same architecture, a folder or a Hub id, that samples are made with, the trained adapter
+    in it: training on the base, say, and sampling with its distilled version. Held-out losses stay the trained model's."""
     images: tuple[str, ...] = ()
     """Image-to-video: one file a prompt, its first frame."""
     media: tuple[str, ...] = ()
@@ -100,7 +103,7 @@ class ValidationConfig(Section):
     """Steps between samples during training; by default only before and after."""
     inference_steps: Count = 50
     guidance_scale: Annotated[float, Field(ge=0)] = 6.0
-    """As the pipeline takes it. At 1 and below, most leave guidance out; distilled checkpoints want 0 or 1."""
+    """The pipeline's own argument. At 1 and below, most leave guidance out; distilled checkpoints want 0 or 1."""
     seed: Annotated[int, Field(ge=0)] = 0
     held_out_draws: Annotated[int, Field(ge=0)] = 4
     """Noise and timestep draws per clip, never trained on, for the held-out loss; 0 turns it off."""
@@ -246,6 +249,10 @@ class Recipe(Section):
             raise ValueError(
                 f"validation.media: one file a prompt; got {len(media)} files, {len(prompts)} prompts"
             )
+        if self.validation.model is not None and not prompts:
+            raise ValueError(
+                "validation.model: nothing is sampled from it: give validation.prompts"
+            )
         return self
 
     @model_validator(mode="after")
@@ -259,6 +266,10 @@ class Recipe(Section):
             if groups.adapter is None:
                 self._only_base_groups()
             return self
+        if self.validation.model is not None:
+            raise ValueError(
+                "validation.model does not apply to train.mode: full: it takes an adapter, and there is none"
+            )
         if self.model.quantize is not None:
             raise ValueError(
                 "model.quantize does not apply to train.mode: full, which trains every weight"

@@ -71,6 +71,7 @@ def _validation(config: ValidationConfig) -> dict[str, tuple[bool, str]]:
     usual = ValidationConfig()
     answers = "answers are greedy"
     return {
+        "validation.model": (config.model is not None, "answers are the trained model's"),
         "validation.images": (bool(config.images), "give validation.media"),
         "validation.inference_steps": (config.inference_steps != usual.inference_steps, answers),
         "validation.guidance_scale": (config.guidance_scale != usual.guidance_scale, answers),

@@ -199,6 +199,8 @@ def _notes(contents: Contents) -> Iterator[str]:
         yield "`first_frame.png` is the video's first frame, at the height and width above."
     if pipeline and pipeline["condition"] == "class_labels":
         yield "The label is the row of a class that was trained on; `pipe.labels` has them by name."
+    if contents.made.get("samples_from"):
+        yield f"The samples were made with this adapter in {plain(contents.made['samples_from'])}, not in its base."
     if pipeline is None:
         yield "Questions are put by the model's own processor and chat template."
     if needs_ours(contents):

@@ -39,6 +39,8 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
                 f"path/to/{name}_{index:02d}{Path(str(one)).suffix}"
                 for index, one in enumerate(shown[name])
             ]
+    if shown.get("model") is not None and hub_name(shown["model"]) is None:
+        shown["model"] = "path/to/validation_model"
     if shown.get("conversations"):
         shown["conversations"] = "path/to/conversations.json"
     _section(values, "guard")["quarantine"] = None

@@ -71,4 +71,4 @@ class Prepared:
     report: BucketReport | None = None
     """Report of which samples are in which bucket; None where there are no buckets."""
     adapters: Mapping[str, Any] = field(default_factory=dict)
-    """What the result's header says of the LoRA files that training starts from: names and digests."""
+    """Names and digests of the LoRA files that training starts from, as the result's header has them."""

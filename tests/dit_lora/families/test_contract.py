@@ -138,9 +138,7 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
             assert torch.equal(prediction, expected)
 
 
-def test_guidance_of_0_calls_the_model_on_one_sample(
-    subject: Subject, tmp_path: Path
-) -> None:
+def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path: Path) -> None:
     """As distilled checkpoints are sampled; with a prompt's tensors, as validation has them."""
     case, checkpoint = subject.case, subject.checkpoint
     image = None

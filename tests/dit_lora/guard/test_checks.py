@@ -200,19 +200,6 @@ def test_of_gradients_of_zeros_only_bs_is_named(transformer: nn.Module, backward
     assert finding.words.endswith(f"  - {B}: a gradient that is all zero")
 
 
-def test_of_an_adapter_that_is_not_zero_a_needs_a_gradient_too(
-    transformer: nn.Module, backward: Run
-) -> None:
-    """An adapter that training continues from: there A's gradient is zero by a fault alone."""
-    transformer.get_parameter(A).register_hook(torch.zeros_like)
-    assert not wrong(gradient_flow(transformer, backward))
-    with torch.no_grad():
-        transformer.get_parameter(B)[3, 2] = 0.1
-    finding = the_one(gradient_flow(transformer, backward))
-    assert finding.fatal
-    assert finding.words.endswith(f"  - {A}: a gradient that is all zero")
-
-
 def test_bad_and_frozen_gradients_are_named(transformer: nn.Module, backward: Run) -> None:
     transformer.get_parameter(B).register_hook(lambda grad: grad * torch.nan)
 

@@ -26,7 +26,7 @@ class StoredLoras:
     """The files, read for one model."""
 
     continued: LoraFile | None = None
-    """What training continues from."""
+    """The file that training continues from."""
 
 
 def read_stored(recipe: Recipe, checkpoint: Checkpoint, model: nn.Module) -> StoredLoras:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dit_lora.adapters.diffusers_format import save_adapter, save_pipeline
+from dit_lora.adapters.find_lora import public_name
 from dit_lora.adapters.groups import recipe_groups
 from dit_lora.adapters.own_files import own_files
 from dit_lora.config.recipe import Recipe
@@ -27,6 +28,7 @@ from dit_lora.training.tasks.base_loss import base_loss
 from dit_lora.training.tasks.diffusion.cache_plan import transformer_digest
 from dit_lora.training.tasks.diffusion.model import put_kernels, quantized
 from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
+from dit_lora.training.tasks.diffusion.second_model import open_second, require_adapter_alone
 from dit_lora.training.tasks.diffusion.stored_loras import (
     attach_stored,
     checked,
@@ -50,10 +52,11 @@ class DiffusionTask:
         if session.recipe.train.mode == "full":
             # The result copies these: a file that cannot be copied is refused before training.
             own_files(checkpoint.path)
+        second = open_second(session.recipe, checkpoint)
         stored = checked(session.recipe, checkpoint)
         for line in checkpoint.notes(session.recipe):
             session.say(line)
-        return replace(precompute(session, checkpoint), adapters=stored)
+        return replace(precompute(session, checkpoint, second), adapters=stored)
 
     def load_trainable(
         self, recipe: Recipe, family: DiffusionFamily, checkpoint: Checkpoint, dtype: torch.dtype
@@ -81,6 +84,7 @@ class DiffusionTask:
         groups = recipe_groups(
             transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode
         )
+        require_adapter_alone(recipe, transformer)
         return transformer, groups, f"{report}\n{put_kernels(recipe, transformer)}"
 
     def model_digest(self, checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
@@ -107,6 +111,7 @@ class DiffusionTask:
         data = setup.recipe.data
         return {
             **setup.data.adapters,
+            **_samples_from(setup.recipe),
             "index": setup.checkpoint.index_changes(),
             **({"part": setup.checkpoint.part} if setup.checkpoint.parts else {}),
             "video": {key: getattr(data, key) for key in ("frames", "height", "width", "fps")},
@@ -159,6 +164,11 @@ class DiffusionTask:
         return save_adapter(
             setup.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights
         )
+
+
+def _samples_from(recipe: Recipe) -> dict[str, str]:
+    named = recipe.validation.model
+    return {} if named is None else {"samples_from": public_name(named)}
 
 
 def by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
