@@ -18,6 +18,8 @@ from dit_lora.numerics.streams import fold
 
 # Diffusers', Transformers' and PEFT's name for the first adapter.
 ADAPTER_NAME = "default"
+UNDER = "under_"
+"""Begins the names of frozen adapters under it, in the recipe's order."""
 # PEFT's values of `init_lora_weights` by ours of `lora.init`.
 _INITS: dict[str, Literal["gaussian"] | bool] = {"kaiming": True, "gaussian": "gaussian"}
 
@@ -102,6 +104,11 @@ def is_lora_a(name: str) -> bool:
 
 def is_lora_b(name: str) -> bool:
     return ".lora_B." in name
+
+
+def is_under(name: str) -> bool:
+    """Return true for a parameter of a frozen adapter under the one that trains, by its name."""
+    return (is_lora_a(name) or is_lora_b(name)) and f".{UNDER}" in name
 
 
 def adaptable_layers(model: nn.Module) -> list[str]:

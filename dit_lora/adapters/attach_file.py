@@ -39,7 +39,7 @@ def attach_lora_file(
     require_consistent(model, stored, lora)
     require_untied(model, stored.layers)
     hints = [(stored.config or {}).get("target_modules"), lora.targets, tuple(default_targets)]
-    targets = _targets(list(stored.layers), adaptable_layers(model), hints)
+    targets = exact_targets(list(stored.layers), adaptable_layers(model), hints)
     report = add_adapter(model, peft_config(stored.layers, targets, lora.dropout), seed=seed)
     put_matrices(model, stored.layers, ADAPTER_NAME)
     return report
@@ -96,8 +96,10 @@ def put_matrices(model: Any, layers: Mapping[str, StoredLayer], adapter: str) ->
         layer.lora_B[adapter].weight.copy_(stored.b)
 
 
-def _targets(layers: Sequence[str], every: Sequence[str], hints: Sequence[Any]) -> str | list[str]:
-    """Return what PEFT matches exactly these layers by: the file's or the family's own words if they do, else all names."""
+def exact_targets(
+    layers: Sequence[str], every: Sequence[str], hints: Sequence[Any] = ()
+) -> str | list[str]:
+    """Return what PEFT matches exactly these layers by, of `every`: a hint's own words if they do, else all names."""
     for hint in hints:
         if not hint:
             continue

@@ -98,9 +98,10 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
 
 def _opened(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
-        with safe_open(file, framework="pt") as opened:
+        # With values wherever the model is made, on `meta` too.
+        with torch.device("cpu"), safe_open(file, framework="pt") as opened:
             header = dict(opened.metadata() or {})
-        return load_file(file), header
+            return load_file(file), header
     except (OSError, SafetensorError) as error:
         raise DitLoraError(f"{file} is not a safetensors file, or not whole: {error}") from error
 

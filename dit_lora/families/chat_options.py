@@ -59,6 +59,7 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
             recipe.lora.from_file,
             "a chat model's adapter starts anew: kaiming or gaussian",
         ),
+        "lora.under": (bool(recipe.lora.under), "a chat model's adapter has none under it"),
         "model.from_scratch": (
             recipe.model.from_scratch is not None,
             "a chat model starts trained",

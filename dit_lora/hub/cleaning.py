@@ -25,6 +25,9 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
     lora = values.get("lora") or {}
     if lora.get("init", INITS[0]) not in INITS and hub_name(lora["init"]) is None:
         lora["init"] = "path/to/lora"
+    for number, one in enumerate(lora.get("under") or ()):
+        if hub_name(str(one.get("path"))) is None:
+            one["path"] = f"path/to/under_{number}"
     data = _section(values, "data")
     for number, source in enumerate([data, *(data.get("sources") or ())]):
         if source.get("path") not in (None, *datasets, *(f"{HUB}{name}" for name in datasets)):

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from dit_lora.adapters.attach import adapter_config
 from dit_lora.adapters.diffusers_format import BASE_FILE
+from dit_lora.adapters.under import under_off
 from dit_lora.config.remedies import HUB
 from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
@@ -158,9 +159,11 @@ def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
         return {}
     stock = setup.task.stock(setup.checkpoint)
     try:
-        noted = note_output(stock, setup.transformer, made_up_inputs(setup), setup.dtype)
-        if fault is None and NOT_RECORDED not in noted:
-            fault = kernel_fault(setup, base, noted)
+        # Of the base that a user has, and the result on it: `verify` has no other.
+        with under_off(setup.transformer):
+            noted = note_output(stock, setup.transformer, made_up_inputs(setup), setup.dtype)
+            if fault is None and NOT_RECORDED not in noted:
+                fault = kernel_fault(setup, base, noted)
     except torch.OutOfMemoryError:
         noted = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
     return {**noted, WRONG: fault} if fault else noted

@@ -11,6 +11,7 @@ from torch import nn
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.groups import base_parameters
 from dit_lora.adapters.lora_mixins import adaptable
+from dit_lora.adapters.under import configs_under, put_under
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -18,6 +19,7 @@ from dit_lora.families.base import Checkpoint
 from dit_lora.training.execution.offload import offload_base
 from dit_lora.training.task import AnySetup
 from dit_lora.training.tasks.diffusion.model import quantized
+from dit_lora.training.tasks.diffusion.stored_loras import in_samples, named_under, read_stored
 
 
 def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
@@ -58,8 +60,10 @@ def second_transformer(
     """
     recipe, device = setup.recipe, setup.session.accelerator.device
     model = second.load_transformer(setup.dtype)
+    stored = read_stored(recipe, second, model, under_alone=True)
     # As the trained one is kept: what does not fit wide, fits twice no better.
     quantized(recipe, model, get_family(recipe.model.family).group_patterns)
+    configs = configs_under(model, [file.layers for file in stored.under])
     config = copy.deepcopy(setup.transformer.peft_config[ADAPTER_NAME])  # type: ignore[union-attr,index]
     with torch.random.fork_rng(devices=[]):  # PEFT draws an A, which is replaced
         adaptable(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
@@ -67,6 +71,8 @@ def second_transformer(
     with torch.no_grad():
         for name, tensor in weights.items():
             own[name].data = tensor.detach().to("cpu", copy=True)
+    under, on = named_under(recipe, configs, stored), in_samples(recipe)
+    put_under(model, {name: one for name, one in under.items() if name in on})
     model.requires_grad_(False).eval()
     offload_base(recipe, model, setup.session.accelerator)
     if recipe.train.offload == "none":

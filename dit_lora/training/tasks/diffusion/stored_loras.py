@@ -1,17 +1,19 @@
 """Reads the LoRA files that a recipe starts from, and says what a run's header tells of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from torch import nn
 
-from dit_lora.adapters.attach import AttachReport, attach_lora
+from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.attach_file import attach_lora_file, require_consistent
 from dit_lora.adapters.diffusers_format import read_provenance
 from dit_lora.adapters.find_lora import find_lora, public_name
-from dit_lora.adapters.lora_file import LoraFile, read_lora
+from dit_lora.adapters.lora_file import LoraFile, StoredLayer, read_lora
+from dit_lora.adapters.under import configs_under, put_under, under_name
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import get_family
@@ -27,13 +29,22 @@ class StoredLoras:
 
     continued: LoraFile | None = None
     """The file that training continues from."""
+    under: tuple[LoraFile, ...] = ()
+    """The files of `lora.under`, in its order."""
 
 
-def read_stored(recipe: Recipe, checkpoint: Checkpoint, model: nn.Module) -> StoredLoras:
+def read_stored(
+    recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, *, under_alone: bool = False
+) -> StoredLoras:
     """Read the files for a model without adapters. Raises `DitLoraError` for what is not there or not this model's."""
-    if not recipe.lora.from_file:
-        return StoredLoras()
-    return StoredLoras(_read(recipe, checkpoint, model, recipe.lora.init, _INIT))
+    lora, continued = recipe.lora, None
+    if lora.from_file and not under_alone:
+        continued = _read(recipe, checkpoint, model, lora.init, _INIT)
+    under = tuple(
+        _read(recipe, checkpoint, model, one.path, f"lora.under[{number}]")
+        for number, one in enumerate(lora.under)
+    )
+    return StoredLoras(continued, under)
 
 
 def checked(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -41,23 +52,63 @@ def checked(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any]:
 
     Raises `DitLoraError` for all that `read_stored` and `attach_stored` would refuse.
     """
-    if not recipe.lora.from_file:
+    lora = recipe.lora
+    if not lora.from_file and not lora.under:
         return {}
     with torch.device("meta"), from_configs():
         model = checkpoint.load_transformer(torch.float32)
-    stored = read_stored(recipe, checkpoint, model)
-    if stored.continued is None:
-        return {}
-    require_consistent(model, stored.continued, recipe.lora)
-    return {"continued": {"name": public_name(recipe.lora.init), **stored.continued.digests}}
+    stored, told = read_stored(recipe, checkpoint, model), dict[str, Any]()
+    if stored.continued is not None:
+        require_consistent(model, stored.continued, lora)
+        told["continued"] = {"name": public_name(lora.init), **stored.continued.digests}
+    if stored.under:
+        told["under"] = [
+            {
+                "name": public_name(one.path),
+                **file.digests,
+                "scale": one.scale,
+                "in_samples": one.in_samples,
+            }
+            for one, file in zip(lora.under, stored.under, strict=True)
+        ]
+    return told
 
 
-def attach_stored(recipe: Recipe, model: nn.Module, stored: StoredLoras) -> AttachReport:
-    """Attach what trains: the file's adapter, or a new one."""
+def attach_stored(recipe: Recipe, model: nn.Module, stored: StoredLoras) -> str:
+    """Attach what trains, the file's adapter or a new one, and frozen ones under it; return lines that say so."""
     lora, targets = recipe.lora, get_family(recipe.model.family).lora_targets
+    # While the layers still have the names that files know.
+    configs = configs_under(model, [file.layers for file in stored.under])
     if stored.continued is None:
-        return attach_lora(model, lora, targets, seed=recipe.train.seed)
-    return attach_lora_file(model, stored.continued, lora, targets, seed=recipe.train.seed)
+        said = str(attach_lora(model, lora, targets, seed=recipe.train.seed))
+    else:
+        report = attach_lora_file(model, stored.continued, lora, targets, seed=recipe.train.seed)
+        said = f"{report}; continued from {public_name(lora.init)}"
+    if not stored.under:
+        return said
+    put_under(model, named_under(recipe, configs, stored))
+    lines = [
+        f"lora.under: {public_name(one.path)}: {len(file.layers)} layers, scale {one.scale:g}, frozen; on in training"
+        f"{' and in samples' if one.in_samples else ', off in samples'}"
+        for one, file in zip(lora.under, stored.under, strict=True)
+    ]
+    return "\n".join([said, *lines])
+
+
+def named_under(
+    recipe: Recipe, configs: Sequence[LoraConfig], stored: StoredLoras
+) -> dict[str, tuple[LoraConfig, Mapping[str, StoredLayer], float]]:
+    """Return what `put_under` takes of the frozen adapters, by their names in the model."""
+    whole = zip(configs, stored.under, recipe.lora.under, strict=True)
+    return {
+        under_name(number): (config, file.layers, one.scale)
+        for number, (config, file, one) in enumerate(whole)
+    }
+
+
+def in_samples(recipe: Recipe) -> list[str]:
+    """Return the names of the frozen adapters that are on in samples."""
+    return [under_name(n) for n, one in enumerate(recipe.lora.under) if one.in_samples]
 
 
 def require_moved(

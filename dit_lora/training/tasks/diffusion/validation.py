@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from dit_lora.adapters.under import under_off
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
@@ -19,6 +20,7 @@ from dit_lora.training.session.session import agreed
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.precompute import Precomputed
 from dit_lora.training.tasks.diffusion.second_model import forget, second_transformer
+from dit_lora.training.tasks.diffusion.stored_loras import in_samples
 
 
 def sample_videos(setup: Setup[Precomputed, Checkpoint], step: int) -> None:
@@ -67,7 +69,8 @@ def _sample(
 ) -> None:
     second = setup.data.second
     if second is None:
-        with evaluating(setup.model):
+        on = in_samples(setup.recipe)
+        with evaluating(setup.model), under_off(setup.transformer, but=on):
             _write(setup, inputs, step, setup.checkpoint, setup.transformer)
         return
     with torch.no_grad():
