@@ -4,6 +4,7 @@ They are not merged into the base. A bf16 weight would round the sum away in par
 one could not take it, and what is compared with the base and written with the result is the base that a user has.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +37,9 @@ def put_under(model: Any, under: Mapping[str, tuple[peft.LoraConfig, Layers, flo
     """Add frozen adapters by name, each a config, layers and a factor; all are on. What trains is what trained before."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for name, (config, layers, factor) in under.items():
-        with torch.random.fork_rng(devices=[]):  # PEFT draws an A, which is replaced
+        # PEFT draws an A, which is replaced, and warns of a second adapter, which is meant.
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             peft.inject_adapter_in_model(config, adaptable(model), adapter_name=name)
         adapted = [model.get_submodule(layer) for layer in layers]
         # As those that train: PEFT has given them the base's dtype.
