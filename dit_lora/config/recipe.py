@@ -249,9 +249,15 @@ class Recipe(Section):
             raise ValueError(
                 f"validation.media: one file a prompt; got {len(media)} files, {len(prompts)} prompts"
             )
-        if self.validation.model is not None and not prompts:
+        second = self.validation.model is not None
+        if second and not prompts:
             raise ValueError(
                 "validation.model: nothing is sampled from it: give validation.prompts"
+            )
+        if second and any(source.generate for source in self.data.all_sources):
+            raise ValueError(
+                "data.sources.generate samples the base with the steps and guidance of validation, which are "
+                "validation.model's; generate them in a run without it first"
             )
         return self
 

@@ -199,6 +199,11 @@ def _notes(contents: Contents) -> Iterator[str]:
         yield "`first_frame.png` is the video's first frame, at the height and width above."
     if pipeline and pipeline["condition"] == "class_labels":
         yield "The label is the row of a class that was trained on; `pipe.labels` has them by name."
+    if contents.made.get("continued"):
+        yield f"Training continued from the LoRA {plain(contents.made['continued']['name'])}."
+    for one in contents.made.get("under") or ():
+        use = "load it beside this one" if one["in_samples"] else "it is not needed to use this one"
+        yield f"It was trained over the frozen adapter {plain(one['name'])}, scale {one['scale']:g}; {use}."
     if contents.made.get("samples_from"):
         yield f"The samples were made with this adapter in {plain(contents.made['samples_from'])}, not in its base."
     if pipeline is None:

@@ -131,5 +131,8 @@ def test_what_has_no_adapter_alone_is_refused(refused: Callable[..., str], turbo
     assert "nothing is sampled from it" in refused(second, "validation.prompts=[]")
     said = refused(second, "optim.groups.connector.lr=1e-5")
     assert "take the adapter alone, and " in said
+    source = "{path: prior, caption: a, generate: 3}"
+    data = "data.sources=[{path: clips}, " + source + "]"
+    assert "generate them in a run without it first" in refused(second, "data.path=null", data)
     said = refused(second, "data.precompute=false")
     assert "has another text encoder than model.path" in said

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from runs import adapter, lines, same_adapter, trajectory
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
@@ -38,8 +39,6 @@ def under(lora_main: Main, smoke: list[str], tmp_path: Path) -> Path:
         name: 0.1 * torch.randn(tensor.shape, generator=generator)
         for name, tensor in adapter(run).items()
     }
-    from safetensors import safe_open
-
     with safe_open(run / "adapter" / ADAPTER_FILE, framework="pt") as opened:
         save_file(tensors, file, metadata=opened.metadata())
     return file
@@ -95,7 +94,7 @@ def test_it_is_in_training_in_no_file_and_in_samples_as_said(
     file = run / "adapter" / ADAPTER_FILE
     model, others = model_of(smoke), {"under": under} if on else {}
     assert shown(run, 0) == sampled(model, tmp_path / "base", **others)
-    assert shown(run, 3) == sampled(model, tmp_path / "with", **others, trained=file)
+    assert shown(run, 3) == sampled(model, tmp_path / "with", trained=file, **others)
     verified = json.loads((run / "verification.json").read_text())
     assert verified["passed"]
     assert verified["checks"]["output"]["words"].startswith("as trained")
@@ -135,6 +134,19 @@ def test_resuming_is_bit_for_bit_and_the_result_is_verified(
     for other in (entry(moved, scale=0.5), "lora.under=[]"):
         with pytest.raises(DitLoraError, match=r"belongs to another recipe(.|\n)*lora\.under: "):
             lora_main([*parts, other, "train.steps=5", "train.resume=auto"])
+
+
+def test_a_second_model_for_samples_has_it_too_where_samples_have_it(
+    lora_main: Main, smoke: list[str], under: Path, tmp_path: Path
+) -> None:
+    turbo, run = tmp_path / "turbo", tmp_path / "run"
+    get_family("cogvideox").build_tiny("cogvideox-5b", turbo, 7)
+    entries = [{"path": str(under), "in_samples": True}, {"path": str(under), "scale": 3}]
+    args = [*smoke, *SHOWN, f"lora.under={json.dumps(entries)}", f"validation.model={turbo}"]
+    lora_main([*args, "train.steps=2", f"run.dir={run}"])
+    model, file = str(turbo), run / "adapter" / ADAPTER_FILE
+    assert shown(run, 0) == sampled(model, tmp_path / "base", under=under)
+    assert shown(run, 2) == sampled(model, tmp_path / "with", trained=file, under=under)
 
 
 def test_two_of_them_add_up_with_their_scales(

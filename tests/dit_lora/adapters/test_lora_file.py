@@ -1,7 +1,9 @@
 """A LoRA's file, in whichever form, is in the model bit for bit as it was trained; what does not fit is named."""
 
 import math
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config
 from dit_lora.adapters.attach_file import attach_lora_file
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
 from dit_lora.adapters.layer_names import UNKNOWN, LayerNames, kohya_name, no_names
 from dit_lora.adapters.lora_file import LoraFile, read_lora
 from dit_lora.config.recipe import LoraConfig
@@ -179,6 +181,27 @@ def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(mak
         for n, one in stored.layers.items()
     )
     assert_same(deltas(attached(one, stored)), deltas(one.model))
+
+
+def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: Any) -> None:
+    """From ComfyUI's names, with alpha and without, to Diffusers' file, whose header says what `verify` compares."""
+    one = make()
+    for names in (get_family("cogvideox").comfyui, LayerNames(prefix="transformer.", alpha=False)):
+        family = replace(get_family("cogvideox"), comfyui=names)
+        monkeypatch.setattr("dit_lora.results.export.export.get_family", lambda _, own=family: own)
+        file = exported(one, "comfyui")
+        out = file.parent / "back"
+        export(ExportRequest((file,), "diffusers", out, model=str(one.base)))
+        pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+        pipeline.load_lora_weights(out)
+        assert_same(deltas(pipeline.transformer), deltas(one.model))
+        made = read_provenance(out / ADAPTER_FILE)
+        assert (made["rank"], made["alpha"]) == (4, 7 if names.alpha else 4)
+        assert (
+            adapter_config(attached(one, read(one, out / ADAPTER_FILE)))["lora_alpha"]
+            == made["alpha"]
+        )
+        shutil.rmtree(file.parent)
 
 
 def test_names_of_a_program() -> None:
