@@ -11,6 +11,7 @@ from typing import Any
 # Imports leave millions of objects that live as long as the process: no collection has to look at them.
 gc.disable()
 
+from dit_lora.config.experts import in_turn
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError, reported_errors
 from dit_lora.families import get_family
@@ -18,6 +19,7 @@ from dit_lora.hub.after_training import push_result, require_hub
 from dit_lora.planning.speed import write_prediction
 from dit_lora.report.run.background import Reporting
 from dit_lora.training.checkpoints.files import find_checkpoint
+from dit_lora.training.experts import is_done, put_together, require_fresh
 from dit_lora.training.finish import finish, require_verified, summary
 from dit_lora.training.fit import fit
 from dit_lora.training.optim.build import require_optimizer
@@ -43,10 +45,24 @@ def main(argv: list[str]) -> None:
         raise DitLoraError(f"usage: {USAGE}")
     recipe = load_recipe(argv[0], argv[1:])
     family = get_family(recipe.model.family)
-    checkpoint = family.open(recipe.model, recipe)
-
-    with running(recipe) as session:
-        train(session, family, checkpoint, argv[0])
+    # Both experts of a checkpoint are two runs; what refuses the second refuses them before the first.
+    turns = in_turn(recipe)
+    checkpoints = [family.open(one.model, one) for one in turns]
+    require_fresh(turns)
+    before = None
+    for one, checkpoint in zip(turns, checkpoints, strict=True):
+        last = one is turns[-1]
+        if not last and is_done(one):
+            continue
+        with running(one, after=before, last=last) as session:
+            if before is None:
+                require_hub(session, recipe.hub)
+            train(session, family, checkpoint, argv[0])
+            if last:
+                if one is not recipe:
+                    put_together(session, recipe)
+                push_result(session, recipe)
+        before = session
 
 
 def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> None:
@@ -56,7 +72,6 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     resume_from = find_checkpoint(recipe.train.resume, session.dir)
     require_optimizer(recipe.optim, session.accelerator.device)
     require_quantization(recipe)
-    require_hub(session)
     with session.phases.timing("encoding"):
         data = task.prepare_data(session, checkpoint)  # encoders live and die here
 
@@ -84,7 +99,6 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     if written.path is not None:
         session.say(summary(session, written.path, written.verification, page))
     require_verified(session, written.verification)
-    push_result(session)
 
 
 if __name__ == "__main__":

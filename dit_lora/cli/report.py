@@ -28,11 +28,19 @@ def report(
         raise DitLoraError(
             f"--port {port} is for --serve: dit-lora report {run} --serve --port {port}"
         )
+    from dit_lora.results.experts import runs_of
+
+    runs = runs_of(run)
     if serve:
+        if len(runs) > 1:
+            raise DitLoraError(
+                f"--serve shows one run; {run} is a run of both experts: give {' or '.join(map(str, runs))}"
+            )
         from dit_lora.report.run import serve as served
 
         served.serve(run, port or 0, echo)
         return
     from dit_lora.report.run.page import write_report
 
-    echo(write_report(run))
+    for one in runs:
+        echo(write_report(one))

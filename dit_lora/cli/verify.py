@@ -27,7 +27,16 @@ def verify(
 ) -> None:
     """Load a result into the stock model and check keys, values, effect, scale and output; exit 1 if one is wrong."""
     from dit_lora.commands.verify import verify_adapter
+    from dit_lora.config.experts import EXPERTS
+    from dit_lora.results.experts import targets_of
 
-    verification = verify_adapter(target, model, allow_extreme_update=allow_extreme_update)
-    tell = partial(echo, "\n".join(verification.lines()))
-    answer(context, as_json, verification.record(), tell, passed=verification.passed)
+    found = [
+        verify_adapter(one, model, allow_extreme_update=allow_extreme_update)
+        for one in targets_of(target)
+    ]
+    lines, record, passed = found[0].lines(), found[0].record(), all(one.passed for one in found)
+    if len(found) > 1:  # an adapter of each expert
+        named = dict(zip(EXPERTS.values(), found, strict=True))
+        lines = [line for name, one in named.items() for line in (f"{name}:", *one.lines())]
+        record = {"passed": passed, **{name: one.record() for name, one in named.items()}}
+    answer(context, as_json, record, partial(echo, "\n".join(lines)), passed=passed)

@@ -20,6 +20,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampler, Sampling, VideoShape
 from dit_lora.numerics.precision import choose_precision
+from dit_lora.results.experts import PAIR_PATTERNS, targets_of
 from dit_lora.results.source import find_source
 from dit_lora.training.session.session import quiet_libraries
 
@@ -48,7 +49,9 @@ def sample(request: SampleRequest) -> list[Path]:
     """Write one mp4 (of an image model: png) a prompt, each from the same seed, and return their paths."""
     quiet_libraries()
     request = _from_hub(request)
-    source = find_source(request.target)
+    # Of a checkpoint with two experts, one or both were trained.
+    sources = [find_source(target) for target in targets_of(request.target)]
+    source = sources[0]
     model = source.base(request.model)
     # What was trained may add classes.
     index = None if source.is_pipeline else source.made.get("index")
@@ -60,13 +63,15 @@ def sample(request: SampleRequest) -> list[Path]:
     sampler.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = sampler.pipeline(choose_precision("auto", device).dtype)
-    if not source.is_pipeline:
-        load_adapter(pipeline, source.file)
-    pipeline.to(device)
+    for one in sources:
+        if not one.is_pipeline:
+            load_adapter(pipeline, one.file)
+    sampler.place(pipeline, device)
     how = Sampling(
         shape, request.inference_steps, request.guidance_scale, request.seed, request.image
     )
-    folder = request.target if source.is_pipeline else source.file.parent
+    folder = source.file.parent if len(sources) == 1 else request.target
+    folder = request.target if source.is_pipeline else folder
     out = request.out or folder / "samples"
     paths = []
     if out.exists() and not out.is_dir():
@@ -80,7 +85,8 @@ def sample(request: SampleRequest) -> list[Path]:
 
 def _from_hub(request: SampleRequest) -> SampleRequest:
     """Return the request with a local folder for a repository; samples then go to samples/NAME, not the Hub's cache."""
-    folder = result_folder(request.target, (ADAPTER_FILE, BASE_FILE, "model_index.json"))
+    files = (ADAPTER_FILE, BASE_FILE, "model_index.json", *PAIR_PATTERNS)
+    folder = result_folder(request.target, files)
     if folder == request.target:
         return request
     if (folder / "model_index.json").is_file():

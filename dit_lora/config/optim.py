@@ -161,6 +161,8 @@ class TrainConfig(Section):
     deterministic: bool = False
     """PyTorch's deterministic algorithms alone, so that a GPU too repeats itself bit for bit; slower, above all in
     attention's backward pass. An op that has none ends the run by its name. On a CPU runs repeat themselves anyway."""
+    high_noise_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Under `model.part: both`: share of `steps` that the expert for high noise gets; null for a half."""
     guidance_scale: NonNegative | None = None
     """Value of the guidance embedding in training, for models that have one (FLUX.1-dev, FLUX.2-dev); null for 1, which
     asks for no guidance. Samples take theirs from `validation.guidance_scale`."""
@@ -169,6 +171,11 @@ class TrainConfig(Section):
     vlb: bool | None = None
     """Models with a learned variance (DiT, Latte): train the variance too, by the variational bound; null for
     yes where the checkpoint has one."""
+
+    @property
+    def share(self) -> float:
+        """`high_noise_share`, or a half."""
+        return 0.5 if self.high_noise_share is None else self.high_noise_share
 
     @property
     def asked_checkpointing(self) -> Literal["auto", "none", "selective", "full"]:

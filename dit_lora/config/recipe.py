@@ -21,7 +21,7 @@ class ModelConfig(Section):
     and `hub:OWNER/NAME` is always the Hub's."""
     part: Literal["transformer", "transformer_2", "both"] | None = None
     """Checkpoints with two experts (Wan 2.2 A14B): `transformer` trains the one for high noise, `transformer_2` the one for
-    low noise, `both` one after the other, into two adapters."""
+    low noise, `both` one after the other, each in a folder of its own below run.dir."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
@@ -105,6 +105,9 @@ class ValidationConfig(Section):
     guidance_scale: Annotated[float, Field(ge=0)] = 6.0
     """The pipeline's own argument. At 1 and below, most leave guidance out; distilled checkpoints want 0 or 1."""
     seed: Annotated[int, Field(ge=0)] = 0
+    other_expert: str | None = None
+    """Adapter of the expert that does not train (Wan 2.2 A14B), which samples are made with: a run's or an adapter's
+    folder, its file, or a repository on the Hub; null for that expert as the checkpoint has it."""
     held_out_draws: Annotated[int, Field(ge=0)] = 4
     """Noise and timestep draws per clip, never trained on, for the held-out loss; 0 turns it off."""
     held_out_clips: Count = 16
@@ -259,6 +262,28 @@ class Recipe(Section):
                 "data.sources.generate samples the base with the steps and guidance of validation, which are "
                 "validation.model's; generate them in a run without it first"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_expert_or_both(self) -> "Recipe":
+        both, train = self.model.part == "both", self.train
+        if train.high_noise_share is not None and not both:
+            raise ValueError("train.high_noise_share is for model.part: both; remove it")
+        if not both:
+            return self
+        if train.mode == "full":
+            raise ValueError(
+                "model.part: both writes two adapters; of train.mode: full, train one expert at a time"
+            )
+        if train.resume not in ("none", "auto"):
+            raise ValueError(
+                "train.resume: under model.part: both, auto finds the checkpoint of each expert; a path is one expert's: "
+                "continue that expert's own config.yaml"
+            )
+        if train.steps < 2:
+            raise ValueError("train.steps: model.part: both needs a step for each expert; got 1")
+        if self.validation.other_expert is not None:
+            raise ValueError("validation.other_expert: model.part: both trains both; remove it")
         return self
 
     @model_validator(mode="after")

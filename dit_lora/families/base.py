@@ -91,6 +91,11 @@ class Opened(ABC):
     """The component that trains: `transformer_2` is a second expert, for the lower noise levels."""
 
     @property
+    def parts(self) -> Mapping[str, str]:
+        """The names of several denoisers by their components, such as `transformer`: `high_noise`; empty for one."""
+        return {}
+
+    @property
     @abstractmethod
     def side_step(self) -> int:
         """Height and width come in multiples of this many pixels."""
@@ -217,6 +222,13 @@ class Sampler(Opened):
         """Load the stock pipeline, around `transformer` if given; without text encoder unless `text`."""
         return self._load_pipeline(dtype, transformer, text)
 
+    def place(self, pipeline: Any, device: torch.device) -> None:
+        """Put a whole pipeline on a device; with two experts, a GPU holds one of its models at a time."""
+        if self.parts and device.type == "cuda":
+            pipeline.enable_model_cpu_offload(device=device)
+        else:
+            pipeline.to(device)
+
     def _load_pipeline(
         self,
         dtype: torch.dtype | Mapping[str, torch.dtype],
@@ -279,14 +291,12 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         """The names of the classes that its files have; None where it has no classes."""
         return None
 
-    @property
-    def parts(self) -> Mapping[str, str]:
-        """The names of several denoisers by their components, such as `transformer`: `high_noise`; empty for one."""
-        return {}
-
     def notes(self, recipe: Recipe) -> list[str]:
         """Return lines about this checkpoint that are said when a run begins."""
-        return []
+        if not self.parts:
+            return []
+        name, low, high = self.parts[self.part], self.drawn_timesteps[0], self.drawn_timesteps[-1]
+        return [f"expert: {name.replace('_', ' ')} ({self.part}), timesteps {low} to {high}"]
 
     def for_recipe(self, recipe: Recipe) -> Self:
         """Return the checkpoint with what it needs of a recipe; raise where shape or options do not apply to it."""
@@ -296,7 +306,8 @@ class Checkpoint(Encoders, Denoiser, Sampler):
             raise DitLoraError(
                 f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both"
             )
-        refuse_options(recipe, self.takes)
+        of_experts = ("validation.other_expert",) if self.parts else ()
+        refuse_options(recipe, (*self.takes, *of_experts))
         return self
 
     def index_changes(self) -> dict[str, Any]:

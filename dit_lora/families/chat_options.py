@@ -60,6 +60,9 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
             "a chat model's adapter starts anew: kaiming or gaussian",
         ),
         "lora.under": (bool(recipe.lora.under), "a chat model's adapter has none under it"),
+        "train.timesteps": (train.timesteps is not None, "there are no noise levels"),
+        "train.guidance_scale": (train.guidance_scale is not None, "there is no guidance"),
+        "model.part": (recipe.model.part is not None, "there is one model"),
         "model.from_scratch": (
             recipe.model.from_scratch is not None,
             "a chat model starts trained",
@@ -73,6 +76,7 @@ def _validation(config: ValidationConfig) -> dict[str, tuple[bool, str]]:
     answers = "answers are greedy"
     return {
         "validation.model": (config.model is not None, "answers are the trained model's"),
+        "validation.other_expert": (config.other_expert is not None, "there is one model"),
         "validation.images": (bool(config.images), "give validation.media"),
         "validation.inference_steps": (config.inference_steps != usual.inference_steps, answers),
         "validation.guidance_scale": (config.guidance_scale != usual.guidance_scale, answers),

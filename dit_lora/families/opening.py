@@ -44,14 +44,15 @@ def stored_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
 
 
 def part_of(model: ModelConfig, path: Path) -> str:
-    """Return the component that `model.part` names, by default `transformer`; refuse one that the pipeline lacks."""
-    part = model.part or "transformer"
-    entry = read_component_config(path).get(part)
-    if part != "transformer" and not (isinstance(entry, list) and None not in entry):
+    """Return the component that `model.part` names, the first of both; refuse a second one that the pipeline lacks."""
+    second = read_component_config(path).get("transformer_2")
+    has_two = isinstance(second, list) and None not in second
+    if model.part in ("transformer_2", "both") and not has_two:
         raise DitLoraError(
-            f"model.part: {model.path} has no {part} in its model_index.json; leave model.part out"
+            f"model.part: {model.path} has one transformer (no transformer_2 in its model_index.json); "
+            "leave model.part out"
         )
-    return part
+    return "transformer_2" if model.part == "transformer_2" else "transformer"
 
 
 def require_whole_weights(model: ModelConfig, path: Path, *components: str) -> None:

@@ -1,17 +1,19 @@
 """Push at the end of training: refused before it starts if it cannot be done, and never at the cost of the run."""
 
+from pathlib import Path
+
+from dit_lora.config.recipe import HubConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.hub.account import HubError, UnreachableError, check_account
 from dit_lora.hub.push import push
 from dit_lora.training.session.session import Session, agree
 
 
-def require_hub(session: Session) -> None:
+def require_hub(session: Session, hub: HubConfig) -> None:
     """Refuse a run whose result could not be pushed, before anything is encoded or trained. Collective.
 
     A Hub that does not answer now may answer then: that is a warning.
     """
-    hub = session.recipe.hub
     if not hub.push or hub.repo_id is None:
         return
     error = None
@@ -25,21 +27,19 @@ def require_hub(session: Session) -> None:
     agree(session.accelerator, error)
 
 
-def push_result(session: Session) -> None:
-    """Push as `hub` says; the others wait for as long as it takes, and an error is raised on all. Collective.
+def push_result(session: Session, recipe: Recipe) -> None:
+    """Push what is in the recipe's run.dir as its `hub` says; the others wait for as long as it takes, and an error is raised on all. Collective.
 
     The run is whole by then and stays as it is.
     """
-    hub = session.recipe.hub
+    hub, folder = recipe.hub, Path(recipe.run.dir)
     if not hub.push or hub.repo_id is None:
         return
     error = None
     if session.is_main:
         try:
-            session.say(push(session.dir, hub.repo_id, private=hub.private, say=session.say))
+            session.say(push(folder, hub.repo_id, private=hub.private, say=session.say))
         except DitLoraError as problem:
-            error = DitLoraError(
-                f"the run is whole in {session.dir}, but it was not pushed: {problem}"
-            )
+            error = DitLoraError(f"the run is whole in {folder}, but it was not pushed: {problem}")
             error.exit_code = problem.exit_code
     agree(session.accelerator, error)

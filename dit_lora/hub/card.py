@@ -10,10 +10,14 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE
+from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
+from dit_lora.config.experts import EXPERTS
 from dit_lora.families import get_family
 from dit_lora.hub.contents import VERIFICATION, Contents
 from dit_lora.hub.usage import install_line, needs_ours, sample_line, usage_code
 from dit_lora.redact import redacted_words, without_tokens
+from dit_lora.results.experts import pair_file
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~$&])")
 # huggingface.js, packages/tasks/src/pipelines.ts; what has classes in place of prompts has no task there.
@@ -45,6 +49,7 @@ def write_card(contents: Contents, repo_id: str) -> str:
         install=install_line(contents),
         code=without_tokens(usage_code(contents, repo_id, prompt)),
         notes=list(_notes(contents)),
+        verifications=sorted(name for name in contents.files if name.endswith(VERIFICATION)),
         commands=[
             without_tokens(line) for line in sample_line(contents, repo_id, _one_line(prompt))
         ],
@@ -135,7 +140,8 @@ def _held_out(contents: Contents) -> tuple[float, float] | None:
 def _eval_results(contents: Contents) -> list[EvalResult]:
     """Return the held-out loss with what it is measured on; none without a task, which the Hub wants for it."""
     task, losses = task_of(contents), _held_out(contents)
-    if task is None or losses is None:
+    # Two experts have two losses, which no one number of the Hub's could mean.
+    if task is None or losses is None or contents.experts:
         return []
     return [
         EvalResult(
@@ -171,11 +177,20 @@ def _summary(contents: Contents) -> str:
             else f"A fine-tune of {base}"
         )
     elif not any(
-        name.endswith(("lora_weights.safetensors", "adapter_model.safetensors"))
+        name in (ADAPTER_FILE, CHAT_ADAPTER_FILE, *map(pair_file, EXPERTS.values()))
         for name in contents.files
     ):
         what = f"Weights that were trained of {base}"
-    return f"{what}{f', for {task}' if task else ''}: {contents.run.done:,} steps with dit-lora {made['version']}."
+    if contents.expert and contents.kind != "pipeline":
+        what += (
+            " (both experts)"
+            if contents.experts
+            else f" (its expert for {_named(contents.expert)})"
+        )
+    steps = sum(one.run.done for one in contents.experts or (contents,))
+    return (
+        f"{what}{f', for {task}' if task else ''}: {steps:,} steps with dit-lora {made['version']}."
+    )
 
 
 def _any_prompt(contents: Contents) -> str:
@@ -197,6 +212,8 @@ def _notes(contents: Contents) -> Iterator[str]:
         yield "The base was a local folder when this was trained; `path/to/base` is where you have it."
     if pipeline and pipeline["from_image"]:
         yield "`first_frame.png` is the video's first frame, at the height and width above."
+    if contents.expert and not contents.experts and contents.kind != "pipeline":
+        yield f"It is for the expert for {_named(contents.expert)} alone; the other is as the base has it."
     if pipeline and pipeline["condition"] == "class_labels":
         yield "The label is the row of a class that was trained on; `pipe.labels` has them by name."
     if contents.made.get("continued"):
@@ -265,13 +282,15 @@ def _values(contents: Contents) -> Iterator[tuple[str, str]]:
     yield "optimizer", plain(optim["name"])
     yield "schedule, warmup steps", f"{plain(optim['schedule'])}, {optim['warmup_steps']:,}"
     ranks = contents.run.environment.get("processes", 1)
-    samples = contents.run.metrics.column("samples")
     batch = f"{train['batch_size']} x {train['accumulate']} accumulated x {ranks} processes"
     yield "samples of a step", batch
-    yield (
-        "steps",
-        f"{contents.run.done:,}" + (f" ({int(samples[-1]):,} samples)" if samples else ""),
-    )
+    for one in contents.experts or (contents,):
+        of = f" of the expert for {_named(one.expert)}" if one.expert else ""
+        seen = one.run.metrics.column("samples")
+        yield (
+            f"steps{of}",
+            f"{one.run.done:,}" + (f" ({int(seen[-1]):,} samples)" if seen else ""),
+        )
     yield "seed", str(train["seed"])
     if train.get("ema"):
         yield "weights' moving average", f"{train['ema']:g}"
@@ -282,6 +301,10 @@ def _values(contents: Contents) -> Iterator[tuple[str, str]]:
 
 
 def _result(contents: Contents) -> Iterator[str]:
+    for one in contents.experts:
+        yield from (f"{_named(one.expert)}: {line}" for line in _result(one))
+    if contents.experts:
+        return
     losses = [loss for loss in contents.run.metrics.column("loss") if math.isfinite(loss)]
     if losses:
         last = losses[-50:]
@@ -314,7 +337,14 @@ def _events(contents: Contents) -> Iterator[str]:
         yield f"{left_out:,} of the samples left out by the guard, for a time or for good"
 
 
+def _named(expert: str | None) -> str:
+    return str(expert).replace("_", " ")
+
+
 def _checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
+    for expert in contents.experts:
+        for name, passed, words in _checks(expert):
+            yield f"{_named(expert.expert)}: {name}", passed, words
     record = contents.files.get(VERIFICATION)
     checks = json.loads(record)["checks"] if isinstance(record, bytes) else {}
     for name, one in checks.items():

@@ -44,6 +44,8 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
             ]
     if shown.get("model") is not None and hub_name(shown["model"]) is None:
         shown["model"] = "path/to/validation_model"
+    if shown.get("other_expert"):
+        shown["other_expert"] = "path/to/other_expert"
     if shown.get("conversations"):
         shown["conversations"] = "path/to/conversations.json"
     _section(values, "guard")["quarantine"] = None

@@ -1,6 +1,6 @@
 """Collect what of a run is published, and refuse runs that are not."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,20 @@ from dit_lora.adapters.diffusers_format import (
 )
 from dit_lora.adapters.own_files import INDEX, own_files, require_inside
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
+from dit_lora.config.experts import EXPERTS
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.hub.cleaning import clean_config, clean_json
-from dit_lora.parsing import parse_json, read_json
+from dit_lora.parsing import parse_json, read_json, read_yaml
 from dit_lora.redact import redacted, redacted_words
 from dit_lora.report.run.files import RunFiles, RunReader
+from dit_lora.results.experts import pair_file, runs_of
 from dit_lora.training.tasks.facts import FACTS_FILE
 
 CARD = "README.md"
 SAMPLES = "samples/"
 VERIFICATION = "verification.json"
 OURS = (ADAPTER_FILE, CHAT_ADAPTER_FILE, "adapter_config.json", BASE_FILE)
-"""The files that an adapter may consist of."""
+"""The files that an adapter may consist of, but for experts'."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,13 @@ class Contents:
     """`lora`, `peft` or `pipeline`."""
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
     shown: tuple[CardSample, ...] = ()
+    experts: tuple["Contents", ...] = ()
+    """Each expert's own, where both were trained: high noise first."""
+
+    @property
+    def expert(self) -> str | None:
+        """The name of the expert that was trained; None where there is one transformer."""
+        return EXPERTS.get(self.made.get("part", ""))
 
     @property
     def base(self) -> str | None:
@@ -62,21 +71,23 @@ class Contents:
 
 
 def collect(run_dir: Path) -> Contents:
-    """Return everything that a push of the run uploads but its card.
+    """Return everything that a push of the run uploads but its card; of a run of both experts, what both are.
 
     Raises `DitLoraError` for a folder without a run or a run without a result, with the command that goes on, and
     `CheckFailedError` for a result that is not sound or did not pass its verification.
     """
+    runs = runs_of(run_dir)
+    if len(runs) > 1:
+        return _joined(run_dir, [collect(run) for run in runs])
     run = RunReader(run_dir).read("finished")
     result, kind = _result(run)
     _require_verified(run)
     main = result / {"lora": ADAPTER_FILE, "peft": CHAT_ADAPTER_FILE}.get(kind, PROVENANCE_FILE)
     if kind == "peft" and not main.is_file():
         main = result / BASE_FILE  # base weights alone have trained
+    _require_sound(run_dir, result, kind)
     made = redacted(read_json(main) if kind == "pipeline" else read_provenance(main))
-    weights = result / made.get("part", "transformer") if kind == "pipeline" else result
-    _require_sound(run_dir, weights, kind)
-    files = dict(_result_files(result, kind))
+    files = {_placed(name, made, kind): content for name, content in _result_files(result, kind)}
     shown = _shown(run, files)
     facts = _facts(run)
     require_inside(run.folder, [path for path in files.values() if isinstance(path, Path)])
@@ -84,11 +95,33 @@ def collect(run_dir: Path) -> Contents:
     datasets = facts["data"]["datasets"]
     files["config.yaml"] = clean_config(run.config, base, datasets).encode()
     if run.verification:
-        record = {**run.verification, "adapter": main.name, "base_model": base}
+        record = {**run.verification, "adapter": _placed(main.name, made, kind), "base_model": base}
         files[VERIFICATION] = clean_json(record).encode()
     told = ("config", "environment", "events", "quarantine", "status")
     public = replace(run, **{name: redacted(getattr(run, name)) for name in told})
     return Contents(public, facts, made, kind, files, tuple(shown))
+
+
+def _joined(run_dir: Path, experts: Sequence[Contents]) -> Contents:
+    """Return what is published of both experts' runs; samples are the last one's, which are made with both."""
+    both = [one for one in experts if BASE_FILE in one.files]
+    if both:
+        folders = ", ".join(str(one.run.folder) for one in both)
+        raise DitLoraError(
+            f"{run_dir} is not pushed as one: base weights trained too, and both experts' have one name; push the runs "
+            f"of each to a repository of its own: {folders}"
+        )
+    last = experts[-1]
+    files = {name: one for name, one in last.files.items() if name.startswith(SAMPLES)}
+    for contents in experts:
+        own = {name: one for name, one in contents.files.items() if not name.startswith(SAMPLES)}
+        files |= {
+            f"{contents.expert}/{name}" if name == VERIFICATION else name: one
+            for name, one in own.items()
+        }
+    base, datasets = str(last.made.get("base_model")), last.facts["data"]["datasets"]
+    files["config.yaml"] = clean_config(read_yaml(run_dir / "config.yaml"), base, datasets).encode()
+    return replace(last, files=files, experts=tuple(experts))
 
 
 def _result(run: RunFiles) -> tuple[Path, str]:
@@ -126,8 +159,11 @@ def _require_verified(run: RunFiles) -> None:
         )
 
 
-def _require_sound(run_dir: Path, folder: Path, kind: str) -> None:
+def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
     """Raise `CheckFailedError` for a result that is not sound: files may have changed since they were verified."""
+    folder = result
+    if kind == "pipeline":
+        folder = result / read_json(result / PROVENANCE_FILE).get("part", "transformer")
     try:
         for file in sorted(folder.glob("*.safetensors")):
             tensors = load_file(file)
@@ -150,6 +186,12 @@ def _facts(run: RunFiles) -> dict[str, Any]:
             f"{run.folder} is not pushed: {FACTS_FILE} is missing or torn, which the model card is written from. "
             f"Write it anew with: accelerate launch recipes/lora.py {run.folder}/config.yaml train.resume=auto"
         ) from error
+
+
+def _placed(name: str, made: Mapping[str, Any], kind: str) -> str:
+    """Return a file's name in the repository: an adapter of one of two experts leaves room for the other's beside it."""
+    is_experts = kind == "lora" and name == ADAPTER_FILE and "part" in made
+    return pair_file(EXPERTS[made["part"]]) if is_experts else name
 
 
 def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
+from dit_lora.config.experts import EXPERTS
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.hub.account import HubError, asked, check_account
 from dit_lora.hub.card import write_card
 from dit_lora.hub.contents import CARD, OURS, SAMPLES, VERIFICATION, Contents, collect
+from dit_lora.results.experts import pair_file
 
 Say = Callable[[str], None]
 
@@ -79,10 +81,11 @@ def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
     seen, size = "private" if head.private else "public", sum(publication.sizes().values())
     say(f"hub: {len(files)} files to {url}, which is {seen} ({_size(size)})")
     made = publication.contents.made
+    steps = sum(one.run.done for one in publication.contents.experts or (publication.contents,))
     commit = api.create_commit(
         repo_id,
         [*adds, *removes],
-        commit_message=f"{made['family']}, {publication.contents.run.done:,} steps, by dit-lora {made['version']}",
+        commit_message=f"{made['family']}, {steps:,} steps, by dit-lora {made['version']}",
         parent_commit=head.sha,
     )
     if commit.oid == head.sha:
@@ -91,7 +94,9 @@ def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    return name in (*OURS, VERIFICATION) or name.startswith(SAMPLES)
+    experts = EXPERTS.values()
+    pairs = [file for one in experts for file in (pair_file(one), f"{one}/{VERIFICATION}")]
+    return name in (*OURS, VERIFICATION, *pairs) or name.startswith(SAMPLES)
 
 
 def _size(count: int) -> str:

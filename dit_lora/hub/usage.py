@@ -3,12 +3,14 @@
 import json
 from collections.abc import Sequence
 from importlib import resources
+from typing import Any
 
 import jinja2
 
 from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.families import get_family
 from dit_lora.hub.contents import Contents
+from dit_lora.results.experts import pair_file
 
 _LOCAL_BASE = "path/to/base"
 
@@ -53,6 +55,7 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
         on_hub=contents.base is not None,
         base_weights=BASE_FILE if BASE_FILE in contents.files else None,
         has_adapter="adapter_config.json" in contents.files,
+        experts=_experts(contents),
         is_whole=contents.kind == "pipeline",
         is_video=_is_video(contents),
         ours=needs_ours(contents),
@@ -66,6 +69,16 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
 def literal(text: str) -> str:
     """Return the text as a Python string in double quotes, on one line."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def _experts(contents: Contents) -> list[dict[str, Any]]:
+    """Return the adapters' files by expert, where the base has two; empty for other bases and whole pipelines."""
+    if contents.kind == "pipeline" or contents.expert is None:
+        return []
+    return [
+        {"file": pair_file(str(one.expert)), "second": one.made["part"] == "transformer_2"}
+        for one in contents.experts or (contents,)
+    ]
 
 
 def _is_video(contents: Contents) -> bool:

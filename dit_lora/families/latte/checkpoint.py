@@ -28,7 +28,7 @@ from dit_lora.families.opening import (
     stored_fields,
 )
 from dit_lora.families.refusals import wrong_sides
-from dit_lora.families.text_mask import text_bias
+from dit_lora.families.text_mask import cut_text, text_bias
 
 TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
 
@@ -103,10 +103,8 @@ class LatteCheckpoint(NoisePrediction):
         Each sample attends to its own text alone. The pipeline cuts one prompt to its length; several are
         cut to the longest, and a bias leaves out what the shorter ones lack.
         """
-        embeddings, mask = batch["prompt_embeds"], batch["prompt_mask"]
-        longest = int(mask.sum(1).max())
-        embeddings = embeddings[:, :longest]
-        bias = text_bias(mask[:, :longest], embeddings)
+        embeddings, mask = cut_text(batch["prompt_embeds"], batch["prompt_mask"])
+        bias = None if mask is None else text_bias(mask, embeddings)
         if bias is not None:  # spatial blocks: one row a frame
             bias = bias.repeat_interleave(noisy_BCFHW.shape[2], dim=0)
         return transformer(

@@ -4,7 +4,7 @@ import contextlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,12 +12,14 @@ from typing import Any, Literal
 import torch
 
 from dit_lora.adapters.diffusers_format import base_weights
+from dit_lora.config.experts import EXPERTS
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import get_family
 from dit_lora.families.base import Denoiser
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import configs_alone, from_configs
+from dit_lora.results.experts import targets_of
 from dit_lora.results.export.formats import Exported, LoraForm, write_form
 from dit_lora.results.export.hollow import combine, hollowed, load_lora_file, load_state
 from dit_lora.results.export.merge_chat import merge_adapter
@@ -62,7 +64,10 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
     weights = _weights(request)
     if is_chat(request.targets[0], request.model):
         return _export_chat(request, say)
-    sources = [_adapter(target) for target in request.targets]
+    experts = [targets_of(target) for target in request.targets]
+    if any(len(one) > 1 for one in experts):
+        return _export_both(request, experts, say)
+    sources = [_adapter(target) for (target,) in experts]
     _require_one_base(sources)
     base = sources[0].base(request.model)
     with configs_alone(base) as configs, _aside(request.out) as staged:
@@ -75,8 +80,39 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
         if request.to == "merged":
             _write_merged(adapter, base, index, staged, say)
         else:
-            write_form(request.to, adapter, staged, request.out.name)
+            expert = EXPERTS.get(adapter.made.get("part", ""))
+            name = f"{request.out.name}_{expert}" if expert else request.out.name
+            write_form(request.to, adapter, staged, name)
         say(f"{len(updates_of(adapter.model))} layers, read back and compared: the same update")
+    return request.out
+
+
+def _export_both(request: ExportRequest, experts: Sequence[tuple[Path, ...]], say: Say) -> Path:
+    """Write the adapters of both experts of a checkpoint: a file of each, or one pipeline with both merged."""
+    single = [str(t) for t, one in zip(request.targets, experts, strict=True) if len(one) == 1]
+    if single:
+        raise DitLoraError(
+            listed("adapters of both experts are added to such alone; these are of one", single)
+        )
+    with _aside(request.out) as staged:
+        staged.mkdir()
+        model, parts = request.model, list(zip(*experts, strict=True))
+        for targets, name in zip(parts, EXPERTS.values(), strict=True):
+            own = staged / f"{request.out.name}_{name}"
+            export(replace(request, targets=targets, out=own, model=model), say)
+            if request.to == "merged":
+                model = str(own)  # the second is merged into what the first is in
+                continue
+            files = list(own.iterdir())
+            if len(files) == 1:  # no config, and no base weights beside it
+                files[0].replace(own.with_suffix(".safetensors"))
+                own.rmdir()
+        if request.to == "merged":
+            first, last = sorted(staged.iterdir())
+            shutil.rmtree(first)
+            for path in last.iterdir():
+                path.replace(staged / path.name)
+            last.rmdir()
     return request.out
 
 

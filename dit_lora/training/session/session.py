@@ -110,15 +110,23 @@ class Session:
 
 
 @contextmanager
-def running(recipe: Recipe) -> Iterator[Session]:
-    """Yield a started run; close its trackers and its process group, whatever ends it."""
-    with deterministic_algorithms(recipe.train.deterministic), _started(recipe) as session:
+def running(
+    recipe: Recipe, *, after: Session | None = None, last: bool = True
+) -> Iterator[Session]:
+    """Yield a started run; close its trackers and its process group, whatever ends it.
+
+    `after` is the run of this process that ended before; unless it is the `last`, the process group stays for the next.
+    """
+    with (
+        deterministic_algorithms(recipe.train.deterministic),
+        _started(recipe, after, last=last) as session,
+    ):
         yield session
 
 
 @contextmanager
-def _started(recipe: Recipe) -> Iterator[Session]:
-    session = _start(recipe)
+def _started(recipe: Recipe, after: Session | None, *, last: bool) -> Iterator[Session]:
+    session = _start(recipe, after)
     failed = True
     try:
         yield session
@@ -138,20 +146,24 @@ def _started(recipe: Recipe) -> Iterator[Session]:
         # group waits for that thread with the lock held: for ever, unless the thread had its turn before.
         if session.accelerator.num_processes > 1:
             time.sleep(0.1)
-        session.accelerator.end_training()
+        if last or failed:
+            session.accelerator.end_training()
+        else:
+            session.accelerator.free_memory()  # it keeps what it has prepared
 
 
-def _start(recipe: Recipe) -> Session:
+def _start(recipe: Recipe, after: Session | None) -> Session:
     """Check versions and launch, choose the precision, make the Accelerator; nothing is written yet."""
     launcher = waiting_launcher(os.environ)
-    phases = Phases.of_process(launcher)
+    phases = Phases.of_process(launcher) if after is None else Phases()
     quiet_libraries()
     # What can refuse the run comes before the process group: no rank waits for one that has ended.
     require_trackers(recipe.run.trackers)
-    sharding = take_sharding(os.environ)  # before Accelerate reads it
+    # Before Accelerate reads it; a run before has taken it already.
+    sharding = take_sharding(os.environ) if after is None else after.sharding
     if sharding is not None:
         require_shared(recipe, "fsdp2")
-    zero = take_zero(os.environ)
+    zero = take_zero(os.environ) if after is None else after.zero
     if zero is not None:
         require_shared(recipe, "zero2", some_idle=_some_idle(recipe))
     environment = probe_environment()

@@ -96,7 +96,7 @@ class _Sampler:
     @cached_property
     def pipeline(self) -> Any:
         pipeline = self.checkpoint.pipeline(self.session.precision.dtype)
-        pipeline.to(self.session.accelerator.device)
+        self.checkpoint.place(pipeline, self.session.accelerator.device)
         VaeMemory.of(self.session.recipe.data).set(pipeline.vae)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline

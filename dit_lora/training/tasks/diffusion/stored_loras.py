@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,15 +11,18 @@ from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.attach_file import attach_lora_file, require_consistent
-from dit_lora.adapters.diffusers_format import read_provenance
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
 from dit_lora.adapters.find_lora import find_lora, public_name
 from dit_lora.adapters.lora_file import LoraFile, StoredLayer, read_lora
 from dit_lora.adapters.under import configs_under, put_under, under_name
 from dit_lora.config.recipe import Recipe
+from dit_lora.config.remedies import hub_name
+from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.without_weights import from_configs
+from dit_lora.results.experts import PAIR_PATTERNS, files_of_experts
 
 _INIT = "lora.init"
 
@@ -137,7 +141,7 @@ def require_moved(
 def _read(
     recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, named: str, option: str
 ) -> LoraFile:
-    file = find_lora(named, option)
+    file = _of_pair(checkpoint, named) or find_lora(named, option)
     made = read_provenance(file)
     # First: of another model no name fits, and the list of them says less.
     for what, own in (("family", recipe.model.family), ("part", checkpoint.part)):
@@ -146,3 +150,19 @@ def _read(
             raise DitLoraError(f"{option}: {named} is an adapter of {what} {theirs}, not of {own}")
     names = get_family(recipe.model.family).comfyui
     return read_lora(file, model, names, checkpoint.pipeline_class)
+
+
+def _of_pair(checkpoint: Checkpoint, named: str) -> Path | None:
+    """Return this expert's file of a folder or repository that has both experts'; None where it has not."""
+    folder = Path(named).expanduser()
+    if not checkpoint.parts or folder.is_file():
+        return None
+    if hub_name(named) is not None and not named.endswith(".safetensors"):
+        folder = result_folder(named, (ADAPTER_FILE, *PAIR_PATTERNS))
+    name = checkpoint.parts[checkpoint.part]
+    own = [
+        file
+        for file in files_of_experts(folder)
+        if read_provenance(file).get("part") == checkpoint.part or file.stem.endswith(name)
+    ]
+    return own[0] if own else None

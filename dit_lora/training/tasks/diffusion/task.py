@@ -26,6 +26,7 @@ from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.base_loss import base_loss
 from dit_lora.training.tasks.diffusion.cache_plan import transformer_digest
+from dit_lora.training.tasks.diffusion.experts import other_adapter
 from dit_lora.training.tasks.diffusion.model import put_kernels, quantized
 from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
 from dit_lora.training.tasks.diffusion.second_model import open_second, require_adapter_alone
@@ -52,6 +53,8 @@ class DiffusionTask:
         if session.recipe.train.mode == "full":
             # The result copies these: a file that cannot be copied is refused before training.
             own_files(checkpoint.path)
+        # In the middle of a run of both, the first expert's adapter is there by now.
+        other_adapter(session.recipe, checkpoint)
         second = open_second(session.recipe, checkpoint)
         stored = checked(session.recipe, checkpoint)
         for line in checkpoint.notes(session.recipe):

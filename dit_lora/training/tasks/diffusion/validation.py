@@ -18,6 +18,7 @@ from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.training.execution.modes import evaluating
 from dit_lora.training.session.session import agreed
 from dit_lora.training.task import Setup
+from dit_lora.training.tasks.diffusion.experts import both_experts, other_adapter
 from dit_lora.training.tasks.diffusion.precompute import Precomputed
 from dit_lora.training.tasks.diffusion.second_model import forget, second_transformer
 from dit_lora.training.tasks.diffusion.stored_loras import in_samples
@@ -86,19 +87,21 @@ def _write(
 ) -> None:
     session = setup.session
     pipeline = checkpoint.pipeline(setup.dtype, transformer, text=False)
-    for component in pipeline.components.values():
-        # The transformer is where training has it, which may be in several places.
-        if isinstance(component, nn.Module) and component is not transformer:
+    for name, component in pipeline.components.items():
+        # The transformer is where training has it, which may be in several places; another expert takes turns with it.
+        if isinstance(component, nn.Module) and name not in ("transformer", "transformer_2"):
             component.to(session.accelerator.device)
     VaeMemory.of(session.recipe.data).set(pipeline.vae)
     pipeline.set_progress_bar_config(disable=True)
     told = f"sampling at step {step}"
     bar = tqdm(inputs, desc=told, unit="sample", leave=False, disable=not session.is_main)
-    for index, (conditions, how) in enumerate(bar):
-        video = checkpoint.generate(pipeline, conditions, how)
-        if session.is_main:
-            name = f"step_{step:06d}/prompt_{index:02d}"
-            write_sample(session.dir / "samples" / name, video, session.recipe.data.fps)
+    adapter = other_adapter(setup.recipe, setup.checkpoint)
+    with both_experts(pipeline, checkpoint, transformer, adapter):
+        for index, (conditions, how) in enumerate(bar):
+            video = checkpoint.generate(pipeline, conditions, how)
+            if session.is_main:
+                name = f"step_{step:06d}/prompt_{index:02d}"
+                write_sample(session.dir / "samples" / name, video, session.recipe.data.fps)
 
 
 def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:

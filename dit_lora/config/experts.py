@@ -1,0 +1,36 @@
+"""Recipes that train both experts of a checkpoint, as one recipe for each."""
+
+from pathlib import Path
+
+from dit_lora.config.recipe import Recipe
+
+EXPERTS = {"transformer": "high_noise", "transformer_2": "low_noise"}
+"""Names of a checkpoint's two experts by their components; files and folders of one end with them."""
+
+
+def in_turn(recipe: Recipe) -> tuple[Recipe, ...]:
+    """Return the recipe, or, where `model.part` is both, one for each expert, in the order in which they train.
+
+    Each is a whole run in a folder of its own below run.dir, with its share of `train.steps`; they share one cache. The
+    second shows its samples with the first one's adapter. Neither pushes: what is pushed is both.
+    """
+    if recipe.model.part != "both":
+        return (recipe,)
+    high = min(max(round(recipe.train.steps * recipe.train.share), 1), recipe.train.steps - 1)
+    steps = {"transformer": high, "transformer_2": recipe.train.steps - high}
+    return tuple(_of_expert(recipe, part, count) for part, count in steps.items())
+
+
+def _of_expert(recipe: Recipe, part: str, steps: int) -> Recipe:
+    folder = Path(recipe.run.dir)
+    changes = {
+        "model": recipe.model.model_copy(update={"part": part}),
+        "data": recipe.data.model_copy(update={"cache": str(recipe.cache_dir)}),
+        "train": recipe.train.model_copy(update={"steps": steps, "high_noise_share": None}),
+        "run": recipe.run.model_copy(update={"dir": str(folder / EXPERTS[part])}),
+        "hub": recipe.hub.model_copy(update={"push": False}),
+    }
+    if part == "transformer_2":
+        first = str(folder / EXPERTS["transformer"] / "adapter")
+        changes["validation"] = recipe.validation.model_copy(update={"other_expert": first})
+    return recipe.model_copy(update=changes)

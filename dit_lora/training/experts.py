@@ -1,0 +1,61 @@
+"""Ends a run of both experts: their adapters side by side, as other programs and the Hub have them."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
+from dit_lora.config.experts import EXPERTS
+from dit_lora.config.load import dump_recipe
+from dit_lora.config.recipe import Recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
+from dit_lora.parsing import read_json
+from dit_lora.results.experts import pair_file
+from dit_lora.training.checkpoints.files import checkpoint_path, is_whole
+from dit_lora.training.session.session import Session
+
+
+def require_fresh(turns: Sequence[Recipe]) -> None:
+    """Raise `DitLoraError` if the run of a later expert is there already and would end this one when its turn comes."""
+    for recipe in turns[1:]:
+        folder = Path(recipe.run.dir)
+        if recipe.train.resume == "none" and (folder / "metrics.jsonl").exists():
+            raise DitLoraError(
+                f"run.dir {folder.parent} already holds a run of {folder.name}; continue it with train.resume=auto, or "
+                "choose another run.dir"
+            )
+
+
+def is_done(recipe: Recipe) -> bool:
+    """Return true if a run that may be resumed has taken all of its steps, and ended well."""
+    folder = Path(recipe.run.dir)
+    if recipe.train.resume == "none" or not (folder / "status.json").is_file():
+        return False
+    ended = read_json(folder / "status.json").get("state") == "finished"
+    return ended and is_whole(checkpoint_path(folder, recipe.train.steps))
+
+
+def put_together(session: Session, recipe: Recipe) -> None:
+    """Copy the adapters of a run of both into run.dir/adapter, beside the recipe, and say so; on the main process.
+
+    Nothing is copied where base weights trained beside one: they stay in the expert's own folder, where its adapter
+    finds them.
+    """
+    root = Path(recipe.run.dir)
+    if session.is_main:
+        write_whole(root / "config.yaml", dump_recipe(recipe))
+        for file in _copied(root):
+            session.say(f"adapter: {file}")
+
+
+def _copied(root: Path) -> Iterator[Path]:
+    folders = {name: root / name / "adapter" for name in EXPERTS.values()}
+    if any((folder / BASE_FILE).is_file() for folder in folders.values()):
+        return
+    (root / "adapter").mkdir(exist_ok=True)
+    for name, folder in folders.items():
+        file = root / "adapter" / pair_file(name)
+        partial = file.with_suffix(".partial")
+        shutil.copyfile(folder / ADAPTER_FILE, partial)
+        yield partial.replace(file)

@@ -1,0 +1,86 @@
+"""Two experts take turns on a device that has room for one."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dit_lora.config.experts import EXPERTS
+from dit_lora.training.tasks.diffusion.experts import both_experts
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+class Placed(nn.Module):
+    """A model that says where it is, and counts how many are on the GPU whenever one is called."""
+
+    on_gpu: list[int]
+    all: list["Placed"]
+
+    def __init__(self, place: torch.device) -> None:
+        super().__init__()
+        self.place = place
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        yield SimpleNamespace(device=self.place)
+
+    def to(self, place: Any) -> "Placed":  # type: ignore[override]
+        self.place = torch.device(place)
+        return self
+
+    def forward(self) -> None:
+        assert self.place == GPU
+        self.on_gpu.append(sum(one.place == GPU for one in self.all))
+
+
+@pytest.fixture
+def pair() -> tuple[Placed, Placed]:
+    trained, other = Placed(GPU), Placed(CPU)
+    for one in (trained, other):
+        one.on_gpu, one.all = [], [trained, other]
+    return trained, other
+
+
+@pytest.mark.parametrize(
+    ("part", "second"), [("transformer", "transformer_2"), ("transformer_2", "transformer")]
+)
+def test_one_expert_is_on_the_device_at_a_time(
+    pair: tuple[Placed, Placed], part: str, second: str
+) -> None:
+    trained, other = pair
+    pipeline = SimpleNamespace(**{part: trained, second: other, "vae": SimpleNamespace(device=GPU)})
+    checkpoint: Any = SimpleNamespace(parts=EXPERTS, part=part)
+    with both_experts(pipeline, checkpoint, trained, None):
+        for model in (trained, trained, other, other, trained, other):
+            model()
+    assert trained.on_gpu + other.on_gpu == [1] * 6
+    assert (trained.place, other.place) == (GPU, CPU)
+    other.place = GPU
+    trained()  # without a hook: nobody moves any more
+    assert trained.on_gpu[-1] == 2
+
+
+def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> None:
+    """Of `train.offload`: the other expert alone moves, and stays beside it."""
+    trained, other = pair
+    trained.register_buffer("elsewhere", torch.zeros(1))
+    pipeline = SimpleNamespace(
+        transformer=trained, transformer_2=other, vae=SimpleNamespace(device=GPU)
+    )
+    checkpoint: Any = SimpleNamespace(parts=EXPERTS, part="transformer")
+    with both_experts(pipeline, checkpoint, trained, None):
+        trained()
+        other()
+    assert trained.place == GPU
+
+
+def test_a_checkpoint_with_one_transformer_is_left_alone(pair: tuple[Placed, Placed]) -> None:
+    trained, other = pair
+    with both_experts(
+        SimpleNamespace(), SimpleNamespace(parts={}, part="transformer"), trained, None
+    ):  # type: ignore[arg-type]
+        trained()
+    assert other.place == CPU
