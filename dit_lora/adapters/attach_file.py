@@ -47,7 +47,9 @@ def attach_lora_file(
 
 def require_consistent(model: nn.Module, stored: LoraFile, lora: LoraConfig) -> None:
     """Raise `DitLoraError` if a recipe gives rank, alpha or targets beside a file, and the file has others."""
-    where = f"{stored.file.name}; leave it out: rank, alpha and targets are the file's"
+    where = (
+        f"{stored.file.name}; leave it out, or give null: rank, alpha and targets are the file's"
+    )
     for name, given, found in (
         ("rank", lora.rank, {layer.rank for layer in stored.layers.values()}),
         ("alpha", lora.alpha, {layer.alpha for layer in stored.layers.values()}),

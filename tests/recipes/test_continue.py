@@ -16,6 +16,7 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
 from dit_lora.commands.verify import verify_adapter
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
 from dit_lora.results.export.export import ExportRequest, export
 
 Main = Callable[[list[str]], None]
@@ -106,6 +107,25 @@ def test_resuming_is_bit_for_bit_and_knows_the_file_by_what_it_holds(
     save_file({name: 2 * tensor for name, tensor in tensors.items()}, file)
     with pytest.raises(DitLoraError, match=r"belongs to another recipe(.|\n)*lora\.init: "):
         lora_main([*parts, f"lora.init={file}", "train.steps=7", "train.resume=auto"])
+
+
+def test_other_weights_of_the_same_architecture_are_told_of(
+    lora_main: Main,
+    onward: list[str],
+    first: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = tmp_path / "another-base"
+    get_family("cogvideox").build_tiny("cogvideox-5b", other, 9)
+    words = (
+        "lora.init: first was trained on cogvideox-5b, with other weights than this another-base"
+    )
+    args = [*onward, f"lora.init={first}", "train.steps=1"]
+    lora_main([*args, f"run.dir={tmp_path / 'same'}"])
+    assert "with other weights" not in capsys.readouterr().err
+    lora_main([*args, f"model.path={other}", f"run.dir={tmp_path / 'other'}"])
+    assert words in capsys.readouterr().err
 
 
 def test_a_run_that_changes_nothing_of_the_file_is_refused(

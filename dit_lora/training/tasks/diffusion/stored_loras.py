@@ -78,6 +78,21 @@ def checked(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any]:
     return told
 
 
+def notes(recipe: Recipe, checkpoint: Checkpoint, transformer_digest: str) -> list[str]:
+    """Return lines about files that were trained on other weights than these: they fit, and may not mean the same."""
+    named = [(_INIT, recipe.lora.init)] if recipe.lora.from_file else []
+    named += [(f"lora.under[{n}]", one.path) for n, one in enumerate(recipe.lora.under)]
+    lines = []
+    for option, path in named:
+        made = read_provenance(_found(checkpoint, path, option))
+        if made.get("transformer_digest", transformer_digest) != transformer_digest:
+            lines.append(
+                f"warning: {option}: {public_name(path)} was trained on {made.get('base_model')}, with other weights than "
+                f"this {checkpoint.path.name}"
+            )
+    return lines
+
+
 def attach_stored(recipe: Recipe, model: nn.Module, stored: StoredLoras) -> str:
     """Attach what trains, the file's adapter or a new one, and frozen ones under it; return lines that say so."""
     lora, targets = recipe.lora, get_family(recipe.model.family).lora_targets
@@ -141,7 +156,7 @@ def require_moved(
 def _read(
     recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, named: str, option: str
 ) -> LoraFile:
-    file = _of_pair(checkpoint, named) or find_lora(named, option)
+    file = _found(checkpoint, named, option)
     made = read_provenance(file)
     # First: of another model no name fits, and the list of them says less.
     for what, own in (("family", recipe.model.family), ("part", checkpoint.part)):
@@ -150,6 +165,10 @@ def _read(
             raise DitLoraError(f"{option}: {named} is an adapter of {what} {theirs}, not of {own}")
     names = get_family(recipe.model.family).comfyui
     return read_lora(file, model, names, checkpoint.pipeline_class)
+
+
+def _found(checkpoint: Checkpoint, named: str, option: str) -> Path:
+    return _of_pair(checkpoint, named) or find_lora(named, option)
 
 
 def _of_pair(checkpoint: Checkpoint, named: str) -> Path | None:

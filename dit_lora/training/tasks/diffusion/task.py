@@ -33,6 +33,7 @@ from dit_lora.training.tasks.diffusion.second_model import open_second, require_
 from dit_lora.training.tasks.diffusion.stored_loras import (
     attach_stored,
     checked,
+    notes,
     read_stored,
     require_moved,
 )
@@ -59,7 +60,10 @@ class DiffusionTask:
         stored = checked(session.recipe, checkpoint)
         for line in checkpoint.notes(session.recipe):
             session.say(line)
-        return replace(precompute(session, checkpoint, second), adapters=stored)
+        data = replace(precompute(session, checkpoint, second), adapters=stored)
+        for line in notes(session.recipe, checkpoint, data.transformer_digest):
+            session.say(line)
+        return data
 
     def load_trainable(
         self, recipe: Recipe, family: DiffusionFamily, checkpoint: Checkpoint, dtype: torch.dtype
