@@ -163,6 +163,12 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
     if recipe.lora.from_file:
         # Where the file lies, and what it is called, is no part of what it holds.
         flat["lora.init"] = " ".join(_digests(setup.data.adapters["continued"]))
+        for name in (
+            "rank",
+            "alpha",
+            "targets",
+        ):  # the file's, whether the recipe says so too or not
+            del flat[f"lora.{name}"]
     # Compiled blocks round otherwise; left out where off, as in checkpoints from before the option.
     if recipe.train.compile:
         flat["train.compile"] = True

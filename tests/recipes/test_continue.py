@@ -100,7 +100,8 @@ def test_resuming_is_bit_for_bit_and_knows_the_file_by_what_it_holds(
     lora_main([*parts, f"lora.init={first}", "train.steps=3"])
     file = tmp_path / "moved.safetensors"
     shutil.copy(first / "adapter" / ADAPTER_FILE, file)
-    lora_main([*parts, f"lora.init={file}", "train.steps=6", "train.resume=auto"])
+    # Elsewhere, and with a rank that says what the file says.
+    lora_main([*parts, f"lora.init={file}", "lora.rank=3", "train.steps=6", "train.resume=auto"])
     assert trajectory(tmp_path / "parts") == trajectory(tmp_path / "whole")
     assert same_adapter(tmp_path / "parts", tmp_path / "whole")
     tensors = load_file(file)
