@@ -21,14 +21,13 @@ from dit_lora.adapters.layer_names import UNKNOWN, LayerNames, kohya_name, no_na
 from dit_lora.adapters.lora_file import LoraFile, read_lora
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families import get_family
+from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.results.export.export import ExportRequest, Form, export
 from dit_lora.results.export.key_maps import comfyui_layout
 from dit_lora.results.export.updates import updates_of
 
 Make = Callable[..., Trained]
 CONTINUED = LoraConfig(init="a/file")
-FORMS = ("diffusers", "folded", "peft", "comfyui", "kohya")
 
 
 @pytest.fixture
@@ -66,24 +65,20 @@ def exported(one: Trained, to: Form) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("family", "variant", "forms"),
-    [
-        ("cogvideox", "cogvideox-1.5-i2v", FORMS),
-        ("sana", "sana-600m", FORMS[:3]),
-        pytest.param("latte", "latte", FORMS[:3], marks=pytest.mark.thorough),
-        pytest.param("dit", "dit-tiny", FORMS[:3], marks=pytest.mark.thorough),
-        pytest.param("video_dit", "video-dit-text", FORMS[:3], marks=pytest.mark.thorough),
-        pytest.param("sana_video", "sana-video", FORMS[:3], marks=pytest.mark.thorough),
-    ],
-)
-def test_every_form_that_export_writes_is_read_back_bit_for_bit(
-    make: Make, family: str, variant: str, forms: tuple[Form, ...]
-) -> None:
+def forms_of(family: str) -> tuple[Form, ...]:
+    facts = get_family(family)
+    programs: dict[Form, bool] = {"comfyui": not facts.comfyui.lacking, "kohya": facts.kohya}
+    return ("diffusers", "folded", "peft", *(form for form, there in programs.items() if there))
+
+
+@pytest.mark.parametrize("family", DIFFUSION_FAMILIES)
+def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, family: str) -> None:
+    facts = get_family(family)
+    variant = facts.sites[-1].variant if family == "cogvideox" else facts.sites[0].variant
     one = make(variant, family=family)
-    for form in forms:
+    for form in forms_of(family):
         model = attached(one, read(one, exported(one, form), family), family)
-        if form == "folded":
+        if form == "folded" or (form == "comfyui" and not facts.comfyui.alpha):
             assert_same(deltas(model), deltas(one.model))
             continue
         expected, found = matrices(one.model), matrices(model)
@@ -99,6 +94,12 @@ def test_every_form_that_export_writes_is_read_back_bit_for_bit(
             if ".lora_" in n
         )
         assert adapter_config(one.model)["target_modules"] == config["target_modules"]
+
+
+def test_of_the_families_here_comfyui_runs_cogvideox() -> None:
+    assert forms_of("cogvideox") == ("diffusers", "folded", "peft", "comfyui", "kohya")
+    for family in ("sana", "sana_video", "dit", "latte", "video_dit"):
+        assert forms_of(family) == ("diffusers", "folded", "peft")
 
 
 def test_what_trains_of_a_file_is_the_adapter_alone(make: Make) -> None:
@@ -213,6 +214,38 @@ def test_names_of_a_program() -> None:
     assert LayerNames(prefix="transformer.").of("blocks.1.a") == "transformer.blocks.1.a"
     assert no_names("why").of("out") is None
     assert UNKNOWN.lacking
+
+
+@pytest.mark.parametrize(
+    ("key", "down", "up"),
+    [
+        ("{ours}", "lora_A", "lora_B"),
+        ("transformer.{ours}", "lora_A.default", "lora_B.default"),
+        ("base_model.model.{ours}", "lora_A", "lora_B"),
+        ("transformer.{ours}", "lora.down", "lora.up"),
+        ("diffusion_model.{theirs}", "lora_down", "lora_up"),
+        ("lora_unet_{joined_theirs}", "lora_down", "lora_up"),
+        ("lora_unet_{joined}", "lora_down", "lora_up"),
+        ("lycoris_{joined}", "lora_down", "lora_up"),
+        ("lora_transformer_{joined}", "lora_down", "lora_up"),
+    ],
+)
+def test_each_spelling_of_other_trainers_is_the_same_layer(
+    make: Make, tmp_path: Path, key: str, down: str, up: str
+) -> None:
+    """Of both kinds of names: Diffusers', and those of the published model, which ComfyUI has."""
+    one, names = make(), get_family("cogvideox").comfyui
+    tensors = {}
+    for name, (term,) in updates_of(one.model).items():
+        theirs = (names.of(name) or "").removeprefix(names.prefix)
+        joined = {"joined": name.replace(".", "_"), "joined_theirs": theirs.replace(".", "_")}
+        own = key.format(ours=name, theirs=theirs, **joined)
+        tensors |= {f"{own}.{down}.weight": term.a, f"{own}.{up}.weight": term.b}
+        tensors[f"{own}.alpha"] = torch.tensor(7.0)
+    save_file({k: t.contiguous() for k, t in tensors.items()}, tmp_path / "theirs.safetensors")
+    assert_same(
+        deltas(attached(one, read(one, tmp_path / "theirs.safetensors"))), deltas(one.model)
+    )
 
 
 def test_kohyas_joined_layers_come_apart_where_the_pipeline_knows_how(tmp_path: Path) -> None:
