@@ -308,6 +308,7 @@ EXAMPLES: dict[str, list[str]] = {
     "README.md": ["a run with a damaged clip", "a drawing"],
     "docs/checkpoints.md": ["a checkpoint of four processes, continued by two"],
     "docs/data.md": ["the files of a cache"],
+    "docs/starts.md": ["entries of a recipe"],
     "docs/design.md": ["a drawing", "a drawing"],
     "docs/first_lora.md": [
         "of the same, as the Hub would say it",

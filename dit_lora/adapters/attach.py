@@ -18,6 +18,8 @@ from dit_lora.numerics.streams import fold
 
 # Diffusers', Transformers' and PEFT's name for the first adapter.
 ADAPTER_NAME = "default"
+UNDER = "under_"
+"""Begins the names of frozen adapters under it, in the recipe's order."""
 # PEFT's values of `init_lora_weights` by ours of `lora.init`.
 _INITS: dict[str, Literal["gaussian"] | bool] = {"kaiming": True, "gaussian": "gaussian"}
 
@@ -60,18 +62,23 @@ def attach_lora(
     `visual.blocks.3.attn.qkv`. PEFT's config says the same, as a pattern.
     """
     targets = list(lora.targets or default_targets)
-    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    layers = [*linear, *_convolutions(model)]
+    linear, layers = _linear(model), adaptable_layers(model)
     _require_matches(type(model).__name__, targets, linear, _convolutions(model))
     pattern = _pattern(targets, within, layers) if within else None
-    _require_untied(model, _matched(layers, pattern or targets))
+    require_untied(model, matched(layers, pattern or targets))
     config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha or lora.rank,
+        r=lora.own_rank,
+        lora_alpha=lora.alpha or lora.own_rank,
         lora_dropout=lora.dropout,
         target_modules=pattern or targets,
         init_lora_weights=_INITS[lora.init],
     )
+    return add_adapter(model, config, seed=seed)
+
+
+def add_adapter(model: nn.Module, config: peft.LoraConfig, *, seed: int) -> AttachReport:
+    """Add what trains, in fp32, by PEFT's config. The start depends on `seed` alone."""
+    linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     # The draws of A must not move the streams that the run draws from.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fold(seed, "lora_init"))
@@ -79,10 +86,10 @@ def attach_lora(
     # AdamW on half-precision parameters loses small updates, and its eps of 1e-8 is 0 in fp16.
     cast_training_params(model, dtype=torch.float32)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    adapted = [p for name, p in model.named_parameters() if is_lora_a(name)]
+    adapted = [p for name, p in model.named_parameters() if is_lora_a(name) and p.requires_grad]
     matrices = sum(p.ndim == 2 for p in adapted)
     return AttachReport(
-        matrices, len(linear), sum(p.numel() for p in trainable), len(adapted) - matrices
+        matrices, linear, sum(p.numel() for p in trainable), len(adapted) - matrices
     )
 
 
@@ -97,6 +104,20 @@ def is_lora_a(name: str) -> bool:
 
 def is_lora_b(name: str) -> bool:
     return ".lora_B." in name
+
+
+def is_under(name: str) -> bool:
+    """Return true for a parameter of a frozen adapter under the one that trains, by its name."""
+    return (is_lora_a(name) or is_lora_b(name)) and f".{UNDER}" in name
+
+
+def adaptable_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers that may have an adapter: linear ones, and 2D convolutions without groups."""
+    return [*_linear(model), *_convolutions(model)]
+
+
+def _linear(model: nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
 
 
 def _convolutions(model: nn.Module) -> list[str]:
@@ -114,7 +135,7 @@ def tied_layers(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if uses[id(model.get_submodule(name).weight)] > 1]
 
 
-def _require_untied(model: nn.Module, names: Iterable[str]) -> None:
+def require_untied(model: nn.Module, names: Iterable[str]) -> None:
     tied = tied_layers(model, names)
     if tied:
         # PEFT would adapt one use of the weight and not the other, which no merged weight can hold.
@@ -127,7 +148,7 @@ def _require_untied(model: nn.Module, names: Iterable[str]) -> None:
         )
 
 
-def _matched(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
+def matched(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
     """Return the names that match by PEFT's rule: a string is a pattern of the whole name, a list holds their ends."""
     if isinstance(targets, str):
         return [name for name in names if re.fullmatch(targets, name)]
@@ -141,7 +162,7 @@ def _pattern(targets: Sequence[str], within: Sequence[str], names: Sequence[str]
         raise DitLoraError(
             listed("no linear layer is inside these submodules, to which LoRA is limited", within)
         )
-    here = [target for target in targets if _matched(inside, [target])]
+    here = [target for target in targets if matched(inside, [target])]
     there = [target for target in targets if target not in here]
     # The look-ahead requires one of the submodules in the path; then the end of the path is matched.
     parts = [rf"(?=(?:.*\.)?(?:{_either(within)})\.)(?:.*\.)?(?:{_either(here)})"] if here else []
@@ -157,7 +178,7 @@ def _require_matches(
     model: str, targets: list[str], linear: list[str], convolutions: list[str]
 ) -> None:
     names = (*linear, *convolutions)
-    unmatched = [target for target in targets if not _matched(names, [target])]
+    unmatched = [target for target in targets if not matched(names, [target])]
     if unmatched:
         other = [f"{suffix} ({n}, convolutions)" for suffix, n in _suffixes(convolutions).items()]
         raise DitLoraError(

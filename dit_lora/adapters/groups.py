@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.adapters.attach import is_lora_a, is_lora_b
+from dit_lora.adapters.attach import is_lora_a, is_lora_b, is_under
 from dit_lora.config.optim import GroupConfig, GroupsConfig
 from dit_lora.errors import DitLoraError, listed
 
@@ -108,6 +108,8 @@ def _members(
 ) -> dict[str, list[str]]:
     members: dict[str, list[str]] = {name: [] for name in configs}
     for name, parameter in model.named_parameters():
+        if is_under(name):
+            continue
         if is_lora_b(name):
             wanted = "adapter_b" if "adapter_b" in configs else "adapter"
         elif is_lora_a(name):

@@ -25,7 +25,7 @@ def sample(
         float | None, typer.Option(min=1, max=240, help="By default as trained.")
     ] = None,
     inference_steps: Annotated[int, typer.Option(min=1)] = 50,
-    guidance_scale: Annotated[float, typer.Option(min=1)] = 6.0,
+    guidance_scale: Annotated[float, typer.Option(min=0)] = 6.0,
     image: Annotated[Path | None, typer.Option(help="First frame, for image-to-video.")] = None,
     out: Annotated[Path | None, typer.Option(help="By default beside the adapter.")] = None,
 ) -> None:

@@ -19,6 +19,7 @@ from dit_lora.numerics.precision import choose_precision
 from dit_lora.training.session.session import quiet_libraries, running
 from dit_lora.training.tasks.diffusion.cache_plan import make_plan
 from dit_lora.training.tasks.diffusion.precompute import precompute
+from dit_lora.training.tasks.diffusion.second_model import open_second
 
 _KINDS = ("videos", "texts")
 _SHOWN = 50  # problems that are listed; JSON has all
@@ -70,7 +71,7 @@ def build(target: str, overrides: Sequence[str]) -> None:
         raise DitLoraError("data.precompute is false: this recipe trains without a cache")
     checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     with running(recipe) as session:
-        encoded = precompute(session, checkpoint)
+        encoded = precompute(session, checkpoint, open_second(recipe, checkpoint))
         count = len(encoded.clips.entries)
         session.say(f"{recipe.cache_dir} holds what {count} samples need")
 
@@ -117,7 +118,8 @@ def _keys(recipe: Recipe) -> tuple[set[str], set[str]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision(recipe.model.dtype, device).dtype
     # Keys hold the dtype of encoding, so that they are this machine's.
-    return make_plan(recipe, checkpoint, dtype, group=1, quiet=False).keys
+    second = open_second(recipe, checkpoint)
+    return make_plan(recipe, checkpoint, dtype, group=1, quiet=False, second=second).keys
 
 
 def _each(

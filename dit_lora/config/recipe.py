@@ -8,8 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import DataConfig
+from dit_lora.config.lora import LoraConfig
 from dit_lora.config.optim import GroupsConfig, OptimConfig, TrainConfig
-from dit_lora.config.section import Count, Decay, Positive, Section
+from dit_lora.config.section import Count, Positive, Section
 
 
 class ModelConfig(Section):
@@ -41,17 +42,6 @@ class ModelConfig(Section):
                 "65504, and fp16 adapters (VideoChat2) turn NaN in AdamW, whose eps is 0 in it; use auto, bf16 or fp32"
             )
         return value
-
-
-class LoraConfig(Section):
-    rank: Count = 64
-    alpha: Count | None = None
-    """The update is scaled by alpha / rank; by default alpha = rank."""
-    dropout: Decay = 0.0
-    targets: tuple[str, ...] | None = None
-    """Names of linear layers and 2D convolutions, as PEFT matches them; by default the family's."""
-    init: Literal["kaiming", "gaussian"] = "kaiming"
-    """Start of A; B starts at zero. `kaiming` is PEFT's default."""
 
 
 KernelMode = Literal["auto", "on", "off"]
@@ -98,6 +88,9 @@ class ValidationConfig(Section):
     prompts: tuple[str, ...] = ()
     """Videos or images are sampled for these at the same seed, before and after training; of a model with
     classes, their names."""
+    model: str | None = None
+    """A second checkpoint of the same architecture, a folder or a Hub id, that samples are made with, the trained adapter
+    in it: training on the base, say, and sampling with its distilled version. Held-out losses stay the trained model's."""
     images: tuple[str, ...] = ()
     """Image-to-video: one file a prompt, its first frame."""
     media: tuple[str, ...] = ()
@@ -109,7 +102,8 @@ class ValidationConfig(Section):
     every: Count | None = None
     """Steps between samples during training; by default only before and after."""
     inference_steps: Count = 50
-    guidance_scale: Annotated[float, Field(ge=1)] = 6.0
+    guidance_scale: Annotated[float, Field(ge=0)] = 6.0
+    """The pipeline's own argument. At 1 and below, most leave guidance out; distilled checkpoints want 0 or 1."""
     seed: Annotated[int, Field(ge=0)] = 0
     other_expert: str | None = None
     """Adapter of the expert that does not train (Wan 2.2 A14B), which samples are made with: a run's or an adapter's
@@ -258,6 +252,16 @@ class Recipe(Section):
             raise ValueError(
                 f"validation.media: one file a prompt; got {len(media)} files, {len(prompts)} prompts"
             )
+        second = self.validation.model is not None
+        if second and not prompts:
+            raise ValueError(
+                "validation.model: nothing is sampled from it: give validation.prompts"
+            )
+        if second and any(source.generate for source in self.data.all_sources):
+            raise ValueError(
+                "data.sources.generate samples the base with the steps and guidance of validation, which are "
+                "validation.model's; generate them in a run without it first"
+            )
         return self
 
     @model_validator(mode="after")
@@ -293,6 +297,10 @@ class Recipe(Section):
             if groups.adapter is None:
                 self._only_base_groups()
             return self
+        if self.validation.model is not None:
+            raise ValueError(
+                "validation.model does not apply to train.mode: full: it takes an adapter, and there is none"
+            )
         if self.model.quantize is not None:
             raise ValueError(
                 "model.quantize does not apply to train.mode: full, which trains every weight"

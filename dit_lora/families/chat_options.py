@@ -55,6 +55,11 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
         "chat.tiles": (chat is not None and chat.tiles is not None, shapes),
         "train.mode": (train.mode != "lora", "lora with optim.groups trains base weights too"),
         "train.vlb": (train.vlb is not None, "there is no variance"),
+        "lora.init": (
+            recipe.lora.from_file,
+            "a chat model's adapter starts anew: kaiming or gaussian",
+        ),
+        "lora.under": (bool(recipe.lora.under), "a chat model's adapter has none under it"),
         "train.timesteps": (train.timesteps is not None, "there are no noise levels"),
         "train.guidance_scale": (train.guidance_scale is not None, "there is no guidance"),
         "model.part": (recipe.model.part is not None, "there is one model"),
@@ -70,6 +75,7 @@ def _validation(config: ValidationConfig) -> dict[str, tuple[bool, str]]:
     usual = ValidationConfig()
     answers = "answers are greedy"
     return {
+        "validation.model": (config.model is not None, "answers are the trained model's"),
         "validation.other_expert": (config.other_expert is not None, "there is one model"),
         "validation.images": (bool(config.images), "give validation.media"),
         "validation.inference_steps": (config.inference_steps != usual.inference_steps, answers),

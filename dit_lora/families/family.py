@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
+from dit_lora.adapters.layer_names import UNKNOWN, LayerNames
 from dit_lora.errors import DitLoraError
 
 if TYPE_CHECKING:
@@ -150,8 +151,8 @@ class DiffusionFamily(Family):
     """The `_class_name` of the pipelines whose checkpoints it trains."""
     fp32_vae: bool = False
     """True if its VAE stays in fp32 whatever the rest of the pipeline is in."""
-    comfyui: Mapping[str, str] | str = ""
-    """ComfyUI's names of the layers by Diffusers' (`*` is a block's number), or why it has none."""
+    comfyui: LayerNames = UNKNOWN
+    """ComfyUI's names of the layers, or why it has none."""
     kohya: bool = False
     """True if VideoX-Fun reads LoRA files in kohya's layout for it."""
 

@@ -69,7 +69,8 @@ def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(parts, str):
         return type(layer).forward(layer, x, *args, **kwargs)
     dtype = compute_dtype(x, parts.weight)
-    return projected(x, [_projection(layer, parts, dtype)], dtype, parts.dropout)[0]
+    y = projected(x, [_projection(layer, parts, dtype)], dtype, parts.dropout)[0]
+    return _with_under(layer, parts.under, x, y) if parts.under else y
 
 
 def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
@@ -122,7 +123,21 @@ def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None
         if _dtype(other) is not _dtype(first) and compute_dtype(x, other.weight) is not dtype:
             return None
     operands = [_projection(layer, part, dtype) for layer, part in zip(layers, parts, strict=True)]
-    return projected(x, operands, dtype, first.dropout)
+    outputs = projected(x, operands, dtype, first.dropout)
+    return tuple(
+        _with_under(layer, part.under, x, y) if part.under else y
+        for layer, part, y in zip(layers, parts, outputs, strict=True)
+    )
+
+
+def _with_under(layer: Any, names: Sequence[str], x: Tensor, y: Tensor) -> Tensor:
+    """Return an output (..., O) with what frozen adapters make of the input, by their own modules as PEFT calls them."""
+    whole = y
+    for name in names:
+        a, b = layer.lora_A[name], layer.lora_B[name]
+        given = layer.lora_dropout[name](layer._cast_input_dtype(x, a.weight.dtype))
+        whole = whole + b(a(given)) * layer.scaling[name]
+    return whole.to(y.dtype)
 
 
 class _Parts(NamedTuple):
@@ -138,6 +153,8 @@ class _Parts(NamedTuple):
     b: Tensor
     scaling: float
     dropout: float
+    under: Sequence[str]
+    """Names of frozen adapters that are active beside it."""
 
 
 def _dtype(parts: _Parts) -> torch.dtype | None:
@@ -160,13 +177,14 @@ def _read(layer: Any) -> _Parts | str:
     active = layer.active_adapter  # a name, or a list of them
     names = [active] if isinstance(active, str) else active
     names = [name for name in names if name in in_a]
-    if len(names) != 1:
+    name = names[0] if len(names) == 1 else _trained_one(names, in_a)
+    if name is None:
         return f"{len(names)} active adapters"
-    name, base = names[0], parts_of["base_layer"]
+    base = parts_of["base_layer"]
     kind = class_name(base)
     if kind not in base_classes:
         return f"its base is a {type(base).__name__}"
-    if name in layer.lora_variant:
+    if any(one in layer.lora_variant for one in names):
         return "its adapter is DoRA or another variant"
     a, b = in_a[name], parts_of["lora_B"]._modules[name]
     dropout = parts_of["lora_dropout"]._modules[name]
@@ -189,7 +207,14 @@ def _read(layer: Any) -> _Parts | str:
         return reason
     if kind != _LINEAR:
         weight = bias = None
-    return _Parts(name, base, weight, bias, low_a, low_b, layer.scaling[name], rate)
+    under = [one for one in names if one != name]
+    return _Parts(name, base, weight, bias, low_a, low_b, layer.scaling[name], rate, under)
+
+
+def _trained_one(names: Sequence[str], in_a: Any) -> str | None:
+    """Return the one of several active adapters that trains, if it is one alone."""
+    trained = [name for name in names if in_a[name].weight.requires_grad]
+    return trained[0] if len(trained) == 1 else None
 
 
 def _parameter(module: Any, name: str) -> Any:
@@ -309,7 +334,7 @@ _DEQUANTIZED = {_INT4: _dequantized_4bit, _INT8: _dequantized_8bit, _NARROW: _de
 
 def _projection(layer: nn.Module, parts: _Parts, dtype: torch.dtype) -> Projection:
     """Return the layer as the op takes it to compute in `dtype`; a quantised base as two functions of its own library's."""
-    name, base, weight, bias, a, b, scaling, _ = parts
+    name, base, weight, bias, a, b, scaling, *_ = parts
     adapter = Adapter(a, b, scaling, cast_adapter(layer, name, a, b, scaling, dtype))
     if weight is None:
         dequantize = partial(_DEQUANTIZED[class_name(base)], base)

@@ -137,16 +137,19 @@ def autocast_owner(
 def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFinding]:
     """Check that one micro-batch's `backward()` reaches every trainable parameter and no frozen one.
 
-    Every LoRA B must get a gradient that is not all zero. A's is zero as long as B is, which is right at
-    step 1. Gradients are None before and after.
+    Every LoRA B must get a gradient that is not all zero, and an A whose B is not: as long as B is zero, as at the first
+    step of a new adapter, A's is too. Gradients are None before and after.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    b_of = {name.replace(".lora_B.", ".lora_A."): p for name, p in trainable if ".lora_B." in name}
     # None and not zero: a gradient that was never computed must show.
     model.zero_grad(set_to_none=True)
     try:
         backward()
-        unmoved = [f"{name}: {words}" for name, p in trainable if (words := _no_gradient(name, p))]
+        unmoved = [
+            f"{name}: {words}" for name, p in trainable if (words := _no_gradient(name, p, b_of))
+        ]
         gradients = [(f"gradient of {name}", p.grad) for name, p in trainable if p.grad is not None]
         leaked = [name for name, p in frozen if p.grad is not None]
         return [
@@ -335,12 +338,17 @@ def _parent(module: str) -> str:
     return module.rpartition(".")[0]
 
 
-def _no_gradient(name: str, parameter: nn.Parameter) -> str | None:
+def _no_gradient(
+    name: str, parameter: nn.Parameter, b_of: Mapping[str, nn.Parameter]
+) -> str | None:
     if parameter.grad is None:
         return "no gradient"
-    if ".lora_B." in name and not whole(parameter.grad).any():
-        return "a gradient that is all zero"
-    return None
+    if ".lora_B." not in name and name not in b_of:
+        return None
+    # One gather each, on all ranks alike.
+    if whole(parameter.grad).any() or (name in b_of and not whole(b_of[name].detach()).any()):
+        return None
+    return "a gradient that is all zero"
 
 
 def _backend(name: str, results: Sequence[BackendParity]) -> CheckFinding:

@@ -216,6 +216,13 @@ def _notes(contents: Contents) -> Iterator[str]:
         yield f"It is for the expert for {_named(contents.expert)} alone; the other is as the base has it."
     if pipeline and pipeline["condition"] == "class_labels":
         yield "The label is the row of a class that was trained on; `pipe.labels` has them by name."
+    if contents.made.get("continued"):
+        yield f"Training continued from the LoRA {plain(contents.made['continued']['name'])}."
+    for one in contents.made.get("under") or ():
+        use = "load it beside this one" if one["in_samples"] else "it is not needed to use this one"
+        yield f"It was trained over the frozen adapter {plain(one['name'])}, scale {one['scale']:g}; {use}."
+    if contents.made.get("samples_from"):
+        yield f"The samples were made with this adapter in {plain(contents.made['samples_from'])}, not in its base."
     if pipeline is None:
         yield "Questions are put by the model's own processor and chat template."
     if needs_ours(contents):

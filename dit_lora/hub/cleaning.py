@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from dit_lora.config.remedies import HUB
+from dit_lora.config.lora import INITS
+from dit_lora.config.remedies import HUB, hub_name
 from dit_lora.redact import redacted
 
 
@@ -21,6 +22,12 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
     values = copy.deepcopy(dict(config))
     values.pop("hub", None)
     _section(values, "model")["path"] = base
+    lora = values.get("lora") or {}
+    if lora.get("init", INITS[0]) not in INITS and hub_name(lora["init"]) is None:
+        lora["init"] = "path/to/lora"
+    for number, one in enumerate(lora.get("under") or ()):
+        if hub_name(str(one.get("path"))) is None:
+            one["path"] = f"path/to/under_{number}"
     data = _section(values, "data")
     for number, source in enumerate([data, *(data.get("sources") or ())]):
         if source.get("path") not in (None, *datasets, *(f"{HUB}{name}" for name in datasets)):
@@ -35,6 +42,8 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
                 f"path/to/{name}_{index:02d}{Path(str(one)).suffix}"
                 for index, one in enumerate(shown[name])
             ]
+    if shown.get("model") is not None and hub_name(shown["model"]) is None:
+        shown["model"] = "path/to/validation_model"
     if shown.get("other_expert"):
         shown["other_expert"] = "path/to/other_expert"
     if shown.get("conversations"):

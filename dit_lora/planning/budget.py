@@ -127,7 +127,7 @@ def count(
         name: {one: (need + in_flight) // parallel for one, need in own.items()}
         for name, own in needs.items()
     }
-    phases, lacking = _phases(recipe, subject, training)
+    phases, lacking = _phases(recipe, subject, weights, training)
     return MemoryBudget(
         recipe,
         launch,
@@ -198,7 +198,7 @@ def _optimizer(name: str, weights: Weights) -> tuple[int, int]:
 
 
 def _phases(
-    recipe: Recipe, subject: Subject, training: Training
+    recipe: Recipe, subject: Subject, weights: Weights, training: Training
 ) -> tuple[dict[str, int], list[str]]:
     """Peaks on the device, and what could not be counted."""
     over = CONTEXT if subject.gpu else 0
@@ -231,8 +231,17 @@ def _phases(
         # The step before has been read, and its gradients and micro-batches are gone.
         gone = recipe.train.accumulate * _micro_batch(recipe, subject)
         state = training.state - gone - training.gradients
-        phases["validation"] = state + stored + decoder.weights + int(at_work * rounded) + over
+        beside = decoder.weights + _second(recipe, weights)
+        phases["validation"] = state + stored + beside + int(at_work * rounded) + over
     return phases, lacking
+
+
+def _second(recipe: Recipe, weights: Weights) -> int:
+    """Return the bytes of the transformer of `validation.model`, with an adapter of its own; it is on one rank, whole."""
+    if recipe.validation.model is None:
+        return 0
+    away = weights.in_blocks - 2 * weights.largest_block if recipe.train.offload == "group" else 0
+    return weights.frozen - max(0, away) + weights.trained_bytes
 
 
 def _host(
@@ -251,6 +260,7 @@ def _host(
         "prefetched batches": ranks * data.workers * data.prefetch * read_ahead,
         "offloaded weights": ranks * (weights.in_blocks if recipe.train.offload == "group" else 0),
         "paged optimizer": ranks * paged,
+        "a second transformer": weights.frozen if recipe.validation.model else 0,
         "checkpoint on its way": launch.state_parts * whole + paged,
     }
 

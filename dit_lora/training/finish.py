@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from dit_lora.adapters.attach import adapter_config
 from dit_lora.adapters.diffusers_format import BASE_FILE
-from dit_lora.config.recipe import Recipe
+from dit_lora.adapters.under import under_off
 from dit_lora.config.remedies import HUB
 from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.files import read_lines, write_whole
 from dit_lora.redact import redacted
+from dit_lora.results.verify.checks import PATTERNS
 from dit_lora.results.verify.output import NOT_RECORDED, WRONG, note_output
 from dit_lora.results.verify.pipeline import pipeline_checks
 from dit_lora.results.verify.reference_model import sharing_weights, why_apart
@@ -89,7 +91,7 @@ def provenance(setup: Setup[Any, Any]) -> dict[str, Any]:
         "base_model": path.resolve().name if path.is_dir() else recipe.model.path.removeprefix(HUB),
         "revision": recipe.model.revision,
         "transformer_digest": setup.data.transformer_digest,
-        **_lora_facts(recipe),
+        **_lora_facts(setup),
         **{key: getattr(recipe.train, key) for key in ("steps", "ema", "seed")},
         "dtype": str(setup.dtype),
         "quantize": recipe.model.quantize,
@@ -99,11 +101,22 @@ def provenance(setup: Setup[Any, Any]) -> dict[str, Any]:
     return dict(redacted(made))
 
 
-def _lora_facts(recipe: Recipe) -> dict[str, Any]:
+def _lora_facts(setup: AnySetup) -> dict[str, Any]:
+    recipe = setup.recipe
     if recipe.train.mode == "full":
         return {"mode": "full"}
     lora = recipe.lora
-    return {"rank": lora.rank, "alpha": lora.alpha or lora.rank, "dropout": lora.dropout}
+    facts: dict[str, Any] = {
+        "rank": lora.rank,
+        "alpha": lora.alpha or lora.rank,
+        "dropout": lora.dropout,
+    }
+    if lora.from_file:
+        config = adapter_config(setup.transformer)
+        facts |= {"rank": config["r"], "alpha": config["lora_alpha"]}
+        # Layers that have others than the usual ones.
+        facts |= {key: dict(config[key]) for key in PATTERNS if config[key]}
+    return facts
 
 
 def verify_result(
@@ -146,9 +159,11 @@ def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
         return {}
     stock = setup.task.stock(setup.checkpoint)
     try:
-        noted = note_output(stock, setup.transformer, made_up_inputs(setup), setup.dtype)
-        if fault is None and NOT_RECORDED not in noted:
-            fault = kernel_fault(setup, base, noted)
+        # Of the base that a user has, and the result on it: `verify` has no other.
+        with under_off(setup.transformer):
+            noted = note_output(stock, setup.transformer, made_up_inputs(setup), setup.dtype)
+            if fault is None and NOT_RECORDED not in noted:
+                fault = kernel_fault(setup, base, noted)
     except torch.OutOfMemoryError:
         noted = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
     return {**noted, WRONG: fault} if fault else noted

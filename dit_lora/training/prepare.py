@@ -153,6 +153,22 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
         **setup.task.identity(recipe),
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
+    del flat[
+        "lora.under"
+    ]  # what is left out where there is none, as in checkpoints from before the option
+    if recipe.lora.under:
+        flat["lora.under"] = [
+            [*_digests(one), one["scale"]] for one in setup.data.adapters["under"]
+        ]
+    if recipe.lora.from_file:
+        # Where the file lies, and what it is called, is no part of what it holds.
+        flat["lora.init"] = " ".join(_digests(setup.data.adapters["continued"]))
+        for name in (
+            "rank",
+            "alpha",
+            "targets",
+        ):  # the file's, whether the recipe says so too or not
+            del flat[f"lora.{name}"]
     # Compiled blocks round otherwise; left out where off, as in checkpoints from before the option.
     if recipe.train.compile:
         flat["train.compile"] = True
@@ -168,3 +184,8 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
     if any((group.schedule or recipe.optim.schedule) != "constant" for group in groups_given):
         flat["train.steps"] = recipe.train.steps  # where the schedule ends
     return flat
+
+
+def _digests(adapter: dict[str, Any]) -> list[str]:
+    """Return the digests that say what a LoRA's file holds."""
+    return [value for key, value in adapter.items() if key.endswith("sha256")]

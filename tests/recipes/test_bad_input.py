@@ -91,6 +91,12 @@ def test_an_unknown_key_and_a_wrong_type(refused: Callable[..., str]) -> None:
     assert "got 'two'" in message
 
 
+def test_guidance_below_0(refused: Callable[..., str]) -> None:
+    said = refused("validation.guidance_scale=-0.5")
+    assert "validation.guidance_scale" in said
+    assert "greater than or equal to 0; got -0.5" in said
+
+
 def test_a_missing_checkpoint(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "no folder ./nowhere" in refused("model.path=./nowhere")
     (tmp_path / "empty").mkdir()

@@ -61,7 +61,7 @@ class TrainingSet(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """The training set, ready to be read, and the digests by which a resumed run knows its data and model."""
+    """The training set, ready to be read, and the digests by which a resumed run knows its data, model and adapters."""
 
     clips: TrainingSet
     data_digest: str
@@ -70,3 +70,5 @@ class Prepared:
     """Samples that `data.rejects: skip` leaves out, each with the reason."""
     report: BucketReport | None = None
     """Report of which samples are in which bucket; None where there are no buckets."""
+    adapters: Mapping[str, Any] = field(default_factory=dict)
+    """Names and digests of the LoRA files that training starts from, as the result's header has them."""

@@ -1,5 +1,6 @@
 """CogVideoX: text-to-video and image-to-video, versions 1.0 and 1.5, whichever the checkpoint's configs say."""
 
+from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License, Site
 
 _LICENSE = License(
@@ -33,24 +34,26 @@ FAMILY = DiffusionFamily(
         "zai-org/CogVideoX*": _LICENSE,
     },
     # Comfy-Org/ComfyUI, comfy/ldm/cogvideo/model.py.
-    comfyui={
-        "transformer_blocks.*.norm1.linear": "blocks.*.norm1.linear",
-        "transformer_blocks.*.norm2.linear": "blocks.*.norm2.linear",
-        "transformer_blocks.*.attn1.to_q": "blocks.*.q",
-        "transformer_blocks.*.attn1.to_k": "blocks.*.k",
-        "transformer_blocks.*.attn1.to_v": "blocks.*.v",
-        "transformer_blocks.*.attn1.to_out.0": "blocks.*.attn_out",
-        "transformer_blocks.*.ff.net.0.proj": "blocks.*.ff_proj",
-        "transformer_blocks.*.ff.net.2": "blocks.*.ff_out",
-        "patch_embed.proj": "patch_embed.proj",
-        "patch_embed.text_proj": "patch_embed.text_proj",
-        "time_embedding.linear_1": "time_embedding_linear_1",
-        "time_embedding.linear_2": "time_embedding_linear_2",
-        "ofs_embedding.linear_1": "ofs_embedding_linear_1",
-        "ofs_embedding.linear_2": "ofs_embedding_linear_2",
-        "norm_out.linear": "norm_out.linear",
-        "proj_out": "proj_out",
-    },
+    comfyui=LayerNames(
+        renamed={
+            "transformer_blocks.*.norm1.linear": "blocks.*.norm1.linear",
+            "transformer_blocks.*.norm2.linear": "blocks.*.norm2.linear",
+            "transformer_blocks.*.attn1.to_q": "blocks.*.q",
+            "transformer_blocks.*.attn1.to_k": "blocks.*.k",
+            "transformer_blocks.*.attn1.to_v": "blocks.*.v",
+            "transformer_blocks.*.attn1.to_out.0": "blocks.*.attn_out",
+            "transformer_blocks.*.ff.net.0.proj": "blocks.*.ff_proj",
+            "transformer_blocks.*.ff.net.2": "blocks.*.ff_out",
+            "patch_embed.proj": "patch_embed.proj",
+            "patch_embed.text_proj": "patch_embed.text_proj",
+            "time_embedding.linear_1": "time_embedding_linear_1",
+            "time_embedding.linear_2": "time_embedding_linear_2",
+            "ofs_embedding.linear_1": "ofs_embedding_linear_1",
+            "ofs_embedding.linear_2": "ofs_embedding_linear_2",
+            "norm_out.linear": "norm_out.linear",
+            "proj_out": "proj_out",
+        }
+    ),
     kohya=True,
     sites=(
         Site(family="cogvideox", variant="cogvideox-2b", data=_VIDEO, has_buffers=True),

@@ -1,5 +1,6 @@
 """DiT: class-conditional images, every checkpoint in Diffusers' format."""
 
+from dit_lora.adapters.layer_names import no_names
 from dit_lora.families.family import DiffusionFamily, License, Site
 
 FAMILY = DiffusionFamily(
@@ -21,7 +22,7 @@ FAMILY = DiffusionFamily(
     # Its page states none; LICENSE.txt of facebookresearch/DiT does.
     licenses={"facebook/DiT-XL-2-*": License("cc-by-nc-4.0")},
     called_alone=("transformer_blocks.0.norm1.emb",),  # the head embeds time and class by it
-    comfyui="ComfyUI has no DiT with class labels",
+    comfyui=no_names("ComfyUI has no DiT with class labels"),
     sites=(
         Site(
             family="dit",

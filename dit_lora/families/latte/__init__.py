@@ -1,5 +1,6 @@
 """Latte text-to-video (Latte-1)."""
 
+from dit_lora.adapters.layer_names import no_names
 from dit_lora.families.family import DiffusionFamily, License, Site
 
 FAMILY = DiffusionFamily(
@@ -20,7 +21,7 @@ FAMILY = DiffusionFamily(
     pipeline_names=("LattePipeline",),
     default_recipe="latte/latte1_lora",
     licenses={"maxin-cn/Latte-1": License("apache-2.0")},
-    comfyui="ComfyUI has no Latte",
+    comfyui=no_names("ComfyUI has no Latte"),
     sites=(
         Site(
             family="latte",

@@ -1,5 +1,6 @@
 """Sana text-to-image: 0.6B, 1.6B, and 1.5 of 1.6B and 4.8B."""
 
+from dit_lora.adapters.layer_names import no_names
 from dit_lora.families.family import DiffusionFamily, License, Site
 
 
@@ -38,7 +39,7 @@ FAMILY = DiffusionFamily(
     # Its cards: "NSCL v2-custom, ./LICENSE.txt", and Gemma's terms for the text encoder.
     licenses={"Efficient-Large-Model/S[Aa][Nn][Aa]*": License("other", "nscl-v2-custom")},
     fp32_vae=True,
-    comfyui=(
+    comfyui=no_names(
         "ComfyUI has no Sana; the nodes that have one (ComfyUI_ExtraModels) load no LoRA for it"
     ),
     sites=tuple(_site(variant) for variant in ("sana-600m", "sana-1.5", "sana-fp16")),

@@ -1,5 +1,6 @@
 """SANA-Video text-to-video, the checkpoints with Wan's autoencoder (2B, 480p)."""
 
+from dit_lora.adapters.layer_names import no_names
 from dit_lora.families.family import DiffusionFamily, License, Site
 
 FAMILY = DiffusionFamily(
@@ -28,7 +29,7 @@ FAMILY = DiffusionFamily(
         )
     },
     fp32_vae=True,
-    comfyui="ComfyUI has no SANA-Video",
+    comfyui=no_names("ComfyUI has no SANA-Video"),
     sites=(
         Site(
             family="sana_video",

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dit_lora.adapters.layer_names import no_names
 from dit_lora.families.family import DiffusionFamily, Site
 
 _SITE: dict[str, Any] = {
@@ -30,7 +31,7 @@ FAMILY = DiffusionFamily(
     masked_attention=True,  # of captions
     pipeline_names=("VideoDiTPipeline",),
     default_recipe="video_dit/ucf101_lora",
-    comfyui="ComfyUI has no such model",
+    comfyui=no_names("ComfyUI has no such model"),
     sites=(
         Site(
             **_SITE,

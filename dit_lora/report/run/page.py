@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dit_lora.config.lora import INITS
 from dit_lora.redact import redactor
 from dit_lora.report.charts.heat_map import heat_maps
 from dit_lora.report.pages import render, write_page
@@ -107,7 +108,9 @@ def _trained(config: Mapping[str, Any]) -> str:
         return "every weight of the transformer"
     groups = mapping(optim.get("groups"))
     base = [name for name in ("connector", "backbone") if groups.get(name)]
-    words = f"LoRA of rank {lora['rank']}" if "rank" in lora else "LoRA"
+    words = f"LoRA of rank {lora['rank']}" if lora.get("rank") else "LoRA"
+    if lora.get("init", "kaiming") not in INITS:
+        words += f", continued from {lora['init']}"
     if groups.get("adapter", True) is None:
         words = "no adapter"
     return f"{words}; of the base {' and '.join(base)}" if base else words

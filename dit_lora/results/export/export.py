@@ -73,7 +73,10 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
     with configs_alone(base) as configs, _aside(request.out) as staged:
         index = sources[0].made.get("index") or {}
         adapter = _load(sources, weights, get_family(base.family), configs, index)
-        adapter.made = _header(adapter.made, request.to, sources, weights)
+        folds = request.to == "folded" or (
+            request.to == "comfyui" and not adapter.family.comfyui.alpha
+        )
+        adapter.made = _header(adapter.made, request.to, sources, weights, folds=folds)
         if request.to == "merged":
             _write_merged(adapter, base, index, staged, say)
         else:
@@ -180,7 +183,7 @@ def _load(
     models = []
     for source in sources:
         models.append(hollow())
-        load_lora_file(models[-1], source.file, pipeline_class)
+        load_lora_file(models[-1], source.file, pipeline_class, family.comfyui)
     # One adapter at weight 1 goes as it is, with its own provenance.
     if len(sources) == 1 and weights[0] == 1:
         return Exported(models[0], sources[0].made, family, pipeline_class, hollow)
@@ -225,9 +228,17 @@ def _made_of_sum(sources: Sequence[Source], rank: int) -> dict[str, Any]:
 
 
 def _header(
-    made: Mapping[str, Any], form: Form, sources: Sequence[Source], weights: Sequence[float]
+    made: Mapping[str, Any],
+    form: Form,
+    sources: Sequence[Source],
+    weights: Sequence[float],
+    *,
+    folds: bool,
 ) -> dict[str, Any]:
-    """Return the provenance to write: as it was made, what was done to it, and what `verify` can compare."""
+    """Return the provenance to write: as it was made, what was done to it, and what `verify` can compare.
+
+    `folds`: the form has alpha over rank in B.
+    """
     done: dict[str, Any] = {"to": form}
     header = dict(made)
     if len(sources) > 1 or weights[0] != 1:
@@ -236,7 +247,7 @@ def _header(
             {"weight": weight, **{key: source.made.get(key) for key in _OF_TRAINING}}
             for source, weight in zip(sources, weights, strict=True)
         ]
-    if form == "folded" and {"rank", "alpha"} <= made.keys():
+    if folds and {"rank", "alpha"} <= made.keys():
         done["alpha"], header["alpha"] = made["alpha"], made["rank"]
     if form == "merged" and "output" in made:
         # The merged file holds no base any more to compare with.

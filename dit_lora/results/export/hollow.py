@@ -10,14 +10,16 @@ from typing import Any
 
 import peft
 import torch
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME
+from dit_lora.adapters.attach_file import peft_config
 from dit_lora.adapters.diffusers_format import BASE_FILE, Tensors, require_sound
-from dit_lora.adapters.lora_mixins import adaptable, lora_pipeline_class
+from dit_lora.adapters.layer_names import UNKNOWN, LayerNames
+from dit_lora.adapters.lora_file import LoraFile, read_lora
+from dit_lora.adapters.lora_mixins import adaptable
 from dit_lora.errors import DitLoraError, listed
 
 _PREFIX = "base_model.model."
@@ -37,18 +39,36 @@ def hollowed(model: nn.Module) -> Any:
     return adaptable(model.eval())
 
 
-def load_lora_file(model: Any, file: Path, pipeline_class: Any) -> None:
-    """Load Diffusers' LoRA file, or the one of a PEFT folder, and the base weights beside it, into a hollow model.
+def load_lora_file(
+    model: Any, file: Path, pipeline_class: Any, comfyui: LayerNames = UNKNOWN
+) -> None:
+    """Load a LoRA's file of any form that `read_lora` knows, and the base weights beside it, into a hollow model.
 
     Base weights are then what trains in it, as they did in the run. Raises `DitLoraError` with all that
     does not fit, and `CheckFailedError` if a tensor is not finite or if the adapter has no effect.
     """
-    state, config = _read(file, pipeline_class)
+    stored = read_lora(file, model, comfyui, pipeline_class)
     base = file.with_name(BASE_FILE)
     weights = _read_weights(base, model) if base.is_file() else {}
-    _require_fit(file, state, model)
+    state = {
+        f"{name}.lora_{part}.weight": matrix
+        for name, layer in stored.layers.items()
+        for part, matrix in (("A", layer.a), ("B", layer.b))
+    }
     require_sound(state, weights)
-    load_state(model, state, config, file, weights)
+    load_state(model, state, _config(stored), file, weights)
+
+
+def _config(stored: LoraFile) -> dict[str, Any] | None:
+    """Return PEFT's config of a file; None where alpha is the rank, as every loader takes it."""
+    if "config_sha256" in stored.digests and stored.config is not None:
+        # By PEFT, which passes over what other versions of it wrote. The base's name is a path of the machine that
+        # trained it, or one for which PEFT would ask the Hub.
+        config = peft.PeftConfig.from_pretrained(str(stored.file.parent)).to_dict()
+        return {**config, "base_model_name_or_path": None}
+    if stored.config is not None or all(one.alpha == one.rank for one in stored.layers.values()):
+        return dict(stored.config) if stored.config else None
+    return peft_config(stored.layers, list(stored.layers)).to_dict()
 
 
 def load_state(
@@ -126,60 +146,6 @@ def folded(model: Any) -> tuple[State, peft.LoraConfig]:
     return state, dataclasses.replace(
         config, lora_alpha=config.r, alpha_pattern=ranks, use_rslora=False
     )
-
-
-def _read(file: Path, pipeline_class: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
-    try:
-        if file.name == SAFETENSORS_WEIGHTS_NAME and file.with_name(CONFIG_NAME).is_file():
-            config = peft.PeftConfig.from_pretrained(str(file.parent))
-            tensors = {name.removeprefix(_PREFIX): t for name, t in load_file(file).items()}
-            # The base's name is a path of the machine that trained it, or one for which PEFT would ask the Hub.
-            return _only_lora(file, tensors), {**config.to_dict(), "base_model_name_or_path": None}
-        stored, metadata = lora_pipeline_class(pipeline_class).lora_state_dict(
-            file.parent, weight_name=file.name, return_lora_metadata=True, local_files_only=True
-        )
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DitLoraError(
-            f"{file} is no LoRA file that Diffusers or PEFT reads: {reason}"
-        ) from error
-    prefix = "transformer."
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
-    lora_config = {
-        k.removeprefix(prefix): v for k, v in (metadata or {}).items() if k.startswith(prefix)
-    }
-    return _only_lora(file, tensors), lora_config or None
-
-
-def _only_lora(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    other = [n for n in tensors if not n.endswith((".lora_A.weight", ".lora_B.weight"))]
-    if other:
-        raise DitLoraError(
-            listed(f"{file}: export takes LoRA matrices (lora_A, lora_B) alone; it has", other)
-        )
-    return {name: tensor.float() for name, tensor in tensors.items()}
-
-
-def _require_fit(file: Path, state: State, model: nn.Module) -> None:
-    layers = dict(model.named_modules())
-    mismatches = []
-    for name, tensor in state.items():
-        layer, which = name.removesuffix(".weight").rsplit(".", 1)
-        weight = getattr(layers.get(layer), "weight", None)
-        if weight is None:
-            mismatches.append(f"{layer}: not in the model")
-            continue
-        # A is (rank, inputs ...) and B (outputs, rank ...): these are the sides that the layer shares.
-        sides = slice(1, None) if which == "lora_A" else slice(0, 1)
-        shape, wanted = list(tensor.shape[sides]), list(weight.shape[sides])
-        if shape != wanted:
-            mismatches.append(f"{name}: made for {shape}, the model's layer has {wanted}")
-    if mismatches:
-        raise DitLoraError(
-            listed(
-                f"{file} was trained on another model than this {type(model).__name__}", mismatches
-            )
-        )
 
 
 def _read_weights(file: Path, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dit_lora.adapters.layer_names import LayerNames, kohya_name
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.results.export.updates import Term, Updates
 
@@ -24,6 +25,8 @@ class LayerKeys:
     """The program's name of each layer, by Diffusers' name."""
     down: str
     up: str
+    alpha: bool = True
+    """True if alpha has a tensor of its own; where not, B takes the factor alpha over rank."""
 
     def tensors(self, updates: Updates) -> dict[str, torch.Tensor]:
         """Return a file's tensors: A, B, and as `alpha` the number that over the rank gives the scale."""
@@ -31,18 +34,21 @@ class LayerKeys:
         for name, (term,) in updates.items():
             key = self.names[name]
             tensors[f"{key}.{self.down}.weight"] = term.a.contiguous()
-            tensors[f"{key}.{self.up}.weight"] = term.b.contiguous()
-            tensors[f"{key}.alpha"] = torch.tensor(term.scale * term.rank)
+            b = term.b if self.alpha else term.b * term.scale
+            tensors[f"{key}.{self.up}.weight"] = b.contiguous()
+            if self.alpha:
+                tensors[f"{key}.alpha"] = torch.tensor(term.scale * term.rank)
         return tensors
 
     def updates(self, tensors: Mapping[str, torch.Tensor]) -> Updates:
         """Return what a file adds to each layer; raises `CheckFailedError` with every tensor that belongs to none."""
         updates, claimed = {}, set()
         for name, key in self.names.items():
-            own = [f"{key}.{self.down}.weight", f"{key}.{self.up}.weight", f"{key}.alpha"]
+            own = [f"{key}.{self.down}.weight", f"{key}.{self.up}.weight"]
+            own += [f"{key}.alpha"] if self.alpha else []
             if all(full in tensors for full in own):
-                a, b, alpha = (tensors[full] for full in own)
-                updates[name] = [Term(a, b, alpha.item() / len(a))]
+                a, b, *alpha = (tensors[full] for full in own)
+                updates[name] = [Term(a, b, alpha[0].item() / len(a) if alpha else 1.0)]
                 claimed |= {*own}
         stray = [full for full in tensors if full not in claimed]
         if stray:
@@ -50,22 +56,16 @@ class LayerKeys:
         return updates
 
 
-def comfyui_layout(names: Mapping[str, str] | str, updates: Updates) -> LayerKeys:
-    """Return ComfyUI's layout by its `names` of Diffusers' layers, in which `*` is a block's number.
-
-    Raises `DitLoraError` where it has no such layer, and where `names` says why it has no such model.
-    """
-    if isinstance(names, str):
-        raise DitLoraError(names or "no names of ComfyUI are known here for this family")
-    counterparts = {name: _in_comfyui(names, name) for name in updates}
+def comfyui_layout(names: LayerNames, updates: Updates) -> LayerKeys:
+    """Return ComfyUI's layout by its names of Diffusers' layers. Raises `DitLoraError` where it has none, and why."""
+    if names.lacking:
+        raise DitLoraError(names.lacking)
+    counterparts = {name: names.of(name) for name in updates}
     unknown = [name for name, theirs in counterparts.items() if theirs is None]
     if unknown:
         raise DitLoraError(listed("ComfyUI's model has no counterpart of these layers", unknown))
-    return LayerKeys(
-        {name: f"diffusion_model.{theirs}" for name, theirs in counterparts.items()},
-        "lora_A",
-        "lora_B",
-    )
+    known = {name: theirs for name, theirs in counterparts.items() if theirs is not None}
+    return LayerKeys(known, "lora_A", "lora_B", alpha=names.alpha)
 
 
 def kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
@@ -77,15 +77,4 @@ def kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
         raise DitLoraError(
             listed("kohya's layout takes convolutions of 1x1 alone, not these", wide)
         )
-    # The two underscores stand around an empty part of the name, as VideoX-Fun writes and looks for it.
-    names = {name: f"lora_unet__{name.replace('.', '_')}" for name in updates}
-    return LayerKeys(names, "lora_down", "lora_up")
-
-
-def _in_comfyui(names: Mapping[str, str], name: str) -> str | None:
-    if name in names:
-        return names[name]
-    list_name, _, rest = name.partition(".")
-    number, _, inner = rest.partition(".")
-    theirs = names.get(f"{list_name}.*.{inner}") if number.isdecimal() else None
-    return theirs and theirs.replace("*", number)
+    return LayerKeys({name: kohya_name(name) for name in updates}, "lora_down", "lora_up")

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.utils.other import get_pattern_key
 
 from dit_lora.adapters.update_norms import EXTREME, STRONG, LoadedLayer, ModuleUpdate
 from dit_lora.errors import listed
 
 Tensors = Mapping[str, torch.Tensor]
 NOT_RECORDED = "not recorded"
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Keys of PEFT's config, and of a provenance, for layers that have another rank or alpha than the usual one."""
 
 
 @dataclass(frozen=True)
@@ -214,10 +217,18 @@ def _as_trained(
         problems.append(
             f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained"
         )
-    # PEFT's plain scale; where a header leaves alpha out, loaders take rank for it and the scale is 1.
-    off = {layer.scaling for layer in layers.values()} - {alpha / rank}
+    ranks, alphas = (made.get(key) or {} for key in PATTERNS)
+    off = set()
+    for name, layer in layers.items():
+        # PEFT's plain scale; where a header leaves alpha out, loaders take rank for it and the scale is 1.
+        own = [
+            pattern.get(get_pattern_key(list(pattern), name), usual)
+            for pattern, usual in ((alphas, alpha), (ranks, rank))
+        ]
+        if not math.isclose(layer.scaling, own[0] / own[1]):
+            off.add((layer.scaling, own[0] / own[1]))
     problems += [
-        f"loaded layers scale their update by {one:g}, and {alpha / rank:g} was trained"
-        for one in sorted(off)
+        f"loaded layers scale their update by {one:g}, and {trained:g} was trained"
+        for one, trained in sorted(off)
     ]
     return problems

@@ -57,5 +57,6 @@ def _facts(setup: AnySetup, draws: Sequence[HeldOut]) -> Mapping[str, Any]:
         "dtype": str(setup.dtype),
         "quantize": recipe.model.quantize,
         "identity": setup.task.identity(recipe),
+        "under": setup.data.adapters.get("under"),
         "kernels": recipe.kernels.model_dump(mode="json"),
     }

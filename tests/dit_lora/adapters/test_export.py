@@ -18,6 +18,7 @@ from dit_lora.adapters.diffusers_format import (
     load_adapter,
     read_provenance,
 )
+from dit_lora.adapters.layer_names import UNKNOWN
 from dit_lora.adapters.lora_mixins import with_lora
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.results.export import formats
@@ -261,7 +262,7 @@ def test_families_without_such_names_are_refused_with_what_there_is(make: Make, 
 
 def test_a_family_that_nobody_has_looked_up_is_refused_in_words() -> None:
     with pytest.raises(DitLoraError, match="no names of ComfyUI are known here"):
-        comfyui_layout("", {})
+        comfyui_layout(UNKNOWN, {})
 
 
 def test_adapters_of_another_base_or_family_are_not_added(make: Make) -> None:

@@ -138,6 +138,26 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
             assert torch.equal(prediction, expected)
 
 
+def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path: Path) -> None:
+    """As distilled checkpoints are sampled; with a prompt's tensors, as validation has them."""
+    case, checkpoint = subject.case, subject.checkpoint
+    image = None
+    if case.starts_from_image:
+        image = tmp_path / "first.png"
+        pixels = pixels_of(case.native, torch.Generator().manual_seed(3))[0]
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(image)
+    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    text, empty = encode([case.captions[1]]), encode([""])
+    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    calls = record_calls(pipeline.transformer)
+    how = Sampling(case.native, inference_steps=2, guidance_scale=0.0, seed=0, image=image)
+    made = checkpoint.generate(pipeline, checkpoint.conditions(text, empty), how)
+    assert calls
+    assert all(len(case.noisy(call)) == 1 for call, _ in calls)
+    assert len(made.unique()) > 1
+
+
 def test_latents_are_scaled_as_the_pipeline_unscales_them(subject: Subject) -> None:
     """What training calls clean, decoded by the pipeline, is what the VAE alone decodes."""
     batch = encoded_batch(subject, size=1)

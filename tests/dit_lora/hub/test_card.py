@@ -234,3 +234,22 @@ def test_a_trigger_is_what_all_captions_begin_with(captions: list[str], prefix: 
 
 def test_plain_text_is_on_one_line_and_has_no_token() -> None:
     assert plain("a\n|b hf_abcdefghijkl") == r"a \|b \[token\]"
+
+
+def test_what_it_started_from_and_was_shown_on_is_told(contents: Contents) -> None:
+    under = {"scale": 0.5, "sha256": "0" * 64}
+    made = {
+        "continued": {"name": "me/start_1", "sha256": "1" * 64},
+        "under": [
+            {"name": "back", "in_samples": False, **under},
+            {"name": "look", "in_samples": True, **under},
+        ],
+        "samples_from": "me/turbo",
+    }
+    card = write_card(changed(contents, made), REPO)
+    assert card_problems(card) == []
+    assert "Training continued from the LoRA me/start\\_1." in card
+    assert "the frozen adapter back, scale 0.5; it is not needed to use this one." in card
+    assert "the frozen adapter look, scale 0.5; load it beside this one." in card
+    assert "The samples were made with this adapter in me/turbo, not in its base." in card
+    assert "continued" not in write_card(contents, REPO)

@@ -59,26 +59,40 @@ class Plan:
     rejected: dict[str, str]
     """Samples that cannot be used, as far as is known without decoding, and why."""
     texts: dict[str, Job]
-    """Jobs by caption: all samples' and validation prompts' captions, and the empty one."""
+    """Jobs by caption: all samples' captions, and the empty one."""
+    shown: dict[str, Job]
+    """Jobs by validation prompt, and the empty one, for the checkpoint that samples are made with."""
     transformer_digest: str
 
     @property
     def keys(self) -> tuple[set[str], set[str]]:
         """Keys of all clips and of all captions that the recipe uses."""
         videos = {job.key for one in self.wanted for job in one.videos}
-        return videos, {job.key for job in self.texts.values()}
+        return videos, {job.key for job in (*self.texts.values(), *self.shown.values())}
 
 
 def make_plan(
-    recipe: Recipe, checkpoint: Encoders, dtype: torch.dtype, *, group: int, quiet: bool
+    recipe: Recipe,
+    checkpoint: Encoders,
+    dtype: torch.dtype,
+    *,
+    group: int,
+    quiet: bool,
+    second: Encoders | None = None,
 ) -> Plan:
-    """Read the sources, and the files that were not read before; remembers their digests unless `quiet`."""
+    """Read the sources, and the files that were not read before; remembers their digests unless `quiet`.
+
+    `second` is the checkpoint that samples are made with, if it is another.
+    """
     digests = Digests(recipe.cache_dir / "digests.json")
     encoding = Encoding.of(recipe, checkpoint, dtype, digests)
     transformer = transformer_digest(checkpoint, recipe, digests)
     samples = find_samples(recipe, checkpoint, group=group, quiet=quiet)
-    # The empty caption is what caption dropout trains on and guidance samples with.
-    texts = {text: encoding.text(text) for text in ("", *recipe.validation.prompts)}
+    # The empty caption is what caption dropout trains on and guidance samples with. An equal text encoder gives equal
+    # keys, in whichever checkpoint it lies.
+    texts = {"": encoding.text("")}
+    of_samples = Encoding.of(recipe, second, dtype, digests) if second else encoding
+    shown = {text: of_samples.text(text) for text in ("", *recipe.validation.prompts)}
     rejected = dict(samples.rejected)
     wanted: list[PlannedSample] = []
     for sample in bar("reading files", "clip", quiet)(samples.all):
@@ -101,7 +115,7 @@ def make_plan(
         windows.setdefault(sample.clip.id, []).append(sample.id)
     for file, words in at_fault.items():
         rejected |= dict.fromkeys(windows.get(file, [file]), words)
-    return Plan(encoding, samples, tuple(wanted), rejected, texts, transformer)
+    return Plan(encoding, samples, tuple(wanted), rejected, texts, shown, transformer)
 
 
 def transformer_digest(checkpoint: Opened, recipe: Recipe, digests: Digests) -> str:

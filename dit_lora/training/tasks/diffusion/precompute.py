@@ -38,10 +38,19 @@ class Precomputed(Prepared):
 
     clips: EncodedClips
     prompt_keys: tuple[str, ...] = ()
+    negative_key: str = ""
+    """The empty caption's, for guidance."""
+    second: Checkpoint | None = None
+    """The checkpoint that samples are made with (`validation.model`), if it is another."""
 
 
-def precompute(session: Session, checkpoint: Checkpoint) -> Precomputed:
-    """Fill the caches for a recipe; samples that cannot be used are refused or left out, all in one list."""
+def precompute(
+    session: Session, checkpoint: Checkpoint, second: Checkpoint | None = None
+) -> Precomputed:
+    """Fill the caches for a recipe; samples that cannot be used are refused or left out, all in one list.
+
+    Validation prompts are encoded for `second`, the checkpoint that samples are made with, if it is another.
+    """
     recipe, accelerator = session.recipe, session.accelerator
     no_file = [image for image in recipe.validation.images if not Path(image).is_file()]
     if no_file:
@@ -51,7 +60,7 @@ def precompute(session: Session, checkpoint: Checkpoint) -> Precomputed:
     quiet = not accelerator.is_local_main_process
     with accelerator.local_main_process_first():  # the others find the digests remembered
         dtype, group = session.precision.dtype, session.samples_per_step
-        plan = make_plan(recipe, checkpoint, dtype, group=group, quiet=quiet)
+        plan = make_plan(recipe, checkpoint, dtype, group=group, quiet=quiet, second=second)
     sizes = {(one.sample.shape.height, one.sample.shape.width) for one in plan.wanted}
     vae_config = read_component_config(checkpoint.path, "vae")
     VaeMemory.of(recipe.data).require(checkpoint.path.name, vae_config, sorted(sizes))
@@ -68,17 +77,24 @@ def precompute(session: Session, checkpoint: Checkpoint) -> Precomputed:
     # All at once: who has to mend a folder wants one list, not one file a start.
     rejects.add({**plan.rejected, **check_headers(unread, recipe, quiet=quiet)})
     if recipe.data.precompute:
-        clips = _cached(session, checkpoint, plan, rejects, videos)
+        clips = _cached(session, checkpoint, plan, rejects, videos, second)
     else:
+        _require_one_text_encoder(plan)
         clips = live_clips(
-            session, checkpoint, plan.encoding, rejects.without(plan.wanted, _sample_id), plan.texts
+            session,
+            checkpoint,
+            plan.encoding,
+            rejects.without(plan.wanted, _sample_id),
+            plan.shown | plan.texts,
         )
     # Caption dropout trains every sample on it: no single one could be blamed.
     fault = clips.empty_text[1]
     agree(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
     return Precomputed(
         clips=clips,
-        prompt_keys=tuple(plan.texts[prompt].key for prompt in recipe.validation.prompts),
+        prompt_keys=tuple(plan.shown[prompt].key for prompt in recipe.validation.prompts),
+        negative_key=plan.shown[""].key,
+        second=second,
         data_digest=entry_key({"entries": [_keys(entry) for entry in clips.entries]}),
         transformer_digest=plan.transformer_digest,
         rejected=rejects.reasons,
@@ -107,16 +123,25 @@ def _missing(videos: TensorCache, plan: Plan) -> list[PlannedSample]:
 
 
 def _cached(
-    session: Session, checkpoint: Encoders, plan: Plan, rejects: Rejects, videos: TensorCache
+    session: Session,
+    checkpoint: Encoders,
+    plan: Plan,
+    rejects: Rejects,
+    videos: TensorCache,
+    second: Encoders | None,
 ) -> EncodedClips:
     """Fill the caches with all missing entries, and return the training set that reads them. Collective."""
     # Texts come first, and their encoder is freed before the VAE is loaded: one of them fits where both do not.
     texts = TensorCache(session.recipe.cache_dir / "texts")
-    shared = [plan.texts[text] for text in ("", *session.recipe.validation.prompts)]
+    empty, shown = plan.texts[""], [*plan.shown.values()]
+    shared = [empty, *shown]
     _set_aside_bad(session, texts, shared)
     wanted = rejects.without(plan.wanted, _sample_id)
-    jobs = [*shared, *(one.text for one in wanted)]
+    is_own = _has_one_text_encoder(plan)
+    jobs = [empty, *(shown if is_own else ()), *(one.text for one in wanted)]
     bad = _fill(session, texts, jobs, checkpoint.load_text_encoder, "caption")
+    if not is_own and second is not None:
+        bad |= _fill(session, texts, shown, second.load_text_encoder, "prompt")
     reasons = [bad[job.key] for job in shared if job.key in bad]
     agree(session.accelerator, DitLoraError("; ".join(reasons)) if reasons else None)
     rejects.add({one.sample.id: bad[one.text.key] for one in wanted if one.text.key in bad})
@@ -128,7 +153,20 @@ def _cached(
     failed = {one.sample.id: bad[job.key] for one in wanted for job in one.videos if job.key in bad}
     rejects.add(failed, "these clips cannot be used; the others are cached")
     entries = tuple(one.entry for one in rejects.without(wanted, _sample_id))
-    return CachedClips(entries, shared[0].key, videos, texts)
+    return CachedClips(entries, empty.key, videos, texts)
+
+
+def _has_one_text_encoder(plan: Plan) -> bool:
+    """Return true if prompts are encoded as captions are: then the empty one has one key."""
+    return plan.shown[""].key == plan.texts[""].key
+
+
+def _require_one_text_encoder(plan: Plan) -> None:
+    if not _has_one_text_encoder(plan):
+        raise DitLoraError(
+            "validation.model has another text encoder than model.path, which data.precompute: false would keep in memory "
+            "beside it; set data.precompute to true"
+        )
 
 
 def _set_aside_bad(session: Session, cache: TensorCache, jobs: Sequence[Job]) -> None:

@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.diffusers_format import save_adapter, save_pipeline
+from dit_lora.adapters.find_lora import public_name
 from dit_lora.adapters.groups import recipe_groups
 from dit_lora.adapters.own_files import own_files
 from dit_lora.config.recipe import Recipe
@@ -29,6 +29,14 @@ from dit_lora.training.tasks.diffusion.cache_plan import transformer_digest
 from dit_lora.training.tasks.diffusion.experts import other_adapter
 from dit_lora.training.tasks.diffusion.model import put_kernels, quantized
 from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
+from dit_lora.training.tasks.diffusion.second_model import open_second, require_adapter_alone
+from dit_lora.training.tasks.diffusion.stored_loras import (
+    attach_stored,
+    checked,
+    notes,
+    read_stored,
+    require_moved,
+)
 from dit_lora.training.tasks.diffusion.validation import sample_videos
 from dit_lora.training.tasks.held_out import HeldOut, mean_loss, measured_loss
 
@@ -48,9 +56,14 @@ class DiffusionTask:
             own_files(checkpoint.path)
         # In the middle of a run of both, the first expert's adapter is there by now.
         other_adapter(session.recipe, checkpoint)
+        second = open_second(session.recipe, checkpoint)
+        stored = checked(session.recipe, checkpoint)
         for line in checkpoint.notes(session.recipe):
             session.say(line)
-        return precompute(session, checkpoint)
+        data = replace(precompute(session, checkpoint, second), adapters=stored)
+        for line in notes(session.recipe, checkpoint, data.transformer_digest):
+            session.say(line)
+        return data
 
     def load_trainable(
         self, recipe: Recipe, family: DiffusionFamily, checkpoint: Checkpoint, dtype: torch.dtype
@@ -65,10 +78,11 @@ class DiffusionTask:
             transformer = checkpoint.load_transformer(torch.float32 if full else dtype)
         report = "full: every weight trains, in fp32"
         if not full:
+            stored = read_stored(recipe, checkpoint, transformer)
             # Before the adapter is attached: PEFT wraps the quantised layers as they are.
             narrowed = quantized(recipe, transformer, family.group_patterns)
             targets = checkpoint.lora_targets(family.lora_targets)
-            attached = attach_lora(transformer, recipe.lora, targets, seed=recipe.train.seed)
+            attached = attach_stored(recipe, transformer, stored, targets)
             report = f"{narrowed}{attached}"
         if is_emulated(transformer):
             report += (
@@ -78,6 +92,7 @@ class DiffusionTask:
         groups = recipe_groups(
             transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode
         )
+        require_adapter_alone(recipe, transformer)
         return transformer, groups, f"{report}\n{put_kernels(recipe, transformer)}"
 
     def model_digest(self, checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
@@ -103,6 +118,8 @@ class DiffusionTask:
     def provenance(self, setup: DiffusionSetup) -> dict[str, Any]:
         data = setup.recipe.data
         return {
+            **setup.data.adapters,
+            **_samples_from(setup.recipe),
             "index": setup.checkpoint.index_changes(),
             **({"part": setup.checkpoint.part} if setup.checkpoint.parts else {}),
             **setup.checkpoint.header(),
@@ -152,9 +169,15 @@ class DiffusionTask:
                 gathered,
                 checkpoint.part,
             )
+        require_moved(setup.recipe, checkpoint, setup.transformer, weights)
         return save_adapter(
             setup.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights
         )
+
+
+def _samples_from(recipe: Recipe) -> dict[str, str]:
+    named = recipe.validation.model
+    return {} if named is None else {"samples_from": public_name(named)}
 
 
 def by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Samples during training, by the trained weights themselves: nothing is cast."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from dit_lora.adapters.under import under_off
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
@@ -18,29 +20,36 @@ from dit_lora.training.session.session import agreed
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.experts import both_experts, other_adapter
 from dit_lora.training.tasks.diffusion.precompute import Precomputed
+from dit_lora.training.tasks.diffusion.second_model import forget, second_transformer
+from dit_lora.training.tasks.diffusion.stored_loras import in_samples
 
 
 def sample_videos(setup: Setup[Precomputed, Checkpoint], step: int) -> None:
     """Write samples/step_NNNNNN/prompt_NN.mp4 (an image: .png) for each validation prompt, all from one seed.
 
-    The stock pipeline denoises with the transformer in training, under the autocast that training uses.
+    The stock pipeline denoises with the transformer in training, under the autocast that training uses; or, with
+    `validation.model`, with that checkpoint's transformer and the adapter of now.
     """
-    session = setup.session
+    session, second = setup.session, setup.data.second
     if not session.recipe.validation.prompts:
         return
-    # Such a model denoises on all ranks at once, the same on each.
-    takes_part = session.is_main or needs_all_ranks(setup.model)
+    # Collective where weights are sharded.
+    weights = setup.engine.weights() if second is not None else {}
+    # A sharded model denoises on all ranks at once, the same on each; a second one is whole on one.
+    takes_part = session.is_main or (second is None and needs_all_ranks(setup.model))
     inputs = agreed(session, partial(_inputs, setup) if takes_part else None)
-    agreed(session, None if inputs is None else partial(_sample, setup, inputs, step))
+    agreed(session, None if inputs is None else partial(_sample, setup, inputs, step, weights))
+    if second is not None:
+        forget(session.accelerator.device)
 
 
 def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampling]]:
     settings, device = setup.recipe.validation, setup.session.accelerator.device
-    encoded = setup.data
-    negative = _encoded(encoded, encoded.clips.empty_text_key, device)
+    encoded, checkpoint = setup.data, setup.data.second or setup.checkpoint
+    negative = _encoded(encoded, encoded.negative_key, device)
     return [
         (
-            setup.checkpoint.conditions(_encoded(encoded, key, device), negative),
+            checkpoint.conditions(_encoded(encoded, key, device), negative),
             Sampling(
                 VideoShape.of(setup.recipe.data),
                 settings.inference_steps,
@@ -54,10 +63,30 @@ def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampli
 
 
 def _sample(
-    setup: Setup[Precomputed, Checkpoint], inputs: list[tuple[Tensors, Sampling]], step: int
+    setup: Setup[Precomputed, Checkpoint],
+    inputs: list[tuple[Tensors, Sampling]],
+    step: int,
+    weights: Mapping[str, torch.Tensor],
 ) -> None:
-    session, transformer = setup.session, setup.transformer
-    pipeline = setup.checkpoint.pipeline(setup.dtype, transformer, text=False)
+    second = setup.data.second
+    if second is None:
+        on = in_samples(setup.recipe)
+        with evaluating(setup.model), under_off(setup.transformer, but=on):
+            _write(setup, inputs, step, setup.checkpoint, setup.transformer)
+        return
+    with torch.no_grad():
+        _write(setup, inputs, step, second, second_transformer(setup, second, weights))
+
+
+def _write(
+    setup: Setup[Precomputed, Checkpoint],
+    inputs: list[tuple[Tensors, Sampling]],
+    step: int,
+    checkpoint: Checkpoint,
+    transformer: nn.Module,
+) -> None:
+    session = setup.session
+    pipeline = checkpoint.pipeline(setup.dtype, transformer, text=False)
     for name, component in pipeline.components.items():
         # The transformer is where training has it, which may be in several places; another expert takes turns with it.
         if isinstance(component, nn.Module) and name not in ("transformer", "transformer_2"):
@@ -67,9 +96,9 @@ def _sample(
     told = f"sampling at step {step}"
     bar = tqdm(inputs, desc=told, unit="sample", leave=False, disable=not session.is_main)
     adapter = other_adapter(setup.recipe, setup.checkpoint)
-    with both_experts(pipeline, setup.checkpoint, transformer, adapter), evaluating(setup.model):
+    with both_experts(pipeline, checkpoint, transformer, adapter):
         for index, (conditions, how) in enumerate(bar):
-            video = setup.checkpoint.generate(pipeline, conditions, how)
+            video = checkpoint.generate(pipeline, conditions, how)
             if session.is_main:
                 name = f"step_{step:06d}/prompt_{index:02d}"
                 write_sample(session.dir / "samples" / name, video, session.recipe.data.fps)

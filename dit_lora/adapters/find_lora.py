@@ -1,0 +1,77 @@
+"""Find the LoRA's file that a recipe names: a file, a folder, or a repository on the Hub."""
+
+from pathlib import Path
+
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
+from dit_lora.config.remedies import HUB, hub_hint, hub_name, looks_local
+from dit_lora.environment.hub_files import result_folder
+from dit_lora.errors import DitLoraError, listed
+
+_SUFFIX = ".safetensors"
+
+
+def find_lora(named: str, option: str) -> Path:
+    """Return the file; `option` is the recipe's, for messages.
+
+    Of a folder (a run's, an adapter's) it is Diffusers' or PEFT's file, or the only one that there is. A repository is
+    OWNER/NAME, or OWNER/NAME/FILE.safetensors of several. Raises `DitLoraError` where there is none, or no one, and for
+    base weights beside it.
+    """
+    path = Path(named).expanduser()
+    if path.is_file():
+        file = path
+    elif path.is_dir():
+        file = _in_folder(path, named, option)
+    else:
+        file = _on_hub(named, option)
+    if file.suffix != _SUFFIX:
+        raise DitLoraError(
+            f"{option}: {named} is no {_SUFFIX} file, the one form that holds no code; convert it first"
+        )
+    if (
+        file.name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME)
+        and file.with_name(BASE_FILE).is_file()
+    ):
+        raise DitLoraError(
+            f"{option}: {named} has base weights beside its LoRA ({BASE_FILE}), which a LoRA alone leaves out; write "
+            "both into a checkpoint (dit-lora export --to merged) and start from that"
+        )
+    return file
+
+
+def public_name(named: str) -> str:
+    """Return the name for a header that others read: the Hub's, or a folder's or file's without those it lies in."""
+    path = Path(named).expanduser()
+    return path.resolve().name if path.exists() else named.removeprefix(HUB)
+
+
+def _in_folder(folder: Path, named: str, option: str) -> Path:
+    for place in (folder, folder / "adapter"):
+        for name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME):
+            if (place / name).is_file():
+                return place / name
+    files = [path for path in sorted(folder.glob(f"*{_SUFFIX}")) if path.name != BASE_FILE]
+    if len(files) == 1:
+        return files[0]
+    if files:
+        what = f"{option}: {named} has several files; name one of them"
+        raise DitLoraError(listed(what, [path.name for path in files]))
+    raise DitLoraError(
+        f"{option}: no LoRA in {named}: no {ADAPTER_FILE}, and no other {_SUFFIX} file"
+    )
+
+
+def _on_hub(named: str, option: str) -> Path:
+    *repository, last = named.split("/")
+    name, wanted = "/".join(repository), last
+    if last.endswith(_SUFFIX) and len(repository) == 2 and not looks_local(name):
+        file = result_folder(f"{HUB}{name.removeprefix(HUB)}", (wanted,)) / wanted
+        return file
+    if hub_name(named) is None:
+        starts = "; a start is kaiming, gaussian, or a LoRA to continue from"
+        hint = hub_hint(named) or (starts if option == "lora.init" else "")
+        raise DitLoraError(f"{option}: no file or folder {named}{hint}")
+    folder = result_folder(named, (f"*{_SUFFIX}", "adapter_config.json"))
+    return _in_folder(folder, named, option)

@@ -1,0 +1,76 @@
+"""Names that other programs have for a model's layers; which they are is a fact of its family."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """One program's names of a model's layers in a LoRA's file, or why it has none."""
+
+    prefix: str = "diffusion_model."
+    """Put before every name."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """The program's names by Diffusers', in which `*` is a block's number; empty: they are the same."""
+    alpha: bool = True
+    """True if a file may say alpha in `.alpha` tensors; where not, alpha over rank is multiplied into B."""
+    lacking: str = ""
+    """The reason why the program loads no LoRA of this model; empty if it does."""
+
+    def of(self, name: str) -> str | None:
+        """Return the program's name of one of Diffusers' layers; None if it has no counterpart of it."""
+        if self.lacking:
+            return None
+        theirs = _renamed(self.renamed, name) if self.renamed else name
+        return theirs if theirs is None else f"{self.prefix}{theirs}"
+
+
+def no_names(why: str) -> LayerNames:
+    """Return the names of a program that loads no LoRA of a model, with the reason."""
+    return LayerNames(lacking=why)
+
+
+UNKNOWN = no_names("no names of ComfyUI are known here for this family")
+
+
+def kohya_name(name: str) -> str:
+    """Return a layer's name in kohya's layout, as VideoX-Fun writes and looks for it."""
+    # The two underscores stand around an empty part of the name.
+    return f"lora_unet__{name.replace('.', '_')}"
+
+
+def spellings(name: str, comfyui: LayerNames) -> Iterator[str]:
+    """Yield the names under which files have a layer: Diffusers', PEFT's, ComfyUI's, kohya's, LyCORIS'.
+
+    A trainer that knows the published model writes ComfyUI's names, which are that model's, where another writes
+    Diffusers'; kohya's layout has either with underscores.
+    """
+    theirs = comfyui.of(name)
+    bare = name if theirs is None else theirs.removeprefix(comfyui.prefix)
+    for one in dict.fromkeys((name, bare)):
+        joined = one.replace(".", "_")
+        yield from (f"{prefix}{one}" for prefix in ("", "transformer.", "diffusion_model."))
+        yield from (f"base_model.model.{one}", f"lora_unet_{joined}", kohya_name(one))
+        yield from (f"lora_transformer_{joined}", f"lycoris_{joined}")
+    if theirs is not None:
+        yield theirs
+
+
+def layers_by_spelling(names: Iterator[str] | list[str], comfyui: LayerNames) -> dict[str, str]:
+    """Return the layer that each spelling means, without spellings that could mean several."""
+    found: dict[str, str] = {}
+    several = set()
+    for name in names:
+        for spelling in set(spellings(name, comfyui)):
+            if found.setdefault(spelling, name) != name:
+                several.add(spelling)
+    return {spelling: name for spelling, name in found.items() if spelling not in several}
+
+
+def _renamed(names: Mapping[str, str], name: str) -> str | None:
+    if name in names:
+        return names[name]
+    list_name, _, rest = name.partition(".")
+    number, _, inner = rest.partition(".")
+    theirs = names.get(f"{list_name}.*.{inner}") if number.isdecimal() else None
+    return theirs and theirs.replace("*", number)

@@ -1,0 +1,105 @@
+"""Samples from a second checkpoint: of the same architecture, with the trained adapter in it (`validation.model`)."""
+
+import copy
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.adapters.attach import ADAPTER_NAME
+from dit_lora.adapters.groups import base_parameters
+from dit_lora.adapters.lora_mixins import adaptable
+from dit_lora.adapters.under import configs_under, put_under
+from dit_lora.config.recipe import Recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
+from dit_lora.families.base import Checkpoint
+from dit_lora.training.execution.offload import offload_base
+from dit_lora.training.task import AnySetup
+from dit_lora.training.tasks.diffusion.model import quantized
+from dit_lora.training.tasks.diffusion.stored_loras import in_samples, named_under, read_stored
+
+
+def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
+    """Open `validation.model`, None without. Raises `DitLoraError` in one line if it is of another architecture."""
+    named = recipe.validation.model
+    if named is None:
+        return None
+    model = recipe.model.model_copy(update={"path": named, "revision": None})
+    try:
+        second: Checkpoint = get_family(recipe.model.family).open(model, recipe)
+    except DitLoraError as error:
+        words = str(error).removeprefix("model.path: ")
+        raise DitLoraError(f"validation.model: {words}") from error
+    differing = _differing(checkpoint, second)
+    if differing:
+        raise DitLoraError(
+            f"validation.model: {named} is of another architecture than {recipe.model.path}: {'; '.join(differing)}"
+        )
+    return second
+
+
+def require_adapter_alone(recipe: Recipe, model: nn.Module) -> None:
+    """Raise `DitLoraError` if base weights train, which a second checkpoint has of its own."""
+    trained = base_parameters(model)
+    if recipe.validation.model is not None and trained:
+        raise DitLoraError(
+            f"validation.model: samples of it take the adapter alone, and {len(trained)} base weights train too, such as "
+            f"{next(iter(trained))}; leave one of them out"
+        )
+
+
+def second_transformer(
+    setup: AnySetup, second: Checkpoint, weights: Mapping[str, torch.Tensor]
+) -> nn.Module:
+    """Load the second checkpoint's transformer with the adapter in it, to sample from; on this process alone.
+
+    `weights` are what was trained, whole.
+    """
+    recipe, device = setup.recipe, setup.session.accelerator.device
+    model = second.load_transformer(setup.dtype)
+    stored = read_stored(recipe, second, model, under_alone=True)
+    # As the trained one is kept: what does not fit wide, fits twice no better.
+    quantized(recipe, model, get_family(recipe.model.family).group_patterns)
+    configs = configs_under(model, [file.layers for file in stored.under])
+    config = copy.deepcopy(setup.transformer.peft_config[ADAPTER_NAME])  # type: ignore[union-attr,index]
+    with torch.random.fork_rng(devices=[]):  # PEFT draws an A, which is replaced
+        adaptable(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].data = tensor.detach().to("cpu", copy=True)
+    under, on = named_under(recipe, configs, stored), in_samples(recipe)
+    put_under(model, {name: one for name, one in under.items() if name in on})
+    model.requires_grad_(False).eval()
+    offload_base(recipe, model, setup.session.accelerator)
+    if recipe.train.offload == "none":
+        model.to(device)
+    return model
+
+
+def forget(device: torch.device) -> None:
+    """Free the memory of a transformer that nothing refers to any more: it is part of circles, with its pipeline's."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _differing(checkpoint: Checkpoint, second: Checkpoint) -> list[str]:
+    """Return what the two say otherwise of pipeline and transformer, in words."""
+    pipelines = [one.pipeline_class.__name__ for one in (second, checkpoint)]
+    words = [f"{pipelines[0]}, not {pipelines[1]}"] if pipelines[0] != pipelines[1] else []
+    theirs, ours = (_architecture(one.transformer_config) for one in (second, checkpoint))
+    words += [
+        f"{key} {theirs.get(key)}, not {ours.get(key)}"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key)
+    ]
+    return words
+
+
+def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    # Names and versions that a library noted are none of it.
+    return {key: value for key, value in config.items() if not key.startswith("_")}

@@ -1,0 +1,356 @@
+"""A LoRA's file, in whichever form, is in the model bit for bit as it was trained; what does not fit is named."""
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from exported import Trained, assert_same, deltas, trained
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config
+from dit_lora.adapters.attach_file import attach_lora_file
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
+from dit_lora.adapters.layer_names import UNKNOWN, LayerNames, kohya_name, no_names
+from dit_lora.adapters.lora_file import LoraFile, read_lora
+from dit_lora.config.recipe import LoraConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.families import DIFFUSION_FAMILIES, get_family
+from dit_lora.results.export.export import ExportRequest, Form, export
+from dit_lora.results.export.key_maps import comfyui_layout
+from dit_lora.results.export.updates import updates_of
+
+Make = Callable[..., Trained]
+CONTINUED = LoraConfig(init="a/file")
+
+
+@pytest.fixture
+def make(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Make:
+    def made(variant: str = "cogvideox-2b", name: str = "adapter", **kwargs: Any) -> Trained:
+        family = kwargs.pop("family", "cogvideox")
+        return trained(family, tiny_checkpoints[variant], tmp_path / name, **kwargs)
+
+    return made
+
+
+def fresh(one: Trained) -> Any:
+    return one.checkpoint.load_transformer(torch.float32)
+
+
+def read(one: Trained, file: Path, family: str = "cogvideox") -> LoraFile:
+    names = get_family(family).comfyui
+    return read_lora(file, fresh(one), names, one.checkpoint.pipeline_class)
+
+
+def attached(one: Trained, stored: LoraFile, family: str = "cogvideox") -> Any:
+    model = fresh(one)
+    attach_lora_file(model, stored, CONTINUED, get_family(family).lora_targets, seed=0)
+    return model
+
+
+def matrices(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach() for n, p in model.named_parameters() if ".lora_" in n}
+
+
+def exported(one: Trained, to: Form) -> Path:
+    out = one.folder.parent / f"{one.folder.name}-{to}"
+    export(ExportRequest((one.folder,), to, out, model=str(one.base)))
+    (file,) = out.glob("*.safetensors")
+    return file
+
+
+def forms_of(family: str) -> tuple[Form, ...]:
+    facts = get_family(family)
+    programs: dict[Form, bool] = {"comfyui": not facts.comfyui.lacking, "kohya": facts.kohya}
+    return ("diffusers", "folded", "peft", *(form for form, there in programs.items() if there))
+
+
+@pytest.mark.parametrize("family", DIFFUSION_FAMILIES)
+def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, family: str) -> None:
+    facts = get_family(family)
+    variant = facts.sites[-1].variant if family == "cogvideox" else facts.sites[0].variant
+    one = make(variant, family=family)
+    for form in forms_of(family):
+        model = attached(one, read(one, exported(one, form), family), family)
+        if form == "folded" or (form == "comfyui" and not facts.comfyui.alpha):
+            assert_same(deltas(model), deltas(one.model))
+            continue
+        expected, found = matrices(one.model), matrices(model)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        config = adapter_config(model)
+        assert (config["r"], config["lora_alpha"]) == (4, 7)
+        assert not config["rank_pattern"]
+        assert not config["alpha_pattern"]
+        assert all(
+            p.requires_grad and p.dtype is torch.float32
+            for n, p in model.named_parameters()
+            if ".lora_" in n
+        )
+        assert adapter_config(one.model)["target_modules"] == config["target_modules"]
+
+
+def test_of_the_families_here_comfyui_runs_cogvideox() -> None:
+    assert forms_of("cogvideox") == ("diffusers", "folded", "peft", "comfyui", "kohya")
+    for family in ("sana", "sana_video", "dit", "latte", "video_dit"):
+        assert forms_of(family) == ("diffusers", "folded", "peft")
+
+
+def test_what_trains_of_a_file_is_the_adapter_alone(make: Make) -> None:
+    one = make()
+    model = attached(one, read(one, one.folder / ADAPTER_FILE))
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == matrices(model).keys()
+
+
+def uneven(one: Trained, file: Path, key: Callable[[str], str], up: str, down: str) -> Any:
+    """Write a file whose layers have ranks 2, 3, 4, ... and alphas of their own; return a plain model with its sums."""
+    generator = torch.Generator().manual_seed(3)
+    tensors, expected = {}, {}
+    names = [n for n, m in fresh(one).named_modules() if n.endswith(("to_q", "ff.net.2"))]
+    for number, name in enumerate(names):
+        layer = fresh(one).get_submodule(name)
+        rank, alpha = 2 + number, 1.5 + number
+        a = torch.randn(rank, layer.in_features, generator=generator)
+        b = torch.randn(layer.out_features, rank, generator=generator)
+        tensors |= {f"{key(name)}.{down}.weight": a, f"{key(name)}.{up}.weight": b}
+        tensors[f"{key(name)}.alpha"] = torch.tensor(alpha)
+        expected[name] = alpha / rank * b.double() @ a.double()
+    save_file(tensors, file)
+    assert len(expected) == 4
+    return expected
+
+
+def test_layers_of_different_ranks_and_alphas_keep_their_own(make: Make, tmp_path: Path) -> None:
+    one = make()
+    expected = uneven(one, tmp_path / "k.safetensors", kohya_name, "lora_up", "lora_down")
+    model = attached(one, read(one, tmp_path / "k.safetensors"))
+    assert_same(deltas(model), expected)
+    # As Diffusers loads what is saved of it.
+    one.checkpoint.pipeline_class.save_lora_weights(
+        tmp_path / "saved",
+        transformer_lora_layers={
+            n.replace(f".{ADAPTER_NAME}.", "."): t for n, t in matrices(model).items()
+        },
+        transformer_lora_adapter_metadata=adapter_config(model),
+    )
+    pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+    pipeline.load_lora_weights(tmp_path / "saved")
+    assert_same(deltas(pipeline.transformer), expected)
+
+
+def test_peft_configs_with_patterns_and_rslora_are_scaled_as_peft_does(
+    make: Make, tmp_path: Path
+) -> None:
+    import peft
+
+    one = make()
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=["to_q", "ff.net.2"],
+        rank_pattern={"transformer_blocks.1.attn1.to_q": 2},
+        alpha_pattern={"net.2": 5},
+        use_rslora=True,
+        init_lora_weights=False,
+    )
+    wrapped = peft.get_peft_model(fresh(one), config)
+    wrapped.save_pretrained(str(tmp_path / "peft"))
+    stored = read(one, tmp_path / "peft" / "adapter_model.safetensors")
+    assert set(stored.digests) == {"sha256", "config_sha256"}
+    assert stored.layers["transformer_blocks.0.ff.net.2"].alpha == pytest.approx(5 * math.sqrt(4))
+    assert_same(deltas(attached(one, stored)), deltas(wrapped))
+
+
+def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(make: Make) -> None:
+    one = make()
+    names = LayerNames(prefix="transformer.", alpha=False)
+    tensors = comfyui_layout(names, updates_of(one.model)).tensors(updates_of(one.model))
+    assert set(tensors) == {
+        f"transformer.{name}.lora_{part}.weight" for name in deltas(one.model) for part in "AB"
+    }
+    file = one.folder.parent / "same.safetensors"
+    save_file(tensors, file)
+    stored = read_lora(file, fresh(one), names, one.checkpoint.pipeline_class)
+    assert all(
+        torch.equal(tensors[f"transformer.{n}.lora_B.weight"], one.b)
+        for n, one in stored.layers.items()
+    )
+    assert_same(deltas(attached(one, stored)), deltas(one.model))
+
+
+def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: Any) -> None:
+    """From ComfyUI's names, with alpha and without, to Diffusers' file, whose header says what `verify` compares."""
+    one = make()
+    for names in (get_family("cogvideox").comfyui, LayerNames(prefix="transformer.", alpha=False)):
+        family = replace(get_family("cogvideox"), comfyui=names)
+        monkeypatch.setattr("dit_lora.results.export.export.get_family", lambda _, own=family: own)
+        file = exported(one, "comfyui")
+        out = file.parent / "back"
+        export(ExportRequest((file,), "diffusers", out, model=str(one.base)))
+        pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+        pipeline.load_lora_weights(out)
+        assert_same(deltas(pipeline.transformer), deltas(one.model))
+        made = read_provenance(out / ADAPTER_FILE)
+        assert (made["rank"], made["alpha"]) == (4, 7 if names.alpha else 4)
+        assert (
+            adapter_config(attached(one, read(one, out / ADAPTER_FILE)))["lora_alpha"]
+            == made["alpha"]
+        )
+        shutil.rmtree(file.parent)
+
+
+def test_names_of_a_program() -> None:
+    renamed = LayerNames(renamed={"blocks.*.a.to_q": "layers.*.q", "out": "head"})
+    assert renamed.of("blocks.12.a.to_q") == "diffusion_model.layers.12.q"
+    assert renamed.of("out") == "diffusion_model.head"
+    assert renamed.of("blocks.x.a.to_q") is None
+    assert renamed.of("blocks.1.a.to_k") is None
+    assert LayerNames(prefix="transformer.").of("blocks.1.a") == "transformer.blocks.1.a"
+    assert no_names("why").of("out") is None
+    assert UNKNOWN.lacking
+
+
+@pytest.mark.parametrize(
+    ("key", "down", "up"),
+    [
+        ("{ours}", "lora_A", "lora_B"),
+        ("transformer.{ours}", "lora_A.default", "lora_B.default"),
+        ("base_model.model.{ours}", "lora_A", "lora_B"),
+        ("transformer.{ours}", "lora.down", "lora.up"),
+        ("diffusion_model.{theirs}", "lora_down", "lora_up"),
+        ("lora_unet_{joined_theirs}", "lora_down", "lora_up"),
+        ("lora_unet_{joined}", "lora_down", "lora_up"),
+        ("lycoris_{joined}", "lora_down", "lora_up"),
+        ("lora_transformer_{joined}", "lora_down", "lora_up"),
+    ],
+)
+def test_each_spelling_of_other_trainers_is_the_same_layer(
+    make: Make, tmp_path: Path, key: str, down: str, up: str
+) -> None:
+    """Of both kinds of names: Diffusers', and those of the published model, which ComfyUI has."""
+    one, names = make(), get_family("cogvideox").comfyui
+    tensors = {}
+    for name, (term,) in updates_of(one.model).items():
+        theirs = (names.of(name) or "").removeprefix(names.prefix)
+        joined = {"joined": name.replace(".", "_"), "joined_theirs": theirs.replace(".", "_")}
+        own = key.format(ours=name, theirs=theirs, **joined)
+        tensors |= {f"{own}.{down}.weight": term.a, f"{own}.{up}.weight": term.b}
+        tensors[f"{own}.alpha"] = torch.tensor(7.0)
+    save_file({k: t.contiguous() for k, t in tensors.items()}, tmp_path / "theirs.safetensors")
+    assert_same(
+        deltas(attached(one, read(one, tmp_path / "theirs.safetensors"))), deltas(one.model)
+    )
+
+
+def test_kohyas_joined_layers_come_apart_where_the_pipeline_knows_how(tmp_path: Path) -> None:
+    """FLUX: q, k and v are one layer there; Diffusers' own converter splits them, and folds alpha."""
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=8,
+        pooled_projection_dim=8,
+        axes_dims_rope=[2, 2, 4],
+    ).requires_grad_(False)
+    a, b = torch.randn(3, 16), torch.randn(48, 3)
+    key = "lora_unet_double_blocks_0_img_attn_qkv"
+    tensors = {
+        f"{key}.lora_down.weight": a,
+        f"{key}.lora_up.weight": b,
+        f"{key}.alpha": torch.tensor(6.0),
+    }
+    save_file(tensors, tmp_path / "flux.safetensors")
+    stored = read_lora(tmp_path / "flux.safetensors", model, UNKNOWN, FluxPipeline)
+    attach_lora_file(model, stored, CONTINUED, (), seed=0)
+    whole = (2.0 * b.double() @ a.double()).split(16)
+    expected = {
+        f"transformer_blocks.0.attn.to_{which}": part
+        for which, part in zip("qkv", whole, strict=True)
+    }
+    assert_same(deltas(model), expected)
+
+
+def refusal(one: Trained, tensors: dict[str, torch.Tensor], metadata: Any = None) -> str:
+    file = one.folder.parent / "changed.safetensors"
+    save_file(tensors, file, metadata=metadata)
+    with pytest.raises(DitLoraError) as refused:
+        read(one, file)
+    assert refused.value.exit_code == 2
+    return str(refused.value)
+
+
+def test_every_name_that_fits_nowhere_is_listed(make: Make) -> None:
+    one = make()
+    tensors = load_file(one.folder / ADAPTER_FILE)
+    moved = {key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()}
+    said = refusal(one, moved)
+    assert "4 of its layers are not in the model" in said
+    for name in ("to_q", "to_k", "to_v", "to_out.0"):
+        assert f"  - transformer.transformer_blocks.9.attn1.{name}: not in the model" in said
+    assert "_blocks.0." not in said
+
+
+def test_other_shapes_and_other_kinds_of_tensors_are_refused(make: Make) -> None:
+    one = make()
+    tensors = load_file(one.folder / ADAPTER_FILE)
+    layer = "transformer.transformer_blocks.0.attn1.to_q"
+    said = refusal(one, {**tensors, f"{layer}.lora_A.weight": torch.ones(4, 5)})
+    assert "to_q.lora_A.weight: made for [5], the model's layer has [64]" in said
+    said = refusal(one, {**tensors, f"{layer}.lora_B.weight": torch.ones(64, 3)})
+    assert "to_q: A has rank 4, B is [64, 3]" in said
+    said = refusal(one, {n: t for n, t in tensors.items() if n != f"{layer}.lora_B.weight"})
+    assert "transformer_blocks.0.attn1.to_q: no lora_B" in said
+    said = refusal(one, {**tensors, f"{layer}.dora_scale": torch.ones(4)})
+    assert "(lora_A, lora_B) alone; it has\n" in said
+    assert f"  - {layer}.dora_scale" in said
+    said = refusal(one, {**tensors, f"{layer}.lora_A.weight": torch.full((4, 64), torch.inf)})
+    assert "not finite" in said
+    attention = "transformer.transformer_blocks.0.attn1"
+    wrong = {
+        f"{attention}.lora_A.weight": torch.ones(4, 64),
+        f"{attention}.lora_B.weight": torch.ones(64, 4),
+    }
+    assert "attn1: no linear layer and no 2D convolution" in refusal(one, {**tensors, **wrong})
+    twice = kohya_name("transformer_blocks.0.attn1.to_q")
+    said = refusal(one, {**tensors, f"{twice}.lora_down.weight": torch.ones(4, 64)})
+    assert "a second one of transformer_blocks.0.attn1.to_q" in said
+    assert "has no LoRA matrices" in refusal(one, {})
+
+
+def test_a_recipes_own_rank_alpha_or_targets_must_be_the_files(make: Make) -> None:
+    one = make()
+    stored = read(one, one.folder / ADAPTER_FILE)
+
+    def refused(**lora: Any) -> str:
+        with pytest.raises(DitLoraError) as error:
+            attach_lora_file(fresh(one), stored, LoraConfig(init="a/file", **lora), (), seed=0)
+        return str(error.value)
+
+    assert "lora.rank: 8 is given, and 4 is in pytorch_lora_weights.safetensors" in refused(rank=8)
+    assert "lora.alpha: 4 is given, and 7 is in" in refused(alpha=4)
+    said = refused(targets=("to_q", "ff.net.2"))
+    assert "transformer_blocks.0.ff.net.2: not in the file" in said
+    assert "transformer_blocks.0.attn1.to_k: not in lora.targets" in said
+    same = LoraConfig(init="x/y", rank=4, alpha=7, targets=("to_q", "to_k", "to_v", "to_out.0"))
+    attach_lora_file(fresh(one), stored, same, (), seed=0)
+
+
+def test_a_quantised_base_takes_a_file_too(make: Make) -> None:
+    from dit_lora.adapters.quantize import quantize_base
+
+    one = make()
+    model = fresh(one)
+    quantize_base(model, "int8")
+    stored = read_lora(one.folder / ADAPTER_FILE, model, UNKNOWN, one.checkpoint.pipeline_class)
+    attach_lora_file(model, stored, CONTINUED, (), seed=0)
+    assert_same(deltas(model), deltas(one.model))

@@ -1,0 +1,96 @@
+"""Frozen adapters beside the one that trains, in PEFT's layers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported import trained
+from torch import nn
+
+from dit_lora.adapters.attach import ADAPTER_NAME, attach_lora, is_under
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE
+from dit_lora.adapters.groups import base_parameters, parameter_groups
+from dit_lora.adapters.lora_file import StoredLayer, read_lora
+from dit_lora.adapters.under import configs_under, put_under, under_off
+from dit_lora.config.recipe import LoraConfig
+from dit_lora.families import get_family
+from dit_lora.results.verify.output import adapters_off
+
+FAMILY = get_family("cogvideox")
+
+
+@pytest.fixture
+def stored(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> tuple[Any, dict[str, StoredLayer]]:
+    """A checkpoint, and an adapter of layers that the family's targets have only in part."""
+    base = tiny_checkpoints["cogvideox-2b"]
+    one = trained("cogvideox", base, tmp_path / "one", rank=3, targets=("to_q", "ff.net.2"))
+    model = one.checkpoint.load_transformer(torch.float32)
+    pipeline = one.checkpoint.pipeline_class
+    file = read_lora(one.folder / ADAPTER_FILE, model, FAMILY.comfyui, pipeline)
+    return one.checkpoint, dict(file.layers)
+
+
+def model_of(stored: tuple[Any, dict[str, StoredLayer]], dtype: torch.dtype) -> Any:
+    checkpoint, layers = stored
+    model = checkpoint.load_transformer(dtype)
+    configs = configs_under(model, [layers, layers])
+    attach_lora(model, LoraConfig(rank=4), FAMILY.lora_targets, seed=0)
+    put_under(model, {"under_0": (configs[0], layers, 0.5), "under_1": (configs[1], layers, -2.0)})
+    return model.eval()
+
+
+def output(model: nn.Module) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    dtype = next(model.parameters()).dtype
+    hidden = torch.randn(2, 3, 4, 8, 12, generator=generator).to(dtype)
+    text = torch.randn(2, 226, 32, generator=generator).to(dtype)
+    with torch.no_grad():
+        found: torch.Tensor = model(
+            hidden_states=hidden, encoder_hidden_states=text, timestep=torch.tensor([300, 900])
+        ).sample
+    return found
+
+
+def trainable(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_they_are_in_fp32_and_nothing_but_the_trained_one_trains(stored: Any) -> None:
+    model = model_of(stored, torch.bfloat16)
+    under = {name: p for name, p in model.named_parameters() if is_under(name)}
+    assert len(under) == 2 * 2 * len(stored[1])
+    assert {p.dtype for p in under.values()} == {torch.float32}
+    assert all(f".{ADAPTER_NAME}." in name for name in trainable(model))
+    groups = parameter_groups(
+        model, adapter=1e-3, connector=1e-4, backbone=1e-5, patterns=FAMILY.group_patterns
+    )
+    named = {name for group in groups for name in group["param_names"]}
+    assert not named & under.keys()
+    assert not any(is_under(name) for name in base_parameters(model))
+    assert not any(p.requires_grad for p in under.values())
+
+
+def test_each_acts_by_its_scale_and_goes_away_by_name(stored: Any) -> None:
+    model, checkpoint = model_of(stored, torch.float32), stored[0]
+    base, before = output(checkpoint.load_transformer(torch.float32).eval()), trainable(model)
+    whole = output(model)
+    with under_off(model):
+        assert torch.equal(output(model), base)  # B of the trained one is zero
+        with adapters_off(model):
+            assert torch.equal(output(model), base)
+        assert torch.equal(output(model), base)
+    assert torch.equal(output(model), whole)
+    with under_off(model, but=["under_0"]):
+        half = output(model)
+    expected = checkpoint.load_transformer(torch.float32)
+    for name, layer in stored[1].items():
+        expected.get_submodule(name).weight.data += (
+            0.5 * layer.alpha / layer.rank * layer.b @ layer.a
+        )
+    torch.testing.assert_close(half, output(expected.eval()), rtol=1e-4, atol=1e-5)
+    assert (half - whole).abs().max() > 0.01 < (half - base).abs().max()
+    assert trainable(model) == before
+    with pytest.raises(ZeroDivisionError), under_off(model):
+        raise ZeroDivisionError
+    assert torch.equal(output(model), whole)

@@ -1,0 +1,41 @@
+"""A published recipe names no place of the machine that trained, and keeps what is on the Hub."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dit_lora.config.load import dump_recipe, parse_recipe
+from dit_lora.hub.cleaning import clean_config
+
+
+def cleaned(values: dict[str, Any]) -> dict[str, Any]:
+    text = clean_config(yaml.safe_load(dump_recipe(parse_recipe(values, "test"))), "me/base", ())
+    parse_recipe(yaml.safe_load(text), "published")  # it is a recipe still
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def test_adapters_and_checkpoints_of_this_machine_become_placeholders(
+    recipe_values: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe_values["validation"] |= {"prompts": ["x"], "model": str(tmp_path / "turbo")}
+    under = [{"path": "me/adapter", "scale": 0.5}, {"path": "./gone/mine.safetensors"}]
+    recipe_values["lora"] = {"init": str(tmp_path), "under": under}
+    found = cleaned(recipe_values)
+    assert found["lora"]["init"] == "path/to/lora"
+    assert [one["path"] for one in found["lora"]["under"]] == ["me/adapter", "path/to/under_1"]
+    assert found["validation"]["model"] == "path/to/validation_model"
+    assert str(tmp_path) not in yaml.safe_dump(found)
+
+
+def test_what_is_on_the_hub_keeps_its_name(recipe_values: dict[str, Any]) -> None:
+    recipe_values["validation"] |= {"prompts": ["x"], "model": "owner/turbo"}
+    recipe_values["lora"] = {"init": "hub:models/start"}
+    found = cleaned(recipe_values)
+    assert (found["lora"]["init"], found["validation"]["model"]) == (
+        "hub:models/start",
+        "owner/turbo",
+    )
+    del recipe_values["lora"]["init"]
+    assert cleaned(recipe_values)["lora"]["init"] == "kaiming"

@@ -1,0 +1,61 @@
+"""Phases of a run beside training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from exported import trained
+from launching import ROOT
+from safetensors.torch import load_file
+
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE
+from dit_lora.config.load import load_recipe
+from dit_lora.planning.budget import Launch, MemoryBudget, count
+from dit_lora.planning.search import subject_of
+from dit_lora.training.tasks.registry import task_of
+
+
+@pytest.mark.parametrize("quantize", ["null", "int8"])
+def test_a_second_checkpoint_for_samples_is_counted_where_it_is_held(
+    tiny_checkpoints: dict[str, Path], quantize: str
+) -> None:
+    base = tiny_checkpoints["cogvideox-5b"]
+    common = [f"model.path={base}", "data.path=/nowhere", f"model.quantize={quantize}"]
+    common += ["data.width=128", "data.height=128", "validation.prompts=[x]"]
+
+    def budget(*overrides: str) -> MemoryBudget:
+        file = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
+        recipe = load_recipe(file, [*common, *overrides])
+        return count(recipe, subject_of(recipe, gpu=False), Launch(), None)
+
+    without, beside = budget(), budget(f"validation.model={base}")
+    subject = subject_of(without.recipe, gpu=False)
+    model, _, _ = task_of("cogvideox").load_trainable(
+        without.recipe, subject.family, subject.checkpoint, torch.float32
+    )
+    held = sum(p.nbytes for p in model.parameters())
+    assert beside.phases["validation"] - without.phases["validation"] == held
+    assert beside.phases["training"] == without.phases["training"]
+    assert beside.host["a second transformer"] == without.training.weights
+
+
+def test_the_rank_is_the_files_and_a_frozen_adapter_counts_as_frozen(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    base = tiny_checkpoints["cogvideox-5b"]
+    start = trained("cogvideox", base, tmp_path / "start", rank=3).folder
+    under = trained("cogvideox", base, tmp_path / "under", rank=5, targets=("to_q",)).folder
+    common = [f"model.path={base}", "data.path=/nowhere", "data.width=128", "data.height=128"]
+
+    def weights(lora: str) -> tuple[int, int]:
+        recipe = load_recipe(ROOT / "recipes" / "smoke" / "cogvideox.yaml", [*common, lora])
+        counted = count(recipe, subject_of(recipe, gpu=False), Launch(), None)
+        return counted.training.weights, counted.training.trained
+
+    frozen, trains = weights("lora={rank: 6}")
+    under_bytes = sum(t.nbytes for t in load_file(under / ADAPTER_FILE).values())
+    file = under / ADAPTER_FILE
+    assert weights(f"lora={{init: {start}, under: [{file}]}}") == (
+        frozen + under_bytes,
+        trains // 2,
+    )

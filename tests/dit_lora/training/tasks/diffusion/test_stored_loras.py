@@ -1,0 +1,31 @@
+"""Where a recipe names a folder with the files of two experts, each expert's run takes its own."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dit_lora.training.tasks.diffusion.stored_loras import _of_pair
+
+PARTS = {"transformer": "high_noise", "transformer_2": "low_noise"}
+
+
+def checkpoint(part: str, parts: dict[str, str] | None = None) -> Any:
+    return SimpleNamespace(part=part, parts=PARTS if parts is None else parts)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_experts_own_file_is_found_by_header_or_by_name(tmp_path: Path, told: bool) -> None:
+    for part, name in PARTS.items():
+        header = {"dit_lora": f'{{"part": "{part}"}}'} if told else None
+        save_file({"x": torch.ones(1)}, tmp_path / f"mine_{name}.safetensors", metadata=header)
+    for part, name in PARTS.items():
+        found = _of_pair(checkpoint(part), str(tmp_path))
+        assert found == tmp_path / f"mine_{name}.safetensors"
+    assert _of_pair(checkpoint("transformer", {}), str(tmp_path)) is None
+    assert _of_pair(checkpoint("transformer"), str(found)) is None  # a file is what it is
+    (tmp_path / "mine_low_noise.safetensors").unlink()
+    assert _of_pair(checkpoint("transformer_2"), str(tmp_path)) is None

@@ -1,0 +1,70 @@
+"""Continuing from a file, a frozen adapter under it, and a second model for samples: over ranks as on one process."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from exported import trained
+from launching import on_ranks
+from runs import adapter, lines
+from topologies import Case, Engine, run_all
+
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE
+
+pytestmark = pytest.mark.slow
+ENGINES = [
+    engine
+    for engine in get_args(Engine)
+    if engine != "zero2" or importlib.util.find_spec("deepspeed") is not None
+]
+
+
+def test_every_engine_trains_shows_and_verifies_the_same(
+    tiny_checkpoints: dict[str, Path],
+    shape_clips: Path,
+    lora_main: Callable[[list[str]], None],
+    tmp_path: Path,
+) -> None:
+    base = tiny_checkpoints["cogvideox-5b"]
+    start, under = (
+        trained("cogvideox", base, tmp_path / name, rank=3, seed=seed, scale=0.05).folder
+        for name, seed in (("start", 1), ("under", 2))
+    )
+
+    def args(name: str, *more: str) -> tuple[str, ...]:
+        return (
+            "recipes/smoke/cogvideox.yaml",
+            f"model.path={base}",
+            f"data.path={shape_clips}",
+            f"data.cache={tmp_path / 'cache'}",
+            "data.height=32",
+            "data.width=48",
+            "train.steps=2",
+            f"lora={json.dumps({'init': str(start), 'under': [str(under / ADAPTER_FILE)]})}",
+            "validation.prompts=[x]",
+            "validation.inference_steps=1",
+            "validation.held_out_draws=1",
+            f"validation.model={base}",
+            *more,
+            f"run.dir={tmp_path / name}",
+        )
+
+    lora_main([*args("one", "train.batch_size=4")])
+    cases = [Case(engine, args(engine, "train.batch_size=2")) for engine in ENGINES]
+    found = on_ranks(2, run_all, cases)
+    for number, engine in enumerate(ENGINES):
+        assert [(own[number].exit_code, own[number].error) for own in found] == [(0, "")] * 2
+        run = tmp_path / engine
+        whole, parts = (lines(place, "held_out.jsonl") for place in (tmp_path / "one", run))
+        assert [one["held_out_loss"] for one in parts] == pytest.approx(
+            [one["held_out_loss"] for one in whole], rel=1e-5
+        )
+        torch.testing.assert_close(adapter(run), adapter(tmp_path / "one"), rtol=0, atol=2e-5)
+        shown = [place / "samples/step_000000/prompt_00.mp4" for place in (run, tmp_path / "one")]
+        assert shown[0].read_bytes() == shown[1].read_bytes()
+        assert (run / "samples" / "step_000002" / "prompt_00.mp4").is_file()
+        assert json.loads((run / "verification.json").read_text())["passed"]

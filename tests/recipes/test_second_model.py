@@ -1,0 +1,138 @@
+"""Samples from a second checkpoint: its own transformer, VAE and text encoder, with the trained adapter in it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import lines, same_adapter
+
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
+from dit_lora.commands.sample import SampleRequest, sample
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.data.media.video import write_sample
+from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
+from dit_lora.families.base import Sampling
+from dit_lora.training.tasks.diffusion import validation
+
+Main = Callable[[list[str]], None]
+SHOWN = ["validation.prompts=[a red square]", "validation.inference_steps=2", "validation.seed=3"]
+
+
+@pytest.fixture(scope="module")
+def turbo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with weights of its own in every component."""
+    folder = tmp_path_factory.mktemp("turbo") / "tiny-turbo"
+    get_family("cogvideox").build_tiny("cogvideox-5b", folder, 7)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "further",
+    [
+        ["train.ema=0.5"],
+        ["model.quantize=int8", "guard.preflight=false", "data.caption_dropout=0.3"],
+        ["train.offload=group", "train.checkpointing=full", "validation.guidance_scale=0"],
+    ],
+)
+def test_samples_are_those_of_the_stock_pipeline_of_the_second_with_the_adapter(
+    lora_main: Main, smoke: list[str], turbo: Path, tmp_path: Path, further: list[str]
+) -> None:
+    plain, run = tmp_path / "plain", tmp_path / "run"
+    common = [*smoke, *SHOWN, *further, "train.steps=2", "validation.held_out_draws=1"]
+    lora_main([*common, f"run.dir={plain}"])
+    lora_main([*common, f"validation.model={turbo}", f"run.dir={run}"])
+    # Nothing of it reaches training, or the held-out loss.
+    assert same_adapter(run, plain)
+    assert [one["held_out_loss"] for one in lines(run, "held_out.jsonl")] == [
+        one["held_out_loss"] for one in lines(plain, "held_out.jsonl")
+    ]
+    guidance = 0.0 if "validation.guidance_scale=0" in further else 6.0
+    made = {step: run / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 2)}
+    if "model.quantize=int8" in further:  # whose rounding no stock pipeline repeats
+        others = plain / "samples" / "step_000002" / "prompt_00.mp4"
+        assert made[0].read_bytes() != made[2].read_bytes() != others.read_bytes()
+        return
+    checkpoint = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=str(turbo)))
+    how = Sampling(VideoShape(9, 32, 48), 2, guidance, 3)
+    pipeline = checkpoint.pipeline(torch.float32)
+    expected = checkpoint.generate(pipeline, checkpoint.conditions("a red square"), how)
+    assert made[0].read_bytes() == write_sample(tmp_path / "base", expected, 8).read_bytes()
+    asked = {"inference_steps": 2, "guidance_scale": guidance, "seed": 3, "out": tmp_path / "out"}
+    (file,) = sample(SampleRequest(run, ("a red square",), model=str(turbo), **asked))
+    assert made[2].read_bytes() == file.read_bytes() != made[0].read_bytes()
+    header = read_provenance(run / "adapter" / ADAPTER_FILE)
+    assert header["samples_from"] == "tiny-turbo"
+    assert str(tmp_path) not in json.dumps(header)
+
+
+def test_it_is_held_while_samples_are_made_and_no_longer(
+    lora_main: Main, smoke: list[str], turbo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import weakref
+
+    held: list[Any] = []
+    write = validation._write
+
+    def noting(*args: Any) -> None:
+        assert not any(one() is not None for one in held)
+        write(*args)
+        held.append(weakref.ref(args[-1]))
+
+    monkeypatch.setattr(validation, "_write", noting)
+    args = [*smoke, *SHOWN, f"validation.model={turbo}", "train.steps=2", "validation.every=1"]
+    lora_main([*args, f"run.dir={tmp_path / 'run'}"])
+    assert len(held) == 3
+
+
+@pytest.fixture
+def refused(lora_main: Main, smoke: list[str], tmp_path: Path) -> Callable[..., str]:
+    def run(*overrides: str) -> str:
+        with pytest.raises(DitLoraError) as error:
+            lora_main([*smoke, *SHOWN, f"run.dir={tmp_path / 'run'}", *overrides])
+        assert error.value.exit_code == 2
+        assert not (tmp_path / "run").exists()
+        return str(error.value)
+
+    return run
+
+
+@pytest.mark.usefixtures("nothing_encoded")
+def test_another_architecture_is_refused_in_one_line(
+    refused: Callable[..., str], tiny_checkpoints: dict[str, Path], turbo: Path, tmp_path: Path
+) -> None:
+    wider = Path(shutil.copytree(turbo, tmp_path / "wider"))
+    config = json.loads((wider / "transformer" / "config.json").read_text())
+    changed = {**config, "num_layers": 3, "_name_or_path": "elsewhere"}
+    (wider / "transformer" / "config.json").write_text(json.dumps(changed))
+    base = tiny_checkpoints["cogvideox-5b"]
+    said = refused(f"validation.model={wider}")
+    assert said == (
+        f"validation.model: {wider} is of another architecture than {base}: num_layers 3, not 2"
+    )
+    said = refused(f"validation.model={tiny_checkpoints['sana-600m']}")
+    assert said.startswith("validation.model: ")
+    assert "is a SanaPipeline checkpoint; family cogvideox trains" in said
+    assert "\n" not in said
+    said = refused("validation.model=./nowhere")
+    assert said.startswith(
+        "validation.model: no folder ./nowhere; give a Diffusers checkpoint folder"
+    )
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_has_no_adapter_alone_is_refused(refused: Callable[..., str], turbo: Path) -> None:
+    second = f"validation.model={turbo}"
+    assert "nothing is sampled from it" in refused(second, "validation.prompts=[]")
+    said = refused(second, "optim.groups.connector.lr=1e-5")
+    assert "take the adapter alone, and " in said
+    source = "{path: prior, caption: a, generate: 3}"
+    data = "data.sources=[{path: clips}, " + source + "]"
+    assert "generate them in a run without it first" in refused(second, "data.path=null", data)
+    said = refused(second, "data.precompute=false")
+    assert "has another text encoder than model.path" in said
