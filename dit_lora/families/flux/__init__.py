@@ -1,5 +1,6 @@
 """FLUX.1 text-to-image: dev, whose guidance is an input, and schnell."""
 
+from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License, Site
 
 
@@ -59,5 +60,7 @@ FAMILY = DiffusionFamily(
             "https://huggingface.co/black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md",
         ),
     },
+    # ComfyUI's map has Diffusers' names (comfy/utils.py, flux_to_diffusers), with their prefix.
+    comfyui=LayerNames(prefix="transformer.", alpha=False),
     sites=tuple(_site(variant) for variant in ("flux-dev", "flux-schnell")),
 )

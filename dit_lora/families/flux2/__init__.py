@@ -1,5 +1,6 @@
 """FLUX.2 text-to-image: klein-base, of 4B and 9B, and dev, whose guidance is an input."""
 
+from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License, Site
 
 
@@ -55,5 +56,7 @@ FAMILY = DiffusionFamily(
         "black-forest-labs/FLUX.2-klein*9B": _NON_COMMERCIAL,
         "black-forest-labs/FLUX.2-dev": _NON_COMMERCIAL,
     },
+    # ComfyUI's map has Diffusers' names (comfy/utils.py, flux_to_diffusers), with their prefix.
+    comfyui=LayerNames(prefix="transformer.", alpha=False),
     sites=tuple(_site(variant) for variant in ("flux2-klein", "flux2-dev")),
 )

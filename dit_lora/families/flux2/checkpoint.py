@@ -175,10 +175,11 @@ class KleinCheckpoint(Flux2Checkpoint):
     system_message = None
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        if self.distilled:
+        if self.distilled and not recipe.lora.under:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it undoes "
-                "that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B: the adapter loads into both"
+                "that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B, whose adapter loads into both, and "
+                "sample from this one with validation.model; or give an adapter that undoes it in lora.under"
             )
         return super().for_recipe(recipe)
 
