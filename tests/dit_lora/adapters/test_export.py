@@ -40,6 +40,8 @@ MODELS = (
             ("dit", "dit-tiny"),
             ("latte", "latte"),
             ("video_dit", "video-dit-text"),
+            ("wan", "wan-2.1-i2v"),
+            ("wan", "wan-2.2-t2v-a14b"),
         )
     ),
 )
