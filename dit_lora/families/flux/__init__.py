@@ -1,5 +1,6 @@
 """FLUX.1 text-to-image: dev, whose guidance is an input, and schnell."""
 
+from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License, Site
 
 
@@ -50,6 +51,9 @@ FAMILY = DiffusionFamily(
         "backbone": ("transformer_blocks.*", "single_transformer_blocks.*"),
     },
     pipeline_names=("FluxPipeline",),
+    # Comfy-Org/ComfyUI, comfy/lora.py: Diffusers' names by comfy/utils.py, flux_to_diffusers; it would take `.alpha`
+    # too, which Diffusers' loader does not.
+    comfyui=LayerNames(prefix="transformer.", alpha=False),
     default_recipe="flux/dev",
     licenses={
         "black-forest-labs/FLUX.1-schnell": License("apache-2.0"),  # its card

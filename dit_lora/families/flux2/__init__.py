@@ -1,5 +1,6 @@
 """FLUX.2 text-to-image: klein-base, of 4B and 9B, and dev, whose guidance is an input."""
 
+from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License, Site
 
 
@@ -47,6 +48,8 @@ FAMILY = DiffusionFamily(
         "backbone": ("transformer_blocks.*", "single_transformer_blocks.*"),
     },
     pipeline_names=("Flux2KleinPipeline", "Flux2Pipeline"),
+    # Comfy-Org/ComfyUI, comfy/utils.py, flux_to_diffusers: it has FLUX.2's two layers of single blocks too.
+    comfyui=LayerNames(prefix="transformer.", alpha=False),
     default_recipe="flux2/klein_base_4b",
     # Each base's own card.
     licenses={

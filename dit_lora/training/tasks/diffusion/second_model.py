@@ -29,7 +29,7 @@ def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
         return None
     model = recipe.model.model_copy(update={"path": named, "revision": None})
     try:
-        second: Checkpoint = get_family(recipe.model.family).open(model, recipe)
+        second: Checkpoint = get_family(recipe.model.family).open(model, recipe, samples=True)
     except DitLoraError as error:
         words = str(error).removeprefix("model.path: ")
         raise DitLoraError(f"validation.model: {words}") from error
