@@ -324,10 +324,6 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         refuse_options(recipe, (*self.takes, *of_experts))
         return self
 
-    def untrainable(self, recipe: Recipe) -> str | None:
-        """Return why a recipe is not to train this checkpoint, which may sample all the same; None if it is."""
-        return None
-
     def index_changes(self) -> dict[str, Any]:
         """Return what a pipeline trained from this says otherwise in its model_index.json; an adapter's header has it too."""
         return {}

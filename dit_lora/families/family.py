@@ -162,25 +162,17 @@ class DiffusionFamily(Family):
         recipe: "Recipe | None" = None,
         *,
         index: "Mapping[str, Any] | None" = None,
-        samples: bool = False,
     ) -> "Checkpoint":
         """Read a checkpoint's configs, no weights; refuse one of another family.
 
         It is as `recipe` trains it; without one as it is stored, or as it was trained where an adapter's header
-        has `index` changes. Raises `DitLoraError` if it cannot train what the recipe asks for; with `samples`, it only
-        samples for one that does.
+        has `index` changes. Raises `DitLoraError` if it cannot train what the recipe asks for.
         """
         stored: Checkpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(
             self, model
         )
         checkpoint = stored.as_trained(index) if index else stored
-        if recipe is None:
-            return checkpoint
-        fitting = checkpoint.for_recipe(recipe)
-        reason = None if samples else fitting.untrainable(recipe)
-        if reason is not None:
-            raise DitLoraError(reason)
-        return fitting
+        return checkpoint if recipe is None else checkpoint.for_recipe(recipe)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,9 +51,6 @@ FAMILY = DiffusionFamily(
         "backbone": ("transformer_blocks.*", "single_transformer_blocks.*"),
     },
     pipeline_names=("FluxPipeline",),
-    # Comfy-Org/ComfyUI, comfy/lora.py: Diffusers' names by comfy/utils.py, flux_to_diffusers; it would take `.alpha`
-    # too, which Diffusers' loader does not.
-    comfyui=LayerNames(prefix="transformer.", alpha=False),
     default_recipe="flux/dev",
     licenses={
         "black-forest-labs/FLUX.1-schnell": License("apache-2.0"),  # its card
@@ -63,5 +60,7 @@ FAMILY = DiffusionFamily(
             "https://huggingface.co/black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md",
         ),
     },
+    # ComfyUI's map has Diffusers' names (comfy/utils.py, flux_to_diffusers), with their prefix.
+    comfyui=LayerNames(prefix="transformer.", alpha=False),
     sites=tuple(_site(variant) for variant in ("flux-dev", "flux-schnell")),
 )

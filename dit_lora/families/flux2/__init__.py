@@ -48,8 +48,6 @@ FAMILY = DiffusionFamily(
         "backbone": ("transformer_blocks.*", "single_transformer_blocks.*"),
     },
     pipeline_names=("Flux2KleinPipeline", "Flux2Pipeline"),
-    # Comfy-Org/ComfyUI, comfy/utils.py, flux_to_diffusers: it has FLUX.2's two layers of single blocks too.
-    comfyui=LayerNames(prefix="transformer.", alpha=False),
     default_recipe="flux2/klein_base_4b",
     # Each base's own card.
     licenses={
@@ -58,5 +56,7 @@ FAMILY = DiffusionFamily(
         "black-forest-labs/FLUX.2-klein*9B": _NON_COMMERCIAL,
         "black-forest-labs/FLUX.2-dev": _NON_COMMERCIAL,
     },
+    # ComfyUI's map has Diffusers' names (comfy/utils.py, flux_to_diffusers), with their prefix.
+    comfyui=LayerNames(prefix="transformer.", alpha=False),
     sites=tuple(_site(variant) for variant in ("flux2-klein", "flux2-dev")),
 )

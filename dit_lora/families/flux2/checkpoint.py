@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from diffusers import (
@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
     Tensors,
     TensorSpec,
@@ -173,14 +174,14 @@ class KleinCheckpoint(Flux2Checkpoint):
     pipeline_class: ClassVar[Any] = Flux2KleinPipeline
     system_message = None
 
-    def untrainable(self, recipe: Recipe) -> str | None:
-        if not self.distilled or recipe.lora.under:
-            return None
-        return (
-            f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it undoes "
-            "that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B, whose adapter loads into both "
-            "(validation.model samples from this one), or put an adapter that undoes it under yours (lora.under)"
-        )
+    def for_recipe(self, recipe: Recipe) -> Self:
+        if self.distilled and not recipe.lora.under:
+            raise DitLoraError(
+                f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it undoes "
+                "that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B, whose adapter loads into both, and "
+                "sample from this one with validation.model; or give an adapter that undoes it in lora.under"
+            )
+        return super().for_recipe(recipe)
 
     def notes(self, recipe: Recipe) -> list[str]:
         # Not FLUX.1's: its base has no embedded guidance and is no distilled one either.

@@ -12,6 +12,7 @@ from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.groups import base_parameters
 from dit_lora.adapters.lora_mixins import adaptable
 from dit_lora.adapters.under import configs_under, put_under
+from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -29,7 +30,9 @@ def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
         return None
     model = recipe.model.model_copy(update={"path": named, "revision": None})
     try:
-        second: Checkpoint = get_family(recipe.model.family).open(model, recipe, samples=True)
+        # Without the recipe: what refuses to be trained, such as a distilled checkpoint, is what is sampled from here.
+        second: Checkpoint = get_family(recipe.model.family).open(model)
+        second.check_shape(VideoShape.of(recipe.data))
     except DitLoraError as error:
         words = str(error).removeprefix("model.path: ")
         raise DitLoraError(f"validation.model: {words}") from error
