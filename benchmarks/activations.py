@@ -19,6 +19,10 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
 from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
+from diffusers.models.transformers.transformer_flux2 import (
+    Flux2SingleTransformerBlock,
+    Flux2TransformerBlock,
+)
 from diffusers.models.transformers.transformer_sana_video import (
     SanaVideoTransformerBlock,
     WanRotaryPosEmbed,
@@ -34,6 +38,8 @@ from dit_lora.fuse.patches import OPS
 from dit_lora.numerics.opaque import ONLY_COUNTS
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+JOINT_TARGETS = ["to_qkv_mlp_proj", "attn.to_out"]
+"""Of a block whose attention has its feed-forward's layers in its own."""
 Arguments = Callable[[int], tuple[Sequence[Any], int]]
 """By the number of frames (or images): a block's arguments, and the elements of one activation."""
 
@@ -117,12 +123,32 @@ def wan() -> tuple[nn.Module, Arguments]:
     return block, given
 
 
+def flux2_double() -> tuple[nn.Module, Arguments]:
+    def given(images: int) -> tuple[Sequence[Any], int]:
+        x, text = noise(images, 256, 4096), noise(images, 512, 4096)
+        angles = torch.randn(768, 64).repeat_interleave(2, -1)
+        modulations = [noise(images, 6 * 4096) for _ in "it"]
+        return (x, text, *modulations, (angles.cos(), angles.sin())), x.numel() + text.numel()
+
+    return Flux2TransformerBlock(4096, 32, 128), given
+
+
+def flux2_single() -> tuple[nn.Module, Arguments]:
+    def given(images: int) -> tuple[Sequence[Any], int]:
+        x, angles = noise(images, 768, 4096), torch.randn(768, 64).repeat_interleave(2, -1)
+        return (x, None, noise(images, 3 * 4096), (angles.cos(), angles.sin())), x.numel()
+
+    return Flux2SingleTransformerBlock(4096, 32, 128), given
+
+
 BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
     "CogVideoX-5B": cogvideox,
     "Sana-1.6B": sana,
     "SANA-Video": sana_video,
     "DiT-XL/2": dit,
     "Wan2.1-1.3B": wan,
+    "FLUX.2 klein 9B, double": flux2_double,
+    "FLUX.2 klein 9B, single": flux2_single,
 }
 
 
@@ -159,7 +185,8 @@ def measure(make: Callable[[], tuple[nn.Module, Arguments]], rank: int) -> tuple
     torch.manual_seed(0)
     block, arguments = make()
     model = Model(block).requires_grad_(False).bfloat16()
-    config = peft.LoraConfig(r=rank, target_modules=TARGETS, init_lora_weights=False)
+    targets = JOINT_TARGETS if isinstance(block, Flux2SingleTransformerBlock) else TARGETS
+    config = peft.LoraConfig(r=rank, target_modules=targets, init_lora_weights=False)
     peft.inject_adapter_in_model(config, model)
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -1,11 +1,14 @@
 """FLUX.1's and FLUX.2's text is their pipelines': tokens, layers, templates, and what the cache is keyed by."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 from flux_cases import CPU, every_variant, open_checkpoint
+
+from dit_lora.config.data import VideoShape
 
 
 @every_variant
@@ -72,3 +75,37 @@ def test_what_text_depends_on_is_in_its_cache_key(
     assert facts["layers"] == ([9, 18, 27] if variant == "flux2-klein" else [10, 20, 30])
     assert facts["tokens"] == 512
     assert ("reasons about image" in str(facts["system_message"])) == (variant == "flux2-dev")
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
+    tiny_checkpoints: dict[str, Path], variant: str, dtype: torch.dtype
+) -> None:
+    """Bit for bit, in bf16 too, where the timestep's rounding shows."""
+    path = tiny_checkpoints[variant]
+    checkpoint = open_checkpoint(path)
+    captions = ("a cat", "", "a longer caption, of a green square below a blue disc")
+    text = checkpoint.load_text_encoder(dtype, CPU)(captions)
+    pipeline = checkpoint.pipeline(dtype, text=False)
+    pipeline.set_progress_bar_config(disable=True)
+    calls: list[tuple[dict[str, Any], torch.Tensor]] = []
+    pipeline.transformer.register_forward_hook(
+        lambda _m, _args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
+    )
+    pipeline(
+        **checkpoint.conditions(text),
+        **checkpoint.arguments(VideoShape(1, 48, 80)),
+        num_inference_steps=3,
+        guidance_scale=1.0,
+        generator=torch.Generator().manual_seed(1),
+    )
+    transformer = checkpoint.load_transformer(dtype).eval()
+    batch = {"latent_mean": torch.empty(3, 4, 6, 10), **text}
+    assert len(calls) == 3
+    for (call, expected), t in zip(calls, pipeline.scheduler.timesteps, strict=True):
+        with torch.no_grad():
+            found = checkpoint.predict(transformer, call["hidden_states"], t.repeat(3), batch)
+        assert found.dtype is expected.dtype is dtype
+        assert torch.equal(found, expected)
+    assert len({tuple(row.flatten().tolist()) for row in expected}) == 3
