@@ -2,7 +2,7 @@
 
 Read from: Comfy-Org/ComfyUI comfy/lora.py (every layer as `diffusion_model.<its own name>`), weight_adapter/lora.py
 (`lora_A`, `lora_B`, `alpha` over rank); aigc-apps/VideoX-Fun videox_fun/utils/lora_utils.py (kohya's layout for
-CogVideoX). Neither kohya-ss/sd-scripts nor musubi-tuner has a network for a family of ours.
+CogVideoX). The networks of kohya-ss/sd-scripts and musubi-tuner join q, k and v where they have a family of ours (FLUX).
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,10 @@ from dit_lora.adapters.layer_names import LayerNames, kohya_name
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.results.export.updates import Term, Updates
 
-_NO_KOHYA = "kohya's trainers (sd-scripts, musubi-tuner) have no such model, and nobody publishes names for it"
+_NO_KOHYA = (
+    "kohya's trainers (sd-scripts, musubi-tuner) have no such model, or join its layers into others, which is read and not "
+    "written here"
+)
 
 
 @dataclass(frozen=True)
