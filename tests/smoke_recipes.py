@@ -18,7 +18,8 @@ class Smoke:
     overrides: tuple[str, ...] = ()
     prompt: str = "a red disc"
     """Or a class's name."""
-    starts_from_image: bool = False
+    pictures: tuple[str, ...] = ()
+    """The pictures that its samples start from, as `validation` names them."""
 
 
 def class_folders(folder: Path) -> None:
@@ -39,7 +40,7 @@ SMOKES = {
     "cogvideox_i2v": Smoke(
         "cogvideox-5b-i2v",
         overrides=("data.image_dropout=0.5", "train.batch_size=1"),
-        starts_from_image=True,
+        pictures=("images",),
     ),
     "dit": Smoke("dit-tiny", class_folders, ("data.flip=true",), prompt="red disc"),
     "dit_scratch": Smoke("dit-tiny", class_folders, prompt="blue square"),
@@ -50,4 +51,13 @@ SMOKES = {
     "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),
     "video_dit_lora": Smoke("video-dit-text", class_clips),
     "latte": Smoke("latte"),
+    "wan": Smoke("wan-2.1-t2v"),
+    "wan_i2v": Smoke("wan-2.1-i2v", pictures=("images",)),
+    "wan_flf2v": Smoke("wan-2.1-flf2v", pictures=("images", "last_images")),
+    "wan_2.2": Smoke("wan-2.2-t2v-a14b"),
+    "wan_2.2_i2v": Smoke("wan-2.2-i2v-a14b", pictures=("images",)),
+    "wan_5b": Smoke("wan-2.2-ti2v-5b"),
+    "wan_5b_i2v": Smoke(
+        "wan-2.2-ti2v-5b", overrides=("data.image_dropout=0.5",), pictures=("images",)
+    ),
 }

@@ -27,6 +27,9 @@ def sample(
     inference_steps: Annotated[int, typer.Option(min=1)] = 50,
     guidance_scale: Annotated[float, typer.Option(min=0)] = 6.0,
     image: Annotated[Path | None, typer.Option(help="First frame, for image-to-video.")] = None,
+    last_image: Annotated[
+        Path | None, typer.Option(help="Last frame, where the model is given that too.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="By default beside the adapter.")] = None,
 ) -> None:
     """Sample one mp4 (or image) a prompt with an adapter, or a trained model, in the stock pipeline."""
@@ -45,6 +48,7 @@ def sample(
         inference_steps=inference_steps,
         guidance_scale=guidance_scale,
         image=image,
+        last_image=last_image,
         out=out,
     )
     for path in run_sample(request):

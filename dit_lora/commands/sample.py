@@ -42,6 +42,8 @@ class SampleRequest:
     guidance_scale: float = 6.0
     image: Path | None = None
     """The first frame, for image-to-video."""
+    last_image: Path | None = None
+    """The last frame, where the model is given that too."""
     out: Path | None = None
 
 
@@ -68,7 +70,12 @@ def sample(request: SampleRequest) -> list[Path]:
             load_adapter(pipeline, one.file)
     sampler.place(pipeline, device)
     how = Sampling(
-        shape, request.inference_steps, request.guidance_scale, request.seed, request.image
+        shape,
+        request.inference_steps,
+        request.guidance_scale,
+        request.seed,
+        request.image,
+        request.last_image,
     )
     folder = source.file.parent if len(sources) == 1 else request.target
     folder = request.target if source.is_pipeline else folder

@@ -24,6 +24,9 @@ class ModelConfig(Section):
     low noise, `both` one after the other, each in a folder of its own below run.dir."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
+    task: Literal["t2v", "i2v"] | None = None
+    """The task to train of a checkpoint that makes videos of text alone, and from a first image too (Wan 2.2 TI2V-5B); null
+    for what its own pipeline does."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of frozen weights and compute. `auto`: bf16 where the device computes in it, fp32 on a CPU."""
     quantize: Literal["nf4", "int8", "fp8"] | None = None
@@ -93,6 +96,8 @@ class ValidationConfig(Section):
     in it: training on the base, say, and sampling with its distilled version. Held-out losses stay the trained model's."""
     images: tuple[str, ...] = ()
     """Image-to-video: one file a prompt, its first frame."""
+    last_images: tuple[str, ...] = ()
+    """One file a prompt, its last frame, for models that are given that too (Wan 2.1 FLF2V)."""
     media: tuple[str, ...] = ()
     """Chat models: one image or video a prompt, which is then the question about it."""
     conversations: str | None = None

@@ -18,6 +18,7 @@ DIFFUSION_FAMILIES = {
     "sana_video": "dit_lora.families.sana_video",
     "video_dit": "dit_lora.families.video_dit",
     "latte": "dit_lora.families.latte",
+    "wan": "dit_lora.families.wan",
 }
 """They have the contract of `families.base`."""
 CHAT_FAMILIES = {

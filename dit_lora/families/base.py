@@ -23,6 +23,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.opening import load_or_init
+from dit_lora.families.pictures import read_pictures
 from dit_lora.families.refusals import refuse_options
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
@@ -66,6 +67,8 @@ class Sampling:
     seed: int
     image: Path | None = None
     """The first frame, for families that start from an image."""
+    last_image: Path | None = None
+    """The last frame, for those that are given one too."""
 
 
 @dataclass(frozen=True)
@@ -255,12 +258,17 @@ class Sampler(Opened):
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         """Return the pipeline's arguments for a shape, and others that it is always called with."""
 
+    @property
+    def pictures(self) -> tuple[str, ...]:
+        """The pictures that it starts from, as `Sampling` and the pipeline name them: `image`, `last_image`."""
+        return ()
+
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """Make one video, or an image of one frame: uint8 (frames, height, width, 3)."""
-        if how.image is not None:
-            raise DitLoraError(f"{self.path.name} starts from no image; leave --image out")
+        given = {"image": how.image, "last_image": how.last_image}
         made = pipeline(
             **conditions,
+            **read_pictures(self.path.name, self.pictures, given, how.shape),
             **self.arguments(how.shape),
             num_inference_steps=how.inference_steps,
             guidance_scale=how.guidance_scale,

@@ -45,6 +45,8 @@ class Site:
     """The kind of samples that are written to train on."""
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Other sections of the recipe that this family needs."""
+    model: Mapping[str, str] = field(default_factory=dict)
+    """Other values of the recipe's `model` section than family and path."""
     groups: Mapping[str, Any] = field(default_factory=lambda: {"adapter": {"lr": 1e-3}})
     """`optim.groups`."""
     attention: str = "transformer_blocks.1.attn1"
@@ -58,6 +60,8 @@ class Site:
     """The layer that makes each sample's shift, scale and gate."""
     last: str = "proj_out"
     time_proj: str | None = "time_proj"
+    late: int = 900
+    """A timestep that a tenth or two of its draws lie beyond."""
     text: str | None = "prompt_embeds"
     """The cached tensor of the caption, where it is floating point."""
     posterior: bool = True
@@ -149,6 +153,8 @@ class DiffusionFamily(Family):
 
     pipeline_names: tuple[str, ...]
     """The `_class_name` of the pipelines whose checkpoints it trains."""
+    pipeline_packages: tuple[str, ...] = ()
+    """Packages that its stock pipeline imports beside those that every one needs."""
     fp32_vae: bool = False
     """True if its VAE stays in fp32 whatever the rest of the pipeline is in."""
     comfyui: LayerNames = UNKNOWN

@@ -37,8 +37,8 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
     """Raise if the recipe sets options of other families: all but those in `takes`.
 
     They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `validation.images`,
-    `validation.other_expert`,
-    `train.guidance_scale`, `train.timesteps` and `train.vlb`; `data.fps` of images; and what is for chat models.
+    `validation.last_images`, `validation.other_expert`, `model.task`, `train.guidance_scale`, `train.timesteps` and
+    `train.vlb`; `data.fps` of images; and what is for chat models.
     """
     options = {
         "chat": recipe.chat is not None,
@@ -52,8 +52,10 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
         "data.image_dropout": recipe.data.image_dropout > 0,
         "data.image_noise": recipe.data.image_noise is not None,
         "data.fps": recipe.data.fps is not None and recipe.data.most_frames == 1,
+        "model.task": recipe.model.task is not None,
         "validation.other_expert": recipe.validation.other_expert is not None,
         "validation.images": bool(recipe.validation.images),
+        "validation.last_images": bool(recipe.validation.last_images),
         "train.guidance_scale": recipe.train.guidance_scale is not None,
         "train.timesteps": recipe.train.timesteps is not None,
         "train.vlb": recipe.train.vlb is not None,

@@ -13,6 +13,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 TEXT_WIDTH = 32
@@ -62,3 +64,16 @@ def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
         pad_token_id=tokenizer.pad_token_id,
     )
     return CLIPTextModel(config).eval()
+
+
+def umt5_encoder(vocab_size: int) -> UMT5EncoderModel:
+    """T5 with positions of its own in every layer; padding is masked."""
+    config = UMT5Config(
+        vocab_size=vocab_size,
+        d_model=TEXT_WIDTH,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+    )
+    return UMT5EncoderModel(config).eval()

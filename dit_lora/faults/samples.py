@@ -18,7 +18,6 @@ from dit_lora.faults.world import Arm, Stage
 from dit_lora.numerics.streams import fold
 
 _NAN, _INF = math.nan, math.inf
-_LATE = 900
 _PLACES = {
     "latent_mean": ("latent", ("encoded",)),
     "latent_logvar": ("posterior", ("posterior",)),
@@ -103,7 +102,7 @@ def _bad_timestep(stage: Stage) -> None:
     """Make the timestep embedding not finite at the timesteps of the schedule's end."""
 
     def late(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (args[0].float() * torch.where(args[0] > _LATE, torch.inf, 1.0), *args[1:])
+        return (args[0].float() * torch.where(args[0] > stage.site.late, torch.inf, 1.0), *args[1:])
 
     stage.module("{time_proj}").register_forward_pre_hook(late)
 

@@ -208,7 +208,7 @@ class World:
     def recipe(self, name: str, clips: Path, cache: Path, overrides: Overrides) -> Recipe:
         ranks = self.accelerator.num_processes
         values: dict[str, Any] = {
-            "model": {"family": self.site.family, "path": str(self.model)},
+            "model": {"family": self.site.family, "path": str(self.model), **self.site.model},
             "data": {
                 **self.site.data,
                 "path": str(data_of(self.site, clips)),

@@ -212,6 +212,8 @@ def _notes(contents: Contents) -> Iterator[str]:
         yield "The base was a local folder when this was trained; `path/to/base` is where you have it."
     if pipeline and pipeline["from_image"]:
         yield "`first_frame.png` is the video's first frame, at the height and width above."
+    if pipeline and pipeline.get("to_image"):
+        yield "`last_frame.png` is its last frame, at the same."
     if contents.expert and not contents.experts and contents.kind != "pipeline":
         yield f"It is for the expert for {_named(contents.expert)} alone; the other is as the base has it."
     if pipeline and pipeline["condition"] == "class_labels":

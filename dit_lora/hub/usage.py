@@ -23,7 +23,9 @@ def needs_ours(contents: Contents) -> bool:
     ours = pipeline["module"] != "diffusers"
     if contents.kind == "pipeline":
         return ours
-    return ours or not pipeline["loads_lora"] or bool(contents.made.get("index"))
+    # Another pipeline class over the same files is named in the code; what else a model_index.json says is ours to read.
+    changes = {*(contents.made.get("index") or {})} - {"_class_name"}
+    return ours or not pipeline["loads_lora"] or bool(changes)
 
 
 def install_line(contents: Contents) -> str:
@@ -34,6 +36,8 @@ def install_line(contents: Contents) -> str:
         packages = ["torch", "diffusers", "transformers", "peft", "accelerate", "sentencepiece"]
     else:
         packages = ["torch", "transformers", "peft", "accelerate"]
+    if "pipeline" in contents.facts:
+        packages += get_family(contents.made["family"]).pipeline_packages
     if _is_video(contents):
         packages += ["imageio", "imageio-ffmpeg"]
     return f"pip install {' '.join(packages)}"
@@ -48,7 +52,7 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     )
     template = resources.files("dit_lora.hub").joinpath(name).read_text(encoding="utf-8")
     code = environment.from_string(template).render(
-        facts=contents.facts["pipeline" if is_pipeline else "model"],
+        facts={"to_image": False, **contents.facts["pipeline" if is_pipeline else "model"]},
         repo_id=repo_id,
         prompt=prompt,
         base=_base(contents),

@@ -20,6 +20,8 @@ _LOW, _HIGH = -2.5758, 3.0902
 """Quantiles of the standard normal distribution at 0.5 % and 99.9 %, as rounded there."""
 _REFLECTED = 1e-3
 _UNIFORM = 0.1
+_TINY = 2.0**-53
+"""A level as far from 0 and 1 as fp64 can tell, whose logit is finite."""
 _HALVINGS = 60
 """Bisections of [0, 1]: more than fp64 has digits there."""
 
@@ -61,8 +63,13 @@ class NoiseLevels:
         return ((self._whole_share(level.double(), shift) - low) / (high - low)).clamp(0, 1)
 
     def _share_of_range(self, shift: float) -> tuple[float, float]:
-        ends = torch.tensor([self.t_min, self.t_max], dtype=torch.float64)
-        low, high = self._whole_share(ends, shift).tolist()
+        # Not at 0 and 1, whose logits are infinite: who looks for a step's first Inf would find those.
+        is_cut = self.t_min > 0, self.t_max < 1
+        ends = [
+            end if cut else 0.5 for end, cut in zip((self.t_min, self.t_max), is_cut, strict=True)
+        ]
+        shares = self._whole_share(torch.tensor(ends, dtype=torch.float64), shift).tolist()
+        low, high = (shares[i] if cut else float(i) for i, cut in enumerate(is_cut))
         if not high - low > 1e-9:
             raise DitLoraError(
                 f"train.timesteps: {self.density} with shift {shift:g} has no draw from {self.t_min:g} on and below "
@@ -103,7 +110,7 @@ class NoiseLevels:
         low, high = (1 / (1 + math.exp(-mean - z * self.std)) for z in (_LOW, _HIGH))
 
         def raw(stretched: torch.Tensor) -> torch.Tensor:
-            value = (low + (high - low) * stretched).clamp(0, 1)
+            value = (low + (high - low) * stretched).clamp(_TINY, 1 - _TINY)
             return torch.special.ndtr((torch.logit(value) - mean) / self.std)
 
         mirrored = raw(level) - raw(2 * _REFLECTED - level)
@@ -129,10 +136,10 @@ def _inverse(rising: Callable[[torch.Tensor], torch.Tensor], wanted: torch.Tenso
 def _fp32_from(bound: float) -> float:
     """Return the least number of fp32 that is not below the bound."""
     near = torch.tensor(bound)
-    up = torch.nextafter(near, torch.tensor(math.inf))
+    up = torch.nextafter(near, torch.tensor(2.0))
     return near.item() if near.double().item() >= bound else up.item()
 
 
 def _fp32_below(bound: float) -> float:
     """Return the largest number of fp32 below the bound as fp32 has it, so that a scaled one is not rounded up to it."""
-    return torch.nextafter(torch.tensor(bound), torch.tensor(-math.inf)).item()
+    return torch.nextafter(torch.tensor(bound), torch.tensor(-1.0)).item()

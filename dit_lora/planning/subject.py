@@ -174,36 +174,40 @@ class Subject:
 
     def _encode(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
         """Return what the video encoder gives of one sample, and its peak."""
-        encode, vae, fake = self._vae
+        encode, encoders, fake = self._encoders
 
         def run() -> tuple[Mapping[str, torch.Tensor], int]:
             size = (shape.frames, 3, shape.height, shape.width)
             with fake:
                 pixels = torch.empty(size, dtype=torch.uint8, device=CPU)
             first = torch.zeros(size[1:], dtype=torch.uint8)
-            with Live([*vae.parameters(), *vae.buffers(), pixels]) as live:
+            held = [t for one in encoders for t in (*one.parameters(), *one.buffers())]
+            with Live([*held, pixels]) as live:
                 made = encode(pixels, first)
             return made, live.most
 
         return self._once(shape, run)
 
     @cached_property
-    def _vae(self) -> tuple[Any, Any, FakeTensorMode]:
+    def _encoders(self) -> tuple[Any, list[nn.Module], FakeTensorMode]:
+        """Return what encodes a sample, and its models: the VAE first, then one that a first image has of its own."""
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, from_configs() as built:
             encode = self.checkpoint.load_video_encoder(self.dtype, CPU)
-        return encode, built[0], fake
+        return encode, built, fake
 
     @cached_property
     def video_encoder(self) -> PlannedEncoder:
         """Count the encoding of one sample of the largest shape."""
-        _, vae, _ = self._vae
-        return PlannedEncoder(tensor_bytes(vae.parameters()), self._encode(self.shapes[0])[1])
+        _, encoders, _ = self._encoders
+        weights = sum(tensor_bytes(one.parameters()) for one in encoders)
+        return PlannedEncoder(weights, self._encode(self.shapes[0])[1])
 
     @cached_property
     def video_decoder(self) -> PlannedEncoder:
         """Count the decoding of one sample of `data`'s own shape; of an autoencoder of images, a frame at a time."""
-        _, vae, fake = self._vae
+        _, encoders, fake = self._encoders
+        vae: Any = encoders[0]
         size, _ = self._encoded(VideoShape.of(self.recipe.data))["latent_mean"]
         if isinstance(vae, AutoencoderKL) and len(size) == 4:
             size = torch.Size([size[0], *size[2:]])

@@ -64,6 +64,8 @@ class Source:
             base = ModelConfig(family=family, path=path, revision=self.made.get("revision"))
         if "part" in self.made:
             base = base.model_copy(update={"part": self.part})
+        if "task" in self.made:
+            base = base.model_copy(update={"task": self.made["task"]})
         return base if base.family else base.model_copy(update={"family": family_of(base)})
 
 

@@ -1,7 +1,7 @@
 """One tiny checkpoint under the contract test."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Case:
     """(pipeline, clean latents as training has them) to pixels, by the pipeline's own means."""
     vae_decode: Callable[[Any, torch.Tensor], torch.Tensor]
     """(pipeline, the posterior's mean as it is cached) to pixels, by the VAE alone."""
+    model: Mapping[str, str] = field(default_factory=dict)
+    """Values of the recipe's `model` beside family and path: a part, a task."""
     off_native: VideoShape | None = None
     refused: tuple[tuple[VideoShape, str], ...] = ()
     """Shapes that do not fit, with words of the refusal."""
@@ -45,12 +47,24 @@ class Case:
     """As `predict` takes them."""
     takes: frozenset[str] = frozenset({"lora_linear", "ada_norm"})
     """The fused ops that its blocks take; tests ask that these, and no less, are put in."""
-    starts_from_image: bool = False
+    pictures: tuple[str, ...] = ()
+    """The pictures that the pipeline starts from, as `Sampling` names them."""
+    call_dtype: torch.dtype = torch.float32
+    """In which a call equals the pipeline's bit for bit."""
     as_sampled: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]] = unchanged
     """(batch, seed) with what the pipeline draws for its conditions by that seed."""
 
     template_tokens: int = 0
     """Tokens of a chat template around each caption, which leave it less room."""
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.variant, *self.model.values()])
+
+    @property
+    def part(self) -> str:
+        """The component that it trains."""
+        return self.model.get("part", "transformer")
 
     @property
     def shapes(self) -> list[VideoShape]:

@@ -59,7 +59,7 @@ def case(variant: str, **other: Any) -> Case:
 
 # What an image-to-video pipeline does with the image.
 FROM_IMAGE: dict[str, Any] = {
-    "starts_from_image": True,
+    "pictures": ("image",),
     "noisy": noisy_half,
     "as_sampled": as_sampled,
 }

@@ -16,7 +16,7 @@ from family_cases.case import Case
 
 CPU = torch.device("cpu")
 TAKES = {case.family: case.takes for case in CASES}
-EVERY = {case.variant: case for case in CASES}
+EVERY = {case.name: case for case in CASES}
 
 
 class Subject(NamedTuple):
@@ -28,7 +28,7 @@ class Subject(NamedTuple):
 
 def open_subject(case: Case, path: Path) -> Subject:
     family = get_family(case.family)
-    opened = family.open(ModelConfig(family=case.family, path=str(path)))
+    opened = family.open(ModelConfig(family=case.family, path=str(path), **case.model))
     return Subject(case, family, opened, path)
 
 
@@ -37,7 +37,7 @@ def pixels_of(shape: VideoShape, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 256, size, generator=generator).to(torch.uint8)
 
 
-_ENCODED: dict[tuple[Path, VideoShape, int], dict[str, torch.Tensor]] = {}
+_ENCODED: dict[tuple[str, Path, VideoShape, int], dict[str, torch.Tensor]] = {}
 
 
 def encoded_batch(
@@ -45,7 +45,7 @@ def encoded_batch(
 ) -> dict[str, torch.Tensor]:
     """A batch whose rows differ in pixels and caption. Encoded once; each caller has tensors of its own."""
     shape = shape or subject.case.native
-    key = (subject.path, shape, size)
+    key = (subject.case.name, subject.path, shape, size)
     if key not in _ENCODED:
         _ENCODED[key] = _encode(subject, shape, size)
     return {name: tensor.clone() for name, tensor in _ENCODED[key].items()}

@@ -30,7 +30,10 @@ def test_every_smoke_recipe_is_tried_here() -> None:
 
 
 # What they train is tried by another recipe here, or by the families' contract.
-ALIKE = ("cogvideox_1.5", "cogvideox_i2v", "sana_video", "dit_scratch", "video_dit_lora")
+ALIKE = (
+    *("cogvideox_1.5", "cogvideox_i2v", "sana_video", "dit_scratch", "video_dit_lora"),
+    *("wan_i2v", "wan_flf2v", "wan_2.2", "wan_5b"),
+)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +60,12 @@ def trains_resumes_and_samples(
     shape_clips: Path,
     tmp_path: Path,
 ) -> None:
-    smoke, data, image = SMOKES[name], shape_clips, None
+    smoke, data = SMOKES[name], shape_clips
     if smoke.write_data is not None:
         data = tmp_path / "data"
         smoke.write_data(data)
-    if smoke.starts_from_image:
-        image = tmp_path / "first.png"
+    images = {field: tmp_path / f"{field}.png" for field in smoke.pictures}
+    for image in images.values():
         Image.new("RGB", (120, 80), "navy").save(image)
     path = ROOT / "recipes" / "smoke" / f"{name}.yaml"
     recipe = load_recipe(path)
@@ -75,7 +78,7 @@ def trains_resumes_and_samples(
         f"data.path={data}",
         f"data.cache={tmp_path / 'cache'}",
         f"validation.prompts=[{smoke.prompt}]",
-        *([f"validation.images=[{image}]"] if image else []),
+        *(f"validation.{field}=[{image}]" for field, image in images.items()),
         "validation.inference_steps=2",
         *smoke.overrides,
     ]
@@ -90,7 +93,8 @@ def trains_resumes_and_samples(
     trained = load_recipe(whole / "config.yaml").train
     result = whole / ("adapter" if trained.mode == "lora" else "model")
     assert any(load_file(path) for path in result.rglob("*.safetensors"))
-    request = SampleRequest(whole, (smoke.prompt,), inference_steps=2, image=image)
+    given = {field.removesuffix("s"): image for field, image in images.items()}
+    request = SampleRequest(whole, (smoke.prompt,), inference_steps=2, **given)
     (made,) = sample(request)
     assert made.stat().st_size > 0
     if trained.mode == "full":

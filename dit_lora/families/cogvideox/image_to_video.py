@@ -15,14 +15,13 @@ from typing import Any, ClassVar, Self
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXImageToVideoPipeline
 from diffusers.video_processor import VideoProcessor
-from PIL import Image
 from torch import nn
 
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.media.video import read_frames
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import Sampling, Tensors, VideoEncoder
+from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+from dit_lora.families.pictures import as_picture, wrong_pictures
 from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Draws, generator, integers, normal
@@ -41,6 +40,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
     image_noise: bool = True
     image_dropout: float = 0.0
     pipeline_class: ClassVar[Any] = CogVideoXImageToVideoPipeline
+    pictures: ClassVar[tuple[str, ...]] = ("image",)
     takes: ClassVar[tuple[str, ...]] = (
         "data.image_column",
         "data.image_dropout",
@@ -51,13 +51,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
     def for_recipe(self, recipe: Recipe) -> Self:
         """Take `data.image_noise` and `data.image_dropout` from the recipe; refuse prompts without their first images."""
         fitting = super().for_recipe(recipe)
-        data, validation = recipe.data, recipe.validation
-        wrong = []
-        if len(validation.prompts) != len(validation.images):
-            wrong.append(
-                f"validation.images: give one first image a prompt; got {len(validation.images)} for "
-                f"{len(validation.prompts)} in validation.prompts"
-            )
+        data, wrong = recipe.data, wrong_pictures(recipe.validation, self.pictures)
         if data.flip:
             wrong.append(
                 "data.flip: it would not mirror a first image of the clip's own; remove it"
@@ -152,22 +146,6 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         arguments = {"ofs": prompt_embeds.new_full((1,), OFFSET)} if has_offset else {}
         hidden = torch.cat([noisy_BFCHW, beside], dim=2)
         return self._call(transformer, hidden, timesteps, prompt_embeds, **arguments)
-
-    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
-        if how.image is None:
-            raise DitLoraError(
-                f"{self.path.name} is image-to-video: give the first image with --image (or "
-                "validation.images in a recipe)"
-            )
-        size = {"height": how.shape.height, "width": how.shape.width}
-        first = read_frames(how.image, frames=1, fps=None, **size)[0]
-        with_image = {**conditions, "image": as_picture(first)}
-        return super().generate(pipeline, with_image, replace(how, image=None))
-
-
-def as_picture(pixels: torch.Tensor) -> Image.Image:
-    """uint8 (3, height, width) as the pipeline takes an image."""
-    return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
 
 
 def noised_images(pixels: torch.Tensor, clean: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -2,7 +2,8 @@
 
 Read from: Comfy-Org/ComfyUI comfy/lora.py (every layer as `diffusion_model.<its own name>`), weight_adapter/lora.py
 (`lora_A`, `lora_B`, `alpha` over rank); aigc-apps/VideoX-Fun videox_fun/utils/lora_utils.py (kohya's layout for
-CogVideoX). The networks of kohya-ss/sd-scripts and musubi-tuner join q, k and v where they have a family of ours (FLUX).
+CogVideoX). What kohya-ss/sd-scripts and musubi-tuner write for FLUX (q, k and v in one layer) and for Wan (its own names) is read and not
+written.
 """
 
 from collections.abc import Mapping
@@ -14,10 +15,7 @@ from dit_lora.adapters.layer_names import LayerNames, kohya_name
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.results.export.updates import Term, Updates
 
-_NO_KOHYA = (
-    "kohya's trainers (sd-scripts, musubi-tuner) have no such model, or join its layers into others, which is read and not "
-    "written here"
-)
+_NO_KOHYA = "kohya's layout is written for what VideoX-Fun loads alone, and it has no such names for this family"
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,11 @@ def keys(
     `expected` are the layers that the header's targets match, `base` the names of the base weights beside it.
     """
     problems = [f"{name}: nothing of {loader} takes it" for name in stored if name not in loaded]
-    problems += [f"{name}: not in the file" for name in loaded if name not in stored]
+    problems += [
+        f"{name}: not in the file"
+        for name, tensor in loaded.items()
+        if name not in stored and not _is_idle(name, tensor, expected)
+    ]
     modules = {name.partition(".lora_")[0] for name in loaded}
     if stored.keys() <= loaded.keys():  # else it is there under another name
         problems += [
@@ -67,6 +71,12 @@ def keys(
         True,
         f"{loader} takes all {len(stored)} tensors of {len(modules)} modules{beside}; none lacks",
     )
+
+
+def _is_idle(name: str, tensor: torch.Tensor, expected: Sequence[str]) -> bool:
+    """Return true for zeros that a loader adds of itself: Wan's, for an image's keys and values where only text's trained."""
+    is_asked = name.partition(".lora_")[0] in expected
+    return not is_asked and not tensor.is_meta and not tensor.any()
 
 
 def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:

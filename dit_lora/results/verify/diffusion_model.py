@@ -108,9 +108,12 @@ class DiffusionStock(ReferenceModel):
 
 
 def _shrunk(spec: Spec, shape: VideoShape, small: VideoShape) -> Spec:
-    """Return the spec with height and width, each tensor's last sizes, shrunk in the proportions of the pixels'."""
+    """Return the spec with height and width, the last sizes of latents, shrunk in the proportions of the pixels'."""
+    latents = spec["latent_mean"][0][-2:]
     return {
-        name: (
+        name: (size, dtype)
+        if size[-2:] != latents
+        else (
             torch.Size(
                 [
                     *size[:-2],

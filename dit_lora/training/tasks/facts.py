@@ -3,7 +3,6 @@
 It holds counts and lengths, no file name and no caption but the words that all captions begin with.
 """
 
-import inspect
 import json
 import statistics
 import tempfile
@@ -194,6 +193,7 @@ def _pipeline(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
         "label": None if labels is None else [int(row) for row in labels],
         "labels_as_tensor": hasattr(labels, "tolist"),
         "from_image": "image" in called,
+        "to_image": "last_image" in called,
         "arguments": {
             name: value for name, value in called.items() if isinstance(value, bool | int | float)
         },
@@ -233,13 +233,10 @@ def _called(setup: Setup[Any, Any], conditions: dict[str, Any]) -> tuple[dict[st
     shape = VideoShape.of(setup.recipe.data)
     # An image-to-video family opens its first frame, so that there has to be one.
     with tempfile.TemporaryDirectory() as folder:
-        picture = None
-        parameters = inspect.signature(checkpoint.pipeline_class.__call__).parameters
-        # One with a default is a reference that may be left out, as FLUX.2's.
-        if "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
-            picture = Path(folder) / "first.png"
-            Image.new("RGB", (shape.width, shape.height)).save(picture)
+        pictures = {name: Path(folder) / f"{name}.png" for name in checkpoint.pictures}
+        for file in pictures.values():
+            Image.new("RGB", (shape.width, shape.height)).save(file)
         steps, guidance = settings.inference_steps, settings.guidance_scale
-        how = Sampling(shape, steps, guidance, settings.seed, picture)
+        how = Sampling(shape, steps, guidance, settings.seed, **pictures)
         checkpoint.generate(recorder, conditions, how)
     return recorder.called, recorder.output

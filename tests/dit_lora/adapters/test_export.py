@@ -40,6 +40,8 @@ MODELS = (
             ("dit", "dit-tiny"),
             ("latte", "latte"),
             ("video_dit", "video-dit-text"),
+            ("wan", "wan-2.1-i2v"),
+            ("wan", "wan-2.2-t2v-a14b"),
         )
     ),
 )
@@ -252,7 +254,7 @@ def walked(module: Any, parts: list[str]) -> str:
 
 @pytest.mark.parametrize("form", ["comfyui", "kohya"])
 def test_families_without_such_names_are_refused_with_what_there_is(make: Make, form: Form) -> None:
-    reasons = {"comfyui": "ComfyUI has no Sana", "kohya": "kohya's trainers"}
+    reasons = {"comfyui": "ComfyUI has no Sana", "kohya": "kohya's layout is written for"}
     one = make("sana-600m", family="sana")
     with pytest.raises(DitLoraError, match=f"--to {form} sana: {reasons[form]}") as refused:
         exported(one, form)

@@ -8,15 +8,29 @@ from typing import Any
 import pytest
 import torch
 from family_cases import CASES
-from family_cases.subject import CPU, Subject, adapted, encoded_batch, pixels_of
+from family_cases.case import Case
+from family_cases.subject import (
+    CPU,
+    Subject,
+    adapted,
+    encoded_batch,
+    open_subject,
+    pixels_of,
+)
 from PIL import Image
 
 from dit_lora.adapters.attach import is_lora_a, is_lora_b
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, load_adapter, save_adapter
+from dit_lora.config.data import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Drawn, Streams
+
+# Their pipelines take the embeddings of several prompts, of one length.
+OF_PROMPTS = ("cogvideox", "flux", "flux2", "sana", "sana_video", "wan")
+ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
+"""Variants whose pipeline takes one image for one prompt alone."""
 
 
 def test_every_variant_of_every_family_is_under_the_contract() -> None:
@@ -111,19 +125,15 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
 ) -> None:
     """Positions, text length, layout and first image agree: same inputs, bitwise the same output."""
     case, checkpoint = subject.case, subject.checkpoint
-    transformer = checkpoint.load_transformer(torch.float32).eval()
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    transformer = checkpoint.load_transformer(case.call_dtype).eval()
+    encode_text = checkpoint.load_text_encoder(case.call_dtype, CPU)
     encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
     for shape in case.shapes:
-        pixels = pixels_of(shape, torch.Generator().manual_seed(3))
-        image = None
-        if case.starts_from_image:
-            image = tmp_path / f"{shape.height}.png"
-            Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(image)
-        pipeline = checkpoint.pipeline_class.from_pretrained(subject.path)
+        images, pixels = pictures_of(case, shape, tmp_path)
+        pipeline = checkpoint.pipeline(case.call_dtype)
         pipeline.set_progress_bar_config(disable=True)
-        calls = record_calls(pipeline.transformer)
-        how = Sampling(shape, inference_steps=2, guidance_scale=1.0, seed=0, image=image)
+        calls = record_calls(getattr(pipeline, case.part))
+        how = Sampling(shape, inference_steps=3, guidance_scale=1.0, seed=0, **images)
         checkpoint.generate(pipeline, checkpoint.conditions(case.captions[1]), how)
         row = encode_video(pixels) | {
             name: tensor[0] for name, tensor in encode_text([case.captions[1]]).items()
@@ -138,20 +148,61 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
             assert torch.equal(prediction, expected)
 
 
+@pytest.mark.parametrize(
+    "variant", sorted({c.variant for c in CASES if c.family in OF_PROMPTS} - ONE)
+)
+def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
+    tiny_checkpoints: dict[str, Path], variant: str, tmp_path: Path
+) -> None:
+    """Two captions of other lengths with different noise, bitwise: no neighbour, pad or mask comes between."""
+    for case in (one for one in CASES if one.variant == variant):
+        subject = open_subject(case, tiny_checkpoints[variant])
+        checkpoint = subject.checkpoint
+        encode = checkpoint.load_text_encoder(case.call_dtype, CPU)
+        captions = [encode([case.captions[index]]) for index in (0, 2)]
+        text = {name: torch.cat([one[name] for one in captions]) for name in captions[0]}
+        images, pixels = pictures_of(case, case.native, tmp_path)
+        pipeline = checkpoint.pipeline(case.call_dtype)
+        pipeline.set_progress_bar_config(disable=True)
+        calls = record_calls(getattr(pipeline, case.part))
+        how = Sampling(case.native, inference_steps=3, guidance_scale=1.0, seed=0, **images)
+        checkpoint.generate(pipeline, checkpoint.conditions(text), how)
+        row = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)
+        both = {name: torch.stack([tensor, tensor]) for name, tensor in row.items()}
+        batch = case.as_sampled({**both, **text}, how.seed)
+        transformer = checkpoint.load_transformer(case.call_dtype).eval()
+        assert calls
+        for call, expected in calls:
+            noisy = case.noisy(call)
+            assert len(noisy) == 2
+            assert not torch.equal(noisy[0], noisy[1])
+            with torch.no_grad():
+                prediction = checkpoint.predict(transformer, noisy, case.timesteps(call), batch)
+            assert torch.equal(prediction, expected)
+
+
+def pictures_of(
+    case: Case, shape: VideoShape, folder: Path
+) -> tuple[dict[str, Path], torch.Tensor]:
+    """Write the pictures that a video starts from; return them by name, and the clip that they are of."""
+    pixels = pixels_of(shape, torch.Generator().manual_seed(3))
+    images = {name: folder / f"{shape.height}_{name}.png" for name in case.pictures}
+    for name, file in images.items():
+        picture = pixels[-1 if name == "last_image" else 0]
+        Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file)
+    return images, pixels
+
+
 def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path: Path) -> None:
     """As distilled checkpoints are sampled; with a prompt's tensors, as validation has them."""
     case, checkpoint = subject.case, subject.checkpoint
-    image = None
-    if case.starts_from_image:
-        image = tmp_path / "first.png"
-        pixels = pixels_of(case.native, torch.Generator().manual_seed(3))[0]
-        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(image)
+    images, _ = pictures_of(case, case.native, tmp_path)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     text, empty = encode([case.captions[1]]), encode([""])
     pipeline = checkpoint.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    calls = record_calls(pipeline.transformer)
-    how = Sampling(case.native, inference_steps=2, guidance_scale=0.0, seed=0, image=image)
+    calls = record_calls(getattr(pipeline, case.part))
+    how = Sampling(case.native, inference_steps=2, guidance_scale=0.0, seed=0, **images)
     made = checkpoint.generate(pipeline, checkpoint.conditions(text, empty), how)
     assert calls
     assert all(len(case.noisy(call)) == 1 for call, _ in calls)
@@ -189,7 +240,8 @@ def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
 ) -> None:
     """alpha below, at and above the rank of 4; loaded with no extra argument, output bitwise equal."""
     transformer = adapted(subject, alpha=alpha)
-    save_adapter(transformer, subject.checkpoint.pipeline_class, tmp_path, {})
+    part = subject.case.part
+    save_adapter(transformer, subject.checkpoint.pipeline_class, tmp_path, {"part": part})
     pipeline = subject.checkpoint.pipeline_class.from_pretrained(subject.path)
     base = subject.checkpoint.load_transformer(torch.float32)
     load_adapter(pipeline, tmp_path)
@@ -199,7 +251,7 @@ def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
         with torch.no_grad():
             return subject.checkpoint.losses(model.eval(), batch, Streams(0, [4, 5, 6])).losses
 
-    trained, loaded, untrained = map(losses, (transformer, pipeline.transformer, base))
+    trained, loaded, untrained = map(losses, (transformer, getattr(pipeline, part), base))
     assert torch.equal(trained, loaded)
     assert (trained - untrained).abs().max() > 1e-4
     assert (tmp_path / ADAPTER_FILE).is_file()

@@ -25,6 +25,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Streams, generator
+from dit_lora.training.tasks.diffusion.second_model import open_second
 
 SEED, POSITIONS = 11, [3, 400, 21]
 
@@ -212,19 +213,23 @@ def test_a_guidance_value_is_refused_where_nothing_embeds_it(
 def test_a_distilled_klein_is_refused_by_name_and_still_samples(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, recipe_values: dict[str, Any]
 ) -> None:
-    path = changed(tiny_checkpoints["flux2-klein"], tmp_path / "klein-4b", "", is_distilled=True)
-    checkpoint = open_checkpoint(path)
+    """Unless something under the adapter undoes it; and it samples for its base."""
+    base = tiny_checkpoints["flux2-klein"]
+    path = changed(base, tmp_path / "klein-4b", "", is_distilled=True)
+    family, recipe = get_family("flux2"), recipe_for(path, recipe_values)
     with pytest.raises(DitLoraError, match=r"klein-4b is step-distilled.*FLUX.2-klein-base-4B"):
-        checkpoint.for_recipe(recipe_for(path, recipe_values))
-    pipeline = checkpoint.pipeline(torch.float32)
+        family.open(recipe.model, recipe)
+    under = {"rank": 4, "under": [{"path": "theirs.safetensors"}]}
+    family.open(recipe.model, recipe_for(path, recipe_values, lora=under))
+    training = recipe_for(
+        base, recipe_values, validation={"model": str(path), "prompts": ["a cat"]}
+    )
+    second: Any = open_second(training, family.open(training.model, training))
+    assert second.distilled
+    pipeline = second.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     how = Sampling(VideoShape(1, 32, 64), inference_steps=1, guidance_scale=1.0, seed=3)
-    assert checkpoint.generate(pipeline, checkpoint.conditions("a cat"), how).shape == (
-        1,
-        32,
-        64,
-        3,
-    )
+    assert second.generate(pipeline, second.conditions("a cat"), how).shape == (1, 32, 64, 3)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def paste(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     """Run the card's Python as it is pasted, and return its names; videos are not encoded."""
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     monkeypatch.chdir(folder)
-    Image.new("RGB", (96, 64), "red").save("first_frame.png")
+    for name in ("first_frame.png", "last_frame.png"):
+        Image.new("RGB", (96, 64), "red").save(name)
     scope: dict[str, Any] = {}
 
     def export(frames: Any, path: str, fps: int) -> None:
@@ -91,6 +92,10 @@ def paste(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
                 ("flux", "text-to-image", "adapter"),
                 ("flux2", "text-to-image", "adapter"),
                 ("latte", "text-to-video", "adapter"),
+                ("wan", "text-to-video", "adapter"),
+                ("wan_flf2v", "image-to-video", "adapter"),
+                ("wan_5b_i2v", "image-to-video", "adapter"),
+                ("wan_2.2_i2v", "image-to-video", "adapter"),
                 ("dit", None, "adapter"),
                 ("dit_scratch", None, None),
                 ("video_dit_lora", "text-to-video", "adapter"),

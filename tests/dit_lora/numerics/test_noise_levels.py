@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable
 from statistics import NormalDist
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.noise_levels import NoiseLevels
+from dit_lora.numerics.noise_levels import Density, NoiseLevels
 
 DRAWS = 1_000_000
 Share = Callable[[np.ndarray], np.ndarray]
@@ -133,3 +135,24 @@ def test_a_range_without_draws_is_refused() -> None:
     levels = NoiseLevels(std=0.1, t_min=0.0, t_max=0.01)
     with pytest.raises(DitLoraError, match=r"has no draw from 0 on and below 0\.01"):
         levels.drawn(torch.zeros(1), 5.0)
+
+
+class EveryValueIsFinite(TorchDispatchMode):
+    """Raises at the first op that gives an Inf or a NaN, as the guard would name it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and output.is_floating_point():
+            assert torch.isfinite(output).all(), func
+        return output
+
+
+@pytest.mark.parametrize("density", get_args(Density))
+@pytest.mark.parametrize(("t_min", "t_max"), [(0.875, 1.0), (0.0, 0.875), (0.0, 1.0)])
+def test_nothing_on_the_way_to_a_draw_is_infinite(
+    density: Density, t_min: float, t_max: float
+) -> None:
+    levels = NoiseLevels(density, t_min=t_min, t_max=t_max)
+    gaussian = torch.randn(1000, generator=torch.Generator().manual_seed(4))
+    with EveryValueIsFinite():
+        levels.drawn(gaussian, 3.0)

@@ -39,7 +39,7 @@ HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def smoke(name: str, model: Path, *overrides: str) -> Recipe:
     """A recipe for CPUs, without its data."""
     path = ROOT / "recipes" / "smoke" / f"{name}.yaml"
-    has_tiles = name in ("cogvideox", "sana", "sana_video")
+    has_tiles = name == "cogvideox" or name.startswith(("sana", "wan"))
     wide = ("data.width=128", "data.height=128") if has_tiles else ()
     return load_recipe(path, [f"model.path={model}", "data.path=/nowhere", *wide, *overrides])
 
@@ -48,7 +48,7 @@ def budget_of(recipe: Recipe, *, gpu: bool = False, mode: Mode | None = None) ->
     return count(recipe, subject_of(recipe, gpu=gpu), Launch(), None, mode)
 
 
-ALONE = "train.ema=null"
+ALONE, PRODIGY = "train.ema=null", ("optim.name=prodigy", "optim.groups.backbone.lr=1")
 # Recipe, tiny checkpoint, checkpointing, changes.
 RUNS: dict[str, tuple[str, str, Mode, tuple[str, ...]]] = {
     "lora, recomputed": ("cogvideox", "cogvideox-5b", "full", ()),
@@ -72,14 +72,12 @@ FURTHER: dict[str, tuple[str, str, Mode, tuple[str, ...]]] = {
     "flux": ("flux", "flux-dev", "selective", ()),
     "flux 2": ("flux2", "flux2-klein", "full", ("kernels.ada_norm=on",)),
     "latte": ("latte", "latte", "selective", ()),
+    "wan": ("wan_i2v", "wan-2.1-i2v", "full", ()),
+    "wan, an expert": ("wan_2.2_i2v", "wan-2.2-i2v-a14b", "selective", ()),
+    "wan, timesteps of tokens": ("wan_5b_i2v", "wan-2.2-ti2v-5b", "none", ()),
     "classes": ("video_dit_lora", "video-dit-class", "full", ()),
     "full weights, recomputed": ("dit_scratch", "dit-tiny", "full", (ALONE,)),
-    "prodigy": (
-        "dit_scratch",
-        "dit-tiny",
-        "none",
-        (ALONE, "optim.name=prodigy", "optim.groups.backbone.lr=1"),
-    ),
+    "prodigy": ("dit_scratch", "dit-tiny", "none", (ALONE, *PRODIGY)),
     "qwen": ("qwen", "qwen2.5-vl", "full", ()),
     "videochat2": ("videochat2", "videochat2-mistral", "none", ()),
 }

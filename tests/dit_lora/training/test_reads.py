@@ -190,7 +190,10 @@ class Sends(TorchFunctionMode):
 
 
 # Of one family another recipe serves.
-TRIED = ("cogvideox", "dit", "flux", "flux2", "latte", "sana", "sana_video", "video_dit_lora")
+TRIED = (
+    *("cogvideox", "dit", "flux", "flux2", "latte", "sana", "sana_video", "video_dit_lora"),
+    "wan_5b_i2v",
+)
 
 
 def test_a_recipe_of_every_diffusion_family_is_tried() -> None:

@@ -52,9 +52,11 @@ def precompute(
     Validation prompts are encoded for `second`, the checkpoint that samples are made with, if it is another.
     """
     recipe, accelerator = session.recipe, session.accelerator
-    no_file = [image for image in recipe.validation.images if not Path(image).is_file()]
-    if no_file:
-        raise DitLoraError(listed("validation.images: no such file", no_file))
+    for name in ("images", "last_images"):
+        given = getattr(recipe.validation, name)
+        no_file = [image for image in given if not Path(image).is_file()]
+        if no_file:
+            raise DitLoraError(listed(f"validation.{name}: no such file", no_file))
     # Before the sources are read: what it writes is one of them.
     generate_prior(session, checkpoint)
     quiet = not accelerator.is_local_main_process

@@ -106,6 +106,8 @@ class DiffusionTask:
             schedule["train.timesteps"] = timesteps.model_dump()
         if recipe.train.guidance_scale is not None:
             schedule["train.guidance_scale"] = recipe.train.guidance_scale
+        if recipe.model.task is not None:
+            schedule["model.task"] = recipe.model.task
         return {
             **schedule,
             "data.caption_dropout": recipe.data.caption_dropout,
@@ -123,6 +125,7 @@ class DiffusionTask:
             "index": setup.checkpoint.index_changes(),
             **({"part": setup.checkpoint.part} if setup.checkpoint.parts else {}),
             **setup.checkpoint.header(),
+            **({"task": setup.recipe.model.task} if setup.recipe.model.task else {}),
             "video": {key: getattr(data, key) for key in ("frames", "height", "width", "fps")},
         }
 

@@ -1,0 +1,66 @@
+"""Pictures that a video begins and ends with: from files and pixels to what a pipeline takes, and what a recipe must give."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ValidationConfig
+from dit_lora.data.media.video import read_frames
+from dit_lora.errors import DitLoraError
+
+OPTIONS = {
+    "image": ("first", "--image", "images"),
+    "last_image": ("last", "--last-image", "last_images"),
+}
+"""A pipeline's argument: which picture it is, the option of `dit-lora sample`, the one of `validation`."""
+
+
+def as_picture(pixels: torch.Tensor) -> Image.Image:
+    """Return uint8 (3, height, width) as the pipeline takes an image; of pixels without values, a black one."""
+    if isinstance(pixels, FakeTensor):
+        _, height, width = pixels.shape
+        return Image.new("RGB", (width, height))
+    return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
+
+
+def read_pictures(
+    model: str, wanted: Sequence[str], given: Mapping[str, Path | None], shape: VideoShape
+) -> dict[str, Image.Image]:
+    """Return the pictures that a pipeline starts from, scaled and cropped to a video's size, by its arguments' names.
+
+    Raises `DitLoraError` if one is missing, and for one that it does not take.
+    """
+    pictures = {}
+    for name, (which, option, field) in OPTIONS.items():
+        file = given[name]
+        if name not in wanted:
+            if file is not None:
+                takes = "takes no last image" if wanted else "starts from no image"
+                raise DitLoraError(f"{model} {takes}; leave {option} out")
+            continue
+        if file is None:
+            raise DitLoraError(
+                f"{model} is image-to-video: give the {which} image with {option} (or validation.{field} in a recipe)"
+            )
+        (frame,) = read_frames(file, frames=1, fps=None, height=shape.height, width=shape.width)
+        pictures[name] = as_picture(frame)
+    return pictures
+
+
+def wrong_pictures(validation: ValidationConfig, wanted: Sequence[str]) -> list[str]:
+    """Say which pictures of validation's prompts are missing, or too many."""
+    wrong = []
+    for name, (which, _, field) in OPTIONS.items():
+        files: Sequence[str] = getattr(validation, field)
+        if files and name not in wanted:
+            wrong.append(f"validation.{field}: it takes no {which} image; remove it")
+        if name in wanted and len(files) != len(validation.prompts):
+            wrong.append(
+                f"validation.{field}: give one {which} image a prompt; got {len(files)} for "
+                f"{len(validation.prompts)} in validation.prompts"
+            )
+    return wrong

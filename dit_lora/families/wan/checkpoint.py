@@ -1,0 +1,144 @@
+"""Opens Wan checkpoints, 2.1 and 2.2: which kind one is, its own configs and model_index.json say, never its name."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+    WanTransformer3DModel,
+)
+
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.opening import (
+    local_checkpoint,
+    read_component_config,
+    read_index,
+    require_whole_weights,
+    stored_fields,
+)
+from dit_lora.families.wan.text_to_video import WanCheckpoint
+from dit_lora.numerics.objectives import FlowMatching
+
+_IMAGE = "WanImageToVideoPipeline"
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoint:
+    """Read the configs; refuse parts that contradict each other, a task that it cannot do, and torn weights."""
+    path = local_checkpoint(model)
+    index = read_index(model, path, family.pipeline_names)
+    fields = stored_fields(model, path)
+    # Files from before an option lack it: `rope_max_seq_len`, the VAE's factors.
+    fields["transformer_config"] = _filled(WanTransformer3DModel, fields["transformer_config"])
+    fields["vae_config"] = _filled(AutoencoderKLWan, fields["vae_config"])
+    task, kind = _kind(model, index)
+    beside = task == "i2v" and not index.get("expand_timesteps")
+    _require_fitting(model, index, fields, beside=beside)
+    clip = ("image_encoder",) if _is_there(index, "image_encoder") else ()
+    second = ("transformer_2",) if _is_there(index, "transformer_2") else ()
+    require_whole_weights(model, path, "vae", "text_encoder", *clip, *second)
+    boundary = index.get("boundary_ratio")
+    objective = _objective(model, read_component_config(path, "scheduler"))
+    if boundary is not None:
+        # The pipeline sends t >= boundary to `transformer` (pipeline_wan.py, __call__).
+        own = {"t_min": boundary} if fields["part"] == "transformer" else {"t_max": boundary}
+        objective = replace(objective, levels=replace(objective.levels, **own))
+    return kind(
+        **fields,
+        objective=objective,
+        boundary=boundary,
+        task_given=task != _own_task(index),
+    )
+
+
+def _filled(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config over its class's defaults."""
+    parameters = inspect.signature(model_class.__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.name != "self"} | dict(config)
+
+
+def _is_there(index: Mapping[str, Any], component: str) -> bool:
+    """Return true if the pipeline has this component: an absent one is left out, or two nulls."""
+    return (index.get(component) or [None])[0] is not None
+
+
+def _own_task(index: Mapping[str, Any]) -> str:
+    return "i2v" if index["_class_name"] == _IMAGE else "t2v"
+
+
+def _kind(model: ModelConfig, index: Mapping[str, Any]) -> tuple[str, type[WanCheckpoint]]:
+    """Return the task that is trained, and what does it; TI2V-5B, whose timesteps are expanded, can do both."""
+    own, both = _own_task(index), bool(index.get("expand_timesteps"))
+    task = model.task or own
+    if task != own and not both:
+        does = {"t2v": "makes videos of text alone", "i2v": "starts from an image"}[own]
+        raise DitLoraError(
+            f"model.task: {task}: {model.path} {does} ({index['_class_name']}); leave it out, or take a checkpoint of "
+            "that task; TI2V-5B (expand_timesteps in its model_index.json) can do both"
+        )
+    if task == "t2v":
+        return task, WanCheckpoint
+    # Not before: without torchvision, Transformers warns of CLIP's image processor wherever that is imported.
+    from dit_lora.families.wan.image_to_video import WanImageCheckpoint, WanTokenImageCheckpoint
+
+    return task, WanTokenImageCheckpoint if both else WanImageCheckpoint
+
+
+def _require_fitting(
+    model: ModelConfig, index: Mapping[str, Any], fields: Mapping[str, Any], *, beside: bool
+) -> None:
+    """Refuse channels that do not fit, a boundary without its second expert, an embedding without its encoder.
+
+    `beside`: a mask and a condition stand beside the latents.
+    """
+    transformer, vae = fields["transformer_config"], fields["vae_config"]
+    latents, inputs = vae["z_dim"], vae["z_dim"]
+    if beside:
+        inputs += vae["scale_factor_temporal"] + latents  # mask and condition (prepare_latents)
+    wrong = [
+        f"{name} must be {value}; got {transformer[name]}"
+        for name, value in {"in_channels": inputs, "out_channels": latents}.items()
+        if transformer[name] != value
+    ]
+    boundary, second = index.get("boundary_ratio"), _is_there(index, "transformer_2")
+    if (boundary is not None) != second:
+        has = "a transformer_2" if second else "no transformer_2"
+        wrong.append(
+            f"model_index.json has {has} and boundary_ratio: {boundary}; both belong together, or neither"
+        )
+    if boundary is not None and not 0 < boundary < 1:
+        wrong.append(f"boundary_ratio must be above 0 and below 1; got {boundary}")
+    embeds, encoder = transformer["image_dim"] is not None, _is_there(index, "image_encoder")
+    if embeds and not (encoder and _is_there(index, "image_processor")):
+        wrong.append(
+            "its transformer attends to an image's embedding (image_dim), and model_index.json has no image_encoder "
+            "with an image_processor"
+        )
+    if embeds and not beside:
+        wrong.append(
+            "its transformer attends to an image's embedding (image_dim), its pipeline has no image"
+        )
+    if wrong:
+        raise DitLoraError(listed(f"{model.path}: the parts of this checkpoint do not fit", wrong))
+
+
+def _objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:
+    """Flow matching at logit-normal noise levels, with the shift that the pipeline samples with."""
+    name, timesteps = scheduler.get("_class_name"), scheduler.get("num_train_timesteps", 1000)
+    if name == UniPCMultistepScheduler.__name__:
+        config: Any = UniPCMultistepScheduler.from_config(dict(scheduler)).config
+        if config.prediction_type == "flow_prediction" and config.use_flow_sigmas:
+            return FlowMatching(float(config.flow_shift), timesteps)
+    elif name == FlowMatchEulerDiscreteScheduler.__name__:
+        config = FlowMatchEulerDiscreteScheduler.from_config(dict(scheduler)).config
+        if not config.use_dynamic_shifting:
+            return FlowMatching(float(config.shift), timesteps)
+    raise DitLoraError(
+        f"{model.path}: Wan predicts the flow with one shift (UniPCMultistepScheduler with use_flow_sigmas, or "
+        f"FlowMatchEulerDiscreteScheduler without use_dynamic_shifting); got {dict(scheduler)}"
+    )

@@ -1,0 +1,260 @@
+"""Wan image-to-video: 2.1 I2V and FLF2V, 2.2 I2V-A14B (a condition in channels of its own), TI2V-5B (a clean first latent).
+
+The condition, its mask and the image's embedding are made by the stock pipeline's own methods
+(diffusers/pipelines/wan/pipeline_wan_i2v.py): a video of the picture and zero *pixels* behind it, encoded whole.
+
+Shapes: B batch, C latent channels, F latent frames, H and W latent size, P tokens of a picture.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
+
+import torch
+from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
+from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
+from diffusers.utils import is_ftfy_available
+from diffusers.video_processor import VideoProcessor
+from torch import nn
+from transformers import CLIPImageProcessor, CLIPVisionModel
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.base import Tensors, VideoEncoder
+from dit_lora.families.pictures import as_picture, wrong_pictures
+from dit_lora.families.posterior import encode_video
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.families.wan.text_to_video import WanCheckpoint
+from dit_lora.numerics.streams import Draws
+
+IMAGE_TRANSFORM = "wan-i2v-1: the pipeline's preprocessing; mask and normalised mode of the picture before zero pixels"
+if not is_ftfy_available():
+    # Without ftfy the text-to-video pipeline cleans prompts by all but ftfy; this one calls it all the same and raises
+    # NameError (basic_clean of both, Diffusers 0.42.1). It cleans as the other does, and nothing that worked changes.
+    pipeline_wan_i2v.prompt_clean = pipeline_wan.prompt_clean
+Embed = Callable[[list[Any]], torch.Tensor]
+"""Pictures to their hidden states, (pictures, P, width)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanImageCheckpoint(WanCheckpoint):
+    """One Wan image-to-video checkpoint: mask and condition stand beside the noisy latents."""
+
+    pipeline_class: ClassVar[Any] = WanImageToVideoPipeline
+    takes: ClassVar[tuple[str, ...]] = (
+        *WanCheckpoint.takes,
+        "data.image_column",
+        "validation.images",
+        "validation.last_images",
+    )
+    token_mask: ClassVar[bool] = False
+    """True where the picture is the first latent frame itself, told by its tokens' timestep of 0 (`expand_timesteps`)."""
+
+    @property
+    def pictures(self) -> tuple[str, ...]:
+        return ("image", "last_image") if self.with_last else ("image",)
+
+    @property
+    def has_clip(self) -> bool:
+        """Return true if the picture's embedding is attended to: 2.1."""
+        return self.transformer_config["image_dim"] is not None
+
+    @property
+    def with_last(self) -> bool:
+        """Return true if the last frame is given too (FLF2V): the embedding has places for two pictures."""
+        return self.transformer_config["pos_embed_seq_len"] is not None
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        wrong = super().wrong_shape(shape)
+        least = self.vae_config["scale_factor_temporal"] + 1
+        if shape.frames < least:
+            wrong.append(
+                f"data.frames must be {least} or more, as the first is given; got {shape.frames}"
+            )
+        return wrong
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        """Refuse prompts without their pictures, and pictures of its own where the clip's last frame is given too."""
+        fitting = super().for_recipe(recipe)
+        wrong = wrong_pictures(recipe.validation, self.pictures)
+        if self.with_last and any(source.image_column for source in recipe.data.all_sources):
+            wrong.append(
+                "data.image_column: its two pictures are the clip's own first and last frame; remove it"
+            )
+        if wrong:
+            raise DitLoraError(listed(f"{self.path.name} is image-to-video", wrong))
+        return fitting
+
+    def video_facts(self) -> Mapping[str, Any]:
+        pictures = "first and last" if self.with_last else "first"
+        facts = {**super().video_facts(), "image": f"{IMAGE_TRANSFORM}; {pictures}"}
+        if self.has_clip:
+            facts["image_encoder"] = self.path / "image_encoder"
+            facts["image_processor"] = self.path / "image_processor"
+            # Transformers has another where torchvision is installed, which resizes otherwise.
+            facts["processor"] = CLIPImageProcessor.__name__
+        return facts
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """The clip's posterior; `image_latents`, the normalised condition; where CLIP is, `image_embeds`.
+
+        `image_latents` are (mask channels + C, F, H, W), of TI2V-5B (C, 1, H, W); `image_embeds` (pictures, P, width).
+        All of it in fp32.
+        """
+        vae = memory.load(AutoencoderKLWan, self.path, torch.float32, device)
+        embed = self._clip(device) if self.has_clip else None
+        processor = VideoProcessor(vae_scale_factor=self.vae_config["scale_factor_spatial"])
+        facts = self._as_pipeline(vae)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            own = [pixels[0] if image is None else image, *([pixels[-1]] if self.with_last else [])]
+            pictures = [as_picture(one) for one in own]
+            first, *last = (processor.preprocess(one).to(device) for one in pictures)
+            tensors = encode_video(vae, pixels)
+            tensors["image_latents"] = self._condition(facts, first, last, len(pixels))
+            return tensors if embed is None else {**tensors, "image_embeds": embed(pictures)}
+
+        return encode
+
+    def _as_pipeline(self, vae: Any) -> Any:
+        """Return what of a pipeline its `prepare_latents` reads."""
+        return SimpleNamespace(
+            vae=vae,
+            vae_scale_factor_temporal=self.vae_config["scale_factor_temporal"],
+            vae_scale_factor_spatial=self.vae_config["scale_factor_spatial"],
+            config=SimpleNamespace(expand_timesteps=self.token_mask),
+        )
+
+    def _condition(
+        self, facts: Any, first: torch.Tensor, last: list[torch.Tensor], frames: int
+    ) -> torch.Tensor:
+        """Return what the pipeline puts beside its latents (TI2V-5B: over the first), by its own method."""
+        height, width = first.shape[-2:]
+        found = self.pipeline_class.prepare_latents(
+            facts,
+            first,
+            batch_size=1,
+            num_channels_latents=self.vae_config["z_dim"],
+            height=height,
+            width=width,
+            num_frames=frames,
+            dtype=torch.float32,
+            device=first.device,
+            latents=first,  # nothing is drawn
+            last_image=last[0] if last else None,
+        )
+        return found[1][0]
+
+    def _clip(self, device: torch.device) -> Embed:
+        encoder = load_pretrained(
+            CLIPVisionModel, self.path / "image_encoder", dtype=torch.float32, use_safetensors=True
+        ).to(device)
+        processor = load_pretrained(CLIPImageProcessor, self.path / "image_processor")
+        facts = SimpleNamespace(image_processor=processor, image_encoder=encoder)
+        return lambda pictures: self.pipeline_class.encode_image(facts, pictures, device)
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The network's velocity beside the condition; one call equals one of the stock pipeline's."""
+        hidden = torch.cat([noisy, batch["image_latents"].float()], dim=1)
+        return self.call(transformer, hidden, timesteps, batch)
+
+    def pipeline(
+        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
+    ) -> Any:
+        dtypes = dict.fromkeys(
+            ("vae", "image_encoder") if self.has_clip else ("vae",), torch.float32
+        )
+        return self._load_pipeline({**dtypes, "default": dtype}, transformer, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanTokenImageCheckpoint(WanImageCheckpoint):
+    """Wan 2.2 TI2V-5B from an image: its latent is the first frame's, whose tokens have a timestep of their own, 0."""
+
+    image_dropout: float = 0.0
+    takes: ClassVar[tuple[str, ...]] = (*WanImageCheckpoint.takes, "data.image_dropout")
+    token_mask: ClassVar[bool] = True
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        """Take `data.image_dropout`, the share of samples that are trained as text-to-video."""
+        return replace(super().for_recipe(recipe), image_dropout=recipe.data.image_dropout)
+
+    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        own: Draws = {
+            "image_dropout": lambda rows: (
+                torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
+            )
+        }
+        return {**super().draws(batch), **own}
+
+    def clean_latents(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The clip's own, with the picture's latent in front where it is given."""
+        return self._with_picture(super().clean_latents(batch, given), batch, given)
+
+    def known(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return (B, 1, F, 1, 1): 1 at the first frame of samples whose picture is given."""
+        frames = batch["latent_mean"].shape[2]
+        first = torch.arange(frames, device=batch["latent_mean"].device) == 0
+        kept = given.get("image_dropout", first.new_ones(len(batch["latent_mean"])))
+        return (kept.view(-1, 1, 1, 1, 1) & first.view(1, 1, -1, 1, 1)).float()
+
+    def drawn_prediction(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        given: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        return self._by_tokens(transformer, noisy, timesteps, batch, given)
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The network's velocity behind the picture's latent; one call equals one of the stock pipeline's."""
+        behind = self._with_picture(noisy, batch, {})
+        return self._by_tokens(transformer, behind, timesteps, batch, {})
+
+    def _with_picture(
+        self,
+        latents: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        given: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        known = self.known(batch, given)
+        return torch.where(known > 0, batch["image_latents"].float(), latents)
+
+    def _by_tokens(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        given: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Call with a timestep for every token, as the pipeline does: 0 where the latents are given."""
+        _, patch_height, patch_width = self.transformer_config["patch_size"]
+        tokens = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
+        by_frame = (1 - self.known(batch, given)).flatten(1) * timesteps[:, None]
+        by_token = by_frame[:, :, None].expand(-1, -1, tokens).flatten(1)
+        return self.call(transformer, noisy, by_token, batch)

@@ -1,0 +1,230 @@
+"""Wan text-to-video: 2.1 (1.3B, 14B), the experts of 2.2 A14B, and 2.2 TI2V-5B without an image.
+
+Prompts and denoising are the stock pipeline's own code, called here (diffusers/pipelines/wan/pipeline_wan.py).
+
+Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from diffusers.utils import is_ftfy_available
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.experts import EXPERTS
+from dit_lora.config.recipe import Recipe
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.families.base import (
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+    text_limit,
+)
+from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.opening import read_component_config
+from dit_lora.families.posterior import drawn, encode_video
+from dit_lora.families.refusals import wrong_frames, wrong_sides
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.streams import moved
+
+PIPELINE_MULTIPLE = 16  # check_inputs of both pipelines, whatever the autoencoder
+_READS_TEXT = ("text_encoder", "tokenizer", "scheduler")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanCheckpoint(FlowCheckpoint):
+    """One Wan checkpoint as text-to-video."""
+
+    boundary: float | None = None
+    """The noise level from which on `transformer` denoises, below it `transformer_2`; None where there is one alone."""
+    task_given: bool = False
+    """True where the recipe chose another task than the checkpoint's own pipeline has."""
+    pipeline_class: ClassVar[Any] = WanPipeline
+    transformer_class: ClassVar[Any] = WanTransformer3DModel
+    transform = "wan-1: pixels / 127.5 - 1, posterior mean and logvar"
+    takes: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.takes, "model.task")
+    in_fp32: ClassVar[tuple[str, ...]] = ("vae",)
+    """Components of the pipeline that stay in fp32, as Diffusers' examples load them."""
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        return {} if self.boundary is None else EXPERTS
+
+    @property
+    def side_step(self) -> int:
+        _, patch_height, patch_width = self.transformer_config["patch_size"]
+        spatial = self.vae_config["scale_factor_spatial"]
+        return lcm(PIPELINE_MULTIPLE, spatial * lcm(patch_height, patch_width))
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        """Frames are 4n + 1: the VAE drops those beyond, without a word."""
+        temporal = self.vae_config["scale_factor_temporal"]
+        return [
+            *wrong_sides(shape, self.side_step),
+            *wrong_frames(shape.frames, temporal),
+            *self._beyond_positions(shape),
+        ]
+
+    def _beyond_positions(self, shape: VideoShape) -> list[str]:
+        """Say where the tables of positions end; the model would read the rest off nothing."""
+        most = self.transformer_config["rope_max_seq_len"]
+        patches = self.transformer_config["patch_size"]
+        spatial, temporal = (
+            self.vae_config[f"scale_factor_{axis}"] for axis in ("spatial", "temporal")
+        )
+        ends = {
+            "frames": (shape.frames, (most * patches[0] - 1) * temporal + 1),
+            "height": (shape.height, most * patches[1] * spatial),
+            "width": (shape.width, most * patches[2] * spatial),
+        }
+        return [
+            f"data.{name} can be {end} at most, where its positions end (rope_max_seq_len); got {value}"
+            for name, (value, end) in ends.items()
+            if value > end
+        ]
+
+    @property
+    def text_tokens(self) -> int:
+        """The length that captions are padded to.
+
+        It is the default of the pipeline's call, and not `encode_prompt`'s: attention to an image takes all but the
+        last 512 tokens for it (transformer_wan.py, WanAttnProcessor).
+        """
+        arguments = inspect.signature(self.pipeline_class.__call__).parameters
+        tokens: int = arguments["max_sequence_length"].default
+        return tokens
+
+    def text_limit(self) -> TextLimit:
+        return text_limit(self.path, self.text_tokens)
+
+    def text_facts(self) -> Mapping[str, Any]:
+        # Where ftfy is installed the pipeline mends a prompt with it first, which straightens quotes too (prompt_clean).
+        return {**super().text_facts(), "tokens": self.text_tokens, "ftfy": is_ftfy_available()}
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        size = (self.text_tokens, self.transformer_config["text_dim"])
+        return {"prompt_embeds": (torch.Size(size), dtype)}
+
+    def notes(self, recipe: Recipe) -> list[str]:
+        """Say where captions are read otherwise than by the pipeline of somebody else."""
+        if is_ftfy_available():
+            return super().notes(recipe)
+        return [
+            *super().notes(recipe),
+            "captions: encoded without ftfy, which is not installed; where it is, Wan's pipeline mends broken characters "
+            "and straightens quotes with it first. To train as it samples there: pip install ftfy",
+        ]
+
+    def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """Load the pipeline with its text encoder alone: neither expert, and no image encoder."""
+        index = read_component_config(self.path)
+        components = [name for name, value in index.items() if isinstance(value, list)]
+        others = dict.fromkeys(name for name in components if name not in _READS_TEXT)
+        return load_pretrained(
+            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **others
+        ).to(device)
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """UMT5 as the pipeline uses it: with its mask, and zeros for what the mask leaves out."""
+        pipeline = self.text_pipeline(dtype, device)
+
+        @torch.no_grad()
+        def encode(captions: Sequence[str]) -> Tensors:
+            embeddings, _ = pipeline.encode_prompt(
+                list(captions),
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.text_tokens,
+                device=device,
+            )
+            return {"prompt_embeds": embeddings}
+
+        return encode
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Keeps the posterior's mean and logvar, (C, F, H, W). It encodes in fp32 whatever `dtype` is."""
+        vae = memory.load(AutoencoderKLWan, self.path, torch.float32, device)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            return encode_video(vae, pixels)
+
+        return encode
+
+    def clean_latents(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Drawn, and normalised per channel: the inverse of what the pipeline does before it decodes."""
+        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
+        mean, deviation = (
+            moved(torch.tensor(self.vae_config[name]), latents.device).view(1, -1, 1, 1, 1)
+            for name in ("latents_mean", "latents_std")
+        )
+        return (latents - mean) / deviation
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The network's velocity for noisy latents; one call equals one of the stock pipeline's.
+
+        Of TI2V-5B the pipeline repeats a timestep for every token. One a sample is the same arithmetic, without the
+        modulation of every token.
+        """
+        return self.call(transformer, noisy, timesteps, batch)
+
+    def call(
+        self,
+        transformer: nn.Module,
+        hidden: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Call the network with what it is given beside the latents; `timesteps` (B,), or (B, tokens)."""
+        prompt_embeds = batch["prompt_embeds"]
+        image_embeds = batch.get("image_embeds")
+        if image_embeds is not None:
+            image_embeds = image_embeds.flatten(0, -3).to(prompt_embeds.dtype)
+        return transformer(
+            hidden_states=hidden.to(prompt_embeds.dtype),
+            timestep=timesteps,
+            encoder_hidden_states=prompt_embeds,
+            encoder_hidden_states_image=image_embeds,
+            return_dict=False,
+        )[0]
+
+    def pipeline(
+        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
+    ) -> Any:
+        dtypes = dict.fromkeys(self.in_fp32, torch.float32)
+        return self._load_pipeline({**dtypes, "default": dtype}, transformer, text)
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        arguments = {"prompt_embeds": prompt["prompt_embeds"]}
+        return arguments | ({"negative_prompt_embeds": empty["prompt_embeds"]} if empty else {})
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {
+            "num_frames": shape.frames,
+            "height": shape.height,
+            "width": shape.width,
+            "max_sequence_length": self.text_tokens,
+        }
+
+    def index_changes(self) -> dict[str, Any]:
+        """The pipeline, where another task was trained than the checkpoint's own."""
+        return {"_class_name": self.pipeline_class.__name__} if self.task_given else {}
