@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,8 @@ class LayerNames:
     """Put before every name."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """The program's names by Diffusers', in which `*` is a block's number; empty: they are the same."""
+    without: tuple[str, ...] = ()
+    """Patterns of layers that the program has no name for, and would pass over."""
     alpha: bool = True
     """True if a file may say alpha in `.alpha` tensors; where not, alpha over rank is multiplied into B."""
     lacking: str = ""
@@ -19,7 +22,7 @@ class LayerNames:
 
     def of(self, name: str) -> str | None:
         """Return the program's name of one of Diffusers' layers; None if it has no counterpart of it."""
-        if self.lacking:
+        if self.lacking or any(fnmatchcase(name, pattern) for pattern in self.without):
             return None
         theirs = _renamed(self.renamed, name) if self.renamed else name
         return theirs if theirs is None else f"{self.prefix}{theirs}"

@@ -56,7 +56,16 @@ FAMILY = DiffusionFamily(
         "black-forest-labs/FLUX.2-klein*9B": _NON_COMMERCIAL,
         "black-forest-labs/FLUX.2-dev": _NON_COMMERCIAL,
     },
-    # ComfyUI's map has Diffusers' names (comfy/utils.py, flux_to_diffusers), with their prefix.
-    comfyui=LayerNames(prefix="transformer.", alpha=False),
+    # ComfyUI's map has Diffusers' names (comfy/utils.py at 09708ea, flux_to_diffusers), with their prefix; of FLUX.2's own
+    # layers it has the single blocks' two.
+    comfyui=LayerNames(
+        prefix="transformer.",
+        alpha=False,
+        without=(
+            "time_guidance_embed.*",
+            "double_stream_modulation_*",
+            "single_stream_modulation.*",
+        ),
+    ),
     sites=tuple(_site(variant) for variant in ("flux2-klein", "flux2-dev")),
 )

@@ -104,6 +104,21 @@ def test_of_the_families_here_comfyui_runs_cogvideox_and_flux() -> None:
         assert forms_of(family) == ("diffusers", "folded", "peft")
 
 
+def test_layers_that_comfyui_would_pass_over_are_refused_by_name(make: Make) -> None:
+    """FLUX.2's modulations and time embedding, which its map of Diffusers' names lacks."""
+    targets = (
+        "attn.to_q",
+        "double_stream_modulation_img.linear",
+        "single_stream_modulation.linear",
+    )
+    one = make("flux2-klein", family="flux2", targets=targets)
+    with pytest.raises(DitLoraError, match="has no counterpart of these layers") as refused:
+        exported(one, "comfyui")
+    assert "  - double_stream_modulation_img.linear\n  - single_stream_modulation.linear" in str(
+        refused.value
+    )
+
+
 def test_what_trains_of_a_file_is_the_adapter_alone(make: Make) -> None:
     one = make()
     model = attached(one, read(one, one.folder / ADAPTER_FILE))
@@ -214,6 +229,9 @@ def test_names_of_a_program() -> None:
     assert renamed.of("blocks.x.a.to_q") is None
     assert renamed.of("blocks.1.a.to_k") is None
     assert LayerNames(prefix="transformer.").of("blocks.1.a") == "transformer.blocks.1.a"
+    partly = LayerNames(without=("single_stream_modulation.*",))
+    assert partly.of("single_stream_modulation.linear") is None
+    assert partly.of("blocks.1.a") == "diffusion_model.blocks.1.a"
     assert no_names("why").of("out") is None
     assert UNKNOWN.lacking
 
