@@ -75,7 +75,8 @@ def test_diffusers_and_peft_load_what_was_trained(make: Make, family: str, varia
 
     def loaded(folder: Path, name: str = ADAPTER_FILE) -> Deltas:
         pipeline.load_lora_weights(folder, weight_name=name)
-        found = deltas(pipeline.transformer)
+        # Of itself, Wan's loader gives an image's keys and values adapters of zeros.
+        found = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
         pipeline.unload_lora_weights()
         return found
 
