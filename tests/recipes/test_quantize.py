@@ -27,6 +27,7 @@ VARIANTS = {
     "cogvideox": "cogvideox-2b",
     "sana": "sana-600m",
     "flux2": "flux2-klein",
+    "wan": "wan-2.1-t2v",
     "videochat2": "videochat2-mistral",
 }
 IN_CI = (("cogvideox", "nf4"), ("sana", "fp8"), ("videochat2", "int8"))

@@ -74,9 +74,12 @@ def keys(
 
 
 def _is_idle(name: str, tensor: torch.Tensor, expected: Sequence[str]) -> bool:
-    """Return true for zeros that a loader adds of itself: Wan's, for an image's keys and values where only text's trained."""
+    """Return true for zeros that a loader adds of itself: Wan's, for an image's keys and values where only text's trained.
+
+    They are none of the header's layers. Without values (meta), that they are none of them has to do.
+    """
     is_asked = name.partition(".lora_")[0] in expected
-    return not is_asked and not tensor.is_meta and not tensor.any()
+    return not is_asked and (bool(expected) if tensor.is_meta else not tensor.any())
 
 
 def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:

@@ -171,6 +171,8 @@ ENCODED = {
     "sana": "sana-600m",
     "flux": "flux-dev",
     "flux2": "flux2-klein",
+    "wan_flf2v": "wan-2.1-flf2v",
+    "wan_5b_i2v": "wan-2.2-ti2v-5b",
     "latte": "latte",
     "video_dit": "video-dit-text",
     "dit": "dit-tiny",

@@ -1,9 +1,10 @@
 """Whether an update is more than rounding."""
 
 import pytest
+import torch
 
 from dit_lora.adapters.update_norms import ModuleUpdate
-from dit_lora.results.verify.checks import effect
+from dit_lora.results.verify.checks import effect, keys
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,27 @@ def test_an_update_that_rounding_takes_away_is_no_effect(
     check = effect(updates, ())
     assert check.passed is passed
     assert words in check.words
+
+
+IDLE = "attn2.add_k_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("added", "header", "passes"),
+    [
+        (torch.zeros(2, 3), ["attn2.to_k"], True),
+        (torch.zeros(2, 3), [], True),
+        (torch.eye(3), ["attn2.to_k"], False),
+        (torch.zeros(2, 3), ["attn2.to_k", "attn2.add_k_proj"], False),
+        (torch.zeros(2, 3, device="meta"), ["attn2.to_k"], True),
+        (torch.zeros(2, 3, device="meta"), [], False),
+    ],
+)
+def test_zeros_that_a_loader_adds_are_none_of_the_files(
+    added: torch.Tensor, header: list[str], passes: bool
+) -> None:
+    """Wan's does for image keys of an adapter without them; layers that the header asks for have to be in the file."""
+    stored = {"attn2.to_k.lora_B.weight": torch.ones(2, 3)}
+    found = keys("WanImageToVideoPipeline", stored, {**stored, IDLE: added}, header, [])
+    assert found.passed == passes
+    assert (f"{IDLE}: not in the file" in found.words) != passes
