@@ -252,6 +252,8 @@ def test_every_verb_knows_both(run: Path, base: Path, tmp_path: Path) -> None:
     after = run / "low_noise" / "samples" / "step_000002" / "prompt_00.mp4"
     assert made[0].read_bytes() == after.read_bytes()
     assert runner.invoke(app, ["report", str(run)]).exit_code == 0
+    page = (run / "low_noise" / "report.html").read_text()
+    assert "the expert for low noise" in page
     done = runner.invoke(app, ["report", str(run), "--serve"])
     assert isinstance(done.exception, DitLoraError)
     assert "--serve shows one run" in str(done.exception)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dit_lora.config.experts import EXPERTS
 from dit_lora.config.lora import INITS
 from dit_lora.redact import redactor
 from dit_lora.report.charts.heat_map import heat_maps
@@ -94,12 +95,19 @@ def _about(run: RunFiles) -> list[tuple[str, str]]:
     """Return what was trained, on what, in one line each."""
     model, data = mapping(run.config.get("model")), mapping(run.config.get("data"))
     rows = [
-        ("Model", str(model.get("path", "unknown model"))),
+        ("Model", _model(model)),
         ("Family", str(model.get("family", "unknown family"))),
         ("Trained", _trained(run.config)),
         ("Data", _data(data, run)),
     ]
     return [(name, words) for name, words in rows if words]
+
+
+def _model(model: Mapping[str, Any]) -> str:
+    """Return where the base is, and which of two experts trained."""
+    expert = EXPERTS.get(str(model.get("part")))
+    path = str(model.get("path", "unknown model"))
+    return f"{path}, the expert for {expert.replace('_', ' ')}" if expert else path
 
 
 def _trained(config: Mapping[str, Any]) -> str:
