@@ -221,6 +221,11 @@ class Sampler(Opened):
     def pipeline_class(self) -> Any:
         """The stock Diffusers pipeline of this checkpoint."""
 
+    @property
+    def in_fp32(self) -> tuple[str, ...]:
+        """The components of the pipeline that stay in fp32 whatever the rest of it is in."""
+        return ()
+
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
@@ -236,18 +241,21 @@ class Sampler(Opened):
 
     def _load_pipeline(
         self,
-        dtype: torch.dtype | Mapping[str, torch.dtype],
+        dtype: torch.dtype,
         transformer: nn.Module | None,
         text: bool,
         **arguments: Any,
     ) -> Any:
-        """Load it in a dtype, or in one for each component by its name; `arguments` are its constructor's."""
+        """Load it in a dtype, but for what stays `in_fp32`; `arguments` are its constructor's."""
+        dtypes: Any = dtype
+        if self.in_fp32:
+            dtypes = {**dict.fromkeys(self.in_fp32, torch.float32), "default": dtype}
         if transformer is not None:
             arguments[self.part] = transformer
         if not text:
             arguments |= {"text_encoder": None, "tokenizer": None}
         return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **arguments
+            self.pipeline_class, self.path, dtype=dtypes, use_safetensors=True, **arguments
         )
 
     @abstractmethod

@@ -62,6 +62,8 @@ class Site:
     time_proj: str | None = "time_proj"
     late: int = 900
     """A timestep that a tenth or two of its draws lie beyond."""
+    upper: int = 800
+    """A timestep that a fifth to a half of its draws lie beyond."""
     text: str | None = "prompt_embeds"
     """The cached tensor of the caption, where it is floating point."""
     posterior: bool = True
@@ -155,8 +157,6 @@ class DiffusionFamily(Family):
     """The `_class_name` of the pipelines whose checkpoints it trains."""
     pipeline_packages: tuple[str, ...] = ()
     """Packages that its stock pipeline imports beside those that every one needs."""
-    fp32_vae: bool = False
-    """True if its VAE stays in fp32 whatever the rest of the pipeline is in."""
     comfyui: LayerNames = UNKNOWN
     """ComfyUI's names of the layers, or why it has none."""
     kohya: bool = False

@@ -55,6 +55,11 @@ def timesteps_between(first: int, last: int) -> Rows:
     return lambda stage, output, batch: [first <= int(t) < last for t in output.timesteps]
 
 
+def upper_timesteps(stage: Stage, output: LossOutput, batch: Tensors) -> list[bool]:
+    """Return true for the rows beyond the site's upper timestep."""
+    return [int(t) >= stage.site.upper for t in output.timesteps]
+
+
 def losses(change: Change, rows: Rows, when: When) -> Arm:
     """Change the losses of some rows, in passes that train."""
 

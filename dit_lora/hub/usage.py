@@ -99,10 +99,11 @@ def _base(contents: Contents) -> str:
 
 
 def _dtype(contents: Contents) -> str:
-    dtype = str(contents.facts["pipeline"]["dtype"])
-    if get_family(contents.made["family"]).fp32_vae and dtype != "torch.float32":
-        return f'{{"vae": torch.float32, "default": {dtype}}}'
-    return dtype
+    dtype, wide = str(contents.facts["pipeline"]["dtype"]), contents.facts["pipeline"]["in_fp32"]
+    if not wide or dtype == "torch.float32":
+        return dtype
+    components = "".join(f'"{name}": torch.float32, ' for name in wide)
+    return f'{{{components}"default": {dtype}}}'
 
 
 def sample_line(contents: Contents, repo_id: str, prompt: str) -> Sequence[str]:

@@ -38,7 +38,6 @@ FAMILY = DiffusionFamily(
     default_recipe="sana/600m_512",
     # Its cards: "NSCL v2-custom, ./LICENSE.txt", and Gemma's terms for the text encoder.
     licenses={"Efficient-Large-Model/S[Aa][Nn][Aa]*": License("other", "nscl-v2-custom")},
-    fp32_vae=True,
     comfyui=no_names(
         "ComfyUI has no Sana; the nodes that have one (ComfyUI_ExtraModels) load no LoRA for it"
     ),

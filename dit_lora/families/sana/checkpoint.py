@@ -171,8 +171,11 @@ class SanaCheckpoint(FlowCheckpoint):
         """Load the pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts keep it, and fp16's limit where needed."""
         if transformer is None and self.saturates:
             transformer = self.load_transformer(dtype)
-        dtypes = {"vae": torch.float32, "default": dtype}
-        return self._load_pipeline(dtypes, transformer, text)
+        return super().pipeline(dtype, transformer, text)
+
+    @property
+    def in_fp32(self) -> tuple[str, ...]:
+        return ("vae",)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):

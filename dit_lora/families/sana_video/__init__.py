@@ -28,7 +28,6 @@ FAMILY = DiffusionFamily(
             "https://www.nvidia.com/en-us/agreements/enterprise-software/nvidia-open-model-license/",
         )
     },
-    fp32_vae=True,
     comfyui=no_names("ComfyUI has no SANA-Video"),
     sites=(
         Site(

@@ -43,7 +43,6 @@ FAMILY = DiffusionFamily(
     default_recipe="wan/2.1_t2v_1.3b",
     licenses={"Wan-AI/Wan2.[12]-*": License("apache-2.0")},
     pipeline_packages=("ftfy",),
-    fp32_vae=True,
     # The inverse of Diffusers' _convert_non_diffusers_wan_lora_to_diffusers (loaders/lora_conversion_utils.py).
     comfyui=LayerNames(
         renamed={
@@ -69,8 +68,8 @@ FAMILY = DiffusionFamily(
     sites=(
         _site("wan-2.1-t2v"),
         _site("wan-2.1-i2v"),
-        _site("wan-2.1-flf2v", late=980),
-        _site("wan-2.2-t2v-a14b", model={"part": "transformer"}, late=954),
+        _site("wan-2.1-flf2v", late=980, upper=950),
+        _site("wan-2.2-t2v-a14b", model={"part": "transformer"}, late=954, upper=925),
         _site("wan-2.2-i2v-a14b", model={"part": "transformer_2"}, late=853),
         _site("wan-2.2-ti2v-5b", data={**_VIDEO, "height": 64, "width": 96}, late=937),
     ),

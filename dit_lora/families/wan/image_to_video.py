@@ -170,13 +170,9 @@ class WanImageCheckpoint(WanCheckpoint):
         hidden = torch.cat([noisy, batch["image_latents"].float()], dim=1)
         return self.call(transformer, hidden, timesteps, batch)
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
-        dtypes = dict.fromkeys(
-            ("vae", "image_encoder") if self.has_clip else ("vae",), torch.float32
-        )
-        return self._load_pipeline({**dtypes, "default": dtype}, transformer, text)
+    @property
+    def in_fp32(self) -> tuple[str, ...]:
+        return ("vae", "image_encoder") if self.has_clip else super().in_fp32
 
 
 @dataclass(frozen=True, kw_only=True)

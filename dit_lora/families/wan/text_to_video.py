@@ -51,8 +51,6 @@ class WanCheckpoint(FlowCheckpoint):
     transformer_class: ClassVar[Any] = WanTransformer3DModel
     transform = "wan-1: pixels / 127.5 - 1, posterior mean and logvar"
     takes: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.takes, "model.task")
-    in_fp32: ClassVar[tuple[str, ...]] = ("vae",)
-    """Components of the pipeline that stay in fp32, as Diffusers' examples load them."""
 
     @property
     def parts(self) -> Mapping[str, str]:
@@ -205,11 +203,10 @@ class WanCheckpoint(FlowCheckpoint):
             return_dict=False,
         )[0]
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
-        dtypes = dict.fromkeys(self.in_fp32, torch.float32)
-        return self._load_pipeline({**dtypes, "default": dtype}, transformer, text)
+    @property
+    def in_fp32(self) -> tuple[str, ...]:
+        """Diffusers' examples load the VAE so."""
+        return ("vae",)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):

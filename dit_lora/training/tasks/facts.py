@@ -201,6 +201,7 @@ def _pipeline(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
         "seed": recipe.validation.seed,
         "fps": recipe.data.fps,
         "dtype": str(setup.session.precision.dtype),
+        "in_fp32": list(checkpoint.in_fp32),
     }
 
 
