@@ -1,7 +1,9 @@
 """A training step on tensors without values: every op runs as it would, and no memory is taken."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from dit_lora.data.cache.cache import Spec
 from dit_lora.families.base import Tensors
 
 CPU = torch.device("cpu")
+# Between a call and the mode that it is dispatched to, beside other modes.
+_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py")
 Losses = Callable[[nn.Module, Tensors], Any]
 
 
@@ -112,11 +116,19 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self._note()
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and _number(tensor) not in self._known:
                 self._count(_number(tensor), tensor.untyped_storage())
+        # Two gradients of one tensor autograd adds in place of the first, where nobody else has it. A fake one is let go
+        # a moment later instead, before the next op.
+        if not (func is torch.ops.aten.add.Tensor and _called_by_autograd()):
+            self._note()
         return output
+
+    def _note(self) -> None:
+        self.most = max(self.most, self.now)
 
     def _count(self, number: int, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()
@@ -127,7 +139,18 @@ class Live(TorchDispatchMode):
 
         self._known[number] = weakref.ref(storage, gone)
         self.now += size
-        self.most = max(self.most, self.now)
+
+
+def _called_by_autograd() -> bool:
+    """Return true if the engine itself called the op that is dispatched, and no backward function of Python's."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _is_between(frame.f_code):
+        frame = frame.f_back
+    return frame.f_code.co_name == "_engine_run_backward"
+
+
+def _is_between(code: CodeType) -> bool:
+    return code.co_name == "__torch_dispatch__" or code.co_filename.endswith(_WRAPPERS)
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
