@@ -39,7 +39,7 @@ from dit_lora.numerics.opaque import ONLY_COUNTS
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 JOINT_TARGETS = ["to_qkv_mlp_proj", "attn.to_out"]
-"""Of a block whose attention has its feed-forward's layers in its own."""
+"""The layers of a block whose attention has its feed-forward's layers in its own."""
 Arguments = Callable[[int], tuple[Sequence[Any], int]]
 """By the number of frames (or images): a block's arguments, and the elements of one activation."""
 

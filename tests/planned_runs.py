@@ -58,7 +58,7 @@ class RealRun:
         return sum(own.values()) + batch * (micro_batches_held(self.recipe.train.accumulate) - 1)
 
     def peak(self) -> int:
-        """Of the second step: by the CPU allocator's own record of what it gave and took back."""
+        """Return the peak of the second step, by the CPU allocator's own record of what it gave and took back."""
         self.step()
         gc.collect()  # else what other tests have left may be given back within
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:

@@ -1,10 +1,12 @@
 """Latents with a mean and a log variance: what an autoencoder makes of a video, and draws from it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from dit_lora.families.base import Tensors
+from dit_lora.numerics.streams import moved
 
 
 def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
@@ -12,6 +14,15 @@ def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
     video = (pixels.to(vae.device).float() / 127.5 - 1).to(vae.dtype)
     posterior = vae.encode(video.transpose(0, 1)[None]).latent_dist
     return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+
+
+def normalised(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+    """Return latents (B, C, F, H, W) normalised per channel, the inverse of what pipelines with Wan's autoencoder decode."""
+    mean, deviation = (
+        moved(torch.tensor(vae_config[name]), latents.device).view(1, -1, 1, 1, 1)
+        for name in ("latents_mean", "latents_std")
+    )
+    return (latents - mean) / deviation
 
 
 def drawn(mean: torch.Tensor, logvar: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

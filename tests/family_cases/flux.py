@@ -11,7 +11,7 @@ NATIVE = VideoShape(1, 64, 96)
 
 
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
-    """As FluxPipeline.__call__ ends."""
+    """Decode clean latents; FluxPipeline.__call__ ends so."""
     config, factor = pipeline.vae.config, pipeline.vae_scale_factor
     latents = pipeline._unpack_latents(clean, NATIVE.height, NATIVE.width, factor)
     return pipeline.vae.decode(latents / config.scaling_factor + config.shift_factor).sample

@@ -8,7 +8,7 @@ from family_cases import flux
 
 
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
-    """As both pipelines end."""
+    """Decode clean latents; both pipelines end so."""
     height, width = (side // 16 for side in (flux.NATIVE.height, flux.NATIVE.width))
     bn, eps = pipeline.vae.bn, pipeline.vae.config.batch_norm_eps
     squares = clean.transpose(1, 2).unflatten(2, (height, width))

@@ -9,7 +9,7 @@ from family_cases.case import Call, Case
 
 
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
-    """As WanPipeline.__call__ ends."""
+    """Decode clean latents; WanPipeline.__call__ ends so."""
     config = pipeline.vae.config
     mean, std = (
         torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std)

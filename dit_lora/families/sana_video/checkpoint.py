@@ -19,11 +19,10 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.posterior import drawn, encode_video
+from dit_lora.families.posterior import drawn, encode_video, normalised
 from dit_lora.families.refusals import wrong_frames, wrong_sides
 from dit_lora.families.sana.checkpoint import PIPELINE_MULTIPLE, SanaCheckpoint, read_sana
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import moved
 
 # flow_shift of NVlabs/Sana configs/sana_video_config/Sana_2000M_480px_AdamW_fsdp.yaml. The published scheduler
 # has 8, for sampling (inference_flow_shift there: 7 at 98c4a1db): at higher noise than it was trained at.
@@ -70,13 +69,8 @@ class SanaVideoCheckpoint(SanaCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Drawn, and normalised per channel: the inverse of what the pipeline does before it decodes."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        shift, scale = (
-            moved(torch.tensor(self.vae_config[name]), latents.device).view(1, -1, 1, 1, 1)
-            for name in ("latents_mean", "latents_std")
-        )
-        return (latents - shift) / scale
+        return normalised(latents, self.vae_config)
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         return {"frames": shape.frames, **super().arguments(shape)}

@@ -30,10 +30,9 @@ from dit_lora.families.base import (
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.opening import read_component_config
-from dit_lora.families.posterior import drawn, encode_video
+from dit_lora.families.posterior import drawn, encode_video, normalised
 from dit_lora.families.refusals import wrong_frames, wrong_sides
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import moved
 
 PIPELINE_MULTIPLE = 16  # check_inputs of both pipelines, whatever the autoencoder
 _READS_TEXT = ("text_encoder", "tokenizer", "scheduler")
@@ -161,13 +160,8 @@ class WanCheckpoint(FlowCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Drawn, and normalised per channel: the inverse of what the pipeline does before it decodes."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        mean, deviation = (
-            moved(torch.tensor(self.vae_config[name]), latents.device).view(1, -1, 1, 1, 1)
-            for name in ("latents_mean", "latents_std")
-        )
-        return (latents - mean) / deviation
+        return normalised(latents, self.vae_config)
 
     def predict(
         self,

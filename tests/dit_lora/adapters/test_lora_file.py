@@ -253,7 +253,7 @@ def test_names_of_a_program() -> None:
 def test_each_spelling_of_other_trainers_is_the_same_layer(
     make: Make, tmp_path: Path, key: str, down: str, up: str
 ) -> None:
-    """Of both kinds of names: Diffusers', and those of the published model, which ComfyUI has."""
+    """Files have both kinds of names: Diffusers', and those of the published model, which ComfyUI has."""
     one, names = make(), get_family("cogvideox").comfyui
     tensors = {}
     for name, (term,) in updates_of(one.model).items():

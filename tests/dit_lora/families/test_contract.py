@@ -194,7 +194,7 @@ def pictures_of(
 
 
 def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path: Path) -> None:
-    """As distilled checkpoints are sampled; with a prompt's tensors, as validation has them."""
+    """Distilled checkpoints are sampled so; a prompt's tensors are given, as validation does."""
     case, checkpoint = subject.case, subject.checkpoint
     images, _ = pictures_of(case, case.native, tmp_path)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)

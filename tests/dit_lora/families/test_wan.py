@@ -329,7 +329,7 @@ def test_an_image_of_the_clips_own_is_what_stands_in_front(
 def test_samples_without_their_image_are_trained_as_text_to_video(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    """By `data.image_dropout`, a share of the draws: the same loss as of the task t2v, over all frames."""
+    """A share of the draws, `data.image_dropout`, has the loss of the task t2v, over all frames."""
     path = tiny_checkpoints["wan-2.2-ti2v-5b"]
     case = EVERY["wan-2.2-ti2v-5b-i2v"]
     batch = encoded_batch(open_subject(case, path))

@@ -51,7 +51,8 @@ def both_experts(
         return
     if adapter is not None:
         load_adapter(pipeline, adapter)
-    other = getattr(pipeline, names[0])
+    # Diffusers leaves a loaded adapter in training mode, where the dropout of another trainer would act.
+    other = getattr(pipeline, names[0]).eval()
     places = {tensor.device for tensor in (*trained.parameters(), *trained.buffers())}
     with ExitStack() as stack:
         if len(places) > 1 or is_sharded(trained):
