@@ -44,6 +44,8 @@ class SampleRequest:
     """The first frame, for image-to-video."""
     last_image: Path | None = None
     """The last frame, where the model is given that too."""
+    references: tuple[Path, ...] = ()
+    """The references, for models that take some; the same for every prompt."""
     out: Path | None = None
 
 
@@ -76,6 +78,7 @@ def sample(request: SampleRequest) -> list[Path]:
         request.seed,
         request.image,
         request.last_image,
+        request.references,
     )
     folder = source.file.parent if len(sources) == 1 else request.target
     folder = request.target if source.is_pipeline else folder

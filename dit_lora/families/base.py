@@ -10,7 +10,7 @@ Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -24,6 +24,7 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.opening import load_or_init
 from dit_lora.families.pictures import read_pictures
+from dit_lora.families.references import References, read_references, wrong_references
 from dit_lora.families.refusals import refuse_options
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
@@ -69,6 +70,8 @@ class Sampling:
     """The first frame, for families that start from an image."""
     last_image: Path | None = None
     """The last frame, for those that are given one too."""
+    references: tuple[Path, ...] = ()
+    """The references, for families that take some."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ class Opened(ABC):
     def parts(self) -> Mapping[str, str]:
         """The names of several denoisers by their components, such as `transformer`: `high_noise`; empty for one."""
         return {}
+
+    @property
+    def references(self) -> References | None:
+        """The references that it takes; None if it takes none."""
+        return None
 
     @property
     @abstractmethod
@@ -164,6 +172,8 @@ class Denoiser(Opened):
     """The role of what trains: the transformer, and its losses."""
 
     objective: Objective
+    mask_floor: float = 0.0
+    """Weight of the loss where a mask is black."""
     transformer_class: ClassVar[Any]
 
     @property
@@ -271,12 +281,18 @@ class Sampler(Opened):
         """The pictures that it starts from, as `Sampling` and the pipeline name them: `image`, `last_image`."""
         return ()
 
+    def reference_arguments(self, how: Sampling) -> dict[str, Any]:
+        """Return the pipeline's arguments for the references of one sample to make."""
+        pictures = read_references(self.path.name, self.references, how.references)
+        return {"image": pictures} if pictures else {}
+
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """Make one video, or an image of one frame: uint8 (frames, height, width, 3)."""
         given = {"image": how.image, "last_image": how.last_image}
         made = pipeline(
             **conditions,
             **read_pictures(self.path.name, self.pictures, given, how.shape),
+            **self.reference_arguments(how),
             **self.arguments(how.shape),
             num_inference_steps=how.inference_steps,
             guidance_scale=how.guidance_scale,
@@ -338,7 +354,10 @@ class Checkpoint(Encoders, Denoiser, Sampler):
             )
         of_experts = ("validation.other_expert",) if self.parts else ()
         refuse_options(recipe, (*self.takes, *of_experts))
-        return self
+        wrong = wrong_references(recipe, self.references)
+        if wrong:
+            raise DitLoraError(listed(f"{self.path.name} cannot use this recipe", wrong))
+        return replace(self, mask_floor=recipe.data.mask_floor)
 
     def index_changes(self) -> dict[str, Any]:
         """Return what a pipeline trained from this says otherwise in its model_index.json; an adapter's header has it too."""

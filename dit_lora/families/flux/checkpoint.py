@@ -37,6 +37,7 @@ from dit_lora.families.base import (
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.opening import (
     local_checkpoint,
     read_component_config,
@@ -192,6 +193,12 @@ class FluxCheckpoint(FlowCheckpoint):
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         config = self.vae_config
         return packed((latents - config["shift_factor"]) * config["scaling_factor"])
+
+    def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Packed as the latents are, (B, S, P)."""
+        latents = batch["latent_mean"]
+        weights = loss_weights(batch, self.mask_floor, latents)
+        return None if weights is None else packed(weights.expand_as(latents))
 
     def predict(
         self,
