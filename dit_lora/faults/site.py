@@ -4,10 +4,9 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from PIL import Image
-
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.data.synthetic.conversations import write_conversations
+from dit_lora.data.synthetic.pairs import write_edit_pairs
 from dit_lora.errors import DitLoraError
 from dit_lora.families import every_family
 from dit_lora.families.family import Site
@@ -24,21 +23,7 @@ def write_images(folder: Path) -> None:
 
 
 def write_pairs(folder: Path) -> None:
-    """Pictures, each with another one of the same shape as its reference."""
-    write_images(folder)
-    files = sorted(folder.glob("*.png"))
-    references = folder / "references"
-    references.mkdir(exist_ok=True)
-    lines = []
-    for index, file in enumerate(files):
-        reference = references / file.name
-        turned = Image.open(file).transpose(Image.Transpose.TRANSPOSE)
-        turned.save(reference)
-        text = file.with_suffix(".txt")
-        names = {"file_name": file.name, "references": [f"references/{file.name}"]}
-        lines.append(json.dumps({**names, "text": f"{text.read_text().strip()}, {index}"}))
-        text.unlink()
-    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    write_edit_pairs(folder, pairs=CLIPS, height=64, width=64)
 
 
 def write_classes(folder: Path) -> None:
