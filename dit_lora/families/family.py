@@ -87,6 +87,11 @@ class Site:
         return self.samples != "conversations"
 
     @property
+    def pairs(self) -> bool:
+        """Return true if samples have a reference and a mask."""
+        return self.samples == "pairs"
+
+    @property
     def mark(self) -> str:
         """The tensor of a batch that tells samples apart."""
         return "latent_mean" if self.encoded else "labels"

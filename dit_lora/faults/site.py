@@ -4,9 +4,10 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from PIL import Image
+
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.data.synthetic.conversations import write_conversations
-from dit_lora.data.synthetic.pairs import write_edit_pairs
 from dit_lora.errors import DitLoraError
 from dit_lora.families import every_family
 from dit_lora.families.family import Site
@@ -23,7 +24,25 @@ def write_images(folder: Path) -> None:
 
 
 def write_pairs(folder: Path) -> None:
-    write_edit_pairs(folder, pairs=CLIPS, height=64, width=64)
+    """Images, each with itself turned as its reference, and with a mask of its left half."""
+    write_images(folder)
+    lines = []
+    for file in sorted(folder.glob("*.png")):
+        picture, caption = Image.open(file), file.with_suffix(".txt")
+        mask = Image.new("L", picture.size)
+        mask.paste(255, (0, 0, picture.width // 2, picture.height))
+        row = {"file_name": file.name, "text": caption.read_text("utf-8").strip()}
+        made = {
+            "references": picture.transpose(Image.Transpose.TRANSPOSE),
+            "masks": mask,
+        }
+        for name, image in made.items():
+            (folder / name).mkdir(exist_ok=True)
+            image.save(folder / name / file.name)
+            row[name] = f"{name}/{file.name}"
+        lines.append(json.dumps(row))
+        caption.unlink()
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def write_classes(folder: Path) -> None:
