@@ -3,6 +3,11 @@
 Read on 2026-11-24 at the commits that the pages name. Names of one class with a common beginning may stand as `--beginning_*`.
 """
 
+
+def _words(*texts: str) -> list[str]:
+    return [word for text in texts for word in text.split()]
+
+
 _JOB = "job name training_folder type device performance_log_every trigger_word meta"
 # ostris/ai-toolkit 086b663b, toolkit/config_modules.py, by its classes' names in a job's file
 _SAVE = "save_every dtype max_step_saves_to_keep save_format push_to_hub hf_repo_id hf_private"
@@ -79,7 +84,7 @@ AI_TOOLKIT = [f"{section}.{key}" for section, keys in _SECTIONS.items() for key 
 
 # kohya-ss/musubi-tuner 00dd2f74, src/musubi_tuner/training/parser_common.py; two of block swap from docs/krea2.md
 # (14403b6c), then what the scripts of Wan, FLUX.1 Kontext, FLUX.2, Qwen-Image, Z-Image and Krea 2 add
-MUSUBI = """
+MUSUBI = _words("""
     config_file dataset_config sdpa flash_attn sage_attn xformers flash3 split_attn compile compile_backend
     compile_mode compile_dynamic compile_fullgraph compile_cache_size_limit cuda_allow_tf32 cuda_cudnn_benchmark
     dynamo_backend dynamo_mode dynamo_fullgraph dynamo_dynamic max_train_steps max_train_epochs
@@ -101,16 +106,16 @@ MUSUBI = """
     resume_from_huggingface async_upload dit vae vae_dtype
     task fp8_scaled t5 fp8_t5 clip vae_cache_cpu one_frame force_v2_1_time_embedding dit_high_noise timestep_boundary
     offload_inactive_dit text_encoder text_encoder1 text_encoder2 fp8_text_encoder tokenizer_max_length model_version
-    fp8_vl num_layers edit edit_plus fp8_llm turbo_dit turbo_dit_cache""".split()
+    fp8_vl num_layers edit edit_plus fp8_llm turbo_dit turbo_dit_cache""")
 # Of a line of the file of prompts, docs/sampling_during_training.md at fd06da82
-MUSUBI_PROMPTS = "w h f d s g fs i cn n l ci".split()
+MUSUBI_PROMPTS = _words("w h f d s g fs i cn n l ci")
 # Of a data set, dataset/config_utils.py at 1a1f7246, and of network_args, docs/advanced_config.md
-MUSUBI_KEYS = """
+MUSUBI_KEYS = _words("""
     caption_extension batch_size num_repeats resolution enable_bucket bucket_no_upscale skip_corrupted_cache
     image_directory image_jsonl_file cache_directory control_directory multiple_target fp_latent_window_size
     fp_1f_clean_indices fp_1f_target_index fp_1f_no_post no_resize_control control_resolution video_directory
     video_jsonl_file target_frames frame_extraction frame_stride frame_sample max_frames source_fps
-    loraplus_lr_ratio include_patterns exclude_patterns rank_dropout module_dropout verbose""".split()
+    loraplus_lr_ratio include_patterns exclude_patterns rank_dropout module_dropout verbose""")
 
 # bghira/SimpleTuner 289746d1, documentation/OPTIONS.md: its headings and its list of all options
 _CLASSES = {
@@ -145,7 +150,7 @@ SIMPLETUNER_CLASSES = [
 ]
 SIMPLETUNER = [
     *SIMPLETUNER_CLASSES,
-    *"""
+    *_words("""
     model_type model_family lora_format fuse_qkv_projections offload_during_startup offload_during_save
     delete_model_after_load text_embed_full_cache trust_remote_code enable_group_offload group_offload_type
     group_offload_blocks_per_group group_offload_use_stream group_offload_to_disk_path musubi_blocks_to_swap
@@ -211,12 +216,12 @@ SIMPLETUNER = [
     rescale_betas_zero_snr webhook_reporting_interval distillation_method distillation_config ema_validation local_rank
     ltx_train_mode ltx_i2v_prob ltx_partial_noise_fraction ltx_protect_first_frame offload_param_path offset_noise
     quantize_activations refiner_training_invert_schedule refiner_training_strength sdxl_refiner_uses_full_range
-    sana_complex_human_instruction enable_model_cpu_offload""".split(),
+    sana_complex_human_instruction enable_model_cpu_offload"""),
 ]
 # Of a data set, documentation/DATALOADER.md at 289746d1
 SIMPLETUNER_KEYS = [
     f"dataset.{key}"
-    for key in """
+    for key in _words("""
     id disabled dataset_type default cache_dir write_batch_size text_embeds image_embeds conditioning_image_embeds
     cache_dir_conditioning_image_embeds conditioning_image_embed_batch_size audio type conditioning_type
     source_dataset_id conditioning_data instance_data_dir aws_data_prefix caption_strategy disable_multiline_split
@@ -228,5 +233,5 @@ SIMPLETUNER_KEYS = [
     is_regularisation_data delete_unwanted_images delete_problematic_images delete_nsfw_images slider_strength
     vae_cache_clear_each_epoch skip_file_discovery preserve_data_backend_cache hash_filenames grounding
     caption_filter_list cache_dir_vae parquet dataset_name caption_column image_column webshart csv_file
-    csv_caption_column csv_cache_dir""".split()
+    csv_caption_column csv_cache_dir""")
 ]
