@@ -236,7 +236,11 @@ class FusedProcessor:
         self.fusion = fusion
         norms = [getattr(attn, name, None) for name in NORMS]
         # Read once, here: it is a synchronisation of the device.
-        self.from_output = all(_recoverable(norm) for norm in norms if norm is not None)
+        self.from_output = all(
+            _recoverable(self.weight(norm), getattr(norm, "bias", None))
+            for norm in norms
+            if norm is not None
+        )
         """True if norms of q and k may run backward from their outputs."""
 
     @property
@@ -253,6 +257,10 @@ class FusedProcessor:
     # are the stock one's own, so that it heeds them whenever it runs, and has them when the model is unfused.
     _attention_backend = _of_stock("_attention_backend")
     _parallel_config = _of_stock("_parallel_config")
+
+    def weight(self, norm: Any) -> torch.Tensor | None:
+        """Return what a norm of q or k multiplies by; None where it has no weights."""
+        return getattr(norm, "weight", None)
 
     def norm_and_rotate(
         self,
@@ -271,7 +279,7 @@ class FusedProcessor:
         cos, sin = (None, None) if rotary is None else rotary
         return qk_norm_rope(
             heads,
-            getattr(norm, "weight", None),
+            self.weight(norm),
             getattr(norm, "bias", None),
             cos,
             sin,
@@ -300,9 +308,8 @@ class FusedProcessor:
         return torch.cat([heads[:, :first], rotated, heads[:, stop:]], dim=1)
 
 
-def _recoverable(norm: Any) -> bool:
-    """Return whether this norm's backward may start from its output: also where there are no weights, or no values."""
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+def _recoverable(weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Return whether a norm's backward may start from its output: also where there are no weights, or no values."""
     return weight is None or weight.is_meta or recoverable(weight, bias)
 
 
