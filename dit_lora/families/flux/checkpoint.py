@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Self
 import torch
 from diffusers import (
     AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
 )
@@ -37,9 +36,9 @@ from dit_lora.families.base import (
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.flow_scheduler import flow_scheduler
 from dit_lora.families.opening import (
     local_checkpoint,
-    read_component_config,
     read_index,
     require_whole_weights,
     stored_fields,
@@ -282,21 +281,3 @@ def flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[
         "guidance": TRAINED_GUIDANCE if config["guidance_embeds"] else None,
         "objective": FlowMatching(shift, scheduler["num_train_timesteps"]),
     }
-
-
-def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
-    """Return the config of a checkpoint's scheduler; refuse one of another kind, or that shifts otherwise."""
-    stored = read_component_config(path, "scheduler")
-    kind = FlowMatchEulerDiscreteScheduler
-    if stored.get("_class_name") != kind.__name__:
-        raise DitLoraError(
-            f"{model.path}: scheduler {stored.get('_class_name')} is not the one that family {model.family} is "
-            f"published with: {kind.__name__}"
-        )
-    config: Any = kind.from_config(stored).config
-    if config.use_dynamic_shifting and config.time_shift_type != "exponential":
-        raise DitLoraError(
-            f"{model.path}: its scheduler shifts with time_shift_type={config.time_shift_type}; family "
-            f"{model.family} knows exponential, the published checkpoints'"
-        )
-    return dict(config)
