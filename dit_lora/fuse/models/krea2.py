@@ -95,7 +95,9 @@ def _normed(norm: Any, stream: Stream) -> tuple[Recomputable, torch.Tensor]:
     """Return a stream's sum (B, S, D), normed and modulated; and that sum, to go on from."""
     normed, (x,) = joint_ada_norm((stream,), multiplier(norm), norm="rms", eps=norm.eps)
     # The norm's backward keeps its input, of which its output can be computed again for the adapters.
-    return Recomputable(normed, partial(_norm_again, norm, stream._replace(x=x, y=None, gate=None))), x
+    return Recomputable(
+        normed, partial(_norm_again, norm, stream._replace(x=x, y=None, gate=None))
+    ), x
 
 
 def _norm_again(norm: Any, stream: Stream) -> torch.Tensor:
