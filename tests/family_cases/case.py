@@ -53,8 +53,6 @@ class Case:
     """In which a call equals the pipeline's bit for bit."""
     as_sampled: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]] = unchanged
     """(batch, seed) with what the pipeline draws for its conditions by that seed."""
-    unguided: float = 1.0
-    """The guidance scale at which its pipeline predicts nothing for an empty caption."""
     template_tokens: int = 0
     """Tokens of a chat template around each caption, which leave it less room."""
 

@@ -39,7 +39,6 @@ CASES = (
         timesteps=timesteps,
         takes=frozenset({"lora_linear", "qk_norm_rope", "ada_norm"}),
         template_tokens=5,
-        unguided=0.0,
         refused=(
             (VideoShape(1, 60, 96), "height must be a multiple of 16; got 60, nearest 48 and 64"),
             (VideoShape(1, 64, 7), "width must be a multiple of 16; got 7, nearest 16"),

@@ -42,6 +42,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
     pipeline_class: ClassVar[Any] = Krea2Pipeline
     transformer_class: ClassVar[Any] = Krea2Transformer2DModel
     guided_batch = 1  # a second call
+    guided_above = 0.0  # its scale is the paper's minus one
 
     def for_recipe(self, recipe: Recipe) -> Self:
         if self.distilled and not recipe.lora.under:

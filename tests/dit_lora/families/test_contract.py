@@ -133,7 +133,7 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
         pipeline = checkpoint.pipeline(case.call_dtype)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
-        how = Sampling(shape, 3, case.unguided, seed=0, **images)
+        how = Sampling(shape, 3, checkpoint.guided_above, seed=0, **images)
         checkpoint.generate(pipeline, checkpoint.conditions(case.captions[1]), how)
         row = encode_video(pixels) | {
             name: tensor[0] for name, tensor in encode_text([case.captions[1]]).items()
@@ -165,7 +165,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
         pipeline = checkpoint.pipeline(case.call_dtype)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
-        how = Sampling(case.native, 3, case.unguided, seed=0, **images)
+        how = Sampling(case.native, 3, checkpoint.guided_above, seed=0, **images)
         checkpoint.generate(pipeline, checkpoint.conditions(text), how)
         row = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)
         both = {name: torch.stack([tensor, tensor]) for name, tensor in row.items()}
