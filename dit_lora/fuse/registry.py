@@ -17,6 +17,7 @@ from dit_lora.fuse.models import (
     sd3,
     video_dit,
     wan,
+    z_image,
 )
 from dit_lora.fuse.patches import ForwardPatch, ProcessorPatch
 
@@ -33,6 +34,7 @@ _MODELS = (
     sd3,
     video_dit,
     wan,
+    z_image,
 )
 _MODULES = (attention, liger, lora, *_MODELS)
 FORWARDS: tuple[ForwardPatch, ...] = tuple(

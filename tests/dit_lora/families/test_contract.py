@@ -28,7 +28,7 @@ from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Drawn, Streams
 
 # Their pipelines take the embeddings of several prompts, of one length.
-OF_PROMPTS = ("cogvideox", "flux", "flux2", "sana", "sana_video", "wan")
+OF_PROMPTS = ("cogvideox", "flux", "flux2", "sana", "sana_video", "wan", "z_image")
 ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
 """Variants whose pipeline takes one image for one prompt alone."""
 
@@ -133,7 +133,7 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
         pipeline = checkpoint.pipeline(case.call_dtype)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
-        how = Sampling(shape, inference_steps=3, guidance_scale=1.0, seed=0, **images)
+        how = Sampling(shape, 3, checkpoint.guided_above, seed=0, **images)
         checkpoint.generate(pipeline, checkpoint.conditions(case.captions[1]), how)
         row = encode_video(pixels) | {
             name: tensor[0] for name, tensor in encode_text([case.captions[1]]).items()
@@ -145,7 +145,7 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
                 prediction = checkpoint.predict(
                     transformer, case.noisy(call), case.timesteps(call), batch
                 )
-            assert torch.equal(prediction, expected)
+            assert torch.equal(prediction, case.predicted(expected))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
         pipeline = checkpoint.pipeline(case.call_dtype)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
-        how = Sampling(case.native, inference_steps=3, guidance_scale=1.0, seed=0, **images)
+        how = Sampling(case.native, 3, checkpoint.guided_above, seed=0, **images)
         checkpoint.generate(pipeline, checkpoint.conditions(text), how)
         row = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)
         both = {name: torch.stack([tensor, tensor]) for name, tensor in row.items()}
@@ -178,7 +178,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
             assert not torch.equal(noisy[0], noisy[1])
             with torch.no_grad():
                 prediction = checkpoint.predict(transformer, noisy, case.timesteps(call), batch)
-            assert torch.equal(prediction, expected)
+            assert torch.equal(prediction, case.predicted(expected))
 
 
 def pictures_of(
