@@ -20,6 +20,7 @@ DIFFUSION_FAMILIES = {
     "video_dit": "dit_lora.families.video_dit",
     "latte": "dit_lora.families.latte",
     "wan": "dit_lora.families.wan",
+    "z_image": "dit_lora.families.z_image",
 }
 """They have the contract of `families.base`."""
 CHAT_FAMILIES = {

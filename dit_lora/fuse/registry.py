@@ -18,6 +18,7 @@ from dit_lora.fuse.models import (
     sd3,
     video_dit,
     wan,
+    z_image,
 )
 from dit_lora.fuse.patches import ForwardPatch, ProcessorPatch
 
@@ -35,6 +36,7 @@ _MODELS = (
     sd3,
     video_dit,
     wan,
+    z_image,
 )
 _MODULES = (attention, liger, lora, *_MODELS)
 FORWARDS: tuple[ForwardPatch, ...] = tuple(

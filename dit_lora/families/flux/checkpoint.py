@@ -43,7 +43,7 @@ from dit_lora.families.opening import (
     require_whole_weights,
     stored_fields,
 )
-from dit_lora.families.posterior import drawn
+from dit_lora.families.posterior import drawn, encode_picture, rescaled
 from dit_lora.families.refusals import wrong_sides
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
@@ -161,8 +161,7 @@ class FluxCheckpoint(FlowCheckpoint):
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            posterior = vae.encode(pixels.to(device).float() / 127.5 - 1).latent_dist
-            return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+            return encode_picture(vae, pixels)
 
         return encode
 
@@ -189,8 +188,7 @@ class FluxCheckpoint(FlowCheckpoint):
     ) -> torch.Tensor:
         """Drawn, normalised as the pipeline undoes it before it decodes, and packed: (B, S, P)."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        config = self.vae_config
-        return packed((latents - config["shift_factor"]) * config["scaling_factor"])
+        return packed(rescaled(latents, self.vae_config))
 
     def predict(
         self,

@@ -65,12 +65,13 @@ FAMILY = DiffusionFamily(
             variant="krea2-raw",
             data={"height": 64, "width": 64},
             samples="images",
-            sections={"train": {"timesteps": {"shift": 1.0}}},
             attention="transformer_blocks.1.attn",
             ff_out="transformer_blocks.0.ff.down",
             modulation="time_mod_proj",
             last="final_layer.linear",
             time_proj="time_embed",
+            late=0.83,  # it is given t / 1000
+            upper=700,
         ),
     ),
 )
