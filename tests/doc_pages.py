@@ -47,6 +47,8 @@ HUB = {
     "black-forest-labs/FLUX.2-klein-base-9B": "flux2-klein",
     "black-forest-labs/FLUX.2-dev": "flux2-dev",
     "krea/Krea-2-Raw": "krea2-raw",
+    "Tongyi-MAI/Z-Image": "z-image",
+    "Tongyi-MAI/Z-Image-Turbo": "z-image-turbo",
     "facebook/DiT-XL-2-256": "dit-tiny",
     "maxin-cn/Latte-1": "latte",
     "videochat2-mistral-stage2": "videochat2-mistral",

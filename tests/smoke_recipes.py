@@ -61,4 +61,5 @@ SMOKES = {
     "wan_5b_i2v": Smoke(
         "wan-2.2-ti2v-5b", overrides=("data.image_dropout=0.5",), pictures=("images",)
     ),
+    "z_image": Smoke("z-image", captioned_images),
 }

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from diffusers import ZImageTransformer2DModel
-from fuse_checks import Values, adapted, fuse_all, values
+from fuse_checks import Values, adapted, by, fuse_all, values
 from fuse_contract import Contract, Inputs, draw
 from torch import nn
 
@@ -15,6 +15,7 @@ from dit_lora.fuse.api import fuse
 from dit_lora.fuse.models import complex_rotary, streams, z_image
 from dit_lora.fuse.models.complex_rotary import tables_of
 from dit_lora.fuse.patches import fusion_of
+from dit_lora_kernels.ada_norm import Stream
 
 
 def build() -> Any:
@@ -122,6 +123,34 @@ class TestZImage(Contract):
         torch.testing.assert_close(block(*given), stock, rtol=2e-5, atol=2e-5)
         other = block(*given[:4], 1 - noisy, *given[5:])
         assert (other - stock).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_wrong_row_is_found_at_the_first_forward_of_one_sample_too(
+    monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    """A list of one sample is one row: each block is given a second one, made of it."""
+    norm = z_image.norm_stream
+
+    def wrong(module: Any, stream: Stream, kind: Any) -> Any:
+        if stream.scale is not None:
+            stream = stream._replace(scale=stream.scale[:1].expand_as(stream.scale))
+        return norm(module, stream, kind)
+
+    given = {
+        "x": [draw(4, 1, 4, 6, seed=seed) for seed in range(samples)],
+        "t": torch.tensor([0.17, 0.803])[:samples],
+        "cap_feats": [draw(5, 12, seed=seed) for seed in range(samples)],
+    }
+    ops = {"ada_norm": "on", "qk_norm_rope": "off", "lora_linear": "off"}
+    model, other = (adapted(build(), ["to_q"]) for _ in "ab")
+    with by("reference", monkeypatch):
+        fuse(model, ops)
+        model(**given)
+        monkeypatch.setattr(z_image, "norm_stream", wrong)
+        fuse(other, ops)
+        with pytest.raises(DitLoraError, match=r"ada_norm.* noise_refiner\.0.*asked for by name"):
+            other(**given)
 
 
 def test_what_is_not_the_stock_block_is_kept() -> None:
