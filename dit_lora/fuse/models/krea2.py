@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from dit_lora.fuse.attention import Recomputable, Rotary, attend
 from dit_lora.fuse.lora import project
+from dit_lora.fuse.models.swiglu import swiglu
 from dit_lora.fuse.models.two_streams import TwoStreamProcessor, spared
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, class_name, qk_always
 from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
@@ -70,20 +70,8 @@ def final_forward(layer: Any, hidden_states: torch.Tensor, temb: torch.Tensor) -
 
 
 def swiglu_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return what `Krea2SwiGLU` makes of (B, S, D), keeping its two projections alone."""
-    gate, up = project((ff.gate, ff.up), hidden_states)
-    activated = Recomputable(functional.silu(gate), partial(functional.silu, gate))
-    with activated.not_kept():
-        inner = activated.tensor * up
-    hidden = Recomputable(inner, partial(_gated, gate, up))
-    with hidden.not_kept():
-        output: torch.Tensor = ff.down(hidden.tensor)
-    return output
-
-
-def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the hidden values of a SwiGLU again, the same bit for bit."""
-    return functional.silu(gate) * up
+    """Return what `Krea2SwiGLU` makes of (B, S, D)."""
+    return swiglu(ff.gate, ff.up, ff.down, hidden_states)
 
 
 def multiplier(norm: Any) -> torch.Tensor:

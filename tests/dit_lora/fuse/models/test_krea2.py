@@ -10,7 +10,7 @@ from fuse_contract import Contract, Inputs, draw
 from torch import nn
 
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.models import krea2
+from dit_lora.fuse.models import krea2, swiglu
 from dit_lora.fuse.patches import fusion_of
 
 TEXT, LAYERS, IMAGE = 5, 3, 6
@@ -93,18 +93,21 @@ class TestKrea2(Contract):
         assert fused <= 12.8, (fused, stock)
         assert fused <= 0.54 * stock, (fused, stock)
 
-    def test_norms_are_computed_again_for_adapters(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Once for the attention of each of four blocks, and for the final layer."""
+    def test_norms_and_hidden_values_are_computed_again_for_adapters(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each block's once, and the norm of the final layer: what saves them by another name or shape would keep them."""
         model, found = fuse_all(self.build()), []
-        again = krea2._norm_again
+        for module, name in ((krea2, "_norm_again"), (swiglu, "_hidden")):
+            again = getattr(module, name)
 
-        def counted(*args: Any) -> torch.Tensor:
-            found.append(again(*args))
-            return found[-1]
+            def counted(*args: Any, again: Any = again, name: str = name) -> torch.Tensor:
+                found.append(name)
+                return again(*args)
 
-        monkeypatch.setattr(krea2, "_norm_again", counted)
+            monkeypatch.setattr(module, name, counted)
         self.run(model)
-        assert len(found) == 5
+        assert sorted(found) == ["_hidden"] * 4 + ["_norm_again"] * 5
 
     def test_padding_in_the_middle_is_left_out(self) -> None:
         """By the fused processors as by the stock ones: what pads hold changes nothing."""
