@@ -55,6 +55,7 @@ SMOKES = {
     "flux_kontext": Smoke("flux-kontext", edit_pairs, references=True),
     "flux2": Smoke("flux2-klein", captioned_images),
     "flux2_edit": Smoke("flux2-klein", edit_pairs, references=True),
+    "krea2": Smoke("krea2-raw", captioned_images),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
     "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),
@@ -69,4 +70,5 @@ SMOKES = {
     "wan_5b_i2v": Smoke(
         "wan-2.2-ti2v-5b", overrides=("data.image_dropout=0.5",), pictures=("images",)
     ),
+    "z_image": Smoke("z-image", captioned_images),
 }
