@@ -320,7 +320,11 @@ EXAMPLES: dict[str, list[str]] = {
     "docs/hub.md": ["of a session with a Hub that breaks", "of the same session"],
     "docs/index.md": ["made with its output in numerics.md"],
     "docs/kernels.md": ["CogVideoX-5B on a GPU"],
-    "docs/models.md": ["a part of a recipe", "needs the published checkpoint"],
+    "docs/models.md": [
+        "a part of a recipe",
+        "needs the published checkpoint",
+        "a part of a recipe",
+    ],
     "docs/numerics.md": ["a checkpoint made so"],
     "docs/scaling.md": ["a run on a slow disk", "the same"],
     "docs/video_chat.md": ["a stage-3 file, tiny"],

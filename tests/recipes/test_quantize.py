@@ -28,6 +28,7 @@ VARIANTS = {
     "sana": "sana-600m",
     "flux2": "flux2-klein",
     "wan": "wan-2.1-t2v",
+    "z_image": "z-image",
     "videochat2": "videochat2-mistral",
 }
 IN_CI = (("cogvideox", "nf4"), ("sana", "fp8"), ("videochat2", "int8"))
