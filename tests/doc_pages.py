@@ -334,7 +334,11 @@ EXAMPLES: dict[str, list[str]] = {
     "docs/index.md": ["made with its output in numerics.md"],
     "docs/kernels.md": ["CogVideoX-5B on a GPU"],
     "docs/migrate_musubi.md": ["a command of theirs"],
-    "docs/models.md": ["a part of a recipe", "needs the published checkpoint"],
+    "docs/models.md": [
+        "a part of a recipe",
+        "needs the published checkpoint",
+        "a part of a recipe",
+    ],
     "docs/numerics.md": ["a checkpoint made so"],
     "docs/scaling.md": ["a run on a slow disk", "the same"],
     "docs/video_chat.md": ["a stage-3 file, tiny"],

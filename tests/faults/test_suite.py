@@ -82,6 +82,7 @@ CORE = (
                 *("cogvideox-1.5-i2v", "dit-tiny", "flux-dev", "flux2-klein", "krea2-raw"),
                 *("latte", "sana-video", "video-dit-class"),
                 *("wan-2.1-i2v", "wan-2.2-t2v-a14b", "wan-2.2-ti2v-5b"),
+                "z-image",
             )
         ),
     ],

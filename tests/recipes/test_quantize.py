@@ -29,6 +29,7 @@ VARIANTS = {
     "flux2": "flux2-klein",
     "krea2": "krea2-raw",
     "wan": "wan-2.1-t2v",
+    "z_image": "z-image",
     "videochat2": "videochat2-mistral",
 }
 IN_CI = (("cogvideox", "nf4"), ("sana", "fp8"), ("videochat2", "int8"))

@@ -43,6 +43,7 @@ MODELS = (
             ("video_dit", "video-dit-text"),
             ("wan", "wan-2.1-i2v"),
             ("wan", "wan-2.2-t2v-a14b"),
+            ("z_image", "z-image"),
         )
     ),
 )

@@ -78,6 +78,7 @@ def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
         ("dit", "facebook/DiT-XL-2-256", "cc-by-nc-4.0", None),
         ("wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "apache-2.0", None),
         ("wan", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "apache-2.0", None),
+        ("z_image", "Tongyi-MAI/Z-Image-Turbo", "apache-2.0", None),
         ("chat", "llava-hf/LLaVA-NeXT-Video-7B-hf", "llama2", None),
         ("chat", "Qwen/Qwen2.5-VL-3B-Instruct", "other", "qwen-research"),
         ("cogvideox", "somebody/CogVideoX-5b", None, None),

@@ -32,6 +32,7 @@ MODELS = (
             ("dit", "dit-tiny"),
             ("latte", "latte"),
             ("video_dit", "video-dit-class"),
+            ("z_image", "z-image"),
         )
     ),
 )
