@@ -49,7 +49,7 @@ class TestQwenImage(TwoStreams):
         *("img_mod.1", "txt_mod.1"),
     ]
     variants = ("", "masked")
-    kept = (15.2, 0.8)
+    kept = (13.3, 0.65)
     recomputed = 4
 
     def stock(self) -> nn.Module:
