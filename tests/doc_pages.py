@@ -46,6 +46,7 @@ HUB = {
     "black-forest-labs/FLUX.2-klein-base-4B": "flux2-klein",
     "black-forest-labs/FLUX.2-klein-base-9B": "flux2-klein",
     "black-forest-labs/FLUX.2-dev": "flux2-dev",
+    "Qwen/Qwen-Image": "qwen-image",
     "facebook/DiT-XL-2-256": "dit-tiny",
     "maxin-cn/Latte-1": "latte",
     "videochat2-mistral-stage2": "videochat2-mistral",

@@ -46,6 +46,7 @@ SMOKES = {
     "dit_scratch": Smoke("dit-tiny", class_folders, prompt="blue square"),
     "flux": Smoke("flux-dev", captioned_images),
     "flux2": Smoke("flux2-klein", captioned_images),
+    "qwen_image": Smoke("qwen-image", captioned_images),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
     "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),

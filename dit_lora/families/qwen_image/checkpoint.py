@@ -108,6 +108,15 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
 
         return encode
 
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        transformer: Any = super().load_transformer(dtype)
+        rope = transformer.pos_embed
+        if rope.pos_freqs.is_meta:
+            # Loaded without weights, to be counted: its tables are neither weights nor buffers, and are asked for values.
+            with torch.device("cpu"):
+                transformer.pos_embed = type(rope)(rope.theta, rope.axes_dim, rope.scale_rope)
+        return transformer
+
     def predict(
         self,
         transformer: nn.Module,
