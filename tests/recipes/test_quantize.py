@@ -27,6 +27,7 @@ VARIANTS = {
     "cogvideox": "cogvideox-2b",
     "sana": "sana-600m",
     "flux2": "flux2-klein",
+    "qwen_image": "qwen-image",
     "wan": "wan-2.1-t2v",
     "videochat2": "videochat2-mistral",
 }

@@ -22,9 +22,14 @@ FAMILY = DiffusionFamily(
     masked_attention=True,  # of captions
     pipeline_names=("QwenImagePipeline",),
     default_recipe="qwen_image/base",
-    licenses={"Qwen/Qwen-Image*": License("apache-2.0")},  # each one's card
-    # ComfyUI's model has Diffusers' names (comfy/ldm/qwen_image/model.py at 01f4512), and Diffusers reads them back, with
-    # alpha too (loaders/lora_conversion_utils.py, _convert_non_diffusers_qwen_lora_to_diffusers).
+    # Each one's card.
+    licenses={
+        "Qwen/Qwen-Image": License("apache-2.0"),
+        "Qwen/Qwen-Image-2512": License("apache-2.0"),
+    },
+    # ComfyUI's model has Diffusers' names (comfy/ldm/qwen_image/model.py at 01f4512). Behind this prefix Diffusers reads
+    # them back with alpha, behind `transformer.` without alone (_convert_non_diffusers_qwen_lora_to_diffusers in
+    # loaders/lora_conversion_utils.py).
     comfyui=LayerNames(),
     sites=(
         Site(
