@@ -27,3 +27,15 @@ def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
             f"{model.family} knows exponential, the published checkpoints'"
         )
     return dict(config)
+
+
+def require_steps(scheduler: Mapping[str, Any], steps: int, name: str) -> None:
+    """Refuse to sample in one step where the scheduler's config says `shift_terminal`: its timestep would be NaN.
+
+    It stretches the schedule so that its last step is there, and of one step the last is also the first, pure noise.
+    """
+    terminal = scheduler["shift_terminal"]
+    if terminal and steps < 2:
+        raise DitLoraError(
+            f"{name} must be 2 or more, as shift_terminal={terminal:g} of the scheduler gives NaN in one step; got {steps}"
+        )

@@ -60,7 +60,7 @@ def recipe(family: str, base: Path, clips: Path, tmp_path: Path) -> list[str]:
         "train.save_every=2",
         "train.checkpointing=full",
         "validation.prompts=[a red disc]",
-        "validation.inference_steps=1",
+        "validation.inference_steps=2",
     ]
 
 

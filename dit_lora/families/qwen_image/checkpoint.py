@@ -9,13 +9,13 @@ Shapes: B batch, T text tokens, D text width, H and W latent size, S image token
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import nn
 
-from dit_lora.config.recipe import ModelConfig
+from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
     Sampling,
@@ -26,6 +26,7 @@ from dit_lora.families.base import (
     text_limit,
 )
 from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_scheduler import require_steps
 from dit_lora.families.opening import (
     local_checkpoint,
     read_component_config,
@@ -53,6 +54,12 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
     transformer_class: ClassVar[Any] = QwenImageTransformer2DModel
     guided_batch = 1  # guidance is a second call
 
+    def for_recipe(self, recipe: Recipe) -> Self:
+        require_steps(
+            self.scheduler, recipe.validation.inference_steps, "validation.inference_steps"
+        )
+        return super().for_recipe(recipe)
+
     @property
     def text_tokens(self) -> int:
         """Number of tokens that captions are padded to: as many as the pipeline's call reads by default."""
@@ -65,18 +72,13 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         return text_limit(self.path, self.text_tokens)
 
     def text_facts(self) -> Mapping[str, Any]:
-        stock = self.pipeline_class(**dict.fromkeys(self._components))
+        stock = bare(self.pipeline_class)
         return {
             **super().text_facts(),
             "tokens": self.text_tokens,
             "template": stock.prompt_template_encode,
             "dropped": stock.prompt_template_encode_start_idx,
         }
-
-    @property
-    def _components(self) -> tuple[str, ...]:
-        parameters = inspect.signature(self.pipeline_class.__init__).parameters
-        return tuple(name for name in parameters if name != "self")
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (self.text_tokens, self.transformer_config["joint_attention_dim"])
@@ -159,6 +161,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
 
         Its own `guidance_scale` is for an embedding that no published checkpoint has.
         """
+        require_steps(self.scheduler, how.inference_steps, f"{self.path.name}: inference steps")
 
         def called(*, guidance_scale: float, **arguments: Any) -> Any:
             if guidance_scale <= 1:  # the pipeline warns of a prompt that it does not look at
@@ -166,6 +169,12 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
             return pipeline(**arguments, true_cfg_scale=guidance_scale)
 
         return super().generate(called, conditions, how)
+
+
+def bare(pipeline_class: Any) -> Any:
+    """Return a pipeline without components, to be asked for the texts that it puts around prompts."""
+    parameters = inspect.signature(pipeline_class.__init__).parameters
+    return pipeline_class(**{name: None for name in parameters if name != "self"})
 
 
 def _embedded(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:

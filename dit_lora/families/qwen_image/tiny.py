@@ -11,6 +11,7 @@ from diffusers import (
 )
 
 from dit_lora.families.chat.tiny import TEXT_WIDTH, tiny_chat
+from dit_lora.families.qwen_image.checkpoint import bare
 from dit_lora.families.tiny_vae import qwen_image_vae
 
 _LATENTS = 16
@@ -47,10 +48,7 @@ def build_tiny(variant: str, out: Path) -> None:
 
 
 def _text() -> dict[str, Any]:
-    without = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
-    template: str = QwenImagePipeline(**without).prompt_template_encode  # type: ignore[arg-type]
-    words = re.sub(r"<\|\w+\|>", "", template).split("{}")
-    tokenizer, model = tiny_chat(
-        "qwen2.5-vl", sorted({word for part in words for word in _WORDS.findall(part)})
-    )
+    template: str = bare(QwenImagePipeline).prompt_template_encode
+    words = _WORDS.findall(re.sub(r"<\|\w+\|>", "\n", template))
+    tokenizer, model = tiny_chat("qwen2.5-vl", sorted({*words}))
     return {"tokenizer": tokenizer, "text_encoder": model}

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dit_lora.config.data import VideoShape
+from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -207,6 +208,29 @@ def test_the_guidance_scale_is_the_pipelines_true_cfg_scale(
     expected = torch.from_numpy((stock * 255).round().astype("uint8"))
     assert torch.equal(made[0], expected)
     assert torch.equal(of_text[0], expected)
+
+
+def test_one_step_of_which_the_scheduler_makes_nan_is_refused(
+    checkpoint: Any, recipe_values: dict[str, Any], tiny: Path, tmp_path: Path
+) -> None:
+    """In a recipe and where one samples; a scheduler without `shift_terminal` samples in one."""
+    words = (
+        r"must be 2 or more, as shift_terminal=0.02 of the scheduler gives NaN in one step; got 1"
+    )
+    how = Sampling(SHAPE, inference_steps=1, guidance_scale=1.0, seed=0)
+    with pytest.raises(DitLoraError, match=f"qwen-image: inference steps {words}"):
+        checkpoint.generate(None, {}, how)
+    data = {"path": ".", "height": 64, "width": 96}
+    model = {"family": "qwen_image", "path": str(tiny)}
+    values = {**recipe_values, "data": data, "model": model, "validation": {"inference_steps": 1}}
+    recipe = parse_recipe(values, "test")
+    with pytest.raises(DitLoraError, match=f"validation.inference_steps {words}"):
+        checkpoint.for_recipe(recipe)
+    path = changed(tiny, tmp_path / "none", "scheduler", shift_terminal=None)
+    other = open_at(path).for_recipe(recipe)
+    pipeline = other.pipeline(torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    assert len(other.generate(pipeline, other.conditions("a cat"), how).unique()) > 1
 
 
 def test_a_checkpoint_that_modulates_by_token_trains_as_one_that_does_not(
