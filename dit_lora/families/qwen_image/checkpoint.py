@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import nn
+from torch.nn import functional
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
@@ -25,6 +26,7 @@ from dit_lora.families.base import (
     TextLimit,
     text_limit,
 )
+from dit_lora.families.captions import one_by_one
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_scheduler import require_steps
 from dit_lora.families.opening import (
@@ -91,24 +93,17 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         """Qwen2.5-VL as the pipeline uses it, zeros behind each caption, and a mask of what is text."""
         pipeline = self.text_pipeline(dtype, device)
 
-        @torch.no_grad()
-        def encode(captions: Sequence[str]) -> Tensors:
-            # One by one: a caption's tensors do not depend on its neighbours, and nothing is padded.
-            found = [
-                pipeline.encode_prompt(
-                    caption, device=device, max_sequence_length=self.text_tokens
-                )[0][0]
-                for caption in captions
-            ]
-            size, dtype = self.text_spec(found[0].dtype)["prompt_embeds"]
-            embeddings = torch.zeros((len(found), *size), dtype=dtype, device=device)
-            mask = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=device)
-            for row, one in enumerate(found):
-                embeddings[row, : len(one)] = one
-                mask[row, : len(one)] = True
-            return {"prompt_embeds": embeddings, "prompt_mask": mask}
+        def encode_one(caption: str) -> Tensors:
+            # Alone, so that nothing is padded; then to the cache's length.
+            embeddings, _ = pipeline.encode_prompt(
+                caption, device=device, max_sequence_length=self.text_tokens
+            )
+            count = embeddings.shape[1]
+            behind = (0, 0, 0, self.text_tokens - count)
+            mask = torch.arange(self.text_tokens, device=device) < count
+            return {"prompt_embeds": functional.pad(embeddings, behind), "prompt_mask": mask[None]}
 
-        return encode
+        return one_by_one(encode_one)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         transformer: Any = super().load_transformer(dtype)

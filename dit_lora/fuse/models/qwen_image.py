@@ -9,9 +9,9 @@ Shapes: B batch, T text tokens, I image tokens, D width, H heads; R tokens of a 
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from dit_lora.fuse.attention import Recomputable, Rotary, attend, project_output
+from dit_lora.fuse.attention import Recomputable, attend, project_output
+from dit_lora.fuse.models.complex_rotary import tables_of
 from dit_lora.fuse.models.flux import clipped
 from dit_lora.fuse.models.two_streams import (
     Modulation,
@@ -25,8 +25,6 @@ from dit_lora.fuse.models.two_streams import (
     spared,
 )
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
-
-_TABLES = WeakTensorKeyDictionary()
 
 
 def block_forward(
@@ -90,9 +88,11 @@ class QwenImageProcessor(TwoStreamProcessor):
             )
             return both
         of_image, of_text = each(recomputable)
-        rotary, text_rotary = (None, None) if image_rotary_emb is None else image_rotary_emb
-        heads = self.image_heads(attn, hidden_states, _tables(rotary), of_image)
-        text_heads = self.text_heads(attn, encoder_hidden_states, _tables(text_rotary), of_text)
+        rotary, text_rotary = (
+            (None, None) if image_rotary_emb is None else map(tables_of, image_rotary_emb)
+        )
+        heads = self.image_heads(attn, hidden_states, rotary, of_image)
+        text_heads = self.text_heads(attn, encoder_hidden_states, text_rotary, of_text)
         mask = _joint_mask(encoder_hidden_states_mask, hidden_states.shape[1])
         attended = attend(*joined_heads(text_heads, heads), mask, self.backend).flatten(2)
         count = encoder_hidden_states.shape[1]
@@ -104,24 +104,6 @@ def _joint_mask(mask: torch.Tensor | None, image: int) -> torch.Tensor | None:
     if mask is None:
         return None
     return torch.cat([mask, mask.new_ones(len(mask), image)], dim=1)[:, None, None, :]
-
-
-def _tables(angles: torch.Tensor | None) -> Rotary | None:
-    """Return cosines and sines (R, D / H), each twice, of complex numbers (R, D / H / 2); made once for all blocks."""
-    if angles is None:
-        return None
-    if torch.compiler.is_compiling():
-        return _made(angles)
-    # Each block would keep tables of its own for backward, where the stock model keeps one for all.
-    if angles not in _TABLES:
-        _TABLES[angles] = _made(angles)
-    made: Rotary = _TABLES[angles]
-    return made
-
-
-def _made(angles: torch.Tensor) -> Rotary:
-    cos, sin = (part.repeat_interleave(2, dim=-1) for part in (angles.real, angles.imag))
-    return cos, sin
 
 
 def _block_why_not(block: Any) -> str | None:

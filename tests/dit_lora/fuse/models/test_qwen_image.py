@@ -10,11 +10,12 @@ from fuse_checks import adapted, assert_equal, fuse_all
 from fuse_contract import Inputs, draw
 from fuse_two_streams import TwoStreams
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.models import qwen_image
+from dit_lora.fuse.models import complex_rotary
+from dit_lora.fuse.models.complex_rotary import tables_of
 from dit_lora.fuse.patches import fusion_of
 
 TEXT, ROWS, COLUMNS = 5, 2, 3
@@ -67,7 +68,7 @@ class TestQwenImage(TwoStreams):
     def block_run(self, model: Any, generator: torch.Generator) -> tuple[Any, list[Any], int]:
         image, text, temb = self.streams(generator)
         angles = model.pos_embed([[(1, 12, 16)]], max_txt_seq_len=24, device=image.device)
-        tables = [table for one in angles for table in qwen_image._tables(one)]
+        tables = [table for one in angles for table in tables_of(one)]
         block, elements = model.transformer_blocks[0], image.numel() + text.numel()
         return lambda: block(image, text, None, temb, angles), [temb, *angles, *tables], elements
 
@@ -96,19 +97,19 @@ class TestQwenImage(TwoStreams):
     def test_tables_are_made_once_for_all_blocks_and_freed_with_the_step(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model, made, make = fuse_all(self.build()), [], qwen_image._made
+        model, made, make = fuse_all(self.build()), [], complex_rotary._tables
 
         def counted(angles: torch.Tensor) -> Any:
             made.append(angles.shape)
             return make(angles)
 
-        monkeypatch.setattr(qwen_image, "_TABLES", WeakTensorKeyDictionary())
-        monkeypatch.setattr(qwen_image, "_made", counted)
+        monkeypatch.setattr(complex_rotary, "_TABLES", WeakIdKeyDictionary())
+        monkeypatch.setattr(complex_rotary, "_tables", counted)
         model.enable_gradient_checkpointing()
         self.run(model)
         assert made == [(IMAGE, 8), (TEXT, 8)]
         gc.collect()
-        assert not qwen_image._TABLES
+        assert not complex_rotary._TABLES
 
     def test_modulation_by_token_runs_the_stock_block(self) -> None:
         """Of an editing model: its references are modulated as clean; without any it is the same as without the flag."""
