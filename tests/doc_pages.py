@@ -49,6 +49,7 @@ HUB = {
     "krea/Krea-2-Raw": "krea2-raw",
     "Tongyi-MAI/Z-Image": "z-image",
     "Tongyi-MAI/Z-Image-Turbo": "z-image-turbo",
+    "Qwen/Qwen-Image": "qwen-image",
     "facebook/DiT-XL-2-256": "dit-tiny",
     "maxin-cn/Latte-1": "latte",
     "videochat2-mistral-stage2": "videochat2-mistral",

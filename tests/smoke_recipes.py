@@ -56,6 +56,7 @@ SMOKES = {
     "flux2": Smoke("flux2-klein", captioned_images),
     "flux2_edit": Smoke("flux2-klein", edit_pairs, references=True),
     "krea2": Smoke("krea2-raw", captioned_images),
+    "qwen_image": Smoke("qwen-image", captioned_images),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
     "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),

@@ -15,6 +15,7 @@ DIFFUSION_FAMILIES = {
     "flux": "dit_lora.families.flux",
     "flux2": "dit_lora.families.flux2",
     "krea2": "dit_lora.families.krea2",
+    "qwen_image": "dit_lora.families.qwen_image",
     "sana": "dit_lora.families.sana",
     "sana_video": "dit_lora.families.sana_video",
     "video_dit": "dit_lora.families.video_dit",

@@ -1,6 +1,17 @@
 """What the contract test must know of each family's tiny checkpoints; one module a family."""
 
-from family_cases import cogvideox, dit, flux, flux2, krea2, sana, video_dit, wan, z_image
+from family_cases import (
+    cogvideox,
+    dit,
+    flux,
+    flux2,
+    krea2,
+    qwen_image,
+    sana,
+    video_dit,
+    wan,
+    z_image,
+)
 from family_cases.case import Case
 
 CASES: tuple[Case, ...] = (
@@ -9,6 +20,7 @@ CASES: tuple[Case, ...] = (
     *flux.CASES,
     *flux2.CASES,
     *krea2.CASES,
+    *qwen_image.CASES,
     *sana.CASES,
     *video_dit.CASES,
     *wan.CASES,

@@ -195,7 +195,9 @@ def _pipeline(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
         "from_image": "image" in called,
         "to_image": "last_image" in called,
         "arguments": {
-            name: value for name, value in called.items() if isinstance(value, bool | int | float)
+            name: value
+            for name, value in called.items()
+            if isinstance(value, bool | int | float) or name == "negative_prompt"
         },
         "output": output,
         "seed": recipe.validation.seed,

@@ -38,6 +38,7 @@ MODELS = (
             ("flux2", "flux2-klein"),
             ("flux2", "flux2-dev"),
             ("krea2", "krea2-raw"),
+            ("qwen_image", "qwen-image"),
             ("dit", "dit-tiny"),
             ("latte", "latte"),
             ("video_dit", "video-dit-text"),

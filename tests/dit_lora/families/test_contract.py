@@ -30,7 +30,17 @@ from dit_lora.numerics.streams import Drawn, Streams
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 
 # Their pipelines take the embeddings of several prompts, of one length.
-OF_PROMPTS = ("cogvideox", "flux", "flux2", "krea2", "sana", "sana_video", "wan", "z_image")
+OF_PROMPTS = (
+    "cogvideox",
+    "flux",
+    "flux2",
+    "qwen_image",
+    "krea2",
+    "sana",
+    "sana_video",
+    "wan",
+    "z_image",
+)
 ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
 """Variants whose pipeline takes one image for one prompt alone."""
 

@@ -29,6 +29,7 @@ MODELS = (
             ("flux", "flux-dev"),
             ("flux2", "flux2-klein"),
             ("flux2", "flux2-dev"),
+            ("qwen_image", "qwen-image"),
             ("dit", "dit-tiny"),
             ("latte", "latte"),
             ("video_dit", "video-dit-class"),
