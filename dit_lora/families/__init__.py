@@ -16,6 +16,7 @@ DIFFUSION_FAMILIES = {
     "flux2": "dit_lora.families.flux2",
     "sana": "dit_lora.families.sana",
     "sana_video": "dit_lora.families.sana_video",
+    "sd3": "dit_lora.families.sd3",
     "video_dit": "dit_lora.families.video_dit",
     "latte": "dit_lora.families.latte",
     "wan": "dit_lora.families.wan",

@@ -1,6 +1,6 @@
 """What the contract test must know of each family's tiny checkpoints; one module a family."""
 
-from family_cases import cogvideox, dit, flux, flux2, sana, video_dit, wan
+from family_cases import cogvideox, dit, flux, flux2, sana, sd3, video_dit, wan
 from family_cases.case import Case
 
 CASES: tuple[Case, ...] = (
@@ -9,6 +9,7 @@ CASES: tuple[Case, ...] = (
     *flux.CASES,
     *flux2.CASES,
     *sana.CASES,
+    *sd3.CASES,
     *video_dit.CASES,
     *wan.CASES,
 )

@@ -21,7 +21,6 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
 )
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
 from dit_lora.config.data import VideoShape
@@ -44,8 +43,9 @@ from dit_lora.families.opening import (
     require_whole_weights,
     stored_fields,
 )
-from dit_lora.families.posterior import drawn
+from dit_lora.families.posterior import drawn, encode_picture, rescaled
 from dit_lora.families.refusals import wrong_sides
+from dit_lora.families.token_shift import mu_by_tokens
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import Draws, moved, normal
@@ -162,20 +162,12 @@ class FluxCheckpoint(FlowCheckpoint):
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            posterior = vae.encode(pixels.to(device).float() / 127.5 - 1).latent_dist
-            return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+            return encode_picture(vae, pixels)
 
         return encode
 
     def mu(self, size: torch.Size) -> float:
-        scheduler = self.scheduler
-        return calculate_shift(
-            size[-2] * size[-1] // 4,
-            scheduler["base_image_seq_len"],
-            scheduler["max_image_seq_len"],
-            scheduler["base_shift"],
-            scheduler["max_shift"],
-        )
+        return mu_by_tokens(self.scheduler, size[-2] * size[-1] // 4)
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         """Return the draws of any flow matching, with noise for packed latents (S, P)."""
@@ -190,8 +182,7 @@ class FluxCheckpoint(FlowCheckpoint):
     ) -> torch.Tensor:
         """Drawn, normalised as the pipeline undoes it before it decodes, and packed: (B, S, P)."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        config = self.vae_config
-        return packed((latents - config["shift_factor"]) * config["scaling_factor"])
+        return packed(rescaled(latents, self.vae_config))
 
     def predict(
         self,
