@@ -48,6 +48,7 @@ SMOKES = {
     "flux2": Smoke("flux2-klein", captioned_images),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
+    "sd3": Smoke("sd3.5-medium", captioned_images),
     "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),
     "video_dit_lora": Smoke("video-dit-text", class_clips),
     "latte": Smoke("latte"),

@@ -34,7 +34,7 @@ def build_tiny(variant: str, out: Path) -> None:
         tokenizer_3=t5,
         text_encoder_3=t5_encoder(len(t5)),
         # The factors of diffusers' scripts/convert_sd3_to_diffusers.py.
-        vae=picture_vae(scaling_factor=1.5305, shift_factor=0.0609),
+        vae=picture_vae(scaling_factor=1.5305, shift_factor=0.0609, width=2.0),
         transformer=SD3Transformer2DModel(
             sample_size=8,
             in_channels=LATENT_CHANNELS,
