@@ -14,6 +14,7 @@ DIFFUSION_FAMILIES = {
     "dit": "dit_lora.families.dit",
     "flux": "dit_lora.families.flux",
     "flux2": "dit_lora.families.flux2",
+    "ltx_video": "dit_lora.families.ltx_video",
     "sana": "dit_lora.families.sana",
     "sana_video": "dit_lora.families.sana_video",
     "sd3": "dit_lora.families.sd3",

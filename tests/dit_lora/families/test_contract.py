@@ -28,7 +28,7 @@ from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Drawn, Streams
 
 # Their pipelines take the embeddings of several prompts, of one length.
-OF_PROMPTS = ("cogvideox", "flux", "flux2", "sana", "sana_video", "sd3", "wan")
+OF_PROMPTS = ("cogvideox", "flux", "flux2", "ltx_video", "sana", "sana_video", "sd3", "wan")
 ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
 """Variants whose pipeline takes one image for one prompt alone."""
 
