@@ -46,6 +46,10 @@ SMOKES = {
     "dit_scratch": Smoke("dit-tiny", class_folders, prompt="blue square"),
     "flux": Smoke("flux-dev", captioned_images),
     "flux2": Smoke("flux2-klein", captioned_images),
+    "ltx_video": Smoke("ltx-video-0.9.1"),
+    "ltx_video_i2v": Smoke(
+        "ltx-video", overrides=("data.image_dropout=0.5",), pictures=("images",)
+    ),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
     "sd3": Smoke("sd3.5-medium", captioned_images),

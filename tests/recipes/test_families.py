@@ -33,6 +33,7 @@ def test_every_smoke_recipe_is_tried_here() -> None:
 ALIKE = (
     *("cogvideox_1.5", "cogvideox_i2v", "sana_video", "dit_scratch", "video_dit_lora"),
     *("wan_i2v", "wan_flf2v", "wan_2.2", "wan_5b"),
+    "ltx_video_i2v",
 )
 
 

@@ -71,7 +71,7 @@ def _vae(decoder: dict[str, Any]) -> AutoencoderKLLTXVideo:
     head = vae.encoder.conv_out.conv
     with torch.no_grad():
         # A trained posterior is narrow; its one variance is the last channel. A random one leaves nothing to learn.
-        head.weight[:-1] *= 8.0
+        head.weight[:-1] *= 3.0
         head.weight[-1] *= 0.1
         head.bias[-1] = -6.0
         vae.latents_mean.normal_(std=0.3)
