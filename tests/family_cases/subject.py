@@ -1,7 +1,9 @@
 """A tiny checkpoint under test with its family, encoded batches of it, and its transformer with an adapter."""
 
+import json
+import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +32,13 @@ def open_subject(case: Case, path: Path) -> Subject:
     family = get_family(case.family)
     opened = family.open(ModelConfig(family=case.family, path=str(path), **case.model))
     return Subject(case, family, opened, path)
+
+
+def changed(tiny: Path, out: Path, file: str, **values: Any) -> Path:
+    """A copy of a checkpoint with other values in one of its JSON files."""
+    path = Path(shutil.copytree(tiny, out)) / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return out
 
 
 def pixels_of(shape: VideoShape, generator: torch.Generator) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
-from family_cases.subject import CPU, EVERY, adapted, encoded_batch, open_subject
+from family_cases.subject import CPU, EVERY, adapted, changed, encoded_batch, open_subject
 from peft.tuners.lora import LoraLayer
 
 from dit_lora.config.data import VideoShape
@@ -106,13 +106,6 @@ def test_every_layer_of_attention_that_is_read_has_an_adapter(
     losses = subject.checkpoint.losses(model, encoded_batch(subject), Streams(0, [0, 1, 2])).losses
     (gradient,) = torch.autograd.grad(losses.sum(), [weight])
     assert not gradient.any()
-
-
-def changed(tiny: Path, out: Path, file: str, **values: Any) -> Path:
-    """A copy of a checkpoint with other values in one config."""
-    path = Path(shutil.copytree(tiny, out)) / file
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-    return out
 
 
 def test_a_scheduler_that_shifts_by_size_is_trained_with_the_pipelines_shift(
