@@ -46,6 +46,7 @@ HUB = {
     "black-forest-labs/FLUX.2-klein-base-4B": "flux2-klein",
     "black-forest-labs/FLUX.2-klein-base-9B": "flux2-klein",
     "black-forest-labs/FLUX.2-dev": "flux2-dev",
+    "Lightricks/LTX-Video": "ltx-video",
     "stabilityai/stable-diffusion-3.5-medium": "sd3.5-medium",
     "stabilityai/stable-diffusion-3.5-large": "sd3.5-large",
     "facebook/DiT-XL-2-256": "dit-tiny",

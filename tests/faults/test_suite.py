@@ -81,7 +81,7 @@ CORE = (
             for one in (
                 *("cogvideox-1.5-i2v", "dit-tiny", "flux-dev", "flux2-klein", "latte"),
                 *("sana-video", "video-dit-class"),
-                "sd3.5-medium",
+                *("ltx-video-0.9.1", "sd3.5-medium"),
                 *("wan-2.1-i2v", "wan-2.2-t2v-a14b", "wan-2.2-ti2v-5b"),
             )
         ),

@@ -18,6 +18,7 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
+from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
     Sampling,
     Tensors,
@@ -209,6 +210,12 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         }
 
     def settings(self, how: Sampling) -> dict[str, Any]:
+        """Return frames a second; refuse a single step, of which the scheduler makes NaN where it ends at a given level."""
+        if how.inference_steps == 1 and self.scheduler["shift_terminal"]:
+            raise DitLoraError(
+                f"inference_steps=1: {self.path.name} needs 2 or more: its scheduler stretches the steps until the last is at "
+                f"noise level {self.scheduler['shift_terminal']:g} (shift_terminal), and one cannot be"
+            )
         return {} if how.fps is None else {"frame_rate": how.fps}
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:

@@ -151,6 +151,18 @@ def test_a_decoder_that_draws_noise_makes_one_video_of_a_seed(
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_one_step_is_refused_of_which_its_scheduler_makes_nan(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    checkpoint = opened(tiny_checkpoints["ltx-video"])
+    pipeline = quiet(checkpoint.pipeline(torch.float32))
+    with pytest.raises(IndexError):  # the stock pipeline, which looks for a level among NaN
+        pipeline("a cat", **checkpoint.arguments(SHAPE), num_inference_steps=1)
+    how = Sampling(SHAPE, inference_steps=1, guidance_scale=3.0, seed=3)
+    with pytest.raises(DitLoraError, match=r"inference_steps=1: ltx-video needs 2 or more: .*0\.1"):
+        checkpoint.generate(pipeline, checkpoint.conditions("a cat"), how)
+
+
 @every_variant
 def test_guidance_from_cached_text_equals_guidance_from_words(
     tiny_checkpoints: dict[str, Path], variant: str

@@ -20,7 +20,7 @@ if importlib.util.find_spec("deepspeed") is not None:
 RATE = 1e-3
 
 
-ALIKE = ("flux", "sd3", "wan_i2v", "wan_2.2")
+ALIKE = ("flux", "ltx_video_i2v", "sd3", "wan_i2v", "wan_2.2")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ MODELS = (
             ("flux", "flux-dev"),
             ("flux2", "flux2-klein"),
             ("flux2", "flux2-dev"),
+            ("ltx_video", "ltx-video"),
             ("sd3", "sd3.5-medium"),
             ("dit", "dit-tiny"),
             ("latte", "latte"),
