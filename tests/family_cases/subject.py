@@ -11,7 +11,7 @@ from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
-from dit_lora.families.base import Checkpoint
+from dit_lora.families.base import Checkpoint, Sampling
 from dit_lora.families.family import DiffusionFamily
 from family_cases import CASES
 from family_cases.case import Case
@@ -69,6 +69,24 @@ def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.T
         text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
         rows.append({**encode_video(pixels_of(shape, generator)), **text})
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def two_samples(checkpoint: Any, shape: VideoShape) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """What a prompt gives as words and as cached tensors with those of "", and the batch of each call for the former."""
+    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    how = Sampling(shape, inference_steps=2, guidance_scale=4.5, seed=3)
+    whole = checkpoint.pipeline(torch.float32)
+    cached = checkpoint.pipeline(torch.float32, whole.transformer, text=False)
+    batches: list[int] = []
+    for pipeline in (whole, cached):
+        pipeline.set_progress_bar_config(disable=True)
+    whole.transformer.register_forward_pre_hook(
+        lambda _m, _args, kwargs: batches.append(len(kwargs["hidden_states"])), with_kwargs=True
+    )
+    words = checkpoint.generate(whole, checkpoint.conditions("a cat"), how)
+    seen = list(batches)
+    conditions = checkpoint.conditions(encode(["a cat"]), encode([""]))
+    return words, checkpoint.generate(cached, conditions, how), seen
 
 
 def adapted(subject: Subject, *, alpha: int = 7, trained: bool = True) -> torch.nn.Module:

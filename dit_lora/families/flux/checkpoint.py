@@ -21,6 +21,7 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
 )
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
 from dit_lora.config.data import VideoShape
@@ -45,7 +46,6 @@ from dit_lora.families.opening import (
 )
 from dit_lora.families.posterior import drawn, encode_picture, rescaled
 from dit_lora.families.refusals import wrong_sides
-from dit_lora.families.token_shift import mu_by_tokens
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import Draws, moved, normal
@@ -291,3 +291,14 @@ def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
             f"{model.family} knows exponential, the published checkpoints'"
         )
     return dict(config)
+
+
+def mu_by_tokens(scheduler: Mapping[str, Any], tokens: int) -> float:
+    """Return the shift's logarithm for this many image or video tokens, as pipelines compute it by such a scheduler's config."""
+    return calculate_shift(
+        tokens,
+        scheduler["base_image_seq_len"],
+        scheduler["max_image_seq_len"],
+        scheduler["base_shift"],
+        scheduler["max_shift"],
+    )

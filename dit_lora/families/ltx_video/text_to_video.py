@@ -6,7 +6,7 @@ Prompts, packing, normalisation, the shift and denoising are the stock pipeline'
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size, S video tokens (F H W).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm, prod
@@ -28,11 +28,12 @@ from dit_lora.families.base import (
     VideoEncoder,
     text_limit,
 )
+from dit_lora.families.captions import as_arguments, one_by_one
 from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.flux.checkpoint import mu_by_tokens
 from dit_lora.families.opening import default_of
 from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
-from dit_lora.families.token_shift import mu_by_tokens
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Draws, moved, normal
 
@@ -110,25 +111,16 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         """T5 as the pipeline uses it: it sees its pads, which the mask then hides from the transformer."""
         pipeline = self.text_pipeline(dtype, device)
 
-        @torch.no_grad()
-        def encode(captions: Sequence[str]) -> Tensors:
-            # One by one: a caption's tensors do not depend on its neighbours.
-            encoded = [
-                pipeline.encode_prompt(
-                    caption,
-                    do_classifier_free_guidance=False,
-                    max_sequence_length=self.text_tokens,
-                    device=device,
-                )[:2]
-                for caption in captions
-            ]
-            embeddings, masks = zip(*encoded, strict=True)
-            return {
-                "prompt_embeds": torch.cat(embeddings),
-                "prompt_attention_mask": torch.cat(masks),
-            }
+        def encode_one(caption: str) -> Tensors:
+            embeddings, mask, _, _ = pipeline.encode_prompt(
+                caption,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.text_tokens,
+                device=device,
+            )
+            return {"prompt_embeds": embeddings, "prompt_attention_mask": mask}
 
-        return encode
+        return one_by_one(encode_one)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -196,10 +188,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         )[0]
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        if isinstance(prompt, str):
-            return {"prompt": prompt}
-        negative = {f"negative_{name}": tensor for name, tensor in (empty or {}).items()}
-        return {**prompt, **negative}
+        return as_arguments(prompt, empty)
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         return {

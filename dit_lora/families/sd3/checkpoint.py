@@ -24,9 +24,10 @@ from dit_lora.families.base import (
     VideoEncoder,
     text_limit,
 )
+from dit_lora.families.captions import as_arguments, one_by_one
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flux.checkpoint import flow_scheduler
+from dit_lora.families.flux.checkpoint import flow_scheduler, mu_by_tokens
 from dit_lora.families.opening import (
     default_of,
     local_checkpoint,
@@ -38,7 +39,6 @@ from dit_lora.families.opening import (
 )
 from dit_lora.families.posterior import drawn, encode_picture, rescaled
 from dit_lora.families.refusals import beyond_positions, wrong_sides
-from dit_lora.families.token_shift import mu_by_tokens
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 
@@ -110,7 +110,7 @@ class SD3Checkpoint(FlowCheckpoint):
         """Both CLIPs and T5 as the pipeline uses them; every pad is seen, by them and by the transformer."""
         pipeline = self.text_pipeline(dtype, device)
 
-        def encode_one(caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+        def encode_one(caption: str) -> Tensors:
             embeddings, _, pooled, _ = pipeline.encode_prompt(
                 prompt=caption,
                 prompt_2=None,
@@ -119,18 +119,9 @@ class SD3Checkpoint(FlowCheckpoint):
                 do_classifier_free_guidance=False,
                 max_sequence_length=self.text_tokens,
             )
-            return embeddings, pooled
+            return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
 
-        @torch.no_grad()
-        def encode(captions: Sequence[str]) -> Tensors:
-            # One by one: a caption's tensors do not depend on its neighbours.
-            embeddings, pooled = zip(*[encode_one(caption) for caption in captions], strict=True)
-            return {
-                "prompt_embeds": torch.cat(embeddings),
-                "pooled_prompt_embeds": torch.cat(pooled),
-            }
-
-        return encode
+        return one_by_one(encode_one)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -183,10 +174,7 @@ class SD3Checkpoint(FlowCheckpoint):
         return self._load_pipeline(dtype, transformer, text, **without)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        if isinstance(prompt, str):
-            return {"prompt": prompt}
-        negative = {f"negative_{name}": tensor for name, tensor in (empty or {}).items()}
-        return {**prompt, **negative}
+        return as_arguments(prompt, empty)
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         return {"height": shape.height, "width": shape.width}

@@ -8,7 +8,15 @@ import pytest
 import torch
 from diffusers import AutoencoderKLLTXVideo, LTXPipeline
 from exported import assert_same, deltas, trained
-from family_cases.subject import CPU, EVERY, changed, encoded_batch, open_subject, pixels_of
+from family_cases.subject import (
+    CPU,
+    EVERY,
+    changed,
+    encoded_batch,
+    open_subject,
+    pixels_of,
+    two_samples,
+)
 from safetensors.torch import load_file, save_file
 
 from dit_lora.config.data import VideoShape
@@ -168,14 +176,10 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
     tiny_checkpoints: dict[str, Path], variant: str
 ) -> None:
     checkpoint = opened(tiny_checkpoints[variant])
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    how = Sampling(SHAPE, inference_steps=2, guidance_scale=3.0, seed=3)
-    whole = quiet(checkpoint.pipeline(torch.float32))
-    cached = quiet(checkpoint.pipeline(torch.float32, whole.transformer, text=False))
-    words = checkpoint.generate(whole, checkpoint.conditions("a cat"), how)
-    conditions = checkpoint.conditions(encode(["a cat"]), encode([""]))
-    assert torch.equal(checkpoint.generate(cached, conditions, how), words)
+    words, tensors, batches = two_samples(checkpoint, SHAPE)
+    assert batches == [checkpoint.guided_batch] * 2
     assert words.float().std() > 1
+    assert torch.equal(words, tensors)
 
 
 def test_clips_are_encoded_in_fp32_with_what_normalises_them(

@@ -9,14 +9,21 @@ from typing import Any
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
-from family_cases.subject import CPU, EVERY, adapted, changed, encoded_batch, open_subject
+from family_cases.subject import (
+    CPU,
+    EVERY,
+    adapted,
+    changed,
+    encoded_batch,
+    open_subject,
+    two_samples,
+)
 from peft.tuners.lora import LoraLayer
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Streams
 
 FAMILY = get_family("sd3")
@@ -141,21 +148,8 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
     tiny_checkpoints: dict[str, Path], variant: str
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    how = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=4.5, seed=3)
-    whole = checkpoint.pipeline(torch.float32)
-    cached = checkpoint.pipeline(torch.float32, whole.transformer, text=False)
-    calls: list[int] = []
-    for pipeline in (whole, cached):
-        pipeline.set_progress_bar_config(disable=True)
-    whole.transformer.register_forward_pre_hook(
-        lambda _m, _args, kwargs: calls.append(len(kwargs["hidden_states"])), with_kwargs=True
-    )
-    words = checkpoint.generate(whole, checkpoint.conditions("a cat"), how)
-    assert calls == [checkpoint.guided_batch] * 2
-    tensors = checkpoint.generate(
-        cached, checkpoint.conditions(encode(["a cat"]), encode([""])), how
-    )
+    words, tensors, batches = two_samples(checkpoint, VideoShape(1, 32, 64))
+    assert batches == [checkpoint.guided_batch] * 2
     assert words.shape == (1, 32, 64, 3)
     assert words.float().std() > 1
     assert torch.equal(words, tensors)
