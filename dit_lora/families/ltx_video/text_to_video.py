@@ -31,6 +31,7 @@ from dit_lora.families.base import (
 from dit_lora.families.captions import as_arguments, one_by_one
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flux.checkpoint import mu_by_tokens
+from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.opening import default_of
 from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
@@ -92,7 +93,8 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         return replace(super().for_recipe(recipe), fps=recipe.data.fps)
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
-        return replace(self, fps=made.get("video", {}).get("fps", self.fps))
+        fps = made.get("video", {}).get("fps", self.fps)
+        return replace(super().with_header(made), fps=fps)
 
     def text_limit(self) -> TextLimit:
         return text_limit(self.path, self.text_tokens)
@@ -153,6 +155,12 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         """Drawn, normalised as the pipeline undoes it before it decodes, and packed: (B, S, C)."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         return packed(normalised(latents, batch, self.vae_config["scaling_factor"]))
+
+    def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Packed as the latents are, (B, S, C)."""
+        latents = batch["latent_mean"]
+        weights = loss_weights(batch, self.mask_floor, latents)
+        return None if weights is None else packed(weights.expand_as(latents))
 
     def predict(
         self,
