@@ -33,6 +33,18 @@ def wrong_frames(frames: int, step: int) -> list[str]:
     return [f"data.frames must be {step}n + 1; got {frames}, nearest {below} and {below + step}"]
 
 
+def beyond_positions(ends: Mapping[str, tuple[int, int]], option: str) -> list[str]:
+    """Say which of the values, by their names in `data`, are above their ends, the places where a table of positions stops.
+
+    `option` is the transformer's, which says how long the table is.
+    """
+    return [
+        f"data.{name} can be {end} at most, where its positions end ({option}); got {value}"
+        for name, (value, end) in ends.items()
+        if value > end
+    ]
+
+
 def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
     """Raise if the recipe sets options of other families: all but those in `takes`.
 

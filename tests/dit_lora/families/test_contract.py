@@ -34,10 +34,12 @@ OF_PROMPTS = (
     "cogvideox",
     "flux",
     "flux2",
+    "ltx_video",
     "qwen_image",
     "krea2",
     "sana",
     "sana_video",
+    "sd3",
     "wan",
     "z_image",
 )
