@@ -143,6 +143,8 @@ class DataConfig(Section):
     image_noise: bool | None = None
     """Image-to-video: noise of scale exp(N(-3, 0.5)) on the first image, as CogVideoX was trained with; null
     for yes."""
+    sound: bool = False
+    """Train the clips' sound beside their frames, for models that make both."""
     precompute: bool = True
     """Encode everything before training and keep it on disk; `false` encodes each batch as it comes, with the
     encoders kept in memory."""

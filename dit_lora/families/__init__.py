@@ -14,6 +14,7 @@ DIFFUSION_FAMILIES = {
     "dit": "dit_lora.families.dit",
     "flux": "dit_lora.families.flux",
     "flux2": "dit_lora.families.flux2",
+    "ltx2": "dit_lora.families.ltx2",
     "sana": "dit_lora.families.sana",
     "sana_video": "dit_lora.families.sana_video",
     "video_dit": "dit_lora.families.video_dit",

@@ -69,6 +69,8 @@ class Sampling:
     """The first frame, for families that start from an image."""
     last_image: Path | None = None
     """The last frame, for those that are given one too."""
+    fps: float | None = None
+    """Frames a second, for families that are told them."""
 
 
 @dataclass(frozen=True)
@@ -266,6 +268,10 @@ class Sampler(Opened):
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         """Return the pipeline's arguments for a shape, and others that it is always called with."""
 
+    def settings(self, how: Sampling) -> dict[str, Any]:
+        """Return further arguments that the pipeline is called with at these settings; over those of `arguments`."""
+        return {}
+
     @property
     def pictures(self) -> tuple[str, ...]:
         """The pictures that it starts from, as `Sampling` and the pipeline name them: `image`, `last_image`."""
@@ -277,7 +283,7 @@ class Sampler(Opened):
         made = pipeline(
             **conditions,
             **read_pictures(self.path.name, self.pictures, given, how.shape),
-            **self.arguments(how.shape),
+            **self.arguments(how.shape) | self.settings(how),
             num_inference_steps=how.inference_steps,
             guidance_scale=how.guidance_scale,
             generator=torch.Generator("cpu").manual_seed(how.seed),

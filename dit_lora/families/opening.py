@@ -17,7 +17,7 @@ from dit_lora.parsing import parse_json
 
 def local_checkpoint(model: ModelConfig) -> Path:
     """Return the Diffusers folder of `model.path`, fetched from the Hub if it is not a local one."""
-    return model_folder(model, ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"))
+    return model_folder(model, ("*.json", "*/*.safetensors", "*.model", "*.txt", "*.jinja"))
 
 
 def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What the contract test must know of each family's tiny checkpoints; one module a family."""
 
-from family_cases import cogvideox, dit, flux, flux2, sana, video_dit, wan
+from family_cases import cogvideox, dit, flux, flux2, ltx2, sana, video_dit, wan
 from family_cases.case import Case
 
 CASES: tuple[Case, ...] = (
@@ -8,6 +8,7 @@ CASES: tuple[Case, ...] = (
     *dit.CASES,
     *flux.CASES,
     *flux2.CASES,
+    *ltx2.CASES,
     *sana.CASES,
     *video_dit.CASES,
     *wan.CASES,

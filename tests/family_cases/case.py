@@ -20,6 +20,10 @@ def timestep(call: Call) -> torch.Tensor:
     return call["timestep"]
 
 
+def always(_call: Call) -> bool:
+    return True
+
+
 def unchanged(batch: dict[str, torch.Tensor], _seed: int) -> dict[str, torch.Tensor]:
     return batch
 
@@ -53,6 +57,11 @@ class Case:
     """In which a call equals the pipeline's bit for bit."""
     as_sampled: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]] = unchanged
     """(batch, seed) with what the pipeline draws for its conditions by that seed."""
+
+    guidance: float = 1.0
+    """The guidance at which the pipeline makes calls as a training step does."""
+    compared: Callable[[Call], bool] = always
+    """The calls that are as a training step's."""
 
     template_tokens: int = 0
     """Tokens of a chat template around each caption, which leave it less room."""

@@ -238,6 +238,7 @@ def _called(setup: Setup[Any, Any], conditions: dict[str, Any]) -> tuple[dict[st
         for file in pictures.values():
             Image.new("RGB", (shape.width, shape.height)).save(file)
         steps, guidance = settings.inference_steps, settings.guidance_scale
-        how = Sampling(shape, steps, guidance, settings.seed, **pictures)
+        fps = setup.recipe.data.fps
+        how = Sampling(shape, steps, guidance, settings.seed, **pictures, fps=fps)
         checkpoint.generate(recorder, conditions, how)
     return recorder.called, recorder.output

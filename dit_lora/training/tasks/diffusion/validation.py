@@ -57,6 +57,7 @@ def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampli
                 settings.seed,
                 image=Path(settings.images[index]) if settings.images else None,
                 last_image=Path(settings.last_images[index]) if settings.last_images else None,
+                fps=setup.recipe.data.fps,
             ),
         )
         for index, key in enumerate(encoded.prompt_keys)
