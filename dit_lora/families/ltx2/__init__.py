@@ -7,8 +7,7 @@ from dit_lora.families.family import DiffusionFamily, License, Site
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 """Layers of every attention: with sound, all of them are adapted (Lightricks/LTX-2, ltx-trainer, docs/configuration-reference.md)."""
-_ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2")
-_ATTENTIONS += ("audio_to_video_attn", "video_to_audio_attn")
+SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 _LICENSE = License(
     "other",
     "ltx-2-community-license-agreement",
@@ -16,6 +15,7 @@ _LICENSE = License(
 )
 
 
+_ATTENTIONS = ("attn1", "attn2", *SOUND_ATTENTIONS)
 _OF_BLOCKS = (
     *(f"{attn}.{layer}" for attn in _ATTENTIONS for layer in (*ATTENTION, "to_gate_logits")),
     *(f"{ff}.{layer}" for ff in ("ff", "audio_ff") for layer in ("net.0.proj", "net.2")),

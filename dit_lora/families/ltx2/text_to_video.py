@@ -34,7 +34,7 @@ from dit_lora.families.base import (
     text_limit,
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.ltx2 import ATTENTION
+from dit_lora.families.ltx2 import ATTENTION, SOUND_ATTENTIONS
 from dit_lora.families.ltx2.sound import AudioEncoder, audio_encoder
 from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
 from dit_lora.families.posterior import encode_video
@@ -399,9 +399,8 @@ def _refuse_what_hears(recipe: Recipe) -> None:
             "train.mode: full and optim.groups.connector or backbone train the layers of sound too, which get no gradient "
             "without it; set data.sound: true, or train an adapter alone"
         )
-    blocks = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
     layers = (
-        *(f"{block}.{layer}" for block in blocks for layer in (*ATTENTION, "to_gate_logits")),
+        *(f"{block}.{layer}" for block in SOUND_ATTENTIONS for layer in (*ATTENTION, "to_gate_logits")),
         *("audio_ff.net.0.proj", "audio_ff.net.2"),
     )
     deaf = [
