@@ -252,8 +252,12 @@ def _load_rotation(
         c2, s2 = c1, s1
     else:
         offset = row * (H * D if PER_HEAD else D)
-        c1, c2 = _load_shared(cos_ptr, offset, count, 1.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
-        s1, s2 = _load_shared(sin_ptr, offset, count, 0.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+        c1, c2 = _load_shared(
+            cos_ptr, offset, count, 1.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
+        )
+        s1, s2 = _load_shared(
+            sin_ptr, offset, count, 0.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
+        )
     return c1, c2, s1, s2
 
 
@@ -683,9 +687,7 @@ def _check(
         )
     stop = options.first + _rows(cos)
     if options.first < 0 or stop > tokens:
-        raise ValueError(
-            f"the tables rotate tokens {options.first} to {stop}, but x has {tokens}"
-        )
+        raise ValueError(f"the tables rotate tokens {options.first} to {stop}, but x has {tokens}")
 
 
 def qk_norm_rope(

@@ -63,6 +63,8 @@ class Case:
     compared: Callable[[Call], bool] = always
     """The calls that are as a training step's."""
 
+    thorough: bool = False
+    """True where another case has all that this one asks, so that it is not asked every time."""
     template_tokens: int = 0
     """Tokens of a chat template around each caption, which leave it less room."""
 

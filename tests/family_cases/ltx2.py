@@ -81,7 +81,7 @@ def case(variant: str, **other: Any) -> Case:
 
 
 CASES = (
-    case("ltx-2"),
+    case("ltx-2", thorough=True),
     case("ltx-2.3", call_dtype=torch.bfloat16),
     case(
         "ltx-2.3",

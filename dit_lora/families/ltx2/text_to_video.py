@@ -400,7 +400,11 @@ def _refuse_what_hears(recipe: Recipe) -> None:
             "without it; set data.sound: true, or train an adapter alone"
         )
     layers = (
-        *(f"{block}.{layer}" for block in SOUND_ATTENTIONS for layer in (*ATTENTION, "to_gate_logits")),
+        *(
+            f"{block}.{layer}"
+            for block in SOUND_ATTENTIONS
+            for layer in (*ATTENTION, "to_gate_logits")
+        ),
         *("audio_ff.net.0.proj", "audio_ff.net.2"),
     )
     deaf = [
