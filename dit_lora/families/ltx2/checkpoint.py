@@ -7,7 +7,6 @@ from typing import Any
 from diffusers import (
     AutoencoderKLLTX2Audio,
     AutoencoderKLLTX2Video,
-    FlowMatchEulerDiscreteScheduler,
     LTX2ImageToVideoPipeline,
     LTX2VideoTransformer3DModel,
 )
@@ -116,7 +115,7 @@ def _require_fitting(model: ModelConfig, fields: Mapping[str, Any]) -> None:
         if transformer[name] != value
     ]
     ratios = vae["spatial_compression_ratio"], vae["temporal_compression_ratio"]
-    if None not in ratios and {*sides} != {ratios[0]} or ratios[1] not in (None, temporal):
+    if (None not in ratios and {*sides} != {ratios[0]}) or ratios[1] not in (None, temporal):
         wrong.append(
             f"transformer: vae_scale_factors {[temporal, *sides]} are not the VAE's, {ratios[1]} and {ratios[0]}"
         )

@@ -6,7 +6,6 @@ import pytest
 from family_cases.case import Case
 from family_cases.subject import EVERY, Subject, open_subject
 
-
 PARAMETERS = [
     pytest.param(case, id=name, marks=[pytest.mark.thorough] if case.thorough else [])
     for name, case in EVERY.items()
