@@ -46,6 +46,8 @@ SMOKES = {
     "dit_scratch": Smoke("dit-tiny", class_folders, prompt="blue square"),
     "flux": Smoke("flux-dev", captioned_images),
     "flux2": Smoke("flux2-klein", captioned_images),
+    "ltx2": Smoke("ltx-2.3"),
+    "ltx2_i2v": Smoke("ltx-2", overrides=("data.image_dropout=0.5",), pictures=("images",)),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
     "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),
