@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.data.synthetic.conversations import write_conversations
+from dit_lora.data.synthetic.pairs import write_edit_pairs
 from dit_lora.errors import DitLoraError
 from dit_lora.families import every_family
 from dit_lora.families.family import Site
@@ -19,6 +20,10 @@ def write_clips(folder: Path) -> None:
 
 def write_images(folder: Path) -> None:
     write_shapes(folder, clips=CLIPS, frames=1, height=64, width=64, fps=8)
+
+
+def write_pairs(folder: Path) -> None:
+    write_edit_pairs(folder, pairs=CLIPS, height=64, width=64)
 
 
 def write_classes(folder: Path) -> None:
@@ -68,6 +73,7 @@ def drop_conversation(folder: Path, clip: str) -> None:
 _WRITERS: Mapping[str, Callable[[Path], None]] = {
     "clips": write_clips,
     "images": write_images,
+    "pairs": write_pairs,
     "classes": write_classes,
     "class_clips": write_class_clips,
     "conversations": write_chat,

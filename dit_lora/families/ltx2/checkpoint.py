@@ -16,7 +16,7 @@ from transformers import Gemma3ForConditionalGeneration
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flux.checkpoint import flow_scheduler
+from dit_lora.families.flow_scheduler import flow_scheduler
 from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
 from dit_lora.families.opening import (
     local_checkpoint,

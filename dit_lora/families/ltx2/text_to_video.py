@@ -34,6 +34,7 @@ from dit_lora.families.base import (
     text_limit,
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.ltx2 import ATTENTION, SOUND_ATTENTIONS
 from dit_lora.families.ltx2.sound import AudioEncoder, audio_encoder
 from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
@@ -131,11 +132,11 @@ class LTX2Checkpoint(FlowCheckpoint):
         return ATTENTION if self.sound else tuple(defaults)
 
     def header(self) -> dict[str, Any]:
-        return {"sound": True} if self.sound else {}
+        return super().header() | ({"sound": True} if self.sound else {})
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
         fps = made.get("video", {}).get("fps", self.fps)
-        return replace(self, fps=fps, sound=made.get("sound", self.sound))
+        return replace(super().with_header(made), fps=fps, sound=made.get("sound", self.sound))
 
     def notes(self, recipe: Recipe) -> list[str]:
         said = super().notes(recipe)
@@ -249,6 +250,12 @@ class LTX2Checkpoint(FlowCheckpoint):
         """Packed, (B, S, C): they are normalised already."""
         return LTX2Pipeline._pack_latents(batch["latent_mean"].float())
 
+    def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Packed as the latents are, (B, S, C): of the video alone, as sound has no places in a picture."""
+        latents = batch["latent_mean"]
+        weights = loss_weights(batch, self.mask_floor, latents)
+        return None if weights is None else LTX2Pipeline._pack_latents(weights.expand_as(latents))
+
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
@@ -272,9 +279,8 @@ class LTX2Checkpoint(FlowCheckpoint):
         }
         timesteps = sigmas * self.train_timesteps
         video, audio = self.velocities(transformer, noisy, timesteps, heard, given)
-        losses = mean_squared_error(
-            video, objective.target(clean, given["noise"]), None if known is None else 1 - known
-        )
+        target = objective.target(clean, given["noise"])
+        losses = mean_squared_error(video, target, self._weights(batch, known))
         losses = losses + mean_squared_error(audio, objective.target(sound, given["audio_noise"]))
         return LossOutput(losses, objective.reported(sigmas))
 

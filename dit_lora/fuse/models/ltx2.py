@@ -52,8 +52,8 @@ class _Side(NamedTuple):
         self, norm: Any, shift: torch.Tensor | None, scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, "_Side"]:
         """Return x with what is to be added, normed and modulated; and the stream with that added."""
-        tables = _alike(shift, scale, None if self.y is None else self.gate)
-        stream = Stream(self.x, *tables[:2], self.y, tables[2])
+        shift, scale, gate = _alike(shift, scale, self.gate)
+        stream = Stream(self.x, shift, scale, self.y, gate)
         normed, x = norm_stream(norm, stream, "rms")
         return normed, self._replace(x=x, y=None, gate=None)
 
