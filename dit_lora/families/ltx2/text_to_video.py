@@ -109,7 +109,7 @@ class LTX2Checkpoint(FlowCheckpoint):
         return [*wrong_sides(shape, self.side_step), *wrong_frames(shape.frames, temporal)]
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Take frames a second and sound; refuse a distilled base, and what would train without a gradient."""
+        """Take frames a second, which positions depend on, and sound; refuse a distilled base, and what would get no gradient."""
         fitting = super().for_recipe(recipe)
         data = recipe.data
         if self.distilled and not recipe.lora.under:
@@ -117,11 +117,6 @@ class LTX2Checkpoint(FlowCheckpoint):
                 f"{self.path.name} is step-distilled (its scheduler does not shift by size), and training on it undoes that; "
                 "train its base, whose adapter loads into both, and sample from this one with validation.model; or give an "
                 "adapter that undoes it in lora.under"
-            )
-        if data.most_frames > 1 and data.fps is None:
-            raise DitLoraError(
-                "data.fps is missing: LTX-2's positions are in seconds; give the frames a second that clips are resampled to, "
-                f"such as {self.default_of('frame_rate'):g}, the pipeline's"
             )
         if not data.sound:
             _refuse_what_hears(recipe)
