@@ -1,5 +1,6 @@
 """LTX-2 with sound: the encoder, the joint loss, its adapters, and one call of the stock pipeline."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.families.ltx2.sound import audio_tokens, log_mel
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import Streams, normal
 
 RATE = 16000
 # Of the published audio VAE.
@@ -182,9 +183,12 @@ def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path
     rows = Streams(0, [1, 2, 3]).drawn(drawn, CPU)
     assert set(rows) == {"noise", "timestep", "audio_noise", "audio_timestep"}
     assert not torch.equal(rows["timestep"], rows["audio_timestep"])
-    # By its own number of tokens: far fewer than the video's would be at full size, so lower.
-    assert checkpoint.shift_of(torch.Size([16, 53])) < checkpoint.shift_of(torch.Size([16, 6144]))
-    assert batch["audio_latent_mean"].shape[1] == 53
+    # By its own number of tokens, 53, where the video has 18.
+    assert batch["audio_latent_mean"].shape[1:] == (53, 16)
+    gaussian = normal((), Streams(0, [1, 2, 3])("audio_timestep"))
+    shift = math.exp(0.95 + (53 - 1024) * (2.05 - 0.95) / (4096 - 1024))
+    expected = checkpoint.objective.sigmas(gaussian, shift)
+    torch.testing.assert_close(rows["audio_timestep"], expected, rtol=1e-6, atol=0)
     few = replace(checkpoint, objective=replace(checkpoint.objective, shift=1e-3))
     low = few.losses(model, batch, Streams(0, [1, 2, 3]))
     assert low.timesteps.max() < 600
