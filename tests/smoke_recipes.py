@@ -61,6 +61,8 @@ SMOKES = {
     "ltx_video_i2v": Smoke(
         "ltx-video", overrides=("data.image_dropout=0.5",), pictures=("images",)
     ),
+    "ltx2": Smoke("ltx-2.3"),
+    "ltx2_i2v": Smoke("ltx-2", overrides=("data.image_dropout=0.5",), pictures=("images",)),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
     "sd3": Smoke("sd3.5-medium", captioned_images),

@@ -17,6 +17,7 @@ DIFFUSION_FAMILIES = {
     "krea2": "dit_lora.families.krea2",
     "qwen_image": "dit_lora.families.qwen_image",
     "ltx_video": "dit_lora.families.ltx_video",
+    "ltx2": "dit_lora.families.ltx2",
     "sana": "dit_lora.families.sana",
     "sana_video": "dit_lora.families.sana_video",
     "sd3": "dit_lora.families.sd3",

@@ -48,8 +48,8 @@ def beyond_positions(ends: Mapping[str, tuple[int, int]], option: str) -> list[s
 def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
     """Raise if the recipe sets options of other families: all but those in `takes`.
 
-    They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `validation.images`,
-    `validation.last_images`, `validation.other_expert`, `model.task`, `train.guidance_scale`, `train.timesteps` and
+    They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `data.sound`,
+    `validation.images`, `validation.last_images`, `validation.other_expert`, `model.task`, `train.guidance_scale`, `train.timesteps` and
     `train.vlb`; `data.fps` of images; and what is for chat models.
     """
     options = {
@@ -63,6 +63,7 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
         "data.image_column": recipe.data.image_column is not None,
         "data.image_dropout": recipe.data.image_dropout > 0,
         "data.image_noise": recipe.data.image_noise is not None,
+        "data.sound": recipe.data.sound,
         "data.fps": recipe.data.fps is not None and recipe.data.most_frames == 1,
         "model.task": recipe.model.task is not None,
         "validation.other_expert": recipe.validation.other_expert is not None,
