@@ -389,13 +389,3 @@ class Checkpoint(Encoders, Denoiser, Sampler):
     def as_trained(self, index: Mapping[str, Any]) -> Self:
         """Return the checkpoint as one that `index_changes` describes."""
         return self
-
-
-def text_limit(
-    path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer"
-) -> TextLimit:
-    """The tokenizer in that folder of a checkpoint; without `max_tokens`, its own limit."""
-    from transformers import AutoTokenizer
-
-    tokenizer = load_pretrained(AutoTokenizer, path / folder)
-    return TextLimit(tokenizer, max_tokens or tokenizer.model_max_length)

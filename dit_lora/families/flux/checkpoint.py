@@ -36,7 +36,6 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    text_limit,
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
@@ -57,6 +56,7 @@ from dit_lora.families.references import (
     too_small,
 )
 from dit_lora.families.refusals import wrong_sides
+from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import Draws, moved, normal

@@ -12,7 +12,7 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 
-from dit_lora.families.tiny_text import (
+from dit_lora.families.tiny.text import (
     POOLED_WIDTH,
     TEXT_WIDTH,
     clip_encoder,

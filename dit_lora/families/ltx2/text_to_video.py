@@ -31,7 +31,6 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    text_limit,
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.loss_mask import loss_weights
@@ -40,7 +39,8 @@ from dit_lora.families.ltx2.sound import AudioEncoder, audio_encoder
 from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
 from dit_lora.families.posterior import encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
-from dit_lora.families.text_mask import cut_text
+from dit_lora.families.text.limit import text_limit
+from dit_lora.families.text.mask import cut_text
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput, mean_squared_error
 from dit_lora.numerics.streams import Draws, Streams, moved, normal

@@ -26,15 +26,15 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    text_limit,
 )
-from dit_lora.families.captions import as_arguments, one_by_one
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import mu_by_tokens
 from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.opening import default_of
 from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
+from dit_lora.families.text.captions import as_arguments, one_by_one
+from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Draws, moved, normal
 

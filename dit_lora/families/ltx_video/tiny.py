@@ -11,7 +11,7 @@ from diffusers import (
     LTXVideoTransformer3DModel,
 )
 
-from dit_lora.families.tiny_text import TEXT_WIDTH, t5_encoder, t5_tokenizer
+from dit_lora.families.tiny.text import TEXT_WIDTH, t5_encoder, t5_tokenizer
 
 _LATENTS, _WIDTH = 8, 8
 # Decoders of the published ones (diffusers: scripts/convert_ltx_to_diffusers.py), of one layer a block.

@@ -34,9 +34,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    text_limit,
 )
-from dit_lora.families.captions import as_arguments, one_by_one
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.opening import (
@@ -48,7 +46,9 @@ from dit_lora.families.opening import (
 )
 from dit_lora.families.refusals import wrong_sides
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
-from dit_lora.families.text_mask import text_bias
+from dit_lora.families.text.captions import as_arguments, one_by_one
+from dit_lora.families.text.limit import text_limit
+from dit_lora.families.text.mask import text_bias
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.guard.checks import stored_dtype
 from dit_lora.numerics.objectives import FlowMatching

@@ -22,9 +22,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    text_limit,
 )
-from dit_lora.families.captions import as_arguments, one_by_one
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import flow_scheduler, mu_by_tokens
@@ -39,6 +37,8 @@ from dit_lora.families.opening import (
 )
 from dit_lora.families.posterior import drawn, encode_picture, rescaled
 from dit_lora.families.refusals import beyond_positions, wrong_sides
+from dit_lora.families.text.captions import as_arguments, one_by_one
+from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 

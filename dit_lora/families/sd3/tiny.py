@@ -10,7 +10,7 @@ from diffusers import (
 )
 
 from dit_lora.families.flux.tiny import LATENT_CHANNELS, picture_vae
-from dit_lora.families.tiny_text import (
+from dit_lora.families.tiny.text import (
     TEXT_WIDTH,
     clip_tokenizer,
     projected_clip_encoder,

@@ -25,12 +25,12 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    text_limit,
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.opening import default_of, read_component_config
 from dit_lora.families.posterior import drawn, encode_video, normalised
 from dit_lora.families.refusals import beyond_positions, wrong_frames, wrong_sides
+from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 PIPELINE_MULTIPLE = 16  # check_inputs of both pipelines, whatever the autoencoder
