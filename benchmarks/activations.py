@@ -23,6 +23,7 @@ from diffusers.models.transformers.transformer_flux2 import (
     Flux2SingleTransformerBlock,
     Flux2TransformerBlock,
 )
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from diffusers.models.transformers.transformer_sana_video import (
     SanaVideoTransformerBlock,
     WanRotaryPosEmbed,
@@ -141,6 +142,15 @@ def flux2_single() -> tuple[nn.Module, Arguments]:
     return Flux2SingleTransformerBlock(4096, 32, 128), given
 
 
+def qwen_image() -> tuple[nn.Module, Arguments]:
+    def given(images: int) -> tuple[Sequence[Any], int]:
+        x, text = noise(images, 256, 3072), noise(images, 26, 3072)
+        angles = [torch.polar(torch.ones(n, 64), torch.randn(n, 64)) for n in (256, 26)]
+        return (x, text, None, noise(images, 3072), angles), x.numel() + text.numel()
+
+    return QwenImageTransformerBlock(3072, 24, 128), given
+
+
 BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
     "CogVideoX-5B": cogvideox,
     "Sana-1.6B": sana,
@@ -149,6 +159,7 @@ BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
     "Wan2.1-1.3B": wan,
     "FLUX.2 klein 9B, double": flux2_double,
     "FLUX.2 klein 9B, single": flux2_single,
+    "Qwen-Image": qwen_image,
 }
 
 

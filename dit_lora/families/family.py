@@ -60,8 +60,8 @@ class Site:
     """The layer that makes each sample's shift, scale and gate."""
     last: str = "proj_out"
     time_proj: str | None = "time_proj"
-    late: int = 900
-    """A timestep that a tenth or two of its draws lie beyond."""
+    late: float = 900
+    """A timestep, as the module `time_proj` is given it, that a tenth or two of its draws lie beyond."""
     upper: int = 800
     """A timestep that a fifth to a half of its draws lie beyond."""
     text: str | None = "prompt_embeds"

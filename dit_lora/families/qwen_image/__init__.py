@@ -42,6 +42,9 @@ FAMILY = DiffusionFamily(
             ff_out="transformer_blocks.0.img_mlp.net.2",
             modulation="transformer_blocks.1.img_mod.1",
             time_proj="time_text_embed.time_proj",
+            # At the pipeline's shift of 1.6 for these 16 tokens.
+            late=0.84,  # it is given t / 1000
+            upper=780,
         ),
     ),
 )
