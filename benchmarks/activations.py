@@ -23,12 +23,14 @@ from diffusers.models.transformers.transformer_flux2 import (
     Flux2SingleTransformerBlock,
     Flux2TransformerBlock,
 )
+from diffusers.models.transformers.transformer_krea2 import Krea2TransformerBlock
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from diffusers.models.transformers.transformer_sana_video import (
     SanaVideoTransformerBlock,
     WanRotaryPosEmbed,
 )
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -151,6 +153,23 @@ def qwen_image() -> tuple[nn.Module, Arguments]:
     return QwenImageTransformerBlock(3072, 24, 128), given
 
 
+def krea2() -> tuple[nn.Module, Arguments]:
+    def given(images: int) -> tuple[Sequence[Any], int]:
+        x, angles = noise(images, 768, 6144), torch.randn(768, 64).repeat_interleave(2, -1)
+        return (x, noise(images, 1, 6 * 6144), (angles.cos(), angles.sin())), x.numel()
+
+    return Krea2TransformerBlock(6144, 16384, 48, 12, 1e-5), given
+
+
+def z_image() -> tuple[nn.Module, Arguments]:
+    def given(images: int) -> tuple[Sequence[Any], int]:
+        x, angles = noise(images, 256, 3840), torch.randn(1, 256, 64)
+        rotations = torch.polar(torch.ones_like(angles), angles)
+        return (x, None, rotations, noise(images, 256)), x.numel()
+
+    return ZImageTransformerBlock(0, 3840, 30, 30, 1e-5, qk_norm=True), given
+
+
 BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
     "CogVideoX-5B": cogvideox,
     "Sana-1.6B": sana,
@@ -159,6 +178,8 @@ BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
     "Wan2.1-1.3B": wan,
     "FLUX.2 klein 9B, double": flux2_double,
     "FLUX.2 klein 9B, single": flux2_single,
+    "Krea 2": krea2,
+    "Z-Image": z_image,
     "Qwen-Image": qwen_image,
 }
 

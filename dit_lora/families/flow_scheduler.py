@@ -31,7 +31,7 @@ def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
 
 
 def mu_by_tokens(scheduler: Mapping[str, Any], tokens: int) -> float:
-    """Return the shift's logarithm for this many image tokens, as pipelines compute it by such a scheduler's config."""
+    """Return the shift's logarithm for this many image or video tokens, as pipelines compute it by such a scheduler's config."""
     return calculate_shift(
         tokens,
         scheduler["base_image_seq_len"],

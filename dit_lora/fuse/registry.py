@@ -10,7 +10,9 @@ from dit_lora.fuse.models import (
     flux,
     flux2,
     hunyuan_video,
+    krea2,
     ltx,
+    ltx2,
     mochi,
     qwen_image,
     sana,
@@ -18,6 +20,7 @@ from dit_lora.fuse.models import (
     sd3,
     video_dit,
     wan,
+    z_image,
 )
 from dit_lora.fuse.patches import ForwardPatch, ProcessorPatch
 
@@ -27,7 +30,9 @@ _MODELS = (
     flux,
     flux2,
     hunyuan_video,
+    krea2,
     ltx,
+    ltx2,
     mochi,
     qwen_image,
     sana,
@@ -35,6 +40,7 @@ _MODELS = (
     sd3,
     video_dit,
     wan,
+    z_image,
 )
 _MODULES = (attention, liger, lora, *_MODELS)
 FORWARDS: tuple[ForwardPatch, ...] = tuple(

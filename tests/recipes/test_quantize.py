@@ -27,8 +27,10 @@ VARIANTS = {
     "cogvideox": "cogvideox-2b",
     "sana": "sana-600m",
     "flux2": "flux2-klein",
+    "krea2": "krea2-raw",
     "qwen_image": "qwen-image",
     "wan": "wan-2.1-t2v",
+    "z_image": "z-image",
     "videochat2": "videochat2-mistral",
 }
 IN_CI = (("cogvideox", "nf4"), ("sana", "fp8"), ("videochat2", "int8"))

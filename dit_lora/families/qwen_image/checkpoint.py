@@ -24,9 +24,7 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    text_limit,
 )
-from dit_lora.families.captions import one_by_one
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_scheduler import require_steps
 from dit_lora.families.opening import (
@@ -36,7 +34,9 @@ from dit_lora.families.opening import (
     require_whole_weights,
 )
 from dit_lora.families.qwen_latents import QwenLatentsCheckpoint, qwen_latents_fields
-from dit_lora.families.text_mask import cut_text
+from dit_lora.families.text.captions import one_by_one
+from dit_lora.families.text.limit import text_limit
+from dit_lora.families.text.mask import cut_text
 from dit_lora.numerics.streams import moved
 
 # Pipelines of Qwen-Image's kin whose checkpoints are not trained, with what they are.

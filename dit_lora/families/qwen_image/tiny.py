@@ -12,7 +12,7 @@ from diffusers import (
 
 from dit_lora.families.chat.tiny import TEXT_WIDTH, tiny_chat
 from dit_lora.families.qwen_image.checkpoint import bare
-from dit_lora.families.tiny_vae import qwen_image_vae
+from dit_lora.families.tiny.vae import qwen_image_vae
 
 _LATENTS = 16
 # Every word of the template with the space before it, and the roles: one token each in Qwen's vocabulary.

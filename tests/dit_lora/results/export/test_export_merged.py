@@ -30,9 +30,12 @@ MODELS = (
             ("flux2", "flux2-klein"),
             ("flux2", "flux2-dev"),
             ("qwen_image", "qwen-image"),
+            ("ltx_video", "ltx-video"),
+            ("sd3", "sd3.5-medium"),
             ("dit", "dit-tiny"),
             ("latte", "latte"),
             ("video_dit", "video-dit-class"),
+            ("z_image", "z-image"),
         )
     ),
 )

@@ -232,6 +232,7 @@ OPS_OF = {
     "flux2-klein": ("lora_linear", "qk_norm_rope", "ada_norm"),
     "qwen-image": ("lora_linear", "qk_norm_rope", "ada_norm"),
     "wan-2.1-t2v": ("lora_linear", "qk_norm_rope", "ada_norm"),
+    "z-image": ("lora_linear", "qk_norm_rope", "ada_norm"),
     "latte": ("lora_linear",),  # two calls of attention in a block
 }
 
