@@ -141,6 +141,8 @@ class Encoders(Opened):
 
     transform: ClassVar[str]
     """Name of the way that pixels are encoded; part of each sample's cache key, so changed whenever they would be encoded otherwise."""
+    after_text_encoder: ClassVar[Mapping[str, Any]] = {}
+    """Classes of Diffusers' that captions pass after the text encoder, by folder."""
 
     def text_facts(self) -> Mapping[str, Any]:
         """Return what embeddings depend on besides caption and dtype: files (`Path`) and values."""

@@ -248,10 +248,16 @@ class Subject:
     def caption_encoder(self) -> PlannedEncoder | None:
         """Count one caption of the length that is kept; None without an encoder, or without its config.
 
-        Several encoders are loaded together, and work one after the other.
+        Several encoders are loaded together, and work one after the other. Of what captions pass after them, weights alone
+        are counted.
         """
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            models = text_encoders(self.checkpoint.path, self.dtype)
+        path = self.checkpoint.path
+        with FakeTensorMode(allow_non_fake_inputs=True), from_configs():
+            models = text_encoders(path, self.dtype)
+            beside = [
+                kind.from_pretrained(path, subfolder=name, dtype=self.dtype)
+                for name, kind in self.checkpoint.after_text_encoder.items()
+            ]
         limit, most = self.checkpoint.text_facts().get("tokens"), 0
         for model in models:
             config: Any = model.config
@@ -261,7 +267,7 @@ class Subject:
             with torch.no_grad(), Live([*model.parameters(), *model.buffers()]) as live:
                 model(torch.ones((1, tokens), dtype=torch.int64))
             most = max(most, live.most)
-        weights = sum(tensor_bytes(model.parameters()) for model in models)
+        weights = sum(tensor_bytes(model.parameters()) for model in (*models, *beside))
         return PlannedEncoder(weights, most) if models else None
 
     def needs(self, recipe: Recipe, shape: Any) -> Needs:

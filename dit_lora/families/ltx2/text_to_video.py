@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from diffusers import AutoencoderKLLTX2Video, LTX2Pipeline, LTX2VideoTransformer3DModel
+from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
 from torch import nn
 
@@ -75,6 +76,7 @@ class LTX2Checkpoint(FlowCheckpoint):
     """True where the recipe chose another task than the checkpoint's own pipeline has."""
     pipeline_class: ClassVar[Any] = LTX2Pipeline
     transformer_class: ClassVar[Any] = LTX2VideoTransformer3DModel
+    after_text_encoder: ClassVar[Mapping[str, Any]] = {"connectors": LTX2TextConnectors}
     transform = (
         "ltx2-1: pixels / 127.5 - 1, posterior mean, normalised by the VAE's own statistics, fp32"
     )
