@@ -59,7 +59,7 @@ def sample(request: SampleRequest) -> list[Path]:
     model = source.base(request.model)
     # What was trained may add classes.
     index = None if source.is_pipeline else source.made.get("index")
-    sampler: Sampler = get_family(model.family).open(model, index=index)
+    sampler: Sampler = get_family(model.family).open(model, index=index).with_header(source.made)
     video = source.made.get("video", {})
     shape = VideoShape(
         *(_value(name, getattr(request, name), video) for name in ("frames", "height", "width"))

@@ -24,7 +24,12 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.opening import load_or_init
 from dit_lora.families.pictures import read_pictures
-from dit_lora.families.references import References, read_references, wrong_references
+from dit_lora.families.references import (
+    References,
+    read_references,
+    scaled,
+    wrong_references,
+)
 from dit_lora.families.refusals import refuse_options
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
@@ -93,6 +98,8 @@ class Opened(ABC):
     vae_config: Mapping[str, Any]
     from_scratch: Mapping[str, Any] | None = None
     """`model.from_scratch`."""
+    reference_resolution: int | None = None
+    """`data.reference_resolution`: side of a square with as many pixels as a reference has at most."""
     part: str = "transformer"
     """The component that trains: `transformer_2` is a second expert, for the lower noise levels."""
 
@@ -284,7 +291,8 @@ class Sampler(Opened):
     def reference_arguments(self, how: Sampling) -> dict[str, Any]:
         """Return the pipeline's arguments for the references of one sample to make."""
         pictures = read_references(self.path.name, self.references, how.references)
-        return {"image": pictures} if pictures else {}
+        fitting = [scaled(one, self.reference_resolution) for one in pictures]
+        return {"image": fitting} if fitting else {}
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """Make one video, or an image of one frame: uint8 (frames, height, width, 3)."""
@@ -331,11 +339,13 @@ class Checkpoint(Encoders, Denoiser, Sampler):
 
     def header(self) -> dict[str, Any]:
         """Return what an adapter's header says of its training beside what every one says."""
-        return {}
+        side = self.reference_resolution
+        return {} if side is None else {"reference_resolution": side}
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
-        """Return the checkpoint with what a header says that `header` gave, so that its output can be compared."""
-        return self
+        """Return the checkpoint with what a header says that `header` gave, to compare its output or to sample."""
+        side = made.get("reference_resolution", self.reference_resolution)
+        return replace(self, reference_resolution=side)
 
     def notes(self, recipe: Recipe) -> list[str]:
         """Return lines about this checkpoint that are said when a run begins."""
@@ -357,7 +367,8 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         wrong = wrong_references(recipe, self.references)
         if wrong:
             raise DitLoraError(listed(f"{self.path.name} cannot use this recipe", wrong))
-        return replace(self, mask_floor=recipe.data.mask_floor)
+        side, floor = recipe.data.reference_resolution, recipe.data.mask_floor
+        return replace(self, reference_resolution=side, mask_floor=floor)
 
     def index_changes(self) -> dict[str, Any]:
         """Return what a pipeline trained from this says otherwise in its model_index.json; an adapter's header has it too."""

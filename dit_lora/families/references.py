@@ -13,9 +13,12 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.media.media import MediaFile, is_image
 from dit_lora.data.media.references import read_reference
 from dit_lora.errors import DitLoraError
+from dit_lora.families.pictures import as_picture
 
 Tensors = dict[str, torch.Tensor]
 REFERENCE = "reference"
+VideoEncoding = Callable[[torch.Tensor, torch.Tensor | None], Tensors]
+"""The call of a `VideoEncoder`."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,25 @@ class ReferenceEncoder(Protocol):
         """Encode uint8 (frames, 3, height, width) of each, at its own size; `shape` is the sample's, with theirs."""
 
 
+@dataclass(frozen=True)
+class PictureEncoder:
+    """A `VideoEncoder` of pictures, and of references as pictures."""
+
+    encode: VideoEncoding
+    encode_reference: Callable[[Image.Image], torch.Tensor]
+    """A reference, of at most `resolution` squared pixels, to its latents (C, H, W)."""
+    resolution: int | None
+
+    @torch.no_grad()
+    def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+        return self.encode(pixels, image)
+
+    @torch.no_grad()
+    def references(self, given: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
+        pictures = (scaled(one, self.resolution) for one in as_pictures(given))
+        return named([self.encode_reference(one) for one in pictures])
+
+
 @runtime_checkable
 class EditTextEncoder(Protocol):
     """A `TextEncoder` of a family whose captions are encoded with the references."""
@@ -71,7 +93,7 @@ class EditTextEncoder(Protocol):
 
 def as_pictures(given: Sequence[torch.Tensor]) -> list[Image.Image]:
     """Return references of one frame, uint8 (1, 3, height, width), as pipelines take pictures."""
-    return [Image.fromarray(one[0].permute(1, 2, 0).cpu().numpy()) for one in given]
+    return [as_picture(one[0]) for one in given]
 
 
 def latents_of(batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -101,6 +123,14 @@ def scaled_size(height: int, width: int, side: int | None) -> tuple[int, int]:
         return height, width
     scale = side / (height * width) ** 0.5
     return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def too_small(size: tuple[int, int], least: int) -> str | None:
+    """Return what is wrong with a reference of that height and width whose sides must have `least` pixels."""
+    height, width = size
+    if min(size) >= least:
+        return None
+    return f"it is {width} x {height}, and each side must have {least} pixels or more"
 
 
 def read_references(

@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from PIL import Image
+
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.errors import DitLoraError
@@ -19,6 +21,24 @@ def write_clips(folder: Path) -> None:
 
 def write_images(folder: Path) -> None:
     write_shapes(folder, clips=CLIPS, frames=1, height=64, width=64, fps=8)
+
+
+def write_pairs(folder: Path) -> None:
+    """Pictures, each with another one of the same shape as its reference."""
+    write_images(folder)
+    files = sorted(folder.glob("*.png"))
+    references = folder / "references"
+    references.mkdir(exist_ok=True)
+    lines = []
+    for index, file in enumerate(files):
+        reference = references / file.name
+        turned = Image.open(file).transpose(Image.Transpose.TRANSPOSE)
+        turned.save(reference)
+        text = file.with_suffix(".txt")
+        names = {"file_name": file.name, "references": [f"references/{file.name}"]}
+        lines.append(json.dumps({**names, "text": f"{text.read_text().strip()}, {index}"}))
+        text.unlink()
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def write_classes(folder: Path) -> None:
@@ -68,6 +88,7 @@ def drop_conversation(folder: Path, clip: str) -> None:
 _WRITERS: Mapping[str, Callable[[Path], None]] = {
     "clips": write_clips,
     "images": write_images,
+    "pairs": write_pairs,
     "classes": write_classes,
     "class_clips": write_class_clips,
     "conversations": write_chat,

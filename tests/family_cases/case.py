@@ -49,6 +49,10 @@ class Case:
     """The fused ops that its blocks take; tests ask that these, and no less, are put in."""
     pictures: tuple[str, ...] = ()
     """The pictures that the pipeline starts from, as `Sampling` names them."""
+    references: tuple[VideoShape, ...] = ()
+    """The references' own sizes."""
+    reference_resolution: int | None = None
+    """As in the recipe's `data`."""
     call_dtype: torch.dtype = torch.float32
     """In which a call equals the pipeline's bit for bit."""
     as_sampled: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]] = unchanged
@@ -59,7 +63,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        return "-".join([self.variant, *self.model.values()])
+        # A checkpoint that may have references has a case without them too.
+        given = [f"{len(self.references)}-references"] if len(self.references) > 1 else []
+        return "-".join([self.variant, *self.model.values(), *given])
 
     @property
     def part(self) -> str:

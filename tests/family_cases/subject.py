@@ -1,5 +1,7 @@
 """A tiny checkpoint under test with its family, encoded batches of it, and its transformer with an adapter."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,8 +11,10 @@ from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
-from dit_lora.families.base import Checkpoint
+from dit_lora.families.base import Checkpoint, TextEncoder
 from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.references import EditTextEncoder
+from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 from family_cases import CASES
 from family_cases.case import Case
 
@@ -29,12 +33,30 @@ class Subject(NamedTuple):
 def open_subject(case: Case, path: Path) -> Subject:
     family = get_family(case.family)
     opened = family.open(ModelConfig(family=case.family, path=str(path), **case.model))
+    opened = opened.with_header({"reference_resolution": case.reference_resolution})
     return Subject(case, family, opened, path)
 
 
 def pixels_of(shape: VideoShape, generator: torch.Generator) -> torch.Tensor:
     size = (shape.frames, 3, shape.height, shape.width)
     return torch.randint(0, 256, size, generator=generator).to(torch.uint8)
+
+
+def encoded_text(
+    subject: Subject,
+    encode: TextEncoder,
+    caption: str,
+    references: Sequence[torch.Tensor],
+    shape: VideoShape,
+) -> dict[str, torch.Tensor]:
+    """One caption's tensors without the batch, encoded with its references where the model does so."""
+    takes = subject.checkpoint.references
+    if takes is not None and takes.in_text:
+        assert isinstance(encode, EditTextEncoder)
+        made = encode.with_references(caption, references, shape)
+    else:
+        made = encode([caption])
+    return {name: tensor[0] for name, tensor in made.items()}
 
 
 _ENCODED: dict[tuple[str, Path, VideoShape, int], dict[str, torch.Tensor]] = {}
@@ -53,12 +75,20 @@ def encoded_batch(
 
 def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.Tensor]:
     checkpoint, generator = subject.checkpoint, torch.Generator().manual_seed(0)
+    takes, sizes = checkpoint.references, subject.case.references
     encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    if takes is not None:
+        encoded = tuple(takes.shape(one.height, one.width, shape) for one in sizes)
+        shape = replace(shape, references=encoded)
     rows = []
     for caption in subject.case.captions[:size]:
-        text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
-        rows.append({**encode_video(pixels_of(shape, generator)), **text})
+        sample = DecodedSample(
+            pixels_of(shape, generator),
+            references=tuple(pixels_of(one, generator) for one in sizes),
+        )
+        text = encoded_text(subject, encode_text, caption, sample.references, shape)
+        rows.append({**sample.encoded(encode_video, shape), **text})
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 

@@ -1,4 +1,4 @@
-"""Tiny FLUX.1 pipelines with random weights: dev shifts by resolution and takes guidance, schnell does neither."""
+"""Tiny FLUX.1 pipelines with random weights: dev and Kontext shift by resolution and take guidance, schnell does neither."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
 )
@@ -25,9 +26,10 @@ LATENT_CHANNELS = 4
 
 def build_tiny(variant: str, out: Path) -> None:
     """Write the pipeline of that variant, with weights from torch's generator."""
-    dev = variant == "flux-dev"
+    dev, kontext = variant != "flux-schnell", variant == "flux-kontext"
+    kind = FluxKontextPipeline if kontext else FluxPipeline
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    pipeline: Any = FluxPipeline(
+    pipeline: Any = kind(
         tokenizer=clip,
         text_encoder=clip_encoder(clip),
         tokenizer_2=t5,
