@@ -8,7 +8,7 @@ from dit_lora.data.media.media import Media
 from dit_lora.data.sources.caption_text import Fault, caption_fault
 
 REFERENCE, MASK = "reference", "mask"
-"""What a sample has beside its own media, in messages and, with `_missing` behind it, in codes."""
+"""Names of what a sample has beside its own media, in messages and, with `_missing` behind it, in codes."""
 
 Held = TypeVar("Held")
 
