@@ -58,6 +58,10 @@ class Contract:
         """A call of the first block, what it is given besides tokens, and the elements of its tokens."""
         raise NotImplementedError
 
+    def samples(self, output: Any) -> torch.Tensor:
+        """The model's output, a row a sample."""
+        return output[0]
+
     def build(self, targets: list[str] | None = None, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
         return adapted(self.stock(), targets or self.targets, seed)
@@ -221,7 +225,7 @@ class Contract:
             return joint(rolled, *args, **kwargs)
 
         def losses() -> torch.Tensor:
-            return model(**given, return_dict=False)[0].flatten(1).square().mean(1)
+            return self.samples(model(**given, return_dict=False)).flatten(1).square().mean(1)
 
         switch = find_switch(model_switches(model), "ada_norm")
         assert first_difference(switch, losses, model) is None

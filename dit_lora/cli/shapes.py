@@ -40,8 +40,9 @@ def shapes(
     ] = False,
 ) -> None:
     """Write captioned clips of moving shapes (H.264), to try things on; images with --frames 1, --classes or --pairs."""
-    from dit_lora.data.synthetic.clips import write_class_folders, write_pairs, write_shapes
+    from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
     from dit_lora.data.synthetic.conversations import write_conversations
+    from dit_lora.data.synthetic.pairs import write_edit_pairs
 
     if chat and (classes or pairs or frames == 1):
         raise DitLoraError(
@@ -57,7 +58,7 @@ def shapes(
     if classes:
         write_class_folders(out, images=clips, fps=fps, **size)
     elif pairs:
-        write_pairs(out, pairs=clips, fps=fps, **size)
+        write_edit_pairs(out, pairs=clips, fps=fps, **size)
     elif chat:
         write_conversations(out, clips=clips, images=clips, fps=fps, **size)
     else:

@@ -14,11 +14,13 @@ DIFFUSION_FAMILIES = {
     "dit": "dit_lora.families.dit",
     "flux": "dit_lora.families.flux",
     "flux2": "dit_lora.families.flux2",
+    "krea2": "dit_lora.families.krea2",
     "sana": "dit_lora.families.sana",
     "sana_video": "dit_lora.families.sana_video",
     "video_dit": "dit_lora.families.video_dit",
     "latte": "dit_lora.families.latte",
     "wan": "dit_lora.families.wan",
+    "z_image": "dit_lora.families.z_image",
 }
 """They have the contract of `families.base`."""
 CHAT_FAMILIES = {

@@ -232,6 +232,8 @@ class Sampler(Opened):
     """The field of the pipeline's output: `frames` of videos, or `images`."""
     guided_batch: ClassVar[int] = 2
     """Samples in one call of the transformer for one video with guidance."""
+    guided_above: ClassVar[float] = 1.0
+    """The largest `guidance_scale` at which the pipeline predicts nothing for an empty prompt."""
 
     @property
     @abstractmethod

@@ -62,8 +62,8 @@ class Site:
     """The layer that makes each sample's shift, scale and gate."""
     last: str = "proj_out"
     time_proj: str | None = "time_proj"
-    late: int = 900
-    """A timestep that a tenth or two of its draws lie beyond."""
+    late: float = 900
+    """A timestep, as the module `time_proj` is given it, that a tenth or two of its draws lie beyond."""
     upper: int = 800
     """A timestep that a fifth to a half of its draws lie beyond."""
     text: str | None = "prompt_embeds"
@@ -85,6 +85,11 @@ class Site:
     def encoded(self) -> bool:
         """Return true if samples are encoded before training, and noise is drawn for them."""
         return self.samples != "conversations"
+
+    @property
+    def pairs(self) -> bool:
+        """Return true if samples have a reference and a mask."""
+        return self.samples == "pairs"
 
     @property
     def mark(self) -> str:

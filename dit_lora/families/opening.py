@@ -43,6 +43,13 @@ def stored_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
     }
 
 
+def with_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config over its class's defaults: files from before an option lack it."""
+    parameters = inspect.signature(model_class.__init__).parameters
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    return defaults | dict(config)
+
+
 def part_of(model: ModelConfig, path: Path) -> str:
     """Return the component that `model.part` names, the first of both; refuse a second one that the pipeline lacks."""
     second = read_component_config(path).get("transformer_2")

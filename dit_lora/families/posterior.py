@@ -16,6 +16,18 @@ def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
     return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
 
 
+def encode_picture(vae: Any, pixels: torch.Tensor) -> Tensors:
+    """Return the posterior of one uint8 image (1, 3, height, width), as the cache keeps it: two tensors (C, H, W)."""
+    posterior = vae.encode((pixels.to(vae.device).float() / 127.5 - 1).to(vae.dtype)).latent_dist
+    return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+
+
+def rescaled(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+    """Return latents shifted and scaled, the inverse of what pipelines with Stable Diffusion 3's autoencoder decode."""
+    shifted = latents - vae_config["shift_factor"]
+    return shifted * vae_config["scaling_factor"]
+
+
 def normalised(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
     """Return latents (B, C, F, H, W) normalised per channel, the inverse of what pipelines with Wan's autoencoder decode."""
     mean, deviation = (

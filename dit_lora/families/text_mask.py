@@ -37,3 +37,9 @@ def text_bias(mask: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor | No
         return None
     bias = torch.where(kept, 0.0, MASKED).to(embeddings.dtype)
     return moved(bias[:, None], embeddings.device)
+
+
+def own_tokens(embeddings: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Return each caption's own embeddings, (its length, ...), of captions (B, T, ...) that are padded at their ends."""
+    lengths = mask.sum(1).tolist()
+    return [row[:length] for row, length in zip(embeddings, lengths, strict=True)]

@@ -24,21 +24,25 @@ def write_images(folder: Path) -> None:
 
 
 def write_pairs(folder: Path) -> None:
-    """Pictures, each with another one of the same shape as its reference."""
+    """Images, each with itself turned as its reference, and with a mask of its left half."""
     write_images(folder)
-    files = sorted(folder.glob("*.png"))
-    references = folder / "references"
-    references.mkdir(exist_ok=True)
     lines = []
-    for index, file in enumerate(files):
-        reference = references / file.name
-        turned = Image.open(file).transpose(Image.Transpose.TRANSPOSE)
-        turned.save(reference)
-        text = file.with_suffix(".txt")
-        names = {"file_name": file.name, "references": [f"references/{file.name}"]}
-        lines.append(json.dumps({**names, "text": f"{text.read_text().strip()}, {index}"}))
-        text.unlink()
-    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    for file in sorted(folder.glob("*.png")):
+        picture, caption = Image.open(file), file.with_suffix(".txt")
+        mask = Image.new("L", picture.size)
+        mask.paste(255, (0, 0, picture.width // 2, picture.height))
+        row = {"file_name": file.name, "text": caption.read_text("utf-8").strip()}
+        made = {
+            "references": picture.transpose(Image.Transpose.TRANSPOSE),
+            "masks": mask,
+        }
+        for name, image in made.items():
+            (folder / name).mkdir(exist_ok=True)
+            image.save(folder / name / file.name)
+            row[name] = f"{name}/{file.name}"
+        lines.append(json.dumps(row))
+        caption.unlink()
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def write_classes(folder: Path) -> None:

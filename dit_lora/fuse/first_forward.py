@@ -100,8 +100,12 @@ def _has_one_row(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether a forward of these inputs is of one sample, by its first input of two dimensions or more."""
     # In the signature's order, whatever order keyword arguments came in.
     arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    tensors = [leaf for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, torch.Tensor)]
-    return next((len(tensor) == 1 for tensor in tensors if tensor.ndim > 1), False)
+    for value in arguments.values():
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        wide = [tensor for tensor in tensors if tensor.ndim > 1]
+        if wide:  # a list has a tensor a sample
+            return len(value if isinstance(value, list) else wide[0]) == 1
+    return False
 
 
 def _is_full_mask(model: nn.Module, name: str, value: object) -> bool:

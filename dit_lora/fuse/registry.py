@@ -10,6 +10,7 @@ from dit_lora.fuse.models import (
     flux,
     flux2,
     hunyuan_video,
+    krea2,
     ltx,
     mochi,
     sana,
@@ -17,6 +18,7 @@ from dit_lora.fuse.models import (
     sd3,
     video_dit,
     wan,
+    z_image,
 )
 from dit_lora.fuse.patches import ForwardPatch, ProcessorPatch
 
@@ -26,6 +28,7 @@ _MODELS = (
     flux,
     flux2,
     hunyuan_video,
+    krea2,
     ltx,
     mochi,
     sana,
@@ -33,6 +36,7 @@ _MODELS = (
     sd3,
     video_dit,
     wan,
+    z_image,
 )
 _MODULES = (attention, liger, lora, *_MODELS)
 FORWARDS: tuple[ForwardPatch, ...] = tuple(

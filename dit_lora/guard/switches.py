@@ -11,6 +11,7 @@ import torch.compiler.config
 from torch import nn
 from torch.backends import cuda
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.dtensors import gathered_in_fp32
@@ -228,8 +229,8 @@ def _fp32_arguments(model: nn.Module) -> Iterator[None]:
             return value.float()
         return value
 
-    def hook(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple:
-        return tuple(map(widen, args)), {name: widen(value) for name, value in kwargs.items()}
+    def hook(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        return tree_map(widen, (args, kwargs))  # a model may take lists of samples
 
     # Arguments in half precision would not fit the weights that are now in fp32.
     with model.register_forward_pre_hook(hook, with_kwargs=True):

@@ -298,7 +298,8 @@ class Subject:
 
     def inference_peak(self, recipe: Recipe) -> int:
         """Return the peak of one denoising call of a sampled video, which guidance may make a batch of two."""
-        size = self.checkpoint.guided_batch if recipe.validation.guidance_scale > 1 else 1
+        guided = recipe.validation.guidance_scale > self.checkpoint.guided_above
+        size = self.checkpoint.guided_batch if guided else 1
         model = self.model(recipe)
 
         def count() -> int:

@@ -20,6 +20,10 @@ def timestep(call: Call) -> torch.Tensor:
     return call["timestep"]
 
 
+def as_given(output: Any) -> torch.Tensor:
+    return output
+
+
 def unchanged(batch: dict[str, torch.Tensor], _seed: int) -> dict[str, torch.Tensor]:
     return batch
 
@@ -45,6 +49,8 @@ class Case:
     noisy: Callable[[Call], torch.Tensor] = hidden_states
     timesteps: Callable[[Call], torch.Tensor] = timestep
     """As `predict` takes them."""
+    predicted: Callable[[Any], torch.Tensor] = as_given
+    """The network's output as `predict` gives it."""
     takes: frozenset[str] = frozenset({"lora_linear", "ada_norm"})
     """The fused ops that its blocks take; tests ask that these, and no less, are put in."""
     pictures: tuple[str, ...] = ()
@@ -57,7 +63,6 @@ class Case:
     """In which a call equals the pipeline's bit for bit."""
     as_sampled: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]] = unchanged
     """(batch, seed) with what the pipeline draws for its conditions by that seed."""
-
     template_tokens: int = 0
     """Tokens of a chat template around each caption, which leave it less room."""
 

@@ -27,6 +27,7 @@ VARIANTS = {
     "cogvideox": "cogvideox-2b",
     "sana": "sana-600m",
     "flux2": "flux2-klein",
+    "krea2": "krea2-raw",
     "wan": "wan-2.1-t2v",
     "videochat2": "videochat2-mistral",
 }

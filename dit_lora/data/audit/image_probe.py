@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from dit_lora.data.audit.measure import SIDE, PictureMeasures
-from dit_lora.data.audit.outline import outline
+from dit_lora.data.audit.outline import Outline
 from dit_lora.data.media.media import Media, open_bytes
 from dit_lora.data.media.opened import MOST_PIXELS, message_of, open_picture
 from dit_lora.data.media.pictures import DAMAGED, ORIENTATION, cover, image_size, open_image
@@ -42,7 +42,11 @@ def measure_image(
     pictures.add(np.asarray(small))
     pictures.add_levels(np.asarray(picture.convert("L")))
     # An image has one time and lasts for none.
-    facts |= {"frames": 1, **pictures.facts([0.0, 0.0]), "outlines": [outline(np.asarray(small))]}
+    facts |= {
+        "frames": 1,
+        **pictures.facts([0.0, 0.0]),
+        "outlines": [Outline.of(np.asarray(small)).text],
+    }
     facts["pixels"] = hashlib.sha256(picture.tobytes()).hexdigest()
     picture.thumbnail((EDGE, EDGE))
     return [], facts, jpeg([np.asarray(picture)])

@@ -1,9 +1,10 @@
-"""Outlines of pictures: which way edges run where, which stays when colours, light or style change.
+"""Outlines of pictures: which way edges run where, and which colours are where. An edit of a picture keeps one of the two.
 
-Shapes: C cells along a side, A angles.
+Shapes: C cells along a side, A angles, G areas along a side.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
@@ -11,23 +12,83 @@ from PIL import Image
 ALIKE, UNLIKE = 0.2, 0.07
 """Likeness from which on a picture is surely made from another one in place, and below which it hardly is.
 
-Of 65 photographs, textures and drawings, 325 pairs of two had 0.02 in the middle; 96% of them were below the first and 75% below
-the second. Of as many pictures beside what was made of them, 98% and more were above the second: with other colours or
-light, as drawings, edges or mosaics, with an object moved or added (docs/edit_data.md).
+Of 65 photographs, textures and drawings, 315 pairs of two had 0.01 in the middle; 96% of them were below the first and 74% below
+the second. Of 1,286 pictures beside what was made of them, 4 were below the second: in other colours or light, as drawings,
+edges or mosaics, with an object moved or added (docs/edit_data.md).
 """
 
-_SIDE, _CELLS, _ANGLES = 48, 8, 8
+_SIDE, _CELLS, _ANGLES, _AREAS = 48, 8, 8, 4
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 # Standard deviation of a picture's levels, below which its edges are noise.
 _FAINT = 3.0
+# Levels within which two areas have one colour.
+_SAME = 4
 
 
-def outline(picture: np.ndarray) -> str:
-    """Return the outline of a picture, uint8 (H, W, 3), as hexadecimal text of int8 (C, C, A); empty if it is faint."""
-    small = Image.fromarray(picture).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
-    luma = np.asarray(small, np.float32) @ _LUMA
+@dataclass(frozen=True)
+class Outline:
+    """Outline of one picture."""
+
+    edges: np.ndarray
+    """Strength of the edges in each cell by angle, less its mean over the cells, int8 (C, C, A); 0 if it is faint."""
+    colours: np.ndarray
+    """Mean colours of the areas, uint8 (G, G, 3)."""
+
+    @classmethod
+    def of(cls, picture: np.ndarray) -> "Outline":
+        """Return the outline of a picture, uint8 (H, W, 3)."""
+        small = Image.fromarray(picture).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
+        levels, area = np.asarray(small, np.float32), _SIDE // _AREAS
+        colours = levels.reshape(_AREAS, area, _AREAS, area, 3).mean((1, 3)).round()
+        return cls(_edges(levels @ _LUMA), colours.astype(np.uint8))
+
+    @property
+    def text(self) -> str:
+        """Hexadecimal text of the edges and the colours."""
+        return (self.edges.tobytes() + self.colours.tobytes()).hex()
+
+    @classmethod
+    def parse(cls, text: str) -> "Outline":
+        data, length = bytes.fromhex(text), _CELLS * _CELLS * _ANGLES
+        edges = np.frombuffer(data[:length], np.int8).reshape(_CELLS, _CELLS, _ANGLES)
+        return cls(edges, np.frombuffer(data[length:], np.uint8).reshape(_AREAS, _AREAS, 3))
+
+    def likeness(self, other: "Outline") -> float | None:
+        """Return the correlation of the edges, or the share of areas of one colour if that is more.
+
+        None if one picture is faint, and no colour stayed.
+        """
+        difference = np.abs(self.colours.astype(int) - other.colours).max(-1)
+        stayed = float((difference <= _SAME).mean())
+        one, two = self.edges.astype(float).ravel(), other.edges.astype(float).ravel()
+        size = np.sqrt((one @ one) * (two @ two))
+        if not size:
+            return stayed or None
+        return max(stayed, float(one @ two / size))
+
+
+def likeness(target: Sequence[str], reference: Sequence[str]) -> float | None:
+    """Return how alike a sample and its reference are, from the texts of their outlines, one or those of several frames.
+
+    It is about 0 for two pictures and 1 for equal ones; None where it cannot be told.
+    """
+    own, others = (
+        [Outline.parse(text) for text in target],
+        [Outline.parse(text) for text in reference],
+    )
+    if len(own) > 1 < len(others):
+        found = [one.likeness(other) for one, other in zip(own, others, strict=False)]
+        known = [value for value in found if value is not None]
+        return sum(known) / len(known) if known else None
+    # A clip may come to its reference's picture at any time; of a video, a picture's reference is the first frame.
+    return max(
+        (value for one in own if (value := one.likeness(others[0])) is not None), default=None
+    )
+
+
+def _edges(luma: np.ndarray) -> np.ndarray:
     if luma.std() < _FAINT:
-        return ""
+        return np.zeros((_CELLS, _CELLS, _ANGLES), np.int8)
     down, right = np.gradient(luma)
     strength = np.hypot(right, down)
     # An edge and its negative are one.
@@ -40,30 +101,6 @@ def outline(picture: np.ndarray) -> str:
         place = (cell + near % _ANGLES).ravel()
         found += np.bincount(place, (weight * strength).ravel(), len(found))
     # Roots keep one strong edge from outweighing all others.
-    cells = np.sqrt(found).reshape(-1, _ANGLES)
-    cells -= cells.mean(0)
-    scaled = cells / max(float(np.abs(cells).max()), 1e-6) * 127
-    return scaled.round().astype(np.int8).tobytes().hex()
-
-
-def likeness(target: Sequence[str], reference: Sequence[str]) -> float | None:
-    """Return how alike the outlines of a sample and of its reference are: about 0 for two pictures, 1 for equal ones.
-
-    Each has one outline, or those of several frames. None where one is faint.
-    """
-    if len(target) > 1 < len(reference):
-        found = [_correlation(*pair) for pair in zip(target, reference, strict=False)]
-        known = [one for one in found if one is not None]
-        return sum(known) / len(known) if known else None
-    # Of a video, a picture's reference is its first frame; a clip may come to its picture at any time.
-    known = [one for own in target if (one := _correlation(own, reference[0])) is not None]
-    return max(known, default=None)
-
-
-def _correlation(first: str, second: str) -> float | None:
-    if not first or not second:
-        return None
-    one, other = (
-        np.frombuffer(bytes.fromhex(text), np.int8).astype(float) for text in (first, second)
-    )
-    return float(one @ other / np.sqrt((one @ one) * (other @ other)))
+    cells = np.sqrt(found).reshape(_CELLS, _CELLS, _ANGLES)
+    cells -= cells.mean((0, 1))
+    return (cells / max(float(np.abs(cells).max()), 1e-6) * 127).round().astype(np.int8)

@@ -11,7 +11,7 @@ from av.video.reformatter import Interpolation, VideoReformatter
 
 from dit_lora.data.audit.image_probe import THUMBNAIL, Failures, jpeg
 from dit_lora.data.audit.measure import SIDE, PictureMeasures
-from dit_lora.data.audit.outline import outline
+from dit_lora.data.audit.outline import Outline
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.opened import FrameLimit, message_of, open_media, oversize
 
@@ -227,7 +227,7 @@ class _Frames:
             "rotation": self._rotation,
             "interlaced": self._interlaced > len(seconds) / 2,
             **self._pictures.facts(ends),
-            "outlines": [outline(picture) for picture in self._shown()],
+            "outlines": [Outline.of(picture).text for picture in self._shown()],
         }
 
     def _shown(self) -> list[np.ndarray]:

@@ -10,7 +10,6 @@ from dit_lora.data.media.video import write_sample, write_video
 COLOURS = {"red": (220, 60, 50), "green": (60, 190, 80), "blue": (60, 90, 220)}
 SHAPES = ("disc", "square")
 _BACKGROUND = (24, 24, 30)
-_LEVELS = {**COLOURS, "white": (235, 235, 235)}
 
 
 def write_shapes(
@@ -66,43 +65,6 @@ def write_class_folders(
     return paths
 
 
-def write_pairs(
-    out: Path, *, pairs: int, frames: int, height: int, width: int, fps: float
-) -> list[Path]:
-    """Write samples in `target`, what each is made from in `source`, and where they differ in `mask`, by equal names.
-
-    In a picture a shape has moved; in a clip, a white one that moves has got a colour. The captions, which say so, are
-    beside the targets and in metadata.jsonl, which names all the files.
-    """
-    paths, lines = [], []
-    for index in range(pairs):
-        colour, shape = list(COLOURS)[index % len(COLOURS)], SHAPES[index // len(COLOURS) % 2]
-        # The same shape moves the other way when it comes again.
-        rightwards = (index + index // 6) % 2 == 0
-        side = "right" if rightwards else "left"
-        target = render(shape, colour, rightwards, max(2, frames), height, width)
-        if frames == 1:
-            source, target = target[:1], target[1:]
-            text = f"move the {colour} {shape} to the {side}"
-        else:
-            source = render(shape, "white", rightwards, frames, height, width)
-            text = f"a {colour} {shape} moves to the {side}"
-        differs = (source != target).any(-1, keepdim=True).any(0, keepdim=True)
-        mask = differs.expand(-1, -1, -1, 3).byte() * 255
-        stem = f"{index:02d}_{colour}_{shape}"
-        written = [
-            write_sample(out / folder / stem, video, fps)
-            for folder, video in (("target", target), ("source", source), ("mask", mask))
-        ]
-        paths.append(written[0])
-        written[0].with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
-        own, reference, masked = (f"{file.parent.name}/{file.name}" for file in written)
-        row = {"file_name": own, "text": text, "references": [reference], "mask": masked}
-        lines.append(json.dumps(row))
-    (out / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return paths
-
-
 def render(
     shape: str, colour: str, rightwards: bool, frames: int, height: int, width: int
 ) -> torch.Tensor:
@@ -117,5 +79,5 @@ def render(
         inside = (
             x**2 + y**2 < radius**2 if shape == "disc" else (x.abs() < radius) & (y.abs() < radius)
         )
-        video[frame, inside] = torch.tensor(_LEVELS[colour], dtype=torch.uint8)
+        video[frame, inside] = torch.tensor(COLOURS[colour], dtype=torch.uint8)
     return video

@@ -9,7 +9,11 @@ def _site(variant: str) -> Site:
     return Site(
         family="flux",
         variant=variant,
-        data={"height": 64, "width": 64, **({"reference_resolution": 64} if kontext else {})},
+        data={
+            "height": 64,
+            "width": 64,
+            **({"reference_resolution": 64, "mask_column": "masks"} if kontext else {}),
+        },
         samples="pairs" if kontext else "images",
         # The guidance goes through the timesteps' module too: 500 is none of the last ones.
         sections={

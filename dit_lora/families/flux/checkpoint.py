@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Self
 import torch
 from diffusers import (
     AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
     FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
@@ -42,15 +41,15 @@ from dit_lora.families.base import (
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.flow_scheduler import flow_scheduler
 from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.opening import (
     local_checkpoint,
-    read_component_config,
     read_index,
     require_whole_weights,
     stored_fields,
 )
-from dit_lora.families.posterior import drawn
+from dit_lora.families.posterior import drawn, encode_picture, rescaled
 from dit_lora.families.references import (
     PictureEncoder,
     References,
@@ -177,8 +176,7 @@ class FluxCheckpoint(FlowCheckpoint):
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            posterior = vae.encode(pixels.to(device).float() / 127.5 - 1).latent_dist
-            return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+            return encode_picture(vae, pixels)
 
         return encode
 
@@ -205,8 +203,7 @@ class FluxCheckpoint(FlowCheckpoint):
     ) -> torch.Tensor:
         """Drawn, normalised as the pipeline undoes it before it decodes, and packed: (B, S, P)."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        config = self.vae_config
-        return packed((latents - config["shift_factor"]) * config["scaling_factor"])
+        return packed(rescaled(latents, self.vae_config))
 
     def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Packed as the latents are, (B, S, P)."""
@@ -315,8 +312,7 @@ class FluxKontextCheckpoint(FluxCheckpoint):
         processor = VaeImageProcessor(vae_scale_factor=self.side_step)
 
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            posterior = vae.encode(pixels.to(device).float() / 127.5 - 1).latent_dist
-            return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+            return encode_picture(vae, pixels)
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
             shape = self._reference_shape(picture.height, picture.width, VideoShape(1, 0, 0))
@@ -376,21 +372,3 @@ def flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[
         "guidance": TRAINED_GUIDANCE if config["guidance_embeds"] else None,
         "objective": FlowMatching(shift, scheduler["num_train_timesteps"]),
     }
-
-
-def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
-    """Return the config of a checkpoint's scheduler; refuse one of another kind, or that shifts otherwise."""
-    stored = read_component_config(path, "scheduler")
-    kind = FlowMatchEulerDiscreteScheduler
-    if stored.get("_class_name") != kind.__name__:
-        raise DitLoraError(
-            f"{model.path}: scheduler {stored.get('_class_name')} is not the one that family {model.family} is "
-            f"published with: {kind.__name__}"
-        )
-    config: Any = kind.from_config(stored).config
-    if config.use_dynamic_shifting and config.time_shift_type != "exponential":
-        raise DitLoraError(
-            f"{model.path}: its scheduler shifts with time_shift_type={config.time_shift_type}; family "
-            f"{model.family} knows exponential, the published checkpoints'"
-        )
-    return dict(config)

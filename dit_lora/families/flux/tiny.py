@@ -34,7 +34,7 @@ def build_tiny(variant: str, out: Path) -> None:
         text_encoder=clip_encoder(clip),
         tokenizer_2=t5,
         text_encoder_2=t5_encoder(len(t5)),
-        vae=_vae(),
+        vae=picture_vae(),
         transformer=FluxTransformer2DModel(
             in_channels=4 * LATENT_CHANNELS,
             num_layers=2,
@@ -54,7 +54,8 @@ def build_tiny(variant: str, out: Path) -> None:
     pipeline.save_pretrained(out, safe_serialization=True)
 
 
-def _vae() -> AutoencoderKL:
+def picture_vae(scaling_factor: float = 0.3611, shift_factor: float = 0.1159) -> AutoencoderKL:
+    """Return a small autoencoder of images, by default with the two factors of FLUX.1's."""
     vae: Any = AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -62,8 +63,8 @@ def _vae() -> AutoencoderKL:
         latent_channels=LATENT_CHANNELS,
         layers_per_block=1,
         norm_num_groups=4,
-        scaling_factor=0.3611,  # of FLUX.1's autoencoder, as is the shift
-        shift_factor=0.1159,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
         use_quant_conv=False,
         use_post_quant_conv=False,
     )

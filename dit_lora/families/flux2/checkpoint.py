@@ -8,7 +8,6 @@ P packed channels (4 C).
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -39,6 +38,7 @@ from dit_lora.families.base import (
     TextLimit,
     VideoEncoder,
 )
+from dit_lora.families.chat_template import template_limit
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flux.checkpoint import FluxCheckpoint, flux_fields, packed
 from dit_lora.families.opening import local_checkpoint, read_index, require_whole_weights
@@ -99,12 +99,7 @@ class Flux2Checkpoint(FluxCheckpoint):
 
     def text_limit(self) -> TextLimit:
         """Return the room that the chat template leaves a caption."""
-        tokenizer, probe = self._tokenizer(), _Probe()
-        pipeline = self.pipeline_class(
-            scheduler=None, vae=None, text_encoder=probe, tokenizer=tokenizer, transformer=None
-        )
-        pipeline.encode_prompt("", device=probe.device, max_sequence_length=self.text_tokens)
-        return TextLimit(tokenizer, self.text_tokens - probe.tokens)
+        return template_limit(self.pipeline_class, self._tokenizer(), self.text_tokens)
 
     def text_facts(self) -> Mapping[str, Any]:
         return {
@@ -240,18 +235,6 @@ class KleinCheckpoint(Flux2Checkpoint):
         if empty:
             arguments["negative_prompt_embeds"] = empty["prompt_embeds"]
         return arguments
-
-
-class _Probe(nn.Module):
-    """Stands for a text encoder and counts the tokens that it is given."""
-
-    dtype, device = torch.float32, torch.device("cpu")
-    tokens = 0
-
-    def forward(self, *, attention_mask: torch.Tensor, **_: Any) -> Any:
-        self.tokens = int(attention_mask.sum())
-        states = torch.zeros(1, attention_mask.shape[1], 1)
-        return SimpleNamespace(hidden_states=defaultdict(lambda: states))
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Flux2Checkpoint:

@@ -14,41 +14,16 @@ from diffusers import (
     Flux2Pipeline,
     Flux2Transformer2DModel,
 )
-from tokenizers import AddedToken
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
 from dit_lora.families.flux.tiny import LATENT_CHANNELS, narrow_posterior
+from dit_lora.families.tiny_chat_text import SIZES, WIDTH, byte_tokenizer, ends, qwen3
 
-_WIDTH = 16
-_TEXT: dict[str, Any] = {
-    "hidden_size": _WIDTH,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-}
 # Published ones have 36 (Qwen3 4B and 8B) and 40 (Mistral Small 3); the pipelines read up to 27 and 30.
 _QWEN_LAYERS, _MISTRAL_LAYERS = 28, 31
-_QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 _MISTRAL_TOKENS = (
     *("<pad>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-)
-# Qwen3's, of messages in words: thinking that is switched off is an empty one.
-_QWEN_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
-    "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}"
-    "{% endif %}{% endif %}"
 )
 _MISTRAL_TEMPLATE = (
     "<s>{% for message in messages %}{% set tag = 'SYSTEM_PROMPT' if message['role'] == 'system' "
@@ -72,7 +47,7 @@ def build_tiny(variant: str, out: Path) -> None:
             num_single_layers=2,
             attention_head_dim=16,
             num_attention_heads=2,
-            joint_attention_dim=3 * _WIDTH,
+            joint_attention_dim=3 * WIDTH,
             timestep_guidance_channels=32,
             axes_dims_rope=(4, 4, 4, 4),
             guidance_embeds=not klein,
@@ -83,26 +58,22 @@ def build_tiny(variant: str, out: Path) -> None:
 
 
 def _qwen() -> tuple[Any, Any]:
-    tokenizer = _tokenizer(_QWEN_TOKENS, end="<|im_end|>")
-    tokenizer.chat_template = _QWEN_TEMPLATE
-    config = Qwen3Config(
-        **_TEXT, vocab_size=len(tokenizer), num_hidden_layers=_QWEN_LAYERS, **_ends(tokenizer)
-    )
+    tokenizer, config = qwen3(_QWEN_LAYERS)
     return tokenizer, Qwen3ForCausalLM(config)
 
 
 def _mistral() -> tuple[Any, Any]:
     # Published with Pixtral's processor, which holds such a tokenizer, and needs torchvision for pictures.
-    tokenizer = _tokenizer(_MISTRAL_TOKENS, end="</s>")
+    tokenizer = byte_tokenizer(_MISTRAL_TOKENS, end="</s>")
     tokenizer.chat_template = _MISTRAL_TEMPLATE
     config = Mistral3Config(
         text_config={
-            **_TEXT,
+            **SIZES,
             "model_type": "mistral",
             "vocab_size": len(tokenizer),
             "num_hidden_layers": _MISTRAL_LAYERS,
             "sliding_window": None,
-            **_ends(tokenizer),
+            **ends(tokenizer),
         },
         vision_config={
             "model_type": "pixtral",
@@ -117,26 +88,6 @@ def _mistral() -> tuple[Any, Any]:
         image_token_index=tokenizer.get_vocab()["[IMG]"],
     )
     return tokenizer, Mistral3ForConditionalGeneration(config)
-
-
-def _tokenizer(special: tuple[str, ...], end: str) -> Qwen2Tokenizer:
-    """Every byte, and the special tokens, of which the first pads; nothing is trained."""
-    vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
-    none: Any = None  # an unknown token would be one more
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab, merges=[], unk_token=none, pad_token=special[0], eos_token=end
-    )
-    tokens = [AddedToken(token, special=True, normalized=False) for token in special]
-    tokenizer.add_tokens(tokens, special_tokens=True)
-    return tokenizer
-
-
-def _ends(tokenizer: Any) -> dict[str, Any]:
-    return {
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
 
 
 def _vae() -> AutoencoderKLFlux2:

@@ -1,6 +1,5 @@
 """Opens Wan checkpoints, 2.1 and 2.2: which kind one is, its own configs and model_index.json say, never its name."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from dit_lora.families.opening import (
     read_index,
     require_whole_weights,
     stored_fields,
+    with_defaults,
 )
 from dit_lora.families.wan.text_to_video import WanCheckpoint
 from dit_lora.numerics.objectives import FlowMatching
@@ -34,8 +34,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoin
     index = read_index(model, path, family.pipeline_names)
     fields = stored_fields(model, path)
     # Files from before an option lack it: `rope_max_seq_len`, the VAE's factors.
-    fields["transformer_config"] = _filled(WanTransformer3DModel, fields["transformer_config"])
-    fields["vae_config"] = _filled(AutoencoderKLWan, fields["vae_config"])
+    fields["transformer_config"] = with_defaults(
+        WanTransformer3DModel, fields["transformer_config"]
+    )
+    fields["vae_config"] = with_defaults(AutoencoderKLWan, fields["vae_config"])
     task, kind = _kind(model, index)
     beside = task == "i2v" and not index.get("expand_timesteps")
     _require_fitting(model, index, fields, beside=beside)
@@ -54,12 +56,6 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoin
         boundary=boundary,
         task_given=task != _own_task(index),
     )
-
-
-def _filled(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config over its class's defaults."""
-    parameters = inspect.signature(model_class.__init__).parameters.values()
-    return {p.name: p.default for p in parameters if p.name != "self"} | dict(config)
 
 
 def _is_there(index: Mapping[str, Any], component: str) -> bool:

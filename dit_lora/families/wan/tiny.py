@@ -14,6 +14,7 @@ from diffusers import (
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
 from dit_lora.families.tiny_text import TEXT_WIDTH, t5_tokenizer, umt5_encoder
+from dit_lora.families.tiny_vae import narrow
 
 _LATENTS, _IMAGE_WIDTH, _WIDTH = 16, 16, 24
 _PICTURE, _PATCH = 28, 14  # CLIP's, so that it gives four tokens and one for the whole
@@ -85,14 +86,14 @@ def _transformer(changes: dict[str, Any]) -> WanTransformer3DModel:
 
 def _vae() -> AutoencoderKLWan:
     """Wan 2.1's, with its published means and deviations, which are the class's defaults."""
-    return _narrow(
+    return narrow(
         AutoencoderKLWan(base_dim=4, z_dim=_LATENTS, dim_mult=[1, 1, 1, 1], num_res_blocks=1), 10
     )
 
 
 def _vae_5b() -> AutoencoderKLWan:
     """Wan 2.2's: pixels in patches of 2x2, residual paths, a decoder of another width."""
-    return _narrow(
+    return narrow(
         AutoencoderKLWan(
             base_dim=4,
             decoder_base_dim=8,
@@ -109,16 +110,6 @@ def _vae_5b() -> AutoencoderKLWan:
         ),
         5,
     )
-
-
-def _narrow(vae: Any, width: float) -> Any:
-    """Make the posterior narrow and its mean as wide as `latents_std` says, as those of a trained VAE are."""
-    head, latents = vae.quant_conv, vae.config.z_dim
-    with torch.no_grad():
-        head.weight[:latents] *= width
-        head.weight[latents:] *= 0.1
-        head.bias[latents:] = -6.0
-    return vae.eval()
 
 
 def _clip() -> tuple[CLIPVisionModel, CLIPImageProcessor]:

@@ -69,8 +69,8 @@ class DiffusionStock(ReferenceModel):
             self.checkpoint.losses(model, batch, Streams(seed, [seed]))
         finally:
             handle.remove()
-        output: torch.Tensor = outputs[-1][0]
-        return output
+        output: torch.Tensor | list[torch.Tensor] = outputs[-1][0]
+        return torch.stack(output) if isinstance(output, list) else output  # a list of samples
 
     def load(self, dtype: torch.dtype) -> nn.Module:
         """Return a fresh transformer with the checkpoint's weights, on the CPU."""

@@ -103,7 +103,7 @@ def test_pairs_are_images_by_default_and_exclude_other_kinds(tmp_path: Path) -> 
     said = invoke("shapes", tmp_path / "pairs", "--pairs", "--clips", 2)
     assert said == f"wrote 2 images, each with what it is made from to {tmp_path / 'pairs'}\n"
     files = sorted(path.parent.name for path in (tmp_path / "pairs").rglob("*.png"))
-    assert files == ["mask", "mask", "source", "source", "target", "target"]
+    assert files == ["after", "after", "before", "before", "mask", "mask"]
     for other in ("--chat", "--classes"):
         result = runner.invoke(app, ["shapes", str(tmp_path / "other"), "--pairs", other])
         assert isinstance(result.exception, DitLoraError)

@@ -30,7 +30,7 @@ from dit_lora.numerics.streams import Drawn, Streams
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 
 # Their pipelines take the embeddings of several prompts, of one length.
-OF_PROMPTS = ("cogvideox", "flux", "flux2", "sana", "sana_video", "wan")
+OF_PROMPTS = ("cogvideox", "flux", "flux2", "krea2", "sana", "sana_video", "wan", "z_image")
 ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
 """Variants whose pipeline takes one image for one prompt alone."""
 
@@ -135,7 +135,7 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
         pipeline = checkpoint.pipeline(case.call_dtype)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
-        how = Sampling(shape, inference_steps=3, guidance_scale=1.0, seed=0, **given)
+        how = Sampling(shape, 3, checkpoint.guided_above, seed=0, **given)
         checkpoint.generate(pipeline, checkpoint.conditions(case.captions[1]), how)
         caption, references = case.captions[1], sample.references
         row = sample.encoded(encode_video, shape) | encoded_text(
@@ -149,8 +149,8 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
                     transformer, case.noisy(call), case.timesteps(call), batch
                 )
             # Behind the noisy tokens are those of references, of which nothing is asked.
-            kept = expected[:, : prediction.shape[1]] if case.references else expected
-            assert torch.equal(prediction, kept)
+            output = expected[:, : prediction.shape[1]] if case.references else expected
+            assert torch.equal(prediction, case.predicted(output))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
         pipeline = checkpoint.pipeline(case.call_dtype)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
-        how = Sampling(case.native, inference_steps=3, guidance_scale=1.0, seed=0, **images)
+        how = Sampling(case.native, 3, checkpoint.guided_above, seed=0, **images)
         checkpoint.generate(pipeline, checkpoint.conditions(text), how)
         row = checkpoint.load_video_encoder(torch.float32, CPU)(sample.video)
         both = {name: torch.stack([tensor, tensor]) for name, tensor in row.items()}
@@ -183,7 +183,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
             assert not torch.equal(noisy[0], noisy[1])
             with torch.no_grad():
                 prediction = checkpoint.predict(transformer, noisy, case.timesteps(call), batch)
-            assert torch.equal(prediction, expected)
+            assert torch.equal(prediction, case.predicted(expected))
 
 
 def pictures_of(

@@ -348,6 +348,31 @@ def test_the_forward_that_accelerate_wrapped_comes_back(bf16: Accelerator, raisi
     assert model.seen == [torch.float32, torch.bfloat16]
 
 
+class OfLists(nn.Module):
+    """Takes a list of samples, as Z-Image's transformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.bfloat16)
+
+    def forward(
+        self, samples: list[torch.Tensor], *, texts: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        return [self.linear(one) + text for one, text in zip(samples, texts, strict=True)]
+
+
+def test_lists_of_samples_are_widened_too() -> None:
+    model, (sample, text) = OfLists(), torch.randn(2, 4).bfloat16()
+    with in_fp32(model):
+        (found,) = model([sample], texts=[text])
+    expected = nn.functional.linear(
+        sample.float(), model.linear.weight.float(), model.linear.bias.float()
+    )
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, expected + text.float())
+    assert model([sample], texts=[text])[0].dtype is torch.bfloat16
+
+
 def test_autocast_around_it_is_off_within() -> None:
     model, (values, ids) = Net(torch.float32), given(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

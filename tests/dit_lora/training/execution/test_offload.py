@@ -277,6 +277,7 @@ def test_a_launch_that_places_the_weights_itself_is_refused(
         ),
         pytest.param("sana", "sana-600m", [], marks=pytest.mark.thorough),
         pytest.param("flux2", "flux2-dev", [], marks=pytest.mark.thorough),
+        pytest.param("krea2", "krea2-raw", [], marks=pytest.mark.thorough),
         pytest.param("wan", "wan-2.1-t2v", [], marks=pytest.mark.thorough),
     ],
 )

@@ -1,0 +1,55 @@
+"""Z-Image text-to-image: the base, and Turbo, which was distilled from it to eight steps."""
+
+from typing import Any
+
+from dit_lora.adapters.layer_names import LayerNames
+from dit_lora.families.family import DiffusionFamily, License, Site
+
+
+def _site(variant: str, **late: Any) -> Site:
+    return Site(
+        family="z_image",
+        variant=variant,
+        data={"height": 64, "width": 64},
+        samples="images",
+        attention="layers.1.attention",
+        ff="layers.0.feed_forward",
+        ff_out="layers.0.feed_forward.w2",
+        modulation="layers.1.adaLN_modulation.0",
+        last="all_final_layer.2-1.linear",
+        time_proj="t_embedder",
+        **late,
+    )
+
+
+FAMILY = DiffusionFamily(
+    name="z_image",
+    checkpoint_module="dit_lora.families.z_image.checkpoint",
+    tiny_module="dit_lora.families.z_image.tiny",
+    # The default targets are those of Diffusers' train_dreambooth_lora_z_image.py: attention of the 30 layers and of both
+    # refiners, 136 layers. musubi-tuner leaves the refiners out (`lora.targets` of `layers.*` does).
+    group_patterns={
+        "connector": (
+            "all_x_embedder.*",
+            "cap_embedder.*",
+            "t_embedder.*",
+            "x_pad_token",
+            "cap_pad_token",
+            "all_final_layer.*",
+        ),
+        "backbone": ("noise_refiner.*", "context_refiner.*", "layers.*"),
+    },
+    pipeline_names=("ZImagePipeline",),
+    default_recipe="z_image/base",
+    licenses={"Tongyi-MAI/Z-Image*": License("apache-2.0")},  # their cards
+    # Captions of a batch differ in length, and so do the samples.
+    masked_attention=True,
+    # ComfyUI's map has Diffusers' names of every linear layer (comfy/utils.py at b3be02d, z_image_to_diffusers), with
+    # their prefix (comfy/lora.py at 17358c8, Lumina2).
+    comfyui=LayerNames(prefix="transformer.", alpha=False),
+    # The network's time runs backwards: `late` is of 1000 - t, as its embedding is given it.
+    sites=(
+        _site("z-image", late=320, upper=900),
+        _site("z-image-turbo", late=500),
+    ),
+)

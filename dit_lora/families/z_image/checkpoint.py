@@ -1,0 +1,251 @@
+"""Z-Image text-to-image, base and Turbo: flow matching on FLUX.1's latents, conditioned by Qwen3.
+
+Prompts and denoising are the stock pipeline's own code, called here (diffusers/pipelines/z_image/pipeline_z_image.py).
+Its network takes a list of samples and one of captions, each as long as it is; its time runs from noise to clean, and what
+it gives is the negative velocity.
+
+Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKL, ZImagePipeline, ZImageTransformer2DModel
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import (
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
+from dit_lora.families.chat_template import template_limit
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.flow_scheduler import flow_scheduler
+from dit_lora.families.opening import (
+    local_checkpoint,
+    read_index,
+    require_whole_weights,
+    stored_fields,
+    with_defaults,
+)
+from dit_lora.families.posterior import drawn, encode_picture, rescaled
+from dit_lora.families.refusals import wrong_sides
+from dit_lora.families.text_mask import own_tokens
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.objectives import FlowMatching
+
+PATCH = 2  # the default of the transformer's `patch_size`, which the pipeline leaves as it is
+# Of the published scheduler_config.json, in which the base's and Turbo's alone differ; InvokeAI tells them apart by it
+# (invoke-ai/InvokeAI#8799).
+BASE_SHIFT, TURBO_SHIFT = 6.0, 3.0
+DE_DISTILLATION = (
+    "ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZImageCheckpoint(FlowCheckpoint):
+    """One Z-Image checkpoint."""
+
+    pipeline_class: ClassVar[Any] = ZImagePipeline
+    transformer_class: ClassVar[Any] = ZImageTransformer2DModel
+    transform = "z-image-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
+    output = "images"
+    guided_above = 0.0  # the pipeline's sum is cond + w (cond - uncond)
+
+    @property
+    def side_step(self) -> int:
+        # The pipeline's vae_scale_factor, and its patches.
+        return int(PATCH * 2 ** (len(self.vae_config["block_out_channels"]) - 1))
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        wrong = wrong_sides(shape, self.side_step)
+        if shape.frames != 1:
+            wrong.append(f"data.frames must be 1, Z-Image makes images; got {shape.frames}")
+        _, rows, columns = self.transformer_config["axes_lens"]
+        for name, value, most in (("height", shape.height, rows), ("width", shape.width, columns)):
+            if value > most * self.side_step:
+                wrong.append(
+                    f"data.{name} can be {most * self.side_step} at most, where its positions end (axes_lens); got "
+                    f"{value}"
+                )
+        return wrong
+
+    def notes(self, recipe: Recipe) -> list[str]:
+        said, name = super().notes(recipe), recipe.model.path
+        sign = None if self.from_scratch is not None else sign_of_turbo(name, self.objective.shift)
+        if sign is None or recipe.lora.under:
+            return said
+        return [
+            *said,
+            f"distilled: {name} may be Z-Image-Turbo, by {sign} (no file of it says so): trained as it is, it forgets to make "
+            f"images in eight steps. Train it over an adapter that takes the distillation back, lora.under="
+            f"[{DE_DISTILLATION}]; or train Tongyi-MAI/Z-Image and sample from this one with validation.model",
+        ]
+
+    def text_limit(self) -> TextLimit:
+        """Return the room that the chat template leaves a caption."""
+        from transformers import AutoTokenizer
+
+        tokenizer = load_pretrained(AutoTokenizer, self.path / "tokenizer")
+        return template_limit(
+            self.pipeline_class, tokenizer, self.text_tokens, do_classifier_free_guidance=False
+        )
+
+    def text_facts(self) -> Mapping[str, Any]:
+        return {**super().text_facts(), "tokens": self.text_tokens}
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        tokens = self.text_tokens
+        return {
+            "prompt_embeds": (torch.Size((tokens, self.transformer_config["cap_feat_dim"])), dtype),
+            "prompt_attention_mask": (torch.Size((tokens,)), torch.bool),
+        }
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Qwen3 as the pipeline uses it: a caption in its chat template, its last hidden state but one, without pads.
+
+        Kept are zeros behind it, up to one length for all, and a mask of what is its own.
+        """
+        pipeline = self.text_pipeline(dtype, device)
+
+        def encode_one(caption: str) -> torch.Tensor:
+            # A list of its own: the pipeline writes the templated caption into it.
+            (embeddings,), _ = pipeline.encode_prompt(
+                [caption],
+                device=device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.text_tokens,
+            )
+            return embeddings  # type: ignore[no-any-return]
+
+        @torch.no_grad()
+        def encode(captions: Sequence[str]) -> Tensors:
+            # One by one: a caption's tensors do not depend on its neighbours.
+            encoded = [encode_one(caption) for caption in captions]
+            size = (len(encoded), self.text_tokens)
+            padded = encoded[0].new_zeros((*size, encoded[0].shape[-1]))
+            mask = torch.zeros(size, dtype=torch.bool, device=device)
+            for row, embeddings in enumerate(encoded):
+                padded[row, : len(embeddings)] = embeddings
+                mask[row, : len(embeddings)] = True
+            return {"prompt_embeds": padded, "prompt_attention_mask": mask}
+
+        return encode
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Keeps the posterior's mean and logvar, (C, H, W). It encodes in fp32 whatever `dtype` is."""
+        vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            return encode_picture(vae, pixels)
+
+        return encode
+
+    def clean_latents(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Drawn, and normalised as the pipeline undoes it before it decodes: (B, C, H, W)."""
+        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
+        return rescaled(latents, self.vae_config)
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the velocity for noisy latents (B, C, H, W); one call equals one of the stock pipeline's.
+
+        Each sample is of its own length. What the network pads it with, to a multiple of 32 tokens, it is trained to
+        attend to; the rest of a batch's longest is masked.
+        """
+        embeddings = batch["prompt_embeds"]
+        latents = noisy.to(embeddings.dtype).unsqueeze(2)  # one frame
+        outputs = transformer(
+            list(latents.unbind(0)),
+            (1000 - timesteps) / 1000,
+            own_tokens(embeddings, batch["prompt_attention_mask"]),
+            return_dict=False,
+        )[0]
+        return -torch.stack(outputs).squeeze(2)
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        captions = own_tokens(**_masked(prompt))
+        arguments: dict[str, Any] = {"prompt_embeds": captions}
+        if empty:
+            arguments["negative_prompt_embeds"] = own_tokens(**_masked(empty)) * len(captions)
+        return arguments
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {"height": shape.height, "width": shape.width}
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of tokens that captions are cut at, and padded to in the cache: the pipeline's default."""
+        parameters = inspect.signature(self.pipeline_class.__call__).parameters
+        tokens: int = parameters["max_sequence_length"].default
+        return tokens
+
+
+def _masked(text: Tensors) -> dict[str, torch.Tensor]:
+    return {"embeddings": text["prompt_embeds"], "mask": text["prompt_attention_mask"]}
+
+
+def sign_of_turbo(name: str, shift: float | None) -> str | None:
+    """Return what a checkpoint looks like Turbo by, as a guess: its folder's or Hub name, or its scheduler's shift; None if by nothing."""
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    if re.search(r"de-?(turbo|distill)", last):
+        return None
+    if "turbo" in last:
+        return "its name"
+    if shift == TURBO_SHIFT:
+        return f"its scheduler's shift of {shift:g}, where the base has {BASE_SHIFT:g}"
+    return None
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> ZImageCheckpoint:
+    """Read the configs; refuse another pipeline, another scheduler, torn weights, positions or patches that do not fit."""
+    path = local_checkpoint(model)
+    read_index(model, path, family.pipeline_names)
+    require_whole_weights(model, path, "vae", "text_encoder")
+    fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
+    if scheduler["use_dynamic_shifting"]:
+        raise DitLoraError(
+            f"{model.path}: its scheduler shifts by image size (use_dynamic_shifting); Z-Image's checkpoints have one shift"
+        )
+    config = with_defaults(ZImageTransformer2DModel, fields["transformer_config"])
+    if (PATCH, 1) not in zip(config["all_patch_size"], config["all_f_patch_size"], strict=True):
+        raise DitLoraError(
+            f"{model.path}: ZImagePipeline asks for patches of {PATCH}x{PATCH}x1; its transformer has all_patch_size="
+            f"{list(config['all_patch_size'])}, all_f_patch_size={list(config['all_f_patch_size'])}"
+        )
+    checkpoint = ZImageCheckpoint(
+        **{**fields, "transformer_config": config},
+        objective=FlowMatching(float(scheduler["shift"]), scheduler["num_train_timesteps"]),
+    )
+    # A caption's positions begin at 1, and the picture is at the one after its last.
+    needed, there = checkpoint.text_tokens + 2, config["axes_lens"][0]
+    if there < needed:
+        raise DitLoraError(
+            f"{model.path}: captions of {checkpoint.text_tokens} tokens and the picture behind them need {needed} positions; "
+            f"its transformer has {there} (axes_lens)"
+        )
+    return checkpoint

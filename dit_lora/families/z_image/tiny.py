@@ -1,0 +1,46 @@
+"""Tiny Z-Image pipelines with random weights: the base's and Turbo's differ in the scheduler's shift, as the published do."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+from transformers import Qwen3Model
+
+from dit_lora.families.flux.tiny import LATENT_CHANNELS, picture_vae
+from dit_lora.families.tiny_chat_text import WIDTH, qwen3
+from dit_lora.families.z_image.checkpoint import BASE_SHIFT, TURBO_SHIFT
+
+
+def build_tiny(variant: str, out: Path) -> None:
+    """Write the pipeline of that variant, with weights from torch's generator."""
+    tokenizer, config = qwen3(layers=3)
+    pipeline: Any = ZImagePipeline(
+        tokenizer=tokenizer,
+        text_encoder=Qwen3Model(config).eval(),
+        vae=picture_vae(),
+        transformer=_transformer(),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            shift=TURBO_SHIFT if variant == "z-image-turbo" else BASE_SHIFT
+        ),
+    )
+    pipeline.save_pretrained(out, safe_serialization=True)
+
+
+def _transformer() -> ZImageTransformer2DModel:
+    transformer: Any = ZImageTransformer2DModel(
+        in_channels=LATENT_CHANNELS,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=WIDTH,
+        axes_dims=[8, 4, 4],
+        axes_lens=[1024, 32, 32],
+    )
+    with torch.no_grad():
+        # Zeros, or undefined, as the class makes them: a trained model attends to them.
+        transformer.x_pad_token.normal_()
+        transformer.cap_pad_token.normal_()
+    return transformer.eval()  # type: ignore[no-any-return]

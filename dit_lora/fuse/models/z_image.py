@@ -1,0 +1,126 @@
+"""Z-Image's blocks and attention on fused ops: one stream of image and text, and the refiners of each.
+
+Modulation is a scale before attention and feed-forward, and a gate behind each, through a tanh, after a norm of its own.
+
+Source of the arithmetic: diffusers, models/transformers/transformer_z_image.py (ZImageTransformerBlock, FeedForward,
+ZSingleStreamAttnProcessor).
+
+Shapes: B batch, S tokens, D width, H heads.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.models.normalization import RMSNorm
+
+from dit_lora.fuse.attention import Recomputable, Rotary, attend, project_output, rotate_pairs
+from dit_lora.fuse.models.complex_rotary import tables_of
+from dit_lora.fuse.models.streams import norm_stream
+from dit_lora.fuse.models.swiglu import swiglu
+from dit_lora.fuse.models.two_streams import TwoStreamProcessor, attention_why_not, spared
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, other_norm, qk_always
+from dit_lora_kernels.ada_norm import Stream
+
+_Z_IMAGE = "diffusers.models.transformers.transformer_z_image"
+
+
+def block_forward(
+    block: Any,
+    x: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    freqs_cis: torch.Tensor,
+    adaln_input: torch.Tensor | None = None,
+    noise_mask: torch.Tensor | None = None,
+    adaln_noisy: torch.Tensor | None = None,
+    adaln_clean: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return tokens (B, S, D) after attention and feed-forward, as `ZImageTransformerBlock` does.
+
+    The text's refiner has no modulation.
+    """
+    if noise_mask is not None:  # of Z-Image-Omni: some tokens are clean, and modulated so
+        stock: torch.Tensor = type(block).forward(
+            block, x, attn_mask, freqs_cis, adaln_input, noise_mask, adaln_noisy, adaln_clean
+        )
+        return stock
+    scale = gate = scale_ff = gate_ff = None
+    if block.modulation:
+        scale, gate, scale_ff, gate_ff = block.adaLN_modulation(adaln_input).chunk(4, dim=1)
+        gate, gate_ff = gate.tanh(), gate_ff.tanh()
+    stream = Stream(x, scale=scale)
+    normed, x = norm_stream(block.attention_norm1, stream, "rms")
+    # The norm's backward keeps its input: its output need not be kept for adapters, and is computed again for them.
+    again = Recomputable(normed, partial(_again, block.attention_norm1, stream))
+    attended = block.attention(
+        normed, attention_mask=attn_mask, freqs_cis=freqs_cis, **spared(block.attention, again)
+    )
+    attended, _ = norm_stream(block.attention_norm2, Stream(attended), "rms")
+    stream = Stream(x, scale=scale_ff, y=attended, gate=gate)
+    normed, x = norm_stream(block.ffn_norm1, stream, "rms")
+    output, _ = norm_stream(block.ffn_norm2, Stream(block.feed_forward(normed)), "rms")
+    return x + output if gate_ff is None else torch.addcmul(x, gate_ff[:, None], output)
+
+
+def _again(norm: Any, stream: Stream) -> torch.Tensor:
+    """Return the normed stream (B, S, D) alone, the same values bit for bit."""
+    return norm_stream(norm, stream, "rms")[0]
+
+
+def feed_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return what `FeedForward` makes of x (B, S, D)."""
+    return swiglu(module.w1, module.w3, module.w2, x)
+
+
+class ZImageProcessor(TwoStreamProcessor):
+    """`ZSingleStreamAttnProcessor` with q and k normed and rotated in one pass."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        freqs_cis: torch.Tensor | None = None,
+        recomputable: tuple[Recomputable, ...] = (),
+    ) -> torch.Tensor:
+        if self.is_stock:
+            output: torch.Tensor = self.stock(
+                attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis
+            )
+            return output
+        rotary = None if freqs_cis is None else tables_of(freqs_cis)
+        heads = self.image_heads(attn, hidden_states, rotary, *recomputable)
+        if attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = attention_mask[:, None, None]
+        return project_output(attn, attend(*heads, attention_mask, self.backend).flatten(2))
+
+    def normed(self, heads: torch.Tensor, norm: Any, rotary: Rotary | None) -> torch.Tensor:
+        """Return q or k (B, S, H, D) after its norm and rotation by tables (B, S, D), by what is on."""
+        if rotary is None or self.fusion.is_on("qk_norm_rope"):
+            return super().normed(heads, norm, rotary)
+        if norm is not None:
+            heads = norm(heads)
+        cos, sin = (table[:, :, None, ::2] for table in rotary)
+        return rotate_pairs(heads, cos, sin)
+
+
+def _block_why_not(block: Any) -> str | None:
+    """Return why a block keeps its own forward; None if it need not."""
+    names = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
+    return other_norm((getattr(block, name) for name in names), RMSNorm)
+
+
+FORWARDS = (
+    ForwardPatch(f"{_Z_IMAGE}.ZImageTransformerBlock", "ada_norm", block_forward, _block_why_not),
+    ForwardPatch(f"{_Z_IMAGE}.FeedForward", "ada_norm", feed_forward),
+)
+PROCESSORS = (
+    ProcessorPatch(
+        f"{_Z_IMAGE}.ZSingleStreamAttnProcessor",
+        ATTENTION,
+        ZImageProcessor,
+        attention_why_not,
+        also=qk_always,
+    ),
+)

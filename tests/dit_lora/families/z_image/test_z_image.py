@@ -1,0 +1,415 @@
+"""Z-Image's own facts: time and sign, captions of several lengths, guidance, signs of Turbo, what is refused."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import ZImagePipeline
+from family_cases.subject import CPU
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.config.data import VideoShape
+from dit_lora.config.load import parse_recipe
+from dit_lora.config.recipe import LoraConfig, ModelConfig, Recipe
+from dit_lora.data.loading.batch import Batch
+from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
+from dit_lora.families.base import Sampling
+from dit_lora.families.text_mask import own_tokens
+from dit_lora.families.z_image.checkpoint import sign_of_turbo
+from dit_lora.numerics.streams import Streams, generator
+
+SEED, POSITIONS = 11, [3, 400, 21]
+CAPTIONS = ("A red cat on\na mat", "", "a longer caption, of a green square below a blue disc")
+
+
+class Recorder(nn.Module):
+    """Answers with fixed predictions, a list of them, and keeps what it was asked."""
+
+    def __init__(self, answer: torch.Tensor) -> None:
+        super().__init__()
+        self.answer = answer
+        self.asked: Any = None
+
+    def forward(self, x: Any, t: Any, cap_feats: Any, *, return_dict: bool) -> tuple[Any]:
+        assert not return_dict
+        self.asked = x, t, cap_feats
+        return (list(self.answer.unsqueeze(2)),)
+
+
+@pytest.fixture
+def path(tiny_checkpoints: dict[str, Path]) -> Path:
+    return tiny_checkpoints["z-image"]
+
+
+def opened(path: Path | str) -> Any:
+    return get_family("z_image").open(ModelConfig(family="z_image", path=str(path)))
+
+
+def changed(tiny: Path, out: Path, component: str, **values: Any) -> Path:
+    """A copy of a checkpoint with other values in one config."""
+    shutil.copytree(tiny, out)
+    names = {"": "model_index.json", "scheduler": "scheduler/scheduler_config.json"}
+    file = out / names.get(component, f"{component}/config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    return out
+
+
+def some_batch(lengths: tuple[int, ...] = (3, 512, 77)) -> dict[str, torch.Tensor]:
+    """Three samples of 4 x 6 latents, and captions of these lengths with noise where they have pads."""
+    g = torch.Generator().manual_seed(0)
+    return {
+        "latent_mean": torch.randn(3, 4, 4, 6, generator=g),
+        "latent_logvar": torch.randn(3, 4, 4, 6, generator=g),
+        "prompt_embeds": torch.randn(3, 512, 16, generator=g),
+        "prompt_attention_mask": torch.arange(512) < torch.tensor(lengths)[:, None],
+    }
+
+
+def own_draws(shape: tuple[int, ...], stream: str) -> torch.Tensor:
+    draws = [torch.randn(shape, generator=generator(SEED, stream, p)) for p in POSITIONS]
+    return torch.stack(draws).double()
+
+
+@pytest.mark.parametrize(("variant", "shift"), [("z-image", 6.0), ("z-image-turbo", 3.0)])
+def test_time_runs_backwards_and_the_output_is_the_negative_velocity(
+    tiny_checkpoints: dict[str, Path], variant: str, shift: float
+) -> None:
+    """Posterior draw, scale, noise level, time, velocity, mean: an fp64 computation, each draw from its own stream."""
+    checkpoint, batch = opened(tiny_checkpoints[variant]), some_batch()
+    model = Recorder(torch.randn(3, 4, 4, 6, generator=torch.Generator().manual_seed(2)))
+    output = checkpoint.losses(model, batch, Streams(SEED, POSITIONS))
+    latents, timesteps, captions = model.asked
+
+    spread = (batch["latent_logvar"].double() / 2).exp()
+    drawn = batch["latent_mean"].double() + spread * own_draws((4, 4, 6), "posterior")
+    clean = (drawn - 0.1159) * 0.3611
+    level = 1 / (1 + (-own_draws((), "timestep")).exp())
+    sigma = shift / (shift + 1 / level - 1)
+    noise = own_draws((4, 4, 6), "noise")
+    noisy = clean + sigma.view(3, 1, 1, 1) * (noise - clean)
+    for one, expected in zip(latents, noisy, strict=True):
+        torch.testing.assert_close(one.double(), expected[:, None], rtol=2e-6, atol=2e-6)
+    assert timesteps.dtype is torch.float32
+    torch.testing.assert_close(timesteps.double(), 1 - sigma, rtol=2e-6, atol=2e-7)
+    assert [len(one) for one in captions] == [3, 512, 77]
+    for one, embeddings in zip(captions, batch["prompt_embeds"], strict=True):
+        assert torch.equal(one, embeddings[: len(one)])
+    losses = (-model.answer.double() - (noise - clean)).square().mean((1, 2, 3))
+    torch.testing.assert_close(output.losses.double(), losses, rtol=2e-6, atol=0)
+    assert output.timesteps.tolist() == [math.floor(t) for t in (1000 * sigma).tolist()]
+
+
+def test_in_bf16_latents_are_rounded_and_the_time_is_not(path: Path) -> None:
+    batch = {**some_batch(), "prompt_embeds": some_batch()["prompt_embeds"].bfloat16()}
+    model, t = Recorder(torch.zeros(3, 4, 4, 6).bfloat16()), torch.tensor([371.3, 804.9, 5.99])
+    noisy = torch.randn(3, 4, 4, 6)
+    prediction = opened(path).predict(model, noisy, t, batch)
+    latents, timesteps, _ = model.asked
+    assert torch.equal(torch.stack(latents)[:, :, 0], noisy.bfloat16())
+    assert torch.equal(timesteps, (1000 - t) / 1000)
+    assert (prediction.shape, prediction.dtype) == (noisy.shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
+    path: Path, dtype: torch.dtype
+) -> None:
+    """Bit for bit: captions of 37, 19 and 72 tokens, which are padded to 64, 32 and 96."""
+    checkpoint = opened(path)
+    text = checkpoint.load_text_encoder(dtype, CPU)(CAPTIONS)
+    assert text["prompt_attention_mask"].sum(1).tolist() == [37, 19, 72]
+    pipeline = checkpoint.pipeline(dtype, text=False)
+    pipeline.set_progress_bar_config(disable=True)
+    calls: list[tuple[Any, Any]] = []
+    pipeline.transformer.register_forward_hook(
+        lambda _m, args, _kwargs, output: calls.append((args, output[0])), with_kwargs=True
+    )
+    pipeline(
+        **checkpoint.conditions(text),
+        **checkpoint.arguments(VideoShape(1, 48, 80)),
+        num_inference_steps=3,
+        guidance_scale=0.0,
+        generator=torch.Generator().manual_seed(1),
+    )
+    transformer = checkpoint.load_transformer(dtype).eval()
+    assert len(calls) == 3
+    for ((latents, *_), expected), t in zip(calls, pipeline.scheduler.timesteps, strict=True):
+        with torch.no_grad():
+            found = checkpoint.predict(
+                transformer, torch.stack(latents)[:, :, 0], t.repeat(3), text
+            )
+        assert found.dtype is dtype
+        assert torch.equal(found, -torch.stack(expected)[:, :, 0])
+    assert len({tuple(row.flatten().tolist()) for row in found}) == 3
+
+
+def test_neighbours_and_what_lies_behind_a_caption_do_not_matter(path: Path) -> None:
+    """A neighbour's length pads a sample further, and masks it: up to rounding. Its pads in the cache are never read."""
+    checkpoint, batch = opened(path), some_batch()
+    transformer = checkpoint.load_transformer(torch.float32).eval()
+    noisy, t = torch.randn(3, 4, 4, 6), torch.tensor([371.3, 804.9, 5.99])
+    with torch.no_grad():
+        whole = checkpoint.predict(transformer, noisy, t, batch)
+        for row in range(3):
+            alone = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+            found = checkpoint.predict(transformer, noisy[row : row + 1], t[row : row + 1], alone)
+            torch.testing.assert_close(found[0], whole[row], rtol=1e-5, atol=1e-5)
+        behind = ~batch["prompt_attention_mask"]
+        other = {**batch, "prompt_embeds": batch["prompt_embeds"].masked_fill(behind[..., None], 7)}
+        assert torch.equal(checkpoint.predict(transformer, noisy, t, other), whole)
+        shorter = {**batch, **some_batch((3, 512, 76))}
+        apart = (checkpoint.predict(transformer, noisy, t, shorter) - whole).abs().amax((1, 2, 3))
+    assert apart[2] > 1e-3 > 1e-5 > apart[:2].max()
+
+
+def test_a_trained_pad_is_attended_to(path: Path) -> None:
+    """Of the picture and of the caption, whose lengths are no multiple of 32: a tiny one's must not be nothing."""
+    checkpoint, batch = opened(path), some_batch()
+    transformer = checkpoint.load_transformer(torch.float32).eval()
+    noisy, t = torch.randn(3, 4, 4, 6), torch.tensor([371.3, 804.9, 5.99])
+    with torch.no_grad():
+        whole = checkpoint.predict(transformer, noisy, t, batch)
+        for name in ("x_pad_token", "cap_pad_token"):
+            pad = getattr(transformer, name)
+            assert pad.abs().min() > 0
+            pad.neg_()
+            apart = (checkpoint.predict(transformer, noisy, t, batch) - whole).abs()
+            assert (apart.amax((1, 2, 3)) > 1e-3).tolist() == [True, name == "x_pad_token", True]
+            pad.neg_()
+
+
+def test_the_mask_is_looked_at_on_the_host_alone(path: Path) -> None:
+    """A step's masks stay there; to read one that lies on a device, the host would wait."""
+    batch = Batch(("a", "b", "c"), (0, 1, 2), some_batch()).to(torch.device("meta"))
+    assert batch.tensors["prompt_embeds"].is_meta
+    tokens = own_tokens(batch.tensors["prompt_embeds"], batch.tensors["prompt_attention_mask"])
+    assert [(len(one), one.is_meta) for one in tokens] == [(3, True), (512, True), (77, True)]
+
+
+def test_captions_are_the_pipelines_and_the_callers_list_is_left_alone(path: Path) -> None:
+    """`_encode_prompt` writes the chat template into the list that it is given: a second call would have it twice."""
+    checkpoint = opened(path)
+    captions = list(CAPTIONS)
+    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encoded = encode(captions)
+    assert captions == list(CAPTIONS)
+    again = encode(captions)
+    assert all(torch.equal(again[name], tensor) for name, tensor in encoded.items())
+    spec = checkpoint.text_spec(torch.float32)
+    assert {n: (t.shape[1:], t.dtype) for n, t in encoded.items()} == spec
+    pipeline = ZImagePipeline.from_pretrained(path)
+    theirs = list(CAPTIONS)
+    with torch.no_grad():
+        for row, caption in enumerate(CAPTIONS):
+            (stock,), _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
+            mask = encoded["prompt_attention_mask"][row]
+            assert torch.equal(encoded["prompt_embeds"][row][mask], stock)
+            assert not encoded["prompt_embeds"][row][~mask].any()
+            assert not mask[len(stock) :].any()
+        pipeline.encode_prompt(theirs, do_classifier_free_guidance=False)
+    assert theirs[1] == "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
+    half = checkpoint.load_text_encoder(torch.bfloat16, CPU)(captions)
+    assert half["prompt_embeds"].dtype is torch.bfloat16
+
+
+def test_the_last_hidden_state_but_one_of_a_prompt_that_thinks_is_kept(path: Path) -> None:
+    pipeline = ZImagePipeline.from_pretrained(path)
+    tokens = pipeline.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a cat"}],
+        add_generation_prompt=True,
+        enable_thinking=True,
+        return_tensors="pt",
+    )["input_ids"]
+    with torch.no_grad():
+        states = pipeline.text_encoder(tokens, output_hidden_states=True).hidden_states
+    encoded = opened(path).load_text_encoder(torch.float32, CPU)(["a cat"])
+    found = encoded["prompt_embeds"][0][encoded["prompt_attention_mask"][0]]
+    assert len(states) == 4
+    torch.testing.assert_close(found, states[2][0], rtol=1e-5, atol=1e-5)
+    assert opened(path).text_facts()["tokens"] == 512
+
+
+def test_the_chat_template_leaves_a_caption_the_room_that_is_said(path: Path) -> None:
+    """A token more, and the end of the template is cut off."""
+    checkpoint = opened(path)
+    room, pipeline = (
+        checkpoint.text_limit().max_tokens,
+        checkpoint.text_pipeline(torch.float32, CPU),
+    )
+    seen: list[list[int]] = []
+    pipeline.text_encoder.register_forward_pre_hook(
+        lambda _m, _args, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    for length in (room, room + 1):
+        pipeline.encode_prompt("a" * length, do_classifier_free_guidance=False)
+    pad = pipeline.tokenizer.pad_token_id
+    assert [len(ids) for ids in seen] == [512, 512]
+    assert pad not in seen[0] + seen[1]
+    assert seen[1][-1] == seen[0][-2]
+    assert seen[1][-1] != seen[0][-1]
+
+
+def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(path: Path) -> None:
+    """The paper's scale is w + 1; at 0 nothing is predicted for "", and at 1 it is."""
+    checkpoint = opened(path)
+    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    whole = checkpoint.pipeline(torch.float32)
+    cached = checkpoint.pipeline(torch.float32, whole.transformer, text=False)
+    calls: list[list[torch.Tensor]] = []
+    whole.transformer.register_forward_hook(lambda _m, _args, output: calls.append(output[0]))
+    steps: list[torch.Tensor] = []
+    step = whole.scheduler.step
+    whole.scheduler.step = lambda velocity, *rest, **named: (
+        steps.append(velocity) or step(velocity, *rest, **named)
+    )
+    for pipeline in (whole, cached):
+        pipeline.set_progress_bar_config(disable=True)
+
+    def made(scale: float) -> None:
+        calls.clear()
+        steps.clear()
+        how = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=scale, seed=3)
+        words = checkpoint.generate(whole, checkpoint.conditions("a cat"), how)
+        assert words.float().std() > 1
+        text, empty = encode(["a cat"]), encode([""])
+        assert torch.equal(
+            checkpoint.generate(cached, checkpoint.conditions(text, empty), how), words
+        )
+
+    made(0.0)
+    assert [len(output) for output in calls] == [1] * 4
+    made(1.0)
+    assert [len(output) for output in calls] == [checkpoint.guided_batch] * 4
+    made(4.5)
+    conditional, without = calls[0]
+    expected = conditional + 4.5 * (conditional - without)
+    torch.testing.assert_close(steps[0][0], -expected[:, 0], rtol=1e-6, atol=1e-6)
+
+
+def test_several_prompts_have_an_empty_one_each(path: Path) -> None:
+    checkpoint = opened(path)
+    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    given = checkpoint.conditions(encode(CAPTIONS[:2]), encode([""]))
+    lengths = {name: [len(one) for one in captions] for name, captions in given.items()}
+    assert lengths == {"prompt_embeds": [37, 19], "negative_prompt_embeds": [19, 19]}
+
+
+def test_targets_are_attention_in_every_layer_and_refiner(path: Path) -> None:
+    checkpoint = opened(path)
+    model = checkpoint.load_transformer(torch.float32)
+    targets = checkpoint.lora_targets(get_family("z_image").lora_targets)
+    attach_lora(model, LoraConfig(rank=2), targets, seed=0)
+    found = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    blocks = ("noise_refiner.0", "context_refiner.0", "layers.0", "layers.1")
+    layers = ("to_q", "to_k", "to_v", "to_out.0")
+    assert found == {f"{block}.attention.{layer}" for block in blocks for layer in layers}
+
+
+@pytest.mark.parametrize(
+    ("name", "shift", "sign"),
+    [
+        ("Tongyi-MAI/Z-Image-Turbo", 3.0, "its name"),
+        ("/models/z_image_turbo_bf16/", 6.0, "its name"),
+        ("Tongyi-MAI/Z-Image", 6.0, None),
+        ("/turbo/z-image", 6.0, None),
+        ("runs/merged", 3.0, "its scheduler's shift of 3, where the base has 6"),
+        ("ostris/Z-Image-De-Turbo", 3.0, None),
+        ("models/z-image-deturbo", 3.0, None),
+        ("models/z-image-dedistilled", 3.0, None),
+    ],
+)
+def test_turbo_is_guessed_by_its_name_or_its_shift(
+    name: str, shift: float, sign: str | None
+) -> None:
+    assert sign_of_turbo(name, shift) == sign
+
+
+def test_a_turbo_that_trains_alone_is_warned_of_and_over_an_adapter_is_not(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, recipe_values: dict[str, Any]
+) -> None:
+    def said(path: Path, **sections: Any) -> str:
+        recipe = recipe_for(path, recipe_values, **sections)
+        return " ".join(get_family("z_image").open(recipe.model, recipe).notes(recipe))
+
+    turbo = tiny_checkpoints["z-image-turbo"]
+    words = said(turbo)
+    assert "may be Z-Image-Turbo, by its name (no file of it says so)" in words
+    assert "lora.under=[ostris/zimage_turbo_training_adapter/" in words
+    assert "validation.model" in words
+    unnamed = Path(shutil.copytree(turbo, tmp_path / "merged"))
+    assert "by its scheduler's shift of 3" in said(unnamed)
+    assert "distilled" not in said(turbo, lora={"rank": 4, "under": [{"path": "a.safetensors"}]})
+    assert "distilled" not in said(tiny_checkpoints["z-image"])
+    drawn = {"family": "z_image", "path": str(turbo), "from_scratch": {"n_layers": 1}}
+    whole = {
+        "train": {**recipe_values["train"], "mode": "full"},
+        "optim": {"groups": {"backbone": {"lr": 1e-3}}},
+    }
+    del recipe_values["lora"]
+    assert "distilled" in said(turbo, **whole)
+    assert "distilled" not in said(turbo, model=drawn, **whole)
+
+
+def recipe_for(path: Path, values: dict[str, Any], **sections: Any) -> Recipe:
+    data = {"path": ".", "height": 64, "width": 96}
+    changes = {"data": data, "model": {"family": "z_image", "path": str(path)}, **sections}
+    return parse_recipe({**values, **changes}, "test")
+
+
+@pytest.mark.parametrize(
+    ("component", "values", "words"),
+    [
+        ("scheduler", {"_class_name": "DDIMScheduler"}, "scheduler DDIMScheduler is not the one"),
+        ("scheduler", {"use_dynamic_shifting": True}, "shifts by image size"),
+        ("", {"_class_name": "ZImageOmniPipeline"}, "a ZImageOmniPipeline checkpoint"),
+        ("transformer", {"all_patch_size": [4]}, r"asks for patches of 2x2x1.*all_patch_size=\[4]"),
+        (
+            "transformer",
+            {"axes_lens": [513, 32, 32]},
+            "need 514 positions; its transformer has 513",
+        ),
+    ],
+)
+def test_a_checkpoint_that_contradicts_the_family_is_refused(
+    path: Path, tmp_path: Path, component: str, values: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DitLoraError, match=words):
+        opened(changed(path, tmp_path / "m", component, **values))
+
+
+def test_the_longest_caption_and_the_largest_picture_are_just_within_the_positions(
+    path: Path, tmp_path: Path
+) -> None:
+    """The picture is behind 512 tokens of text, which begin at 1."""
+    checkpoint = opened(changed(path, tmp_path / "m", "transformer", axes_lens=[514, 2, 3]))
+    checkpoint.check_shape(VideoShape(1, 32, 48))
+    transformer = checkpoint.load_transformer(torch.float32)
+    batch = {name: tensor[1:2] for name, tensor in some_batch().items()}
+    noisy, t = torch.randn(1, 4, 4, 6), torch.tensor([371.3])
+    assert checkpoint.predict(transformer, noisy, t, batch).isfinite().all()
+    short = changed(path, tmp_path / "short", "transformer", axes_lens=[514, 2, 2])
+    with pytest.raises(DitLoraError, match=r"data\.width can be 32 at most"):
+        opened(short).check_shape(VideoShape(1, 32, 48))
+
+
+def test_pictures_are_encoded_in_fp32_whatever_the_policy(path: Path) -> None:
+    pixels = torch.randint(0, 256, (1, 3, 32, 64)).to(torch.uint8)
+    full, half = (
+        opened(path).load_video_encoder(dtype, CPU)(pixels)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    vae = ZImagePipeline.from_pretrained(path).vae
+    with torch.no_grad():
+        posterior = vae.encode(pixels / 127.5 - 1).latent_dist
+    expected = {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+    for name, tensor in expected.items():
+        assert full[name].dtype is half[name].dtype is torch.float32
+        assert torch.equal(full[name], tensor)
+        assert torch.equal(half[name], tensor)
