@@ -12,7 +12,7 @@ from dit_lora.data.audit.judge import (
     placed_in,
     shown_size,
 )
-from dit_lora.data.audit.outline import ALIKE, UNLIKE, likeness
+from dit_lora.data.audit.outline import ALIKE, UNLIKE, likeness, looks_copied
 from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.buckets.buckets import Dropped
 from dit_lora.data.media.media import Media
@@ -26,6 +26,8 @@ _NOT_OF_REFERENCES = ("near_constant", "low_range")
 _ONLY_WARNED = ("black", "constant")
 # Share of the pairs that have to be alike before the others stand out, and below which the set is of another kind.
 _MOST_ALIKE, _FEW_ALIKE = 0.75, 0.25
+
+_NEARLY_EQUAL = 0.98
 
 Probes = Mapping[Media | LossMask, ProbedFile]
 
@@ -42,13 +44,9 @@ def judge_beside(
         if not (_has_pictures(own) and _has_pictures(other)):
             continue
         yield from _sizes(own.facts, other.facts, wanted, which)
-        # Pictures that are saved twice are seldom equal byte for byte.
-        pixels = own.facts.get("pixels")
-        same_pixels = pixels is not None and pixels == other.facts.get("pixels")
-        if same_pixels or hashed[clip.media] == hashed[reference]:
+        if hashed[clip.media] == hashed[reference] or _is_copy(own, other):
             message = f"{which} is the same picture: from it the model learns to change nothing"
-            remedy = "remove it, unless it is meant"
-            yield _warn("reference_same", message, remedy)
+            yield _warn("reference_same", message, "remove it, unless it is meant")
     if clip.mask is not None:
         yield from _judge_mask(clip.mask, probes[clip.mask], own)
 
@@ -72,12 +70,13 @@ def unlike_references(judged: Sequence[JudgedSample]) -> dict[str, list[Finding]
     Nothing is said of sets in which a subject is put into other scenes: there, few are alike in place.
     """
     findings: dict[str, list[Finding]] = {}
+    most = _most_references(judged)
     for number, found in _likenesses(judged).items():
         if _share_alike(found) < _MOST_ALIKE:
             continue
         for file, value in found.items():
             if value < UNLIKE:
-                message = f"{_which(number)} has nothing in common with it (likeness {value:.2f}), as most others have"
+                message = f"{_which(number, most)} has nothing in common with it (likeness {value:.2f}), as most others have"
                 remedy = "look whether it belongs to another sample"
                 findings.setdefault(file, []).append(_warn("reference_unlike", message, remedy))
     return findings
@@ -89,9 +88,10 @@ def pair_notes(judged: Sequence[JudgedSample]) -> list[str]:
     for number, found in _likenesses(judged).items():
         if _share_alike(found) < _FEW_ALIKE:
             few = sum(value >= ALIKE for value in found.values())
+            which = _which(number, _most_references(judged))
             notes.append(
-                f"A sample is alike {_which(number)} in place in {few:,} of {len(found):,} pairs. So it is where a subject "
-                "is put into another scene; of edited pictures, look whether the pairs are the right ones."
+                f"In {few:,} of {len(found):,} pairs, a sample looks like {which} in place, as an edited picture does. "
+                "Where a subject is put into another scene, few do; else look whether the pairs are the right ones."
             )
     given = [one for one in judged if one.facts.get("likeness") is not None]
     if given and len(given) < len(judged):
@@ -102,6 +102,10 @@ def pair_notes(judged: Sequence[JudgedSample]) -> list[str]:
             f"The masks of all {len(masks):,} samples that have one are white: nothing is masked."
         )
     return notes
+
+
+def _most_references(judged: Sequence[JudgedSample]) -> int:
+    return max((len(one.facts.get("likeness") or ()) for one in judged), default=0)
 
 
 def _likenesses(judged: Sequence[JudgedSample]) -> dict[int, dict[str, float]]:
@@ -118,8 +122,18 @@ def _share_alike(found: Mapping[str, float]) -> float:
     return sum(value >= ALIKE for value in found.values()) / len(found)
 
 
-def _which(number: int, of: int = 0) -> str:
-    return "its reference" if number == 1 >= of else f"its reference {number}"
+def _which(number: int, of: int) -> str:
+    return "its reference" if of == 1 else f"its reference {number}"
+
+
+def _is_copy(own: ProbedFile, other: ProbedFile) -> bool:
+    """Return True if two files surely hold the same pictures."""
+    if own.thumbnail is None or other.thumbnail is None:
+        return False
+    alike = likeness(own.facts["outlines"], other.facts["outlines"])
+    # Few thumbnails need to be decoded.
+    is_near = alike is None or alike >= _NEARLY_EQUAL
+    return is_near and looks_copied(own.thumbnail, other.thumbnail)
 
 
 def _judge_reference(reference: Media, probed: ProbedFile, which: str) -> Iterator[Finding]:

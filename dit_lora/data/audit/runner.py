@@ -187,9 +187,8 @@ def _judge_clip(
     facts = probes[clip.media].facts | facts_beside(clip, probes)
     if clip.media in hashed:
         facts["digest"] = hashed[clip.media]
-    # Of use in comparing pictures alone.
-    for name in ("outlines", "pixels"):
-        facts.pop(name, None)
+    # They are long, and of use in comparing pictures alone.
+    facts.pop("outlines", None)
     return JudgedSample(clip.id, tuple(findings), facts)
 
 
