@@ -29,6 +29,7 @@ from diffusers.models.transformers.transformer_sana_video import (
     WanRotaryPosEmbed,
 )
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -150,6 +151,15 @@ def krea2() -> tuple[nn.Module, Arguments]:
     return Krea2TransformerBlock(6144, 16384, 48, 12, 1e-5), given
 
 
+def z_image() -> tuple[nn.Module, Arguments]:
+    def given(images: int) -> tuple[Sequence[Any], int]:
+        x, angles = noise(images, 256, 3840), torch.randn(1, 256, 64)
+        rotations = torch.polar(torch.ones_like(angles), angles)
+        return (x, None, rotations, noise(images, 256)), x.numel()
+
+    return ZImageTransformerBlock(0, 3840, 30, 30, 1e-5, qk_norm=True), given
+
+
 BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
     "CogVideoX-5B": cogvideox,
     "Sana-1.6B": sana,
@@ -159,6 +169,7 @@ BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
     "FLUX.2 klein 9B, double": flux2_double,
     "FLUX.2 klein 9B, single": flux2_single,
     "Krea 2": krea2,
+    "Z-Image": z_image,
 }
 
 

@@ -56,8 +56,16 @@ SMOKES = {
     "flux2": Smoke("flux2-klein", captioned_images),
     "flux2_edit": Smoke("flux2-klein", edit_pairs, references=True),
     "krea2": Smoke("krea2-raw", captioned_images),
+    "qwen_image": Smoke("qwen-image", captioned_images),
+    "ltx_video": Smoke("ltx-video-0.9.1"),
+    "ltx_video_i2v": Smoke(
+        "ltx-video", overrides=("data.image_dropout=0.5",), pictures=("images",)
+    ),
+    "ltx2": Smoke("ltx-2.3"),
+    "ltx2_i2v": Smoke("ltx-2", overrides=("data.image_dropout=0.5",), pictures=("images",)),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
+    "sd3": Smoke("sd3.5-medium", captioned_images),
     "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),
     "video_dit_lora": Smoke("video-dit-text", class_clips),
     "latte": Smoke("latte"),

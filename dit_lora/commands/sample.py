@@ -71,6 +71,7 @@ def sample(request: SampleRequest) -> list[Path]:
         if not one.is_pipeline:
             load_adapter(pipeline, one.file)
     sampler.place(pipeline, device)
+    fps = None if shape.frames == 1 else _value("fps", request.fps, video)
     how = Sampling(
         shape,
         request.inference_steps,
@@ -79,6 +80,7 @@ def sample(request: SampleRequest) -> list[Path]:
         request.image,
         request.last_image,
         request.references,
+        fps,
     )
     folder = source.file.parent if len(sources) == 1 else request.target
     folder = request.target if source.is_pipeline else folder
@@ -88,7 +90,6 @@ def sample(request: SampleRequest) -> list[Path]:
         raise DitLoraError(f"--out {out} is a file; give a folder")
     for prompt in request.prompts:
         frames = sampler.generate(pipeline, sampler.conditions(prompt), how)
-        fps = _value("fps", request.fps, video) if len(frames) > 1 else None
         paths.append(write_sample(out / _file_name(prompt, how), frames, fps))
     return paths
 

@@ -171,6 +171,8 @@ class DataConfig(Layout):
     image_noise: bool | None = None
     """Image-to-video: noise of scale exp(N(-3, 0.5)) on the first image, as CogVideoX was trained with; null
     for yes."""
+    sound: bool = False
+    """Train the clips' sound beside their frames, for models that make both."""
     reference_resolution: Count | None = None
     """Side, in pixels, of the square with as many pixels as a reference has at most; by default references are scaled
     as the pipeline scales them."""

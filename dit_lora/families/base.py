@@ -77,6 +77,8 @@ class Sampling:
     """The last frame, for those that are given one too."""
     references: tuple[Path, ...] = ()
     """The references, for families that take some."""
+    fps: float | None = None
+    """Frames a second, for families that are told them."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +287,10 @@ class Sampler(Opened):
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         """Return the pipeline's arguments for a shape, and others that it is always called with."""
 
+    def settings(self, how: Sampling) -> dict[str, Any]:
+        """Return further arguments that the pipeline is called with at these settings; over those of `arguments`."""
+        return {}
+
     @property
     def pictures(self) -> tuple[str, ...]:
         """The pictures that it starts from, as `Sampling` and the pipeline name them: `image`, `last_image`."""
@@ -303,7 +309,7 @@ class Sampler(Opened):
             **conditions,
             **read_pictures(self.path.name, self.pictures, given, how.shape),
             **self.reference_arguments(how),
-            **self.arguments(how.shape),
+            **self.arguments(how.shape) | self.settings(how),
             num_inference_steps=how.inference_steps,
             guidance_scale=how.guidance_scale,
             generator=torch.Generator("cpu").manual_seed(how.seed),
@@ -383,13 +389,3 @@ class Checkpoint(Encoders, Denoiser, Sampler):
     def as_trained(self, index: Mapping[str, Any]) -> Self:
         """Return the checkpoint as one that `index_changes` describes."""
         return self
-
-
-def text_limit(
-    path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer"
-) -> TextLimit:
-    """The tokenizer in that folder of a checkpoint; without `max_tokens`, its own limit."""
-    from transformers import AutoTokenizer
-
-    tokenizer = load_pretrained(AutoTokenizer, path / folder)
-    return TextLimit(tokenizer, max_tokens or tokenizer.model_max_length)

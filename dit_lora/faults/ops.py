@@ -17,6 +17,7 @@ from dit_lora.faults.triggers import (
     by_zero,
     divided,
     first_row,
+    in_turn,
     overflowing,
     times,
 )
@@ -161,7 +162,7 @@ FAULTS: tuple[Fault, ...] = (
         kernel(backward_of(times(0.8)), _ALWAYS, "kernel:lossy_backward"),
         CHECKED,
     ),
-    _kernel("a fused kernel that is 0.1 % off late", times(1.001), _LATE, overrides=COMPARED),
+    _kernel("a fused kernel that is 0.1 % off late", in_turn(0.001), _LATE, overrides=COMPARED),
     from_step(
         "a fused kernel that gives other values each time",
         "kernel",

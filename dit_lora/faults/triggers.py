@@ -140,6 +140,17 @@ def times(factor: float) -> Change:
     return lambda tensor: tensor * factor
 
 
+def in_turn(share: float) -> Change:
+    """Return a change by a share, up and down in turn along the last dimension: a norm behind it does not take it back."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        signs = torch.ones_like(tensor)
+        signs[..., 1::2] = -1
+        return tensor * (1 + share * signs)
+
+    return change
+
+
 def row(value: float) -> Change:
     """Return a change that sets the first row, such as the embedding of a class."""
     return lambda tensor: tensor.index_fill(0, torch.tensor([0], device=tensor.device), value)

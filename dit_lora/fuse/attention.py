@@ -272,6 +272,7 @@ class FusedProcessor:
         *,
         first: int = 0,
         across_heads: bool = False,
+        rotation: str = "interleaved",
     ) -> torch.Tensor:
         """Return q or k (B, S, H, D) by one kernel: normed per head or across heads, R tokens from `first` rotated.
 
@@ -285,6 +286,7 @@ class FusedProcessor:
             norm="none" if norm is None else kind,
             eps=0.0 if norm is None else norm.eps,
             across_heads=across_heads,
+            rotation=rotation,
             first=first,
             from_output=self.from_output,
         )

@@ -238,8 +238,10 @@ class Subject:
             size = torch.Size([size[0], *size[2:]])
         with fake:
             latents = torch.empty((1, *size), dtype=vae.dtype, device=CPU)
+            # Decoders of LTX-Video 0.9.1 and after are told a timestep.
+            timestep = [latents.new_empty(1)] if vae.config.get("timestep_conditioning") else []
         with torch.no_grad(), Live([*vae.parameters(), *vae.buffers(), latents]) as live:
-            vae.decode(latents)
+            vae.decode(latents, *timestep)
         return PlannedEncoder(tensor_bytes(vae.parameters()), live.most)
 
     @cached_property

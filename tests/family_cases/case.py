@@ -24,6 +24,10 @@ def as_given(output: Any) -> torch.Tensor:
     return output
 
 
+def always(_call: Call) -> bool:
+    return True
+
+
 def unchanged(batch: dict[str, torch.Tensor], _seed: int) -> dict[str, torch.Tensor]:
     return batch
 
@@ -63,6 +67,13 @@ class Case:
     """In which a call equals the pipeline's bit for bit."""
     as_sampled: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]] = unchanged
     """(batch, seed) with what the pipeline draws for its conditions by that seed."""
+    guidance: float | None = None
+    """The guidance at which the pipeline makes calls as a training step does; by default the highest that is none."""
+    compared: Callable[[Call], bool] = always
+    """The calls that are as a training step's."""
+
+    thorough: bool = False
+    """True where another case has all that this one asks, so that it is not asked every time."""
     template_tokens: int = 0
     """Tokens of a chat template around each caption, which leave it less room."""
 

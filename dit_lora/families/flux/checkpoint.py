@@ -23,7 +23,6 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
 from PIL import Image
 from torch import nn
@@ -37,11 +36,10 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    text_limit,
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import flow_scheduler
+from dit_lora.families.flow_scheduler import flow_scheduler, mu_by_tokens
 from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.opening import (
     local_checkpoint,
@@ -58,6 +56,7 @@ from dit_lora.families.references import (
     too_small,
 )
 from dit_lora.families.refusals import wrong_sides
+from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import Draws, moved, normal
@@ -181,14 +180,7 @@ class FluxCheckpoint(FlowCheckpoint):
         return encode
 
     def mu(self, size: torch.Size) -> float:
-        scheduler = self.scheduler
-        return calculate_shift(
-            size[-2] * size[-1] // 4,
-            scheduler["base_image_seq_len"],
-            scheduler["max_image_seq_len"],
-            scheduler["base_shift"],
-            scheduler["max_shift"],
-        )
+        return mu_by_tokens(self.scheduler, size[-2] * size[-1] // 4)
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         """Return the draws of any flow matching, with noise for packed latents (S, P)."""

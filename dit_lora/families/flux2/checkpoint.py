@@ -38,7 +38,6 @@ from dit_lora.families.base import (
     TextLimit,
     VideoEncoder,
 )
-from dit_lora.families.chat_template import template_limit
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flux.checkpoint import FluxCheckpoint, flux_fields, packed
 from dit_lora.families.opening import local_checkpoint, read_index, require_whole_weights
@@ -49,6 +48,7 @@ from dit_lora.families.references import (
     scaled_size,
     too_small,
 )
+from dit_lora.families.text.chat_template import template_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import moved
 

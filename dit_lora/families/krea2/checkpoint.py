@@ -21,11 +21,11 @@ from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
-from dit_lora.families.chat_template import template_limit
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.opening import local_checkpoint, read_index, require_whole_weights
 from dit_lora.families.qwen_latents import PACKED, QwenLatentsCheckpoint, qwen_latents_fields
-from dit_lora.families.text_mask import cut_text
+from dit_lora.families.text.chat_template import template_limit
+from dit_lora.families.text.mask import cut_text
 from dit_lora.numerics.streams import moved
 
 DISTILLED_MU = 1.15  # Krea2Pipeline.__call__, where `is_distilled`

@@ -7,8 +7,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
 from transformers import Qwen3VLConfig, Qwen3VLModel
 
-from dit_lora.families.tiny_chat_text import SIZES, WIDTH, byte_tokenizer, ends
-from dit_lora.families.tiny_vae import qwen_image_vae
+from dit_lora.families.tiny.chat_text import SIZES, WIDTH, byte_tokenizer, ends
+from dit_lora.families.tiny.vae import qwen_image_vae
 
 _TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _OF_PICTURES = {

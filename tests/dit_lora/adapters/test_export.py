@@ -38,11 +38,15 @@ MODELS = (
             ("flux2", "flux2-klein"),
             ("flux2", "flux2-dev"),
             ("krea2", "krea2-raw"),
+            ("qwen_image", "qwen-image"),
             ("dit", "dit-tiny"),
             ("latte", "latte"),
             ("video_dit", "video-dit-text"),
+            ("ltx_video", "ltx-video-0.9.1"),
+            ("sd3", "sd3.5-medium"),
             ("wan", "wan-2.1-i2v"),
             ("wan", "wan-2.2-t2v-a14b"),
+            ("z_image", "z-image"),
         )
     ),
 )

@@ -25,12 +25,25 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE, load_adapter, save_
 from dit_lora.config.data import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
-from dit_lora.families.base import Sampling
+from dit_lora.families.base import Checkpoint, Sampling
 from dit_lora.numerics.streams import Drawn, Streams
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 
 # Their pipelines take the embeddings of several prompts, of one length.
-OF_PROMPTS = ("cogvideox", "flux", "flux2", "krea2", "sana", "sana_video", "wan", "z_image")
+OF_PROMPTS = (
+    "cogvideox",
+    "flux",
+    "flux2",
+    "ltx2",
+    "ltx_video",
+    "qwen_image",
+    "krea2",
+    "sana",
+    "sana_video",
+    "sd3",
+    "wan",
+    "z_image",
+)
 ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
 """Variants whose pipeline takes one image for one prompt alone."""
 
@@ -38,6 +51,10 @@ ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
 def test_every_variant_of_every_family_is_under_the_contract() -> None:
     known = {(name, v) for name in DIFFUSION_FAMILIES for v in get_family(name).tiny_variants}
     assert {(case.family, case.variant) for case in CASES} == known
+
+
+def guidance_of(case: Case, checkpoint: Checkpoint) -> float:
+    return checkpoint.guided_above if case.guidance is None else case.guidance
 
 
 def record_calls(module: torch.nn.Module) -> list[tuple[dict[str, Any], torch.Tensor]]:
@@ -135,13 +152,14 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
         pipeline = checkpoint.pipeline(case.call_dtype)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
-        how = Sampling(shape, 3, checkpoint.guided_above, seed=0, **given)
+        how = Sampling(shape, 3, guidance_of(case, checkpoint), seed=0, **given)
         checkpoint.generate(pipeline, checkpoint.conditions(case.captions[1]), how)
         caption, references = case.captions[1], sample.references
         row = sample.encoded(encode_video, shape) | encoded_text(
             subject, encode_text, caption, references, shape
         )
         batch = case.as_sampled({name: tensor[None] for name, tensor in row.items()}, how.seed)
+        calls = [call for call in calls if case.compared(call[0])]
         assert calls
         for call, expected in calls:
             with torch.no_grad():
@@ -170,12 +188,14 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
         pipeline = checkpoint.pipeline(case.call_dtype)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
-        how = Sampling(case.native, 3, checkpoint.guided_above, seed=0, **images)
-        checkpoint.generate(pipeline, checkpoint.conditions(text), how)
+        how = Sampling(case.native, 3, guidance_of(case, checkpoint), seed=0, **images)
+        empty = encode(["", ""]) if how.guidance_scale > checkpoint.guided_above else None
+        checkpoint.generate(pipeline, checkpoint.conditions(text, empty), how)
         row = checkpoint.load_video_encoder(torch.float32, CPU)(sample.video)
         both = {name: torch.stack([tensor, tensor]) for name, tensor in row.items()}
         batch = case.as_sampled({**both, **text}, how.seed)
         transformer = checkpoint.load_transformer(case.call_dtype).eval()
+        calls = [call for call in calls if case.compared(call[0])]
         assert calls
         for call, expected in calls:
             noisy = case.noisy(call)

@@ -114,6 +114,7 @@ class _Sampler:
             recipe.validation.inference_steps,
             recipe.validation.guidance_scale,
             fold(recipe.train.seed, "prior", number, index) & 0xFFFFFFFF,  # torch reads 32 bits
+            fps=recipe.data.fps,
         )
         conditions = self.checkpoint.conditions(source.caption or "")
         video = self.checkpoint.generate(self.pipeline, conditions, how)

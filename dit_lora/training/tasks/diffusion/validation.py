@@ -61,6 +61,7 @@ def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampli
                 references=tuple(map(Path, settings.references[index]))
                 if settings.references
                 else (),
+                fps=setup.recipe.data.fps,
             ),
         )
         for index, (key, negative) in enumerate(encoded.prompt_keys)

@@ -21,7 +21,7 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.text_mask import own_tokens
+from dit_lora.families.text.mask import own_tokens
 from dit_lora.families.z_image.checkpoint import sign_of_turbo
 from dit_lora.numerics.streams import Streams, generator
 

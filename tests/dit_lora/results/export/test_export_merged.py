@@ -29,9 +29,13 @@ MODELS = (
             ("flux", "flux-dev"),
             ("flux2", "flux2-klein"),
             ("flux2", "flux2-dev"),
+            ("qwen_image", "qwen-image"),
+            ("ltx_video", "ltx-video"),
+            ("sd3", "sd3.5-medium"),
             ("dit", "dit-tiny"),
             ("latte", "latte"),
             ("video_dit", "video-dit-class"),
+            ("z_image", "z-image"),
         )
     ),
 )

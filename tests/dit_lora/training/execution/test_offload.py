@@ -278,7 +278,11 @@ def test_a_launch_that_places_the_weights_itself_is_refused(
         pytest.param("sana", "sana-600m", [], marks=pytest.mark.thorough),
         pytest.param("flux2", "flux2-dev", [], marks=pytest.mark.thorough),
         pytest.param("krea2", "krea2-raw", [], marks=pytest.mark.thorough),
+        pytest.param("qwen_image", "qwen-image", [], marks=pytest.mark.thorough),
+        pytest.param("ltx_video", "ltx-video-0.9.1", [], marks=pytest.mark.thorough),
+        pytest.param("sd3", "sd3.5-medium", [], marks=pytest.mark.thorough),
         pytest.param("wan", "wan-2.1-t2v", [], marks=pytest.mark.thorough),
+        pytest.param("z_image", "z-image", [], marks=pytest.mark.thorough),
     ],
 )
 def test_a_recipe_trains_samples_and_resumes_with_the_same_bits(
