@@ -125,6 +125,8 @@ def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = T
 def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True) -> Audit:
     """Audit the data of a recipe by its shapes and its model's tokenizer; files judged before are not decoded again."""
     data, root = recipe.data, recipe.cache_dir
+    # The one thing of a recipe that a checkpoint as it is stored needs for the sizes of references.
+    checkpoint = replace(checkpoint, reference_resolution=data.reference_resolution)
     sources = scan(data, root)
     samples = find_samples(recipe, checkpoint, group=recipe.train.batch_size, quiet=not progress)
     # The memo is the cache's: training reads it and refuses what was rejected here.
