@@ -1,6 +1,7 @@
 """Z-Image's own facts: time and sign, captions of several lengths, guidance, signs of Turbo, what is refused."""
 
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.families.z_image.checkpoint import sign_of_turbo
 from dit_lora.numerics.streams import Streams, generator
+from dit_lora.planning.search import subject_of
 
 SEED, POSITIONS = 11, [3, 400, 21]
 
@@ -190,6 +192,15 @@ def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(pat
     torch.testing.assert_close(steps[0][0], -expected[:, 0], rtol=1e-6, atol=1e-6)
 
 
+def test_a_plan_counts_guidance_from_above_0_on(path: Path, recipe_values: dict[str, Any]) -> None:
+    recipes = [
+        recipe_for(path, recipe_values, validation={"guidance_scale": w}) for w in (0.0, 0.5)
+    ]
+    subject = subject_of(recipes[0], gpu=False)
+    without, guided = (subject.inference_peak(recipe) for recipe in recipes)
+    assert guided > 1.5 * without
+
+
 def test_targets_are_attention_in_every_layer_and_refiner(path: Path) -> None:
     checkpoint = opened(path)
     model = checkpoint.load_transformer(torch.float32)
@@ -199,6 +210,21 @@ def test_targets_are_attention_in_every_layer_and_refiner(path: Path) -> None:
     blocks = ("noise_refiner.0", "context_refiner.0", "layers.0", "layers.1")
     layers = ("to_q", "to_k", "to_v", "to_out.0")
     assert found == {f"{block}.attention.{layer}" for block in blocks for layer in layers}
+
+
+def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
+    """Those of its `z_image_to_diffusers` (comfy/utils.py at b3be02d); a layer that it lacks would be passed over."""
+    known = re.compile(
+        r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.to_([qkv]|out\.0)|feed_forward\.w[123]"
+        r"|adaLN_modulation\.0)|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|all_x_embedder\.2-1"
+        r"|cap_embedder\.1|t_embedder\.mlp\.[02]"
+    )
+    model = opened(path).load_transformer(torch.float32)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert len(linear) == 4 * 7 + 3 + 6
+    comfyui = get_family("z_image").comfyui
+    assert [name for name in linear if not known.fullmatch(name)] == []
+    assert [comfyui.of(name) for name in linear] == [f"transformer.{name}" for name in linear]
 
 
 @pytest.mark.parametrize(
