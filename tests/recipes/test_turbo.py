@@ -85,7 +85,7 @@ def test_turbo_trains_over_what_takes_the_distillation_back_and_samples_without_
         assert shown.read_bytes() == write_sample(tmp_path / f"{step}", made, 8).read_bytes()
 
 
-@pytest.mark.parametrize("value", [float("nan"), 3e38])
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(3e38, marks=pytest.mark.thorough)])
 def test_what_is_planted_in_the_frozen_adapter_is_named(
     under: Path, tmp_path: Path, value: float
 ) -> None:
