@@ -23,6 +23,7 @@ from diffusers.models.transformers.transformer_flux2 import (
     Flux2SingleTransformerBlock,
     Flux2TransformerBlock,
 )
+from diffusers.models.transformers.transformer_krea2 import Krea2TransformerBlock
 from diffusers.models.transformers.transformer_sana_video import (
     SanaVideoTransformerBlock,
     WanRotaryPosEmbed,
@@ -142,6 +143,14 @@ def flux2_single() -> tuple[nn.Module, Arguments]:
     return Flux2SingleTransformerBlock(4096, 32, 128), given
 
 
+def krea2() -> tuple[nn.Module, Arguments]:
+    def given(images: int) -> tuple[Sequence[Any], int]:
+        x, angles = noise(images, 768, 6144), torch.randn(768, 64).repeat_interleave(2, -1)
+        return (x, noise(images, 1, 6 * 6144), (angles.cos(), angles.sin())), x.numel()
+
+    return Krea2TransformerBlock(6144, 16384, 48, 12, 1e-5), given
+
+
 def z_image() -> tuple[nn.Module, Arguments]:
     def given(images: int) -> tuple[Sequence[Any], int]:
         x, angles = noise(images, 256, 3840), torch.randn(1, 256, 64)
@@ -159,6 +168,7 @@ BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
     "Wan2.1-1.3B": wan,
     "FLUX.2 klein 9B, double": flux2_double,
     "FLUX.2 klein 9B, single": flux2_single,
+    "Krea 2": krea2,
     "Z-Image": z_image,
 }
 

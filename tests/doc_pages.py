@@ -46,8 +46,13 @@ HUB = {
     "black-forest-labs/FLUX.2-klein-base-4B": "flux2-klein",
     "black-forest-labs/FLUX.2-klein-base-9B": "flux2-klein",
     "black-forest-labs/FLUX.2-dev": "flux2-dev",
+    "krea/Krea-2-Raw": "krea2-raw",
     "Tongyi-MAI/Z-Image": "z-image",
     "Tongyi-MAI/Z-Image-Turbo": "z-image-turbo",
+    "Qwen/Qwen-Image": "qwen-image",
+    "Lightricks/LTX-Video": "ltx-video",
+    "stabilityai/stable-diffusion-3.5-medium": "sd3.5-medium",
+    "stabilityai/stable-diffusion-3.5-large": "sd3.5-large",
     "facebook/DiT-XL-2-256": "dit-tiny",
     "maxin-cn/Latte-1": "latte",
     "videochat2-mistral-stage2": "videochat2-mistral",
@@ -283,6 +288,10 @@ NOT_RUN: dict[str, list[str]] = {
         "it needs the Hub",
         "it serves until it is stopped",
     ],
+    "docs/migrate_ai_toolkit.md": [
+        "two thousand steps of FLUX.1-dev need a GPU",
+        "an adapter of theirs",
+    ],
     "docs/migrate_cogvideo.md": ["CogVideoX1.5-5B needs a GPU", "an adapter of theirs"],
     "docs/migrate_diffusers.md": [
         "a line of your own script",
@@ -293,6 +302,14 @@ NOT_RUN: dict[str, list[str]] = {
     "docs/migrate_finetrainers.md": [
         "a thousand steps of CogVideoX-5B need a GPU",
         "an adapter of theirs",
+        "an adapter of theirs",
+    ],
+    "docs/migrate_musubi.md": [
+        "eight hundred steps of Wan 2.1 need a GPU",
+        "an adapter of theirs",
+    ],
+    "docs/migrate_simpletuner.md": [
+        "a hundred steps of FLUX.1-dev need a GPU",
         "an adapter of theirs",
     ],
     "docs/numerics.md": ["takes minutes"],
@@ -320,6 +337,7 @@ EXAMPLES: dict[str, list[str]] = {
     "docs/hub.md": ["of a session with a Hub that breaks", "of the same session"],
     "docs/index.md": ["made with its output in numerics.md"],
     "docs/kernels.md": ["CogVideoX-5B on a GPU"],
+    "docs/migrate_musubi.md": ["a command of theirs"],
     "docs/models.md": [
         "a part of a recipe",
         "needs the published checkpoint",

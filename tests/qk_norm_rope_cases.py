@@ -20,7 +20,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 @dataclass(frozen=True)
 class Layer:
-    """A use of the op; `tables` is the leading size of cos and sin (0: (R, D)), `wide` has them H*D."""
+    """A use of the op; `tables` is the leading size of cos and sin (0: (R, D)), `wide` has them H*D, `once` an angle once."""
 
     norm: str
     batch: int = 2
@@ -35,6 +35,7 @@ class Layer:
     first: int = 0
     tables: int = 0
     wide: bool = False
+    once: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -57,6 +58,12 @@ LAYERS = {
     "ltx, tables of each sample": Layer("rms", batch=3, across=True, tables=3, wide=True),
     "layer across heads, halves": Layer(
         "layer", across=True, bias=True, width=72, rotation="half", tables=2
+    ),
+    "ltx-2, an angle once": Layer(
+        "rms", across=True, rotation="half", tables=2, wide=True, once=True
+    ),
+    "an angle once for all heads": Layer(
+        "layer", bias=True, width=72, rows=3, first=1, tables=1, once=True
     ),
     "mistral": Layer("none", weight=False, rotation="half", tables=2),
     "flux without a norm": Layer("none", weight=False, rows=3, first=2),
@@ -94,10 +101,12 @@ class Operands:
 
 def angles(layer: Layer, generator: torch.Generator) -> Tensor:
     """Of each element of a table's row, alike for the two of a pair."""
-    lead = (layer.tables,) if layer.tables else ()
+    lead = (layer.tables,) if layer.tables else ((1,) if layer.once else ())
     heads = layer.heads if layer.wide else 1
     size = (*lead, layer.rows, heads, layer.width // 2)
     half = torch.rand(size, generator=generator, dtype=torch.float64) * 6.3
+    if layer.once:
+        return half
     pairs = (
         half.repeat_interleave(2, -1)
         if layer.rotation == "interleaved"
@@ -150,6 +159,9 @@ def stock(
         return y
     stop = layer.first + layer.rows
     part = y[:, layer.first : stop]
+    if layer.once:
+        turned = _turned_once(layer, part.to(cos.dtype), cos, sin).to(x.dtype)
+        return torch.cat([y[:, : layer.first], turned, y[:, stop:]], dim=1)
     if layer.rotation == "interleaved":
         real, imaginary = part.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
@@ -159,6 +171,16 @@ def stock(
     cos, sin = (t.unflatten(-1, (-1, layer.width)) for t in (cos, sin))
     part = (part.to(cos.dtype) * cos + turned.to(cos.dtype) * sin).to(x.dtype)
     return torch.cat([y[:, : layer.first], part, y[:, stop:]], dim=1)
+
+
+def _turned_once(layer: Layer, part: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The lines of transformer_ltx2.py, apply_split_rotary_emb, and the same of neighbours."""
+    apart = 2 if layer.rotation == "half" else -1, -1 if layer.rotation == "half" else 2
+    pairs = part.unflatten(-1, apart)
+    dim = -2 if layer.rotation == "half" else -1
+    first, second = pairs.unbind(dim)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.stack(turned, dim=dim).flatten(-2)
 
 
 def ours(layer: Layer, *inputs: Tensor | None, from_output: bool = True) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
+from dit_lora.data.synthetic.pairs import write_edit_pairs
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Smoke:
     """Or a class's name."""
     pictures: tuple[str, ...] = ()
     """The pictures that its samples start from, as `validation` names them."""
+    references: bool = False
+    """True if its samples are made from a reference."""
 
 
 def class_folders(folder: Path) -> None:
@@ -34,6 +37,10 @@ def captioned_images(folder: Path) -> None:
     write_shapes(folder, clips=4, frames=1, height=64, width=96, fps=1)
 
 
+def edit_pairs(folder: Path) -> None:
+    write_edit_pairs(folder, pairs=4, height=64, width=64)
+
+
 SMOKES = {
     "cogvideox": Smoke("cogvideox-5b"),
     "cogvideox_1.5": Smoke("cogvideox-1.5"),
@@ -45,9 +52,20 @@ SMOKES = {
     "dit": Smoke("dit-tiny", class_folders, ("data.flip=true",), prompt="red disc"),
     "dit_scratch": Smoke("dit-tiny", class_folders, prompt="blue square"),
     "flux": Smoke("flux-dev", captioned_images),
+    "flux_kontext": Smoke("flux-kontext", edit_pairs, references=True),
     "flux2": Smoke("flux2-klein", captioned_images),
+    "flux2_edit": Smoke("flux2-klein", edit_pairs, references=True),
+    "krea2": Smoke("krea2-raw", captioned_images),
+    "qwen_image": Smoke("qwen-image", captioned_images),
+    "ltx_video": Smoke("ltx-video-0.9.1"),
+    "ltx_video_i2v": Smoke(
+        "ltx-video", overrides=("data.image_dropout=0.5",), pictures=("images",)
+    ),
+    "ltx2": Smoke("ltx-2.3"),
+    "ltx2_i2v": Smoke("ltx-2", overrides=("data.image_dropout=0.5",), pictures=("images",)),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
+    "sd3": Smoke("sd3.5-medium", captioned_images),
     "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),
     "video_dit_lora": Smoke("video-dit-text", class_clips),
     "latte": Smoke("latte"),

@@ -1,5 +1,6 @@
 """Names that other programs have for a model's layers; which they are is a fact of its family."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -73,7 +74,8 @@ def layers_by_spelling(names: Iterator[str] | list[str], comfyui: LayerNames) ->
 def _renamed(names: Mapping[str, str], name: str) -> str | None:
     if name in names:
         return names[name]
-    list_name, _, rest = name.partition(".")
-    number, _, inner = rest.partition(".")
-    theirs = names.get(f"{list_name}.*.{inner}") if number.isdecimal() else None
-    return theirs and theirs.replace("*", number)
+    number = re.search(r"\.(\d+)\.", name)
+    if number is None:
+        return None
+    theirs = names.get(f"{name[: number.start(1)]}*{name[number.end(1) :]}")
+    return theirs and theirs.replace("*", number[1])

@@ -30,6 +30,12 @@ def sample(
     last_image: Annotated[
         Path | None, typer.Option(help="Last frame, where the model is given that too.")
     ] = None,
+    reference: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Picture or clip to make it from, for models that edit. Repeat in order."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="By default beside the adapter.")] = None,
 ) -> None:
     """Sample one mp4 (or image) a prompt with an adapter, or a trained model, in the stock pipeline."""
@@ -49,6 +55,7 @@ def sample(
         guidance_scale=guidance_scale,
         image=image,
         last_image=last_image,
+        references=tuple(reference or ()),
         out=out,
     )
     for path in run_sample(request):

@@ -8,7 +8,14 @@ from dit_lora.cli.arguments import NewFolder, make_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
-EXAMPLES = {"shapes": ("shapes clips", "shapes images --frames 1", "shapes conversations --chat")}
+EXAMPLES = {
+    "shapes": (
+        "shapes clips",
+        "shapes images --frames 1",
+        "shapes pairs --pairs",
+        "shapes conversations --chat",
+    )
+}
 
 
 def shapes(
@@ -21,17 +28,23 @@ def shapes(
     width: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 96,
     fps: Annotated[float, typer.Option(min=1, max=240)] = 8.0,
     classes: Annotated[bool, typer.Option("--classes", help="One folder a class.")] = False,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Images with references, for models that edit.")
+    ] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="Questions in place of captions; as many images again.")
     ] = False,
 ) -> None:
-    """Write captioned clips of moving shapes (H.264), to try things on; images with --frames 1 or --classes."""
+    """Write captioned clips of moving shapes (H.264), to try things on; images with --frames 1, --classes or --pairs."""
     from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
     from dit_lora.data.synthetic.conversations import write_conversations
+    from dit_lora.data.synthetic.pairs import write_edit_pairs
 
     if chat and (classes or frames == 1):
         raise DitLoraError("--chat writes clips and images; leave out --classes and --frames 1")
-    frames = frames or (1 if classes else 17)
+    if pairs and (chat or classes or frames not in (None, 1)):
+        raise DitLoraError("--pairs writes images; leave out --chat, --classes and --frames")
+    frames = frames or (1 if classes or pairs else 17)
     if frames > 1 and (height % 2 or width % 2):
         raise DitLoraError(f"H.264 takes even sizes; got {height}x{width}")
     make_folder(out)
@@ -40,7 +53,10 @@ def shapes(
         write_class_folders(out, images=clips, fps=fps, **size)
     elif chat:
         write_conversations(out, clips=clips, images=clips, fps=fps, **size)
+    elif pairs:
+        write_edit_pairs(out, pairs=clips, height=height, width=width)
     else:
         write_shapes(out, clips=clips, fps=fps, **size)
     what = "clips and as many images" if chat else "images" if frames == 1 else "clips"
+    what = "pairs" if pairs else what
     echo(f"wrote {clips} {what} to {out}")

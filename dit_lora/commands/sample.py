@@ -44,6 +44,8 @@ class SampleRequest:
     """The first frame, for image-to-video."""
     last_image: Path | None = None
     """The last frame, where the model is given that too."""
+    references: tuple[Path, ...] = ()
+    """The references, for models that take some; the same for every prompt."""
     out: Path | None = None
 
 
@@ -57,7 +59,7 @@ def sample(request: SampleRequest) -> list[Path]:
     model = source.base(request.model)
     # What was trained may add classes.
     index = None if source.is_pipeline else source.made.get("index")
-    sampler: Sampler = get_family(model.family).open(model, index=index)
+    sampler: Sampler = get_family(model.family).open(model, index=index).with_header(source.made)
     video = source.made.get("video", {})
     shape = VideoShape(
         *(_value(name, getattr(request, name), video) for name in ("frames", "height", "width"))
@@ -69,6 +71,7 @@ def sample(request: SampleRequest) -> list[Path]:
         if not one.is_pipeline:
             load_adapter(pipeline, one.file)
     sampler.place(pipeline, device)
+    fps = None if shape.frames == 1 else _value("fps", request.fps, video)
     how = Sampling(
         shape,
         request.inference_steps,
@@ -76,6 +79,8 @@ def sample(request: SampleRequest) -> list[Path]:
         request.seed,
         request.image,
         request.last_image,
+        request.references,
+        fps,
     )
     folder = source.file.parent if len(sources) == 1 else request.target
     folder = request.target if source.is_pipeline else folder
@@ -85,7 +90,6 @@ def sample(request: SampleRequest) -> list[Path]:
         raise DitLoraError(f"--out {out} is a file; give a folder")
     for prompt in request.prompts:
         frames = sampler.generate(pipeline, sampler.conditions(prompt), how)
-        fps = _value("fps", request.fps, video) if len(frames) > 1 else None
         paths.append(write_sample(out / _file_name(prompt, how), frames, fps))
     return paths
 

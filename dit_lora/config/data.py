@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,6 +16,8 @@ class VideoShape:
     frames: int
     height: int
     width: int
+    references: tuple["VideoShape", ...] = ()
+    """Shapes that its references are encoded in: samples of one batch have equal ones."""
 
     @classmethod
     def of(cls, data: "DataConfig") -> "VideoShape":
@@ -24,24 +26,60 @@ class VideoShape:
 
     @property
     def volume(self) -> int:
-        """Number of pixels of all frames."""
-        return self.frames * self.height * self.width
+        """Number of pixels of all frames, with those of its references."""
+        own = self.frames * self.height * self.width
+        return own + sum(one.volume for one in self.references)
 
     def __str__(self) -> str:
-        return f"{self.frames}x{self.height}x{self.width}"
+        own = f"{self.frames}x{self.height}x{self.width}"
+        return " + ".join([own, *map(str, self.references)])
 
 
-class SourceConfig(Section):
+class Layout(Section):
+    """The places of what belongs to a source's samples."""
+
+    media: str | None = None
+    """The folder that the files of a list are below: of metadata files, videos.txt or conversations; by
+    default the list's own.
+    """
+    caption_column: str | None = None
+    """Column of the caption in metadata files and datasets; by default the one present of text, caption,
+    prompt, label."""
+    image_column: str | None = None
+    """Column of each clip's first image in metadata files, for image-to-video; by default the clip's own
+    first frame."""
+    reference_columns: tuple[str, ...] = ()
+    """Columns of reference pictures or clips in metadata files and datasets, in their order, a cell holding one
+    or a list; in tars the middle of a member's name, as in 7.source.jpg. By default `references`, where the data
+    has it."""
+    reference_folders: tuple[str, ...] = ()
+    """Folders of references, in their order, whose files have the names of the samples in `path`."""
+    mask_column: str | None = None
+    """Column of each sample's mask, a picture: white is learned, black is not; in tars the middle of a name."""
+    mask_folder: str | None = None
+    """Folder of masks, whose files have the names of the samples in `path`."""
+    alpha_mask: bool = False
+    """Take a picture's own transparency for its mask; a picture without any is learned whole."""
+
+    @property
+    def has_masks(self) -> bool:
+        """True if samples may have a mask."""
+        return bool(self.mask_column or self.mask_folder or self.alpha_mask)
+
+    @model_validator(mode="after")
+    def _one_place_each(self) -> Self:
+        if self.reference_columns and self.reference_folders:
+            raise ValueError("give reference_columns or reference_folders, one of them")
+        if sum(map(bool, (self.mask_column, self.mask_folder, self.alpha_mask))) > 1:
+            raise ValueError("give one of mask_column, mask_folder and alpha_mask")
+        return self
+
+
+class SourceConfig(Layout):
     """One of several places that samples come from."""
 
     path: str
     """Place of the samples, as in `data.path`."""
-    caption_column: str | None = None
-    """Column of the caption, as in `data.caption_column`."""
-    image_column: str | None = None
-    """Column of the first image, as in `data.image_column`."""
-    media: str | None = None
-    """Folder of the files that a list names, as in `data.media`."""
     caption: str | None = None
     """One caption for all samples of this source, in place of their own."""
     repeats: Count = 1
@@ -96,25 +134,15 @@ class BucketsConfig(Section):
         return ratios
 
 
-class DataConfig(Section):
+class DataConfig(Layout):
     path: str | None = None
     """A folder: metadata.jsonl, .csv or .parquet, prompts.txt + videos.txt, clips or images each with a
     .txt, one folder a class, or tars in WebDataset's layout; one such .tar; or a dataset with a video or
     image column (`save_to_disk`, or a name on the Hub, with `hub:` before it where it reads as a folder).
     For chat models: a .json or .jsonl file of conversations.
     """
-    media: str | None = None
-    """The folder that the files of a list are below: of metadata files, videos.txt or conversations; by
-    default the list's own.
-    """
     sources: tuple[SourceConfig, ...] = ()
     """Places that samples come from, in place of `path`."""
-    caption_column: str | None = None
-    """Column of the caption in metadata files and datasets; by default the one present of text, caption,
-    prompt, label."""
-    image_column: str | None = None
-    """Column of each clip's first image in metadata files, for image-to-video; by default the clip's own
-    first frame."""
     classes: tuple[str, ...] | None = None
     """Names of the classes, for models with a class table; by default those that the data has."""
     rejects: Literal["refuse", "skip"] = "refuse"
@@ -143,6 +171,13 @@ class DataConfig(Section):
     image_noise: bool | None = None
     """Image-to-video: noise of scale exp(N(-3, 0.5)) on the first image, as CogVideoX was trained with; null
     for yes."""
+    sound: bool = False
+    """Train the clips' sound beside their frames, for models that make both."""
+    reference_resolution: Count | None = None
+    """Side, in pixels, of the square with as many pixels as a reference has at most; by default references are scaled
+    as the pipeline scales them."""
+    mask_floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Weight of the loss where a mask is black; where it is white, the weight is 1."""
     precompute: bool = True
     """Encode everything before training and keep it on disk; `false` encodes each batch as it comes, with the
     encoders kept in memory."""
@@ -168,14 +203,8 @@ class DataConfig(Section):
         """The `sources`, or the one that `path` and its columns are."""
         if self.sources:
             return self.sources
-        return (
-            SourceConfig(
-                path=self.path or "",
-                caption_column=self.caption_column,
-                image_column=self.image_column,
-                media=self.media,
-            ),
-        )
+        layout = {name: getattr(self, name) for name in Layout.model_fields}
+        return (SourceConfig(path=self.path or "", **layout),)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DataConfig":
@@ -188,8 +217,10 @@ class DataConfig(Section):
             raise ValueError("window_stride needs windows: all, or a number above 1")
         if bool(self.path) == bool(self.sources):
             raise ValueError("give data.path or data.sources, one of them")
-        if self.sources and (self.caption_column or self.image_column or self.media):
-            raise ValueError("with data.sources, each source has its own columns")
+        if self.sources and any(getattr(self, name) for name in Layout.model_fields):
+            raise ValueError("with data.sources, each source has its own columns and folders")
+        if self.mask_floor and not any(source.has_masks for source in self.all_sources):
+            raise ValueError("mask_floor needs mask_column, mask_folder or alpha_mask")
         weights = [source.weight is not None for source in self.sources]
         if any(weights) and not all(weights):
             raise ValueError("give every source a weight, or none")

@@ -98,6 +98,8 @@ class ValidationConfig(Section):
     """Image-to-video: one file a prompt, its first frame."""
     last_images: tuple[str, ...] = ()
     """One file a prompt, its last frame, for models that are given that too (Wan 2.1 FLF2V)."""
+    references: tuple[tuple[str, ...], ...] = ()
+    """Models with references: a list of files a prompt; one file may stand by itself."""
     media: tuple[str, ...] = ()
     """Chat models: one image or video a prompt, which is then the question about it."""
     conversations: str | None = None
@@ -117,6 +119,14 @@ class ValidationConfig(Section):
     """Noise and timestep draws per clip, never trained on, for the held-out loss; 0 turns it off."""
     held_out_clips: Count = 16
     """Clips in the held-out loss."""
+
+    @field_validator("references", mode="before")
+    @classmethod
+    def _lists(cls, given: Any) -> Any:
+        """Take one file for a list of one."""
+        if not isinstance(given, list | tuple):
+            return given
+        return [[one] if isinstance(one, str) else one for one in given]
 
 
 Rung = Literal["skip", "quarantine", "fallback", "rollback", "stop"]

@@ -10,7 +10,7 @@ Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -24,6 +24,12 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.opening import load_or_init
 from dit_lora.families.pictures import read_pictures
+from dit_lora.families.references import (
+    References,
+    read_references,
+    scaled,
+    wrong_references,
+)
 from dit_lora.families.refusals import refuse_options
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
@@ -69,6 +75,10 @@ class Sampling:
     """The first frame, for families that start from an image."""
     last_image: Path | None = None
     """The last frame, for those that are given one too."""
+    references: tuple[Path, ...] = ()
+    """The references, for families that take some."""
+    fps: float | None = None
+    """Frames a second, for families that are told them."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,8 @@ class Opened(ABC):
     vae_config: Mapping[str, Any]
     from_scratch: Mapping[str, Any] | None = None
     """`model.from_scratch`."""
+    reference_resolution: int | None = None
+    """`data.reference_resolution`: side of a square with as many pixels as a reference has at most."""
     part: str = "transformer"
     """The component that trains: `transformer_2` is a second expert, for the lower noise levels."""
 
@@ -97,6 +109,11 @@ class Opened(ABC):
     def parts(self) -> Mapping[str, str]:
         """The names of several denoisers by their components, such as `transformer`: `high_noise`; empty for one."""
         return {}
+
+    @property
+    def references(self) -> References | None:
+        """The references that it takes; None if it takes none."""
+        return None
 
     @property
     @abstractmethod
@@ -164,6 +181,8 @@ class Denoiser(Opened):
     """The role of what trains: the transformer, and its losses."""
 
     objective: Objective
+    mask_floor: float = 0.0
+    """Weight of the loss where a mask is black."""
     transformer_class: ClassVar[Any]
 
     @property
@@ -268,10 +287,20 @@ class Sampler(Opened):
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         """Return the pipeline's arguments for a shape, and others that it is always called with."""
 
+    def settings(self, how: Sampling) -> dict[str, Any]:
+        """Return further arguments that the pipeline is called with at these settings; over those of `arguments`."""
+        return {}
+
     @property
     def pictures(self) -> tuple[str, ...]:
         """The pictures that it starts from, as `Sampling` and the pipeline name them: `image`, `last_image`."""
         return ()
+
+    def reference_arguments(self, how: Sampling) -> dict[str, Any]:
+        """Return the pipeline's arguments for the references of one sample to make."""
+        pictures = read_references(self.path.name, self.references, how.references)
+        fitting = [scaled(one, self.reference_resolution) for one in pictures]
+        return {"image": fitting} if fitting else {}
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """Make one video, or an image of one frame: uint8 (frames, height, width, 3)."""
@@ -279,7 +308,8 @@ class Sampler(Opened):
         made = pipeline(
             **conditions,
             **read_pictures(self.path.name, self.pictures, given, how.shape),
-            **self.arguments(how.shape),
+            **self.reference_arguments(how),
+            **self.arguments(how.shape) | self.settings(how),
             num_inference_steps=how.inference_steps,
             guidance_scale=how.guidance_scale,
             generator=torch.Generator("cpu").manual_seed(how.seed),
@@ -317,11 +347,13 @@ class Checkpoint(Encoders, Denoiser, Sampler):
 
     def header(self) -> dict[str, Any]:
         """Return what an adapter's header says of its training beside what every one says."""
-        return {}
+        side = self.reference_resolution
+        return {} if side is None else {"reference_resolution": side}
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
-        """Return the checkpoint with what a header says that `header` gave, so that its output can be compared."""
-        return self
+        """Return the checkpoint with what a header says that `header` gave, to compare its output or to sample."""
+        side = made.get("reference_resolution", self.reference_resolution)
+        return replace(self, reference_resolution=side)
 
     def notes(self, recipe: Recipe) -> list[str]:
         """Return lines about this checkpoint that are said when a run begins."""
@@ -340,7 +372,11 @@ class Checkpoint(Encoders, Denoiser, Sampler):
             )
         of_experts = ("validation.other_expert",) if self.parts else ()
         refuse_options(recipe, (*self.takes, *of_experts))
-        return self
+        wrong = wrong_references(recipe, self.references)
+        if wrong:
+            raise DitLoraError(listed(f"{self.path.name} cannot use this recipe", wrong))
+        side, floor = recipe.data.reference_resolution, recipe.data.mask_floor
+        return replace(self, reference_resolution=side, mask_floor=floor)
 
     def index_changes(self) -> dict[str, Any]:
         """Return what a pipeline trained from this says otherwise in its model_index.json; an adapter's header has it too."""
@@ -353,13 +389,3 @@ class Checkpoint(Encoders, Denoiser, Sampler):
     def as_trained(self, index: Mapping[str, Any]) -> Self:
         """Return the checkpoint as one that `index_changes` describes."""
         return self
-
-
-def text_limit(
-    path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer"
-) -> TextLimit:
-    """The tokenizer in that folder of a checkpoint; without `max_tokens`, its own limit."""
-    from transformers import AutoTokenizer
-
-    tokenizer = load_pretrained(AutoTokenizer, path / folder)
-    return TextLimit(tokenizer, max_tokens or tokenizer.model_max_length)

@@ -37,6 +37,16 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
             captions,
         ),
         "data.image_column": (any(one.image_column for one in sources), captions),
+        "data.reference_columns, reference_folders": (
+            any(one.reference_columns or one.reference_folders for one in sources),
+            "nothing is made from references",
+        ),
+        "data.mask_column, mask_folder, alpha_mask": (
+            any(one.has_masks for one in sources),
+            "the loss is that of answers",
+        ),
+        "data.reference_resolution": (data.reference_resolution is not None, shapes),
+        "validation.references": (bool(recipe.validation.references), "nothing is made from them"),
         "data.sources.caption": (any(one.caption is not None for one in sources), captions),
         "data.sources.generate": (
             any(one.generate is not None for one in sources),

@@ -41,7 +41,9 @@ class Site:
     variant: str
     data: Mapping[str, Any]
     """The recipe's `data` section, without its path."""
-    samples: Literal["clips", "images", "classes", "class_clips", "conversations"] = "clips"
+    samples: Literal["clips", "images", "pairs", "classes", "class_clips", "conversations"] = (
+        "clips"
+    )
     """The kind of samples that are written to train on."""
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Other sections of the recipe that this family needs."""
@@ -60,8 +62,8 @@ class Site:
     """The layer that makes each sample's shift, scale and gate."""
     last: str = "proj_out"
     time_proj: str | None = "time_proj"
-    late: int = 900
-    """A timestep that a tenth or two of its draws lie beyond."""
+    late: float = 900
+    """A timestep, as the module `time_proj` is given it, that a tenth or two of its draws lie beyond."""
     upper: int = 800
     """A timestep that a fifth to a half of its draws lie beyond."""
     text: str | None = "prompt_embeds"
@@ -83,6 +85,11 @@ class Site:
     def encoded(self) -> bool:
         """Return true if samples are encoded before training, and noise is drawn for them."""
         return self.samples != "conversations"
+
+    @property
+    def pairs(self) -> bool:
+        """Return true if samples have a reference and a mask."""
+        return self.samples == "pairs"
 
     @property
     def mark(self) -> str:

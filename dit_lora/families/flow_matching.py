@@ -17,6 +17,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint
+from dit_lora.families.loss_mask import loss_weights
 from dit_lora.numerics.noise_levels import NoiseLevels
 from dit_lora.numerics.objectives import FlowMatching, LossOutput, mean_squared_error
 from dit_lora.numerics.streams import Draws, Streams, normal
@@ -119,9 +120,21 @@ class FlowCheckpoint(Checkpoint):
             noisy = torch.where(known > 0, clean, noisy)
         timesteps = sigmas * self.train_timesteps
         prediction = self.drawn_prediction(transformer, noisy, timesteps, batch, given)
-        weights = None if known is None else 1 - known
-        losses = mean_squared_error(prediction, objective.target(clean, noise), weights)
+        target = objective.target(clean, noise)
+        losses = mean_squared_error(prediction, target, self._weights(batch, known))
         return LossOutput(losses, objective.reported(sigmas))
+
+    def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return what the data's masks weigh each of `clean_latents` by, broadcast to them; None without masks."""
+        return loss_weights(batch, self.mask_floor, batch["latent_mean"])
+
+    def _weights(
+        self, batch: Mapping[str, torch.Tensor], known: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        masked = self.masked(batch)
+        if known is None or masked is None:
+            return masked if known is None else 1 - known
+        return masked * (1 - known)
 
     def drawn_prediction(
         self,

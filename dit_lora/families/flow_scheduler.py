@@ -1,10 +1,11 @@
-"""Reads the scheduler that flow-matching pipelines share, Diffusers' Euler one."""
+"""The scheduler that flow-matching pipelines share, Diffusers' Euler one: its config, and what follows from it."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
@@ -27,3 +28,26 @@ def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
             f"{model.family} knows exponential, the published checkpoints'"
         )
     return dict(config)
+
+
+def mu_by_tokens(scheduler: Mapping[str, Any], tokens: int) -> float:
+    """Return the shift's logarithm for this many image or video tokens, as pipelines compute it by such a scheduler's config."""
+    return calculate_shift(
+        tokens,
+        scheduler["base_image_seq_len"],
+        scheduler["max_image_seq_len"],
+        scheduler["base_shift"],
+        scheduler["max_shift"],
+    )
+
+
+def require_steps(scheduler: Mapping[str, Any], steps: int, name: str) -> None:
+    """Refuse to sample in one step where the scheduler's config says `shift_terminal`: its timestep would be NaN.
+
+    It stretches the schedule so that its last step is there, and of one step the last is also the first, pure noise.
+    """
+    terminal = scheduler["shift_terminal"]
+    if terminal and steps < 2:
+        raise DitLoraError(
+            f"{name} must be 2 or more, as shift_terminal={terminal:g} of the scheduler gives NaN in one step; got {steps}"
+        )

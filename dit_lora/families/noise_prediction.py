@@ -16,6 +16,7 @@ from torch import nn
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Tensors, VideoEncoder
+from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.opening import read_component_config
 from dit_lora.families.posterior import drawn
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
@@ -98,10 +99,12 @@ class NoisePrediction(Checkpoint):
         output = self.predict(transformer, noisy, timesteps, batch).float()
         channels = clean.shape[1]
         prediction, fraction = output[:, :channels], output[:, channels:]
-        losses = mean_squared_error(prediction, noise)
+        weights = loss_weights(batch, self.mask_floor, clean)
+        losses = mean_squared_error(prediction, noise, weights)
         if self.vlb and self.learned:
-            bound = self.objective.variational_bound(prediction, fraction, clean, noisy, timesteps)
-            losses = losses + bound
+            losses = losses + self.objective.variational_bound(
+                prediction, fraction, clean, noisy, timesteps, weights
+            )
         return LossOutput(losses, timesteps)
 
 

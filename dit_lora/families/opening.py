@@ -17,7 +17,7 @@ from dit_lora.parsing import parse_json
 
 def local_checkpoint(model: ModelConfig) -> Path:
     """Return the Diffusers folder of `model.path`, fetched from the Hub if it is not a local one."""
-    return model_folder(model, ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"))
+    return model_folder(model, ("*.json", "*/*.safetensors", "*.model", "*.txt", "*.jinja"))
 
 
 def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict[str, Any]:
@@ -113,6 +113,11 @@ def load_or_init(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model.requires_grad_(False)
+
+
+def default_of(pipeline_class: Any, argument: str) -> Any:
+    """Return the default of an argument of a pipeline's own call."""
+    return inspect.signature(pipeline_class.__call__).parameters[argument].default
 
 
 def read_component_config(path: Path, component: str = "") -> dict[str, Any]:

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import flow_scheduler
+from dit_lora.families.flow_scheduler import flow_scheduler, mu_by_tokens
 from dit_lora.families.opening import local_checkpoint, stored_fields, with_defaults
 from dit_lora.families.posterior import drawn, encode_video, normalised
 from dit_lora.families.refusals import wrong_sides
@@ -66,14 +65,7 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         return encode
 
     def mu(self, size: torch.Size) -> float:
-        scheduler = self.scheduler
-        return calculate_shift(
-            size[-2] * size[-1] // PACKED**2,
-            scheduler["base_image_seq_len"],
-            scheduler["max_image_seq_len"],
-            scheduler["base_shift"],
-            scheduler["max_shift"],
-        )
+        return mu_by_tokens(self.scheduler, size[-2] * size[-1] // PACKED**2)
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         """Return the draws of any flow matching, with noise for packed latents (S, P)."""

@@ -33,11 +33,23 @@ def wrong_frames(frames: int, step: int) -> list[str]:
     return [f"data.frames must be {step}n + 1; got {frames}, nearest {below} and {below + step}"]
 
 
+def beyond_positions(ends: Mapping[str, tuple[int, int]], option: str) -> list[str]:
+    """Say which of the values, by their names in `data`, are above their ends, the places where a table of positions stops.
+
+    `option` is the transformer's, which says how long the table is.
+    """
+    return [
+        f"data.{name} can be {end} at most, where its positions end ({option}); got {value}"
+        for name, (value, end) in ends.items()
+        if value > end
+    ]
+
+
 def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
     """Raise if the recipe sets options of other families: all but those in `takes`.
 
-    They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `validation.images`,
-    `validation.last_images`, `validation.other_expert`, `model.task`, `train.guidance_scale`, `train.timesteps` and
+    They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `data.sound`,
+    `validation.images`, `validation.last_images`, `validation.other_expert`, `model.task`, `train.guidance_scale`, `train.timesteps` and
     `train.vlb`; `data.fps` of images; and what is for chat models.
     """
     options = {
@@ -51,6 +63,7 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
         "data.image_column": recipe.data.image_column is not None,
         "data.image_dropout": recipe.data.image_dropout > 0,
         "data.image_noise": recipe.data.image_noise is not None,
+        "data.sound": recipe.data.sound,
         "data.fps": recipe.data.fps is not None and recipe.data.most_frames == 1,
         "model.task": recipe.model.task is not None,
         "validation.other_expert": recipe.validation.other_expert is not None,

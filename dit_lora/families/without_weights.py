@@ -15,6 +15,7 @@ from diffusers import ModelMixin
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.hub_files import model_folder
@@ -74,7 +75,9 @@ def from_configs() -> Iterator[list[nn.Module]]:
         return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
 
     def of_transformers(cls: Any, path: Any, *, dtype: Any = None, **_: Any) -> Any:
-        model = cls._from_config(load_pretrained(cls.config_class, path))
+        # Without values there is nothing to draw, and some ways to draw it ask for values (Siglip's).
+        with no_init_weights():
+            model = cls._from_config(load_pretrained(cls.config_class, path))
         return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
 
     replacements: dict[Any, Any] = {ModelMixin: of_diffusers, PreTrainedModel: of_transformers}
@@ -109,7 +112,8 @@ def text_encoders(path: Path, dtype: torch.dtype) -> list[nn.Module]:
     models = []
     for file in sorted(path.glob("text_encoder*/config.json")):
         config = load_pretrained(AutoConfig, file.parent)
-        model = getattr(transformers, config.architectures[0])._from_config(config)
+        with no_init_weights():
+            model = getattr(transformers, config.architectures[0])._from_config(config)
         models.append(_as_loaded(model, dtype, [], []))
     return models
 

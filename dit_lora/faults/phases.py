@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dit_lora.config.data import VideoShape
 from dit_lora.config.load import dump_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.faults.fault import Expected, Fault
@@ -20,20 +21,30 @@ from dit_lora.numerics.dtensors import local
 from dit_lora.patching import Patches
 
 
+class _BadEncoder:
+    """A video encoder that gives one bad value for the target; of references it gives what the other gives."""
+
+    def __init__(self, encode: Any, world: World, value: float) -> None:
+        self._encode, self._world, self._value = encode, world, value
+
+    def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+        encoded: Tensors = self._encode(pixels, image)
+        if torch.equal(encoded["latent_mean"], self._world.target_latent):
+            bad = Element(self._value, 4)
+            encoded["latent_mean"] = bad(encoded["latent_mean"].contiguous())
+        return encoded
+
+    def references(self, given: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
+        latents: Tensors = self._encode.references(given, shape)
+        return latents
+
+
 def _from_vae(name: str, value: float, words: str) -> Fault:
     """Return the fault of a VAE that gives a bad value for one clip, on whichever rank encodes it."""
 
     def play(fault: Fault, world: World) -> Observation:
-        def load(inner: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Tensors]:
-            encode = inner(*args, **options)
-
-            def bad(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-                encoded = encode(pixels, image)
-                if torch.equal(encoded["latent_mean"], world.target_latent):
-                    encoded["latent_mean"] = Element(value, 4)(encoded["latent_mean"].contiguous())
-                return encoded
-
-            return bad
+        def load(inner: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            return _BadEncoder(inner(*args, **options), world, value)
 
         opened = world.family.open(world.recipe("", world.clips, world.root, ()).model)
         patches = Patches()

@@ -22,6 +22,8 @@ _PLACES = {
     "latent_mean": ("latent", ("encoded",)),
     "latent_logvar": ("posterior", ("posterior",)),
     "prompt_embeds": ("text", ("text",)),
+    "reference_0": ("reference", ("pairs",)),
+    "loss_mask": ("mask", ("pairs",)),
 }
 """The place of a fault in a tensor, and what a site needs to have it."""
 # Samples that are good, and something that is drawn for them or computed of them is not.
@@ -127,6 +129,8 @@ DRAWN: tuple[Fault, ...] = (
     _read("an overflowing posterior logvar", "latent_logvar", 500.0),
     _read("NaN in a text embedding", "prompt_embeds", _NAN),
     _read("Inf in a text embedding", "prompt_embeds", _INF),
+    _read("NaN in a reference at every read", "reference_0", _NAN),
+    _read("NaN in a mask at every read", "loss_mask", _NAN),
     _read("NaN in a latent, once", "latent_mean", _NAN, once=True),
     _read("Inf in a text embedding, once", "prompt_embeds", _INF, once=True),
     _loss("NaN loss of one sample", _NAN),

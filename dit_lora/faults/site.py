@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from PIL import Image
+
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.errors import DitLoraError
@@ -19,6 +21,28 @@ def write_clips(folder: Path) -> None:
 
 def write_images(folder: Path) -> None:
     write_shapes(folder, clips=CLIPS, frames=1, height=64, width=64, fps=8)
+
+
+def write_pairs(folder: Path) -> None:
+    """Images, each with itself turned as its reference, and with a mask of its left half."""
+    write_images(folder)
+    lines = []
+    for file in sorted(folder.glob("*.png")):
+        picture, caption = Image.open(file), file.with_suffix(".txt")
+        mask = Image.new("L", picture.size)
+        mask.paste(255, (0, 0, picture.width // 2, picture.height))
+        row = {"file_name": file.name, "text": caption.read_text("utf-8").strip()}
+        made = {
+            "references": picture.transpose(Image.Transpose.TRANSPOSE),
+            "masks": mask,
+        }
+        for name, image in made.items():
+            (folder / name).mkdir(exist_ok=True)
+            image.save(folder / name / file.name)
+            row[name] = f"{name}/{file.name}"
+        lines.append(json.dumps(row))
+        caption.unlink()
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def write_classes(folder: Path) -> None:
@@ -68,6 +92,7 @@ def drop_conversation(folder: Path, clip: str) -> None:
 _WRITERS: Mapping[str, Callable[[Path], None]] = {
     "clips": write_clips,
     "images": write_images,
+    "pairs": write_pairs,
     "classes": write_classes,
     "class_clips": write_class_clips,
     "conversations": write_chat,

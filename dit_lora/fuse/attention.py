@@ -234,9 +234,9 @@ class FusedProcessor:
     def __init__(self, stock: Any, fusion: Fusion, attn: Any) -> None:
         self.stock = stock
         self.fusion = fusion
-        norms = [getattr(attn, name, None) for name in NORMS]
+        norms = [norm for name in NORMS if (norm := getattr(attn, name, None)) is not None]
         # Read once, here: it is a synchronisation of the device.
-        self.from_output = all(_recoverable(norm) for norm in norms if norm is not None)
+        self.from_output = all(self._recoverable(norm) for norm in norms)
         """True if norms of q and k may run backward from their outputs."""
 
     @property
@@ -254,6 +254,15 @@ class FusedProcessor:
     _attention_backend = _of_stock("_attention_backend")
     _parallel_config = _of_stock("_parallel_config")
 
+    def weight(self, norm: Any) -> torch.Tensor | None:
+        """Return what a norm of q or k multiplies by; None where it has no weights."""
+        return getattr(norm, "weight", None)
+
+    def _recoverable(self, norm: Any) -> bool:
+        """Return whether a norm's backward may start from its output: also where there are no weights, or no values."""
+        weight, bias = self.weight(norm), getattr(norm, "bias", None)
+        return weight is None or weight.is_meta or recoverable(weight, bias)
+
     def norm_and_rotate(
         self,
         heads: torch.Tensor,
@@ -263,21 +272,21 @@ class FusedProcessor:
         *,
         first: int = 0,
         across_heads: bool = False,
+        rotation: str = "interleaved",
     ) -> torch.Tensor:
         """Return q or k (B, S, H, D) by one kernel: normed per head or across heads, R tokens from `first` rotated.
 
         `norm` is a module of this kind or None, `rotary` tables as `qk_norm_rope` takes them or None.
         """
-        cos, sin = (None, None) if rotary is None else rotary
         return qk_norm_rope(
             heads,
-            getattr(norm, "weight", None),
+            self.weight(norm),
             getattr(norm, "bias", None),
-            cos,
-            sin,
+            *(rotary or (None, None)),
             norm="none" if norm is None else kind,
             eps=0.0 if norm is None else norm.eps,
             across_heads=across_heads,
+            rotation=rotation,
             first=first,
             from_output=self.from_output,
         )
@@ -298,12 +307,6 @@ class FusedProcessor:
         rotate: Any = apply_rotary_emb  # its annotations are of complex tables
         rotated = rotate(heads[:, first:stop], rotary, sequence_dim=1)
         return torch.cat([heads[:, :first], rotated, heads[:, stop:]], dim=1)
-
-
-def _recoverable(norm: Any) -> bool:
-    """Return whether this norm's backward may start from its output: also where there are no weights, or no values."""
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    return weight is None or weight.is_meta or recoverable(weight, bias)
 
 
 class SharedInputProcessor(FusedProcessor):

@@ -190,8 +190,9 @@ def recording(model: nn.Module, modules: Sequence[str], values: Values) -> Itera
 
 
 def named_outputs(name: str, output: Any) -> Values:
-    """Return the tensors that a module returned."""
+    """Return the tensors that a module returned; complex ones, such as rotations, as pairs of real numbers."""
     tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+    tensors = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
     return {f"{name} (output {i})" if i else name: tensor for i, tensor in enumerate(tensors)}
 
 

@@ -33,11 +33,7 @@ def mean_squared_error(
 
     `weights`, broadcast to the prediction, weigh each error; their sum divides. A sample whose weights are all 0 is NaN.
     """
-    errors = (prediction.float() - target.float()).square()
-    if weights is None:
-        return errors.flatten(1).mean(1)
-    weights = weights.float().expand_as(errors)
-    return (errors * weights).flatten(1).sum(1) / weights.flatten(1).sum(1)
+    return _weighted_mean((prediction.float() - target.float()).square(), weights)
 
 
 def next_token_losses(
@@ -209,8 +205,11 @@ class EpsilonPrediction:
         clean: torch.Tensor,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return each sample's term of the bound in bits per dimension, fp32 (B,): a gradient for `fraction` alone.
+
+        `weights` are those of `mean_squared_error`.
 
         `fraction` is the network's, -1 for the smallest and 1 for the largest log variance. At t = 0 it is
         the negative log-likelihood of `clean` in bins of 2/255, elsewhere a Kullback-Leibler divergence.
@@ -231,12 +230,19 @@ class EpsilonPrediction:
         )
         likelihood = _binned_log_likelihood(clean.float(), mean, 0.5 * log_variance)
         nats = torch.where(timesteps.view_as(alpha) == 0, -likelihood, divergence)
-        return nats.flatten(1).mean(1) / math.log(2)
+        return _weighted_mean(nats, weights) / math.log(2)
 
     @property
     def _tables(self) -> tuple[torch.Tensor, ...]:
         by_timestep = (self.alpha, self.sigma, self.log_beta, self.log_posterior)
         return (*by_timestep, self.clean_share, self.noisy_share)
+
+
+def _weighted_mean(values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    if weights is None:
+        return values.flatten(1).mean(1)
+    weights = weights.float().expand_as(values)
+    return (values * weights).flatten(1).sum(1) / weights.flatten(1).sum(1)
 
 
 def _at(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

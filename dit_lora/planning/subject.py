@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -29,7 +29,9 @@ from dit_lora.training.execution.activation_checkpointing import Mode
 from dit_lora.training.execution.activations import Needs, measure
 from dit_lora.training.execution.blocks import read_outside, repeated_blocks
 from dit_lora.training.execution.fake_step import CPU, FakeStep, Live, Losses, tensor_bytes
-from dit_lora.training.tasks.diffusion.samples import BucketedSample, find_samples
+from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
+from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
+from dit_lora.training.tasks.diffusion.samples import find_samples
 from dit_lora.training.tasks.registry import task_of
 
 T = TypeVar("T")
@@ -162,9 +164,24 @@ class Subject:
 
     def _video_shapes(self) -> Sequence[VideoShape]:
         used = {sample.shape for sample in self.samples or ()}
-        return tuple(used) or buckets_of(
+        buckets = used or buckets_of(
             self.recipe.data, self.checkpoint.side_step, self.checkpoint.refusal
         )
+        return tuple(self._with_references(shape) for shape in buckets)
+
+    def _with_references(self, shape: VideoShape) -> VideoShape:
+        """Return the shape with references as large as itself, as many as a prompt has, where the data does not tell."""
+        takes = self.checkpoint.references
+        if takes is None or shape.references or self.samples is not None:
+            return shape
+        number = max((len(files) for files in self.recipe.validation.references), default=0)
+        return takes.assumed(shape, number)
+
+    @property
+    def _own_shape(self) -> VideoShape:
+        """The shape of what is sampled."""
+        shape = VideoShape.of(self.recipe.data)
+        return replace(shape, references=self.shapes[0].references)
 
     def _encoded(self, shape: VideoShape) -> Spec:
         """Return a sample's tensors: what the encoders make of its pixels and its caption."""
@@ -179,11 +196,19 @@ class Subject:
         def run() -> tuple[Mapping[str, torch.Tensor], int]:
             size = (shape.frames, 3, shape.height, shape.width)
             with fake:
-                pixels = torch.empty(size, dtype=torch.uint8, device=CPU)
+                pixels, *references = (
+                    torch.empty(
+                        (one.frames, 3, one.height, one.width), dtype=torch.uint8, device=CPU
+                    )
+                    for one in (shape, *shape.references)
+                )
             first = torch.zeros(size[1:], dtype=torch.uint8)
+            masked = any(source.has_masks for source in self.recipe.data.all_sources)
+            mask = torch.ones(shape.height, shape.width) if masked else None
             held = [t for one in encoders for t in (*one.parameters(), *one.buffers())]
             with Live([*held, pixels]) as live:
-                made = encode(pixels, first)
+                sample = DecodedSample(pixels, first, tuple(references), mask)
+                made = sample.encoded(encode, shape)
             return made, live.most
 
         return self._once(shape, run)
@@ -208,13 +233,15 @@ class Subject:
         """Count the decoding of one sample of `data`'s own shape; of an autoencoder of images, a frame at a time."""
         _, encoders, fake = self._encoders
         vae: Any = encoders[0]
-        size, _ = self._encoded(VideoShape.of(self.recipe.data))["latent_mean"]
+        size, _ = self._encoded(self._own_shape)["latent_mean"]
         if isinstance(vae, AutoencoderKL) and len(size) == 4:
             size = torch.Size([size[0], *size[2:]])
         with fake:
             latents = torch.empty((1, *size), dtype=vae.dtype, device=CPU)
+            # Decoders of LTX-Video 0.9.1 and after are told a timestep.
+            timestep = [latents.new_empty(1)] if vae.config.get("timestep_conditioning") else []
         with torch.no_grad(), Live([*vae.parameters(), *vae.buffers(), latents]) as live:
-            vae.decode(latents)
+            vae.decode(latents, *timestep)
         return PlannedEncoder(tensor_bytes(vae.parameters()), live.most)
 
     @cached_property
@@ -278,7 +305,7 @@ class Subject:
         model = self.model(recipe)
 
         def count() -> int:
-            spec = self._encoded(VideoShape.of(recipe.data))
+            spec = self._encoded(self._own_shape)
             step = FakeStep(model.eval(), self._batch(spec, size))
             try:
                 with (

@@ -138,6 +138,13 @@ def _angles(make: _Maker, *size: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
+def _angles_once(make: _Maker, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (B, S, H, E/2), fp32: an angle a pair and head, once."""
+    size = (shape.batch, sum(shape.tokens), shape.heads, shape.head_dim // 2)
+    angles = make(*size, dtype=torch.float32, std=3.0)
+    return angles.cos(), angles.sin()
+
+
 def _qk_norm_rope(name: str, shape: Shape, device: torch.device) -> Case:
     """Return the norm and rotation of q, which k has once more."""
     make, b, tokens, d = _Maker(device), shape.batch, sum(shape.tokens), shape.width
@@ -149,7 +156,10 @@ def _qk_norm_rope(name: str, shape: Shape, device: torch.device) -> Case:
     tables = 0
     if shape.rotary:
         width = d if shape.qk == "inner" else shape.head_dim
-        given["cos"], given["sin"] = _angles(make, tokens - first, width)
+        if shape.qk == "split":
+            given["cos"], given["sin"] = _angles_once(make, shape)
+        else:
+            given["cos"], given["sin"] = _angles(make, tokens - first, width)
         tables = given["cos"].nbytes + given["sin"].nbytes
     heads, eps = shape.heads, 1e-5 if shape.qk == "inner" else 1e-6
 
@@ -160,6 +170,7 @@ def _qk_norm_rope(name: str, shape: Shape, device: torch.device) -> Case:
             norm="layer" if per_head else "rms",
             eps=eps,
             across_heads=not per_head,
+            rotation="half" if shape.qk == "split" else "interleaved",
             first=first,
         )
         return (out,)

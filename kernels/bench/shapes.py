@@ -16,7 +16,7 @@ class Shape(NamedTuple):
     norm_eps: float
     layers: int
     qk: str = ""
-    """`layer` over a head, `across` or `inner` as in stock.py; empty: q and k are used as they are."""
+    """`layer` over a head, `across`, `inner` or `split` as in stock.py; empty: q and k are used as they are."""
     rotary: bool = False
     linear_attention: bool = False
     glu: tuple[int, int, int] | None = None
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     def adapted(self) -> int:
         """Layers of width by width with an adapter: q, k, v and out of every attention."""
         # These models have a second attention, to the text, in every block.
-        attentions = 2 if self.linear_attention or self.qk in ("across", "inner") else 1
+        attentions = 2 if self.linear_attention or self.qk in ("across", "inner", "split") else 1
         return self.layers * 4 * attentions
 
 
@@ -49,6 +49,8 @@ SHAPES = {
     "cogvideox_2b": Shape(1, (226, 17550), 30, 64, "affine", 1e-5, 30, "layer"),
     # 121 frames of 512x704: 16 x 16 x 22.
     "ltx": Shape(1, (5632,), 32, 64, "rms", 1e-6, 28, "inner", True),
+    # The video of 121 frames of 512x768: 16 x 16 x 24.
+    "ltx2": Shape(1, (6144,), 32, 128, "rms", 1e-6, 48, "split", True),
     # 81 frames of 768x1360: 11 x 48 x 85.
     "cogvideox_1.5": Shape(1, (226, 44880), 48, 64, "affine", 1e-5, 42, "layer", True),
 }

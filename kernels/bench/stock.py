@@ -64,7 +64,8 @@ def qk_norm_rope(given: Operands, kind: str, heads: int, first: int, eps: float)
     """Return q (B,S,H*E) normed and rotated, as (B,S,H,E).
 
     `kind`: `layer` over a head, tokens from `first` on rotated, if there are tables (CogVideoX); `across`, RMS over
-    H*E and a table a head (Wan); `inner`, the same with tables over H*E and Diffusers' RMSNorm (LTX).
+    H*E and a table a head (Wan); `inner`, the same with tables over H*E and Diffusers' RMSNorm (LTX); `split`, RMS over
+    H*E, pairs of halves and tables (B,S,H,E/2) with an angle once (LTX-2).
     """
     x, weight, cos, sin = (given.get(name) for name in ("x", "weight", "cos", "sin"))
     assert x is not None
@@ -84,6 +85,12 @@ def qk_norm_rope(given: Operands, kind: str, heads: int, first: int, eps: float)
         q = (wide(q) * cos + wide(_turned(q)) * sin).to(q.dtype)
         return (q.unflatten(2, (heads, -1)),)
     q = functional.rms_norm(x, x.shape[-1:], weight, eps).unflatten(2, (heads, -1))
+    if kind == "split":
+        halves = wide(q).unflatten(-1, (2, -1))
+        turned = halves * cos[..., None, :]
+        turned[..., 0, :].addcmul_(-sin, halves[..., 1, :])
+        turned[..., 1, :].addcmul_(sin, halves[..., 0, :])
+        return (turned.flatten(-2).to(q.dtype),)
     a, b = q.unflatten(-1, (-1, 2)).unbind(-1)
     c, s = cos[:, None, 0::2], sin[:, None, 1::2]
     out = torch.empty_like(q)

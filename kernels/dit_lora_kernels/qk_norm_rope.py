@@ -2,7 +2,8 @@
 
 Shapes: B samples, S tokens, H heads, D elements a head; R tokens from `first` on are rotated, the others only normed.
 `norm` is LayerNorm or RMSNorm over D, or over H*D (across heads), or none. With the pairs (a, b) = (2i, 2i+1) or
-(i, i+D/2), ``R(y)[a] = y[a] cos[a] - y[b] sin[a]`` and ``R(y)[b] = y[b] cos[b] + y[a] sin[b]``.
+(i, i+D/2), ``R(y)[a] = y[a] cos[a] - y[b] sin[a]`` and ``R(y)[b] = y[b] cos[b] + y[a] sin[b]``. Tables hold each angle
+twice, at a and at b, or once, at i.
 
 Source: RoFormer, https://arxiv.org/abs/2104.09864, section 3.2; tables and formula are those of Diffusers'
 `apply_rotary_emb` and `get_1d_rotary_pos_embed(use_real=True)`.
@@ -76,6 +77,20 @@ def _turned(y: Tensor, rotation: str) -> Tensor:
     return torch.stack([-y[..., 1::2], y[..., 0::2]], dim=-1).flatten(-2)
 
 
+def _rows(table: Tensor) -> int:
+    """Return the number of tokens that a table rotates."""
+    return table.shape[1 if table.ndim == 4 else -2]
+
+
+def _twice(table: Tensor, width: int, rotation: str) -> Tensor:
+    """Return a table (..., R, 1 or H, D) with each angle at both elements of its pair."""
+    if table.ndim < 4:
+        return table.unflatten(-1, (-1, width))
+    if rotation == "half":
+        return torch.cat([table, table], dim=-1)
+    return table.repeat_interleave(2, dim=-1)
+
+
 def _rotated(
     y: Tensor, cos: Tensor | None, sin: Tensor | None, options: Options, sign: int = 1
 ) -> Tensor:
@@ -83,9 +98,8 @@ def _rotated(
     if cos is None or sin is None:
         return y
     # The inverse is the transpose, in which each sine goes with the element that it is in a row with: before the turn.
-    stop = options.first + cos.shape[-2]
-    heads = cos.shape[-1] // y.shape[-1]
-    c, s = (t.to(y.dtype).unflatten(-1, (heads, y.shape[-1])) for t in (cos, sin))
+    stop = options.first + _rows(cos)
+    c, s = (_twice(table.to(y.dtype), y.shape[-1], options.rotation) for table in (cos, sin))
     part = y[:, options.first : stop]
     if sign > 0:
         part = part * c + _turned(part, options.rotation) * s
@@ -221,15 +235,29 @@ def _load_shared(
 @triton.jit
 def _load_rotation(
     cos_ptr, sin_ptr, batch, row, R, TABLES: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
+    D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ONCE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """Return row `row` of both tables; cos 1 and sin 0, no rotation, for a token before the first or past the last of R."""
     count = tl.where((row >= 0) & (row < R), H, 0)  # the interpreter cannot broadcast a mask of one
     if TABLES > 1:  # a table for every sample
         row += batch * R
-    offset = row * (H * D if PER_HEAD else D)
-    c1, c2 = _load_shared(cos_ptr, offset, count, 1.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
-    s1, s2 = _load_shared(sin_ptr, offset, count, 0.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+    if ONCE:
+        heads = tl.arange(0, BLOCK_H if PER_HEAD else 1)[:, None]
+        i = tl.arange(0, BLOCK)[None, :]
+        places = (row * (H if PER_HEAD else 1) + heads) * (D // 2) + i
+        mask = (heads < count) & (i < D // 2)
+        c1 = tl.load(cos_ptr + places, mask=mask, other=1.0).to(ACC)
+        s1 = tl.load(sin_ptr + places, mask=mask, other=0.0).to(ACC)
+        c2, s2 = c1, s1
+    else:
+        offset = row * (H * D if PER_HEAD else D)
+        c1, c2 = _load_shared(
+            cos_ptr, offset, count, 1.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
+        )
+        s1, s2 = _load_shared(
+            sin_ptr, offset, count, 0.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
+        )
     return c1, c2, s1, s2
 
 
@@ -272,9 +300,9 @@ def _forward_kernel(
     S, R, first, x_batch, x_token, x_head,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
-    TABLES: tl.constexpr, PER_HEAD: tl.constexpr, ACC: tl.constexpr,
+    TABLES: tl.constexpr, PER_HEAD: tl.constexpr, ONCE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Take x by strides, weight and bias (D) or (H*D), tables (1|B,R,D|H*D); store out (B,S,H,D), rstd (B,S,H|1)."""
+    """Take x by strides, weight and bias (D) or (H*D), tables (1|B,R,D|H*D) or with ONCE (1|B,R,1|H,D/2); store out (B,S,H,D), rstd (B,S,H|1)."""
     token = tl.program_id(0).to(tl.int64)
     batch, position = token // S, token % S
     heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
@@ -291,7 +319,7 @@ def _forward_kernel(
         a, b = a * w1 + b1, b * w2 + b2
     if cos_ptr is not None:
         c1, c2, s1, s2 = _load_rotation(
-            cos_ptr, sin_ptr, batch, position - first, R, TABLES, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
+            cos_ptr, sin_ptr, batch, position - first, R, TABLES, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ONCE, ACC
         )  # fmt: skip
         a, b = a * c1 - b * s1, b * c2 + a * s2
     _store_pair(out_ptr, (token * H + heads) * D, heads < H, a, b, D, BLOCK, HALVES)
@@ -348,7 +376,7 @@ def _backward_kernel(
     grad_batch, grad_token, grad_head, source_batch, source_token, source_head,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
-    TABLES: tl.constexpr, PER_HEAD: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr,
+    TABLES: tl.constexpr, PER_HEAD: tl.constexpr, ONCE: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Store dx (B,S,H,D) and a program's partial sums; `source` is the output where rstd was saved, else x."""
     # A program takes EACH consecutive tokens, and keeps their sums in registers: no atomics, the same bits every time.
@@ -371,7 +399,7 @@ def _backward_kernel(
             y1, y2 = _load_pair(source_ptr, rows, valid, 0.0, D, BLOCK, HALVES, ACC)
         if cos_ptr is not None:
             c1, c2, s1, s2 = _load_rotation(
-                cos_ptr, sin_ptr, batch, row, R, TABLES, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
+                cos_ptr, sin_ptr, batch, row, R, TABLES, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ONCE, ACC
             )  # fmt: skip
             d1, d2 = _unrotate(d1, d2, c1, c2, s1, s2)
             if rstd_ptr is not None:
@@ -400,6 +428,8 @@ def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any
     heads, width = x.shape[2:]
     block_h = next_power_of_2(heads)
     block = next_power_of_2(width // 2)
+    once = cos is not None and cos.ndim == 4
+    shared = cos is None or (cos.shape[2] == 1 if once else cos.shape[-1] == width)
     return {
         "H": heads,
         "D": width,
@@ -410,7 +440,8 @@ def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any
         "ACROSS": options.across_heads,
         "HALVES": options.rotation == "half",
         "TABLES": 0 if cos is None else cos.shape[0],
-        "PER_HEAD": cos is not None and cos.shape[-1] != width,
+        "PER_HEAD": not shared,
+        "ONCE": once,
         "ACC": accumulator(x.dtype),
         # 16 elements of a token to a thread: 8 pairs, of which a warp of 32 threads has 256.
         "num_warps": min(max(block_h * block // 256, 1), 16),
@@ -418,7 +449,7 @@ def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any
 
 
 def _table(table: Tensor | None) -> Tensor | None:
-    """Return a table (R, C) or (1|B, R, C) as contiguous (1|B, R, C)."""
+    """Return a table as it is, contiguous; one of (R, C) as (1, R, C)."""
     return packed(table[None] if table is not None and table.ndim == 2 else table)
 
 
@@ -645,15 +676,18 @@ def _check(
         raise ValueError(
             f"cos and sin come together, in one shape; got {shapes[0]} and {shapes[1]}"
         )
-    fits = cos.shape[-1] in (width, heads * width) and cos.ndim in (2, 3)
-    if not fits or (cos.ndim == 3 and cos.shape[0] not in (1, batch)):
+    if cos.ndim == 4:
+        fits = cos.shape[2] in (1, heads) and cos.shape[3] == width // 2
+    else:
+        fits = cos.shape[-1] in (width, heads * width) and cos.ndim in (2, 3)
+    if not fits or (cos.ndim > 2 and cos.shape[0] not in (1, batch)):
         raise ValueError(
-            f"cos and sin are (R, D), (1 or B, R, D) or (1 or B, R, H*D) for x {tuple(x.shape)}; got {tuple(cos.shape)}"
+            "cos and sin are (R, D), (1 or B, R, D), (1 or B, R, H*D) or (1 or B, R, 1 or H, D/2) for x "
+            f"{tuple(x.shape)}; got {tuple(cos.shape)}"
         )
-    if options.first < 0 or options.first + cos.shape[-2] > tokens:
-        raise ValueError(
-            f"the tables rotate tokens {options.first} to {options.first + cos.shape[-2]}, but x has {tokens}"
-        )
+    stop = options.first + _rows(cos)
+    if options.first < 0 or stop > tokens:
+        raise ValueError(f"the tables rotate tokens {options.first} to {stop}, but x has {tokens}")
 
 
 def qk_norm_rope(
@@ -673,7 +707,8 @@ def qk_norm_rope(
     """Normalise the heads of x and rotate tokens `first` to `first + R`, in one pass each way.
 
     x: (B, S, H, D), any strides with a contiguous D, even. weight, bias: (D,), or (H*D,) across heads. cos, sin:
-    (R, D), (1 or B, R, D) or (1 or B, R, H*D), rotations (cos^2 + sin^2 = 1 in every pair), not differentiated.
+    (R, D), (1 or B, R, D) or (1 or B, R, H*D), rotations (cos^2 + sin^2 = 1 in every pair), not differentiated; or
+    (1 or B, R, 1 or H, D/2), which holds the angle of a pair once.
     Returns (B, S, H, D) contiguous, in x's dtype; fp32 inside, fp64 of fp64.
 
     `from_output`: the backward computes x_hat back from the output; pass `recoverable(weight, bias)`, found once.

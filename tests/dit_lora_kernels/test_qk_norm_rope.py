@@ -87,7 +87,10 @@ def test_operands_of_different_dtypes() -> None:
     assert all(relative_error(mine[key], exact[key]) < 2**-7 for key in mine)
 
 
-@pytest.mark.parametrize(("name", "train"), [("layer across heads, halves", True), ("wan", False)])
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [("layer across heads, halves", True), ("wan", False), ("ltx-2, an angle once", False)],
+)
 def test_gradcheck_of_the_kernels(name: str, train: bool) -> None:
     layer = replace(LAYERS[name], batch=1, tokens=2, heads=2, width=4, rows=1, first=1, tables=0)
     given = operands(layer).to(torch.float64, train)
@@ -148,7 +151,14 @@ def test_nothing_is_left_unwritten(name: str, train: bool, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(
-    "name", ["text on both sides, halves", "ltx, tables of each sample", "hunyuan, text last"]
+    "name",
+    [
+        "text on both sides, halves",
+        "ltx, tables of each sample",
+        "hunyuan, text last",
+        "ltx-2, an angle once",
+        "an angle once for all heads",
+    ],
 )
 def test_nothing_is_read_outside_the_operands(
     name: str, train: bool, monkeypatch: pytest.MonkeyPatch

@@ -146,6 +146,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"cos": torch.zeros(3, 4, 8), "sin": torch.zeros(3, 4, 8)},
         "1 or B",
     ),
+    "tables of other heads": (
+        {"cos": torch.zeros(2, 4, 2, 4), "sin": torch.zeros(2, 4, 2, 4)},
+        r"1 or H, D/2\) for x \(2, 5, 3, 8\); got \(2, 4, 2, 4\)",
+    ),
+    "an angle once, too far": (
+        {"cos": torch.zeros(1, 4, 1, 4), "sin": torch.zeros(1, 4, 1, 4), "first": 2},
+        "rotate tokens 2 to 6, but x has 5",
+    ),
     "too far": ({"first": 2}, "rotate tokens 2 to 6, but x has 5"),
     "before the first": ({"first": -1}, "rotate tokens -1 to 3"),
 }

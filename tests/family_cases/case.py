@@ -24,6 +24,10 @@ def as_given(output: Any) -> torch.Tensor:
     return output
 
 
+def always(_call: Call) -> bool:
+    return True
+
+
 def unchanged(batch: dict[str, torch.Tensor], _seed: int) -> dict[str, torch.Tensor]:
     return batch
 
@@ -55,17 +59,29 @@ class Case:
     """The fused ops that its blocks take; tests ask that these, and no less, are put in."""
     pictures: tuple[str, ...] = ()
     """The pictures that the pipeline starts from, as `Sampling` names them."""
+    references: tuple[VideoShape, ...] = ()
+    """The references' own sizes."""
+    reference_resolution: int | None = None
+    """As in the recipe's `data`."""
     call_dtype: torch.dtype = torch.float32
     """In which a call equals the pipeline's bit for bit."""
     as_sampled: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]] = unchanged
     """(batch, seed) with what the pipeline draws for its conditions by that seed."""
+    guidance: float | None = None
+    """The guidance at which the pipeline makes calls as a training step does; by default the highest that is none."""
+    compared: Callable[[Call], bool] = always
+    """The calls that are as a training step's."""
 
+    thorough: bool = False
+    """True where another case has all that this one asks, so that it is not asked every time."""
     template_tokens: int = 0
     """Tokens of a chat template around each caption, which leave it less room."""
 
     @property
     def name(self) -> str:
-        return "-".join([self.variant, *self.model.values()])
+        # A checkpoint that may have references has a case without them too.
+        given = [f"{len(self.references)}-references"] if len(self.references) > 1 else []
+        return "-".join([self.variant, *self.model.values(), *given])
 
     @property
     def part(self) -> str:

@@ -46,4 +46,20 @@ def case(variant: str, **other: Any) -> Case:
     return Case(**{**common, **other})
 
 
-CASES = (case("flux-dev"), case("flux-schnell"))
+def noisy(call: Call) -> torch.Tensor:
+    """The tokens in front of the references', whose first position is not 0."""
+    places = call["img_ids"] if call["img_ids"].ndim == 2 else call["img_ids"][0]
+    tokens: torch.Tensor = call["hidden_states"][:, places[:, 0] == 0]
+    return tokens
+
+
+CASES = (
+    case("flux-dev"),
+    case("flux-schnell"),
+    case(
+        "flux-kontext",
+        noisy=noisy,
+        references=(VideoShape(1, 80, 57),),
+        reference_resolution=48,
+    ),
+)

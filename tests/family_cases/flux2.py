@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
+from dit_lora.config.data import VideoShape
 from family_cases import flux
+from family_cases.case import Case
 
 
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
@@ -30,13 +32,17 @@ def vae_decode(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
     return pipeline.vae.decode(latents).sample
 
 
-CASES = tuple(
-    flux.case(
-        variant,
-        family="flux2",
-        decode=decode,
-        vae_decode=vae_decode,
-        template_tokens=tokens,
-    )
-    for variant, tokens in (("flux2-klein", 25), ("flux2-dev", 173))
+def case(variant: str, **other: Any) -> Case:
+    return flux.case(variant, family="flux2", decode=decode, vae_decode=vae_decode, **other)
+
+
+CASES = (
+    case("flux2-klein", template_tokens=25),
+    case(
+        "flux2-klein",
+        template_tokens=25,
+        noisy=flux.noisy,
+        references=(VideoShape(1, 64, 95), VideoShape(1, 80, 66)),
+    ),
+    case("flux2-dev", template_tokens=173),
 )

@@ -1,7 +1,11 @@
 """A tiny checkpoint under test with its family, encoded batches of it, and its transformer with an adapter."""
 
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,8 +13,10 @@ from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
-from dit_lora.families.base import Checkpoint
+from dit_lora.families.base import Checkpoint, Sampling, TextEncoder
 from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.references import EditTextEncoder
+from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 from family_cases import CASES
 from family_cases.case import Case
 
@@ -29,12 +35,37 @@ class Subject(NamedTuple):
 def open_subject(case: Case, path: Path) -> Subject:
     family = get_family(case.family)
     opened = family.open(ModelConfig(family=case.family, path=str(path), **case.model))
+    opened = opened.with_header({"reference_resolution": case.reference_resolution})
     return Subject(case, family, opened, path)
+
+
+def changed(tiny: Path, out: Path, file: str, **values: Any) -> Path:
+    """A copy of a checkpoint with other values in one of its JSON files."""
+    path = Path(shutil.copytree(tiny, out)) / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return out
 
 
 def pixels_of(shape: VideoShape, generator: torch.Generator) -> torch.Tensor:
     size = (shape.frames, 3, shape.height, shape.width)
     return torch.randint(0, 256, size, generator=generator).to(torch.uint8)
+
+
+def encoded_text(
+    subject: Subject,
+    encode: TextEncoder,
+    caption: str,
+    references: Sequence[torch.Tensor],
+    shape: VideoShape,
+) -> dict[str, torch.Tensor]:
+    """One caption's tensors without the batch, encoded with its references where the model does so."""
+    takes = subject.checkpoint.references
+    if takes is not None and takes.in_text:
+        assert isinstance(encode, EditTextEncoder)
+        made = encode.with_references(caption, references, shape)
+    else:
+        made = encode([caption])
+    return {name: tensor[0] for name, tensor in made.items()}
 
 
 _ENCODED: dict[tuple[str, Path, VideoShape, int], dict[str, torch.Tensor]] = {}
@@ -53,13 +84,39 @@ def encoded_batch(
 
 def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.Tensor]:
     checkpoint, generator = subject.checkpoint, torch.Generator().manual_seed(0)
+    takes, sizes = checkpoint.references, subject.case.references
     encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    if takes is not None:
+        encoded = tuple(takes.shape(one.height, one.width, shape) for one in sizes)
+        shape = replace(shape, references=encoded)
     rows = []
     for caption in subject.case.captions[:size]:
-        text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
-        rows.append({**encode_video(pixels_of(shape, generator)), **text})
+        sample = DecodedSample(
+            pixels_of(shape, generator),
+            references=tuple(pixels_of(one, generator) for one in sizes),
+        )
+        text = encoded_text(subject, encode_text, caption, sample.references, shape)
+        rows.append({**sample.encoded(encode_video, shape), **text})
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def two_samples(checkpoint: Any, shape: VideoShape) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """What a prompt gives as words and as cached tensors with those of "", and the batch of each call for the former."""
+    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    how = Sampling(shape, inference_steps=2, guidance_scale=4.5, seed=3)
+    whole = checkpoint.pipeline(torch.float32)
+    cached = checkpoint.pipeline(torch.float32, whole.transformer, text=False)
+    batches: list[int] = []
+    for pipeline in (whole, cached):
+        pipeline.set_progress_bar_config(disable=True)
+    whole.transformer.register_forward_pre_hook(
+        lambda _m, _args, kwargs: batches.append(len(kwargs["hidden_states"])), with_kwargs=True
+    )
+    words = checkpoint.generate(whole, checkpoint.conditions("a cat"), how)
+    seen = list(batches)
+    conditions = checkpoint.conditions(encode(["a cat"]), encode([""]))
+    return words, checkpoint.generate(cached, conditions, how), seen
 
 
 def adapted(subject: Subject, *, alpha: int = 7, trained: bool = True) -> torch.nn.Module:

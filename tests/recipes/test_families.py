@@ -32,7 +32,9 @@ def test_every_smoke_recipe_is_tried_here() -> None:
 # What they train is tried by another recipe here, or by the families' contract.
 ALIKE = (
     *("cogvideox_1.5", "cogvideox_i2v", "sana_video", "dit_scratch", "video_dit_lora"),
+    "flux_kontext",
     *("wan_i2v", "wan_flf2v", "wan_2.2", "wan_5b"),
+    "ltx_video_i2v",
 )
 
 
@@ -67,6 +69,9 @@ def trains_resumes_and_samples(
     images = {field: tmp_path / f"{field}.png" for field in smoke.pictures}
     for image in images.values():
         Image.new("RGB", (120, 80), "navy").save(image)
+    references = (tmp_path / "reference.png",) if smoke.references else ()
+    for file in references:
+        Image.new("RGB", (120, 80), "olive").save(file)
     path = ROOT / "recipes" / "smoke" / f"{name}.yaml"
     recipe = load_recipe(path)
     ops = TAKES[recipe.model.family] - ({"lora_linear"} if recipe.train.mode == "full" else set())
@@ -79,6 +84,7 @@ def trains_resumes_and_samples(
         f"data.cache={tmp_path / 'cache'}",
         f"validation.prompts=[{smoke.prompt}]",
         *(f"validation.{field}=[{image}]" for field, image in images.items()),
+        f"validation.references=[{', '.join(map(str, references))}]",
         "validation.inference_steps=2",
         *smoke.overrides,
     ]
@@ -94,7 +100,9 @@ def trains_resumes_and_samples(
     result = whole / ("adapter" if trained.mode == "lora" else "model")
     assert any(load_file(path) for path in result.rglob("*.safetensors"))
     given = {field.removesuffix("s"): image for field, image in images.items()}
-    request = SampleRequest(whole, (smoke.prompt,), inference_steps=2, **given)
+    request = SampleRequest(
+        whole, (smoke.prompt,), inference_steps=2, references=references, **given
+    )
     (made,) = sample(request)
     assert made.stat().st_size > 0
     if trained.mode == "full":

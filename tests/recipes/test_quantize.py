@@ -27,6 +27,8 @@ VARIANTS = {
     "cogvideox": "cogvideox-2b",
     "sana": "sana-600m",
     "flux2": "flux2-klein",
+    "krea2": "krea2-raw",
+    "qwen_image": "qwen-image",
     "wan": "wan-2.1-t2v",
     "z_image": "z-image",
     "videochat2": "videochat2-mistral",
@@ -60,7 +62,7 @@ def recipe(family: str, base: Path, clips: Path, tmp_path: Path) -> list[str]:
         "train.save_every=2",
         "train.checkpointing=full",
         "validation.prompts=[a red disc]",
-        "validation.inference_steps=1",
+        "validation.inference_steps=2",
     ]
 
 

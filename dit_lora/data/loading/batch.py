@@ -9,8 +9,8 @@ from dit_lora.numerics.streams import Drawn, fold
 
 LOSS_WEIGHT = "loss_weight"
 """Name of a batch's tensor, fp32 (B,), that its losses are multiplied by; only data with weights has it."""
-ON_HOST = frozenset({"prompt_attention_mask", "prompt_mask"})
-"""Names of tensors that stay on the host: masks of captions (Sana's and Latte's), whose values decide shapes and backends.
+ON_HOST = frozenset({"prompt_attention_mask", "prompt_mask", "prompt_embeds_mask"})
+"""Names of tensors that stay on the host: masks of captions (Sana's, Latte's and Krea 2's), whose values decide shapes and backends.
 To look at one on a device, the host would wait in every micro-step."""
 
 

@@ -34,6 +34,8 @@ class Entry:
     """Number of times that the entry comes in an epoch."""
     loss_weight: float = 1.0
     """Factor of the sample's loss."""
+    empty_text_key: str | None = None
+    """Key of the caption that dropout puts in place, where that is the sample's own."""
 
     def video_key_of(self, draw: int) -> str:
         """Return the key of the sample, or in half of the draws that of its mirror image."""
@@ -169,7 +171,9 @@ class CachedClips(EncodedClips):
             if key
         }
         videos = [(self.videos, key, spec) for key, spec in keys.items()]
-        text_keys = dict.fromkeys(entry.text_key for entry in bad)
+        text_keys = dict.fromkeys(
+            key for entry in bad for key in (entry.text_key, entry.empty_text_key) if key
+        )
         texts = [(self.texts, key, self.text_spec) for key in text_keys]
         aside = []
         for cache, key, spec in [*videos, *texts]:
@@ -219,5 +223,6 @@ class Picker:
         draw = draw_number(entry.id, epoch, copy)
         # The draw number alone decides, so every worker and a resumed run drop the same captions.
         share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
-        text_key = self.empty_text_key if share < self.caption_dropout else entry.text_key
+        empty = entry.empty_text_key or self.empty_text_key
+        text_key = empty if share < self.caption_dropout else entry.text_key
         return Pick(entry, text_key, draw)

@@ -1,10 +1,19 @@
 """Clips with their captions: the result of reading a source, with its problems."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.caption_text import Fault, caption_fault
+
+
+@dataclass(frozen=True)
+class LossMask:
+    """The mask of a sample: a picture's grey values, or its transparency."""
+
+    media: Media
+    alpha: bool = False
 
 
 @dataclass(frozen=True)
@@ -17,6 +26,10 @@ class Clip:
     """Text that describes the clip; for folders with one subfolder per class, the class name."""
     image: Media | None = None
     """The clip's first image, where the data has one of its own."""
+    references: tuple[Media, ...] = ()
+    """Pictures or clips that the sample is made from, in their order."""
+    mask: LossMask | None = None
+    """The part of the picture that is learned; None for all of it."""
     times: float = 1.0
     """Number of times that the clip comes in an epoch: 2.5 is twice, and a third time in half of the epochs."""
     loss_weight: float = 1.0
@@ -58,6 +71,8 @@ class Gathered:
         caption: object,
         *,
         image: Media | None = None,
+        references: Sequence[Media] = (),
+        mask: LossMask | None = None,
         no_caption: Fault = ("caption_missing", "it has no caption"),
     ) -> None:
         """Add one sample; it is a problem if its id is there already, or if its caption cannot be trained on.
@@ -78,7 +93,7 @@ class Gathered:
         if fault is not None:
             self.refuse(id, *fault)
         # A refused clip is stored too, so that a second one of its id is found; `scan` leaves it out.
-        self._clips[id] = Clip(id, media, text or "", image)
+        self._clips[id] = Clip(id, media, text or "", image, tuple(references), mask)
 
     def refuse(self, file: str, code: str, words: str) -> None:
         """Keep a problem, once for each file and code; the sample of that id is left out of the scan."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.remedies import hub_hint
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, MediaFile
+from dit_lora.data.sources.beside import refuse_folders
 from dit_lora.data.sources.caption_text import MOST_BYTES, too_long
 from dit_lora.data.sources.clips import Gathered, Scan
 from dit_lora.data.sources.tables import TABLES, ListedFiles, read_table, read_text
@@ -58,15 +59,21 @@ def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[s
         return table.name, read_table(table, source)
     if source.image_column is not None:
         raise DitLoraError("image_column needs metadata.jsonl, .csv or .parquet, or a dataset")
+    listing = _Listing(root)
+    if listing.tars and not listing.media and source.media is None:
+        refuse_folders(source)
+        return "tars", read_tars(root, listing.tars, source, memo)
+    if source.reference_columns or source.mask_column:
+        raise DitLoraError(
+            "reference_columns and mask_column need metadata.jsonl, .csv or .parquet, tars, or a dataset; folders are "
+            "named in reference_folders and mask_folder"
+        )
     prompts, videos = root / "prompts.txt", root / "videos.txt"
     is_paired = prompts.is_file() or videos.is_file()
     if source.media is not None and not is_paired:
         raise DitLoraError(
             "data.media is the folder of files that a list names: metadata.jsonl, .csv, .parquet or videos.txt"
         )
-    listing = _Listing(root)
-    if listing.tars and not listing.media:
-        return "tars", read_tars(root, listing.tars, source, memo)
     if source.caption_column is not None:
         raise DitLoraError(
             "caption_column needs metadata.jsonl, .csv or .parquet, tars, or a dataset"

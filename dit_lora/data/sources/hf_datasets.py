@@ -5,11 +5,12 @@ It needs the `datasets` package, which is no dependency of ours: `pip install 'd
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.remedies import HUB, hub_name
@@ -23,8 +24,8 @@ from dit_lora.data.media.media import (
     sniffed_suffix,
     too_many_bytes,
 )
-from dit_lora.data.sources.clips import Gathered, Scan
-from dit_lora.data.sources.tables import caption_columns
+from dit_lora.data.sources.clips import Gathered, LossMask, Scan
+from dit_lora.data.sources.tables import REFERENCE, REFERENCES, caption_columns
 from dit_lora.errors import DitLoraError
 
 # `save_to_disk` writes the first for a dataset, the second for a dictionary of splits.
@@ -47,9 +48,14 @@ class DatasetCell:
     """Nanoseconds at which the dataset's files last changed; 0 for a dataset in memory."""
     rows: Any = field(compare=False, repr=False)
     """The dataset, with nothing decoded. It is pickled by the paths of its files."""
+    place_in_list: int | None = None
+    """The place in the cell, where it holds a list."""
 
     def source(self) -> io.BytesIO:
-        return io.BytesIO(self.rows[self.row][self.column]["bytes"])
+        cell = self.rows[self.row][self.column]
+        return io.BytesIO(
+            (cell if self.place_in_list is None else cell[self.place_in_list])["bytes"]
+        )
 
     def stamp(self) -> Stamp:
         return self.size, self.written
@@ -73,21 +79,32 @@ def read_dataset(source: SourceConfig) -> Scan:
     A ClassLabel column gives the class's name. Raises `DitLoraError` if there is no column of media or of captions.
     """
     rows = _load(source.path)
-    media, image, caption = _columns(source, rows)
+    columns = _columns(source, rows)
     gathered = Gathered(source.caption)
     from_hub = name_on_hub(source) is not None
-    cells = _cells(source.path, rows, media, from_hub)
-    images = _cells(source.path, rows, image, from_hub) if image else repeat(_Cell(""), len(rows))
+    cells = _cells(source.path, rows, columns.media, from_hub)
+    images = _cells(source.path, rows, columns.image, from_hub)
+    masks = _cells(source.path, rows, columns.mask, from_hub)
+    references = [_lists(source.path, rows, name, from_hub) for name in columns.references]
     captions: Sequence[object] = [None] * len(rows)
-    if caption is not None:
-        captions = _stored(rows, rows.data.column(caption)).to_pylist()
-    names = getattr(rows.features[caption], "names", None) if caption else None
-    for row, (cell, first, text) in enumerate(zip(cells, images, captions, strict=True)):
+    if columns.caption is not None:
+        captions = _stored(rows, rows.data.column(columns.caption)).to_pylist()
+    names = getattr(rows.features[columns.caption], "names", None) if columns.caption else None
+    beside = zip(
+        images, masks, zip(*references, strict=True) if references else repeat(()), strict=False
+    )
+    for row, (cell, (first, mask, lists), text) in enumerate(
+        zip(cells, beside, captions, strict=True)
+    ):
         sample_id = f"{row:08d}{cell.suffix}"
         if cell.fault is not None:
             gathered.refuse(sample_id, *cell.fault)
-        if first.fault is not None and first.media is not None:
-            gathered.refuse(sample_id, first.fault[0], f"its first image: {first.fault[1]}")
+        given = [one for cells_of in lists for one in cells_of]
+        others = [("first image", first), ("mask", mask), *((REFERENCE, one) for one in given)]
+        for what, other in others:
+            # A cell that holds nothing is a sample without one.
+            if other.fault is not None and (other.media is not None or other.fault != _NOTHING):
+                gathered.refuse(sample_id, other.fault[0], f"its {what}: {other.fault[1]}")
         if names is not None and isinstance(text, int):
             if 0 <= text < len(names):
                 text = names[text]
@@ -96,7 +113,14 @@ def read_dataset(source: SourceConfig) -> Scan:
                     sample_id, "label_unknown", f"its label {text} is none of {len(names)} classes"
                 )
         if cell.media is not None:
-            gathered.add(sample_id, cell.media, text, image=first.media)
+            gathered.add(
+                sample_id,
+                cell.media,
+                text,
+                image=first.media,
+                references=[one.media for one in given if one.media is not None],
+                mask=LossMask(mask.media) if mask.media else None,
+            )
     return gathered.scan()
 
 
@@ -134,14 +158,31 @@ def _load(path: str) -> Any:
     return loaded["train" if "train" in splits else splits[0]]
 
 
-def _columns(source: SourceConfig, rows: Any) -> tuple[str, str | None, str | None]:
-    """Return the columns of media, first image and caption; raise `DitLoraError` if one is missing."""
-    from datasets import ClassLabel, Image, Value, Video
+class _Columns(NamedTuple):
+    """The columns of a dataset that are read."""
+
+    media: str
+    image: str | None
+    references: tuple[str, ...]
+    mask: str | None
+    caption: str | None
+
+
+def _columns(source: SourceConfig, rows: Any) -> _Columns:
+    """Return the columns of media and what belongs to them; raise `DitLoraError` if one is missing."""
+    from datasets import ClassLabel, Image, List, Value, Video
 
     features = rows.features
     images = [name for name, feature in features.items() if isinstance(feature, Image)]
     videos = [name for name, feature in features.items() if isinstance(feature, Video)]
-    media = [name for name in (*videos, *images) if name != source.image_column]
+    lists = [
+        name
+        for name, feature in features.items()
+        if isinstance(feature, List) and isinstance(feature.feature, Image | Video)
+    ]
+    of_references = source.reference_columns or tuple({REFERENCES} & {*images, *videos, *lists})
+    beside = {source.image_column, source.mask_column, *of_references}
+    media = [name for name in (*videos, *images) if name not in beside]
     labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
     texts = [
         name
@@ -158,23 +199,30 @@ def _columns(source: SourceConfig, rows: Any) -> tuple[str, str | None, str | No
         lacks.append("videos or images")
     if source.caption is None and not wanted:
         lacks.append(f"text or classes among {', '.join(captions)}")
-    if source.image_column is not None and source.image_column not in images:
-        lacks.append(f"images called {source.image_column}")
+    for name in (source.image_column, source.mask_column):
+        if name is not None and name not in images:
+            lacks.append(f"images called {name}")
+    there = (*images, *videos, *lists)
+    lacks += [f"images called {name}" for name in of_references if name not in there]
     if lacks:
-        there = ", ".join(f"{name} ({type(f).__name__})" for name, f in features.items())
-        message = f"{source.path} has no column of {', none of '.join(lacks)}; it has {there}"
+        has = ", ".join(f"{name} ({type(f).__name__})" for name, f in features.items())
+        message = f"{source.path} has no column of {', none of '.join(lacks)}; it has {has}"
         if not media:
             message += (
                 ". Arrays of pixels are not read: encode them, as an Image() or Video() column"
             )
         raise DitLoraError(message)
-    return media[0], source.image_column, wanted[0] if source.caption is None else None
+    caption = wanted[0] if source.caption is None else None
+    return _Columns(media[0], source.image_column, of_references, source.mask_column, caption)
 
 
 def _stored(rows: Any, column: Any) -> Any:
     """Return a column of the table behind the dataset in the order of the rows, which `select` or `shuffle` changed."""
     # `_indices` has no public name, and asking the dataset itself for a column would read all the bytes in it.
     return column if rows._indices is None else column.take(rows._indices.column(0))
+
+
+_NOTHING = ("missing", "no bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,52 +234,113 @@ class _Cell:
     """Code and message of what is wrong, if anything is."""
 
 
-def _cells(path: str, rows: Any, column: str, from_hub: bool) -> Iterator[_Cell]:
-    """Yield the media of a column; only sizes and names are read, and the first bytes of a cell without a name."""
-    from pyarrow import compute
+@dataclass(frozen=True)
+class _Column:
+    """A column of media, whose cells are not decoded."""
 
-    encoded = rows.select_columns([column])
-    # Undecoded, a cell is its bytes and its path.
-    encoded = encoded.cast_column(column, type(rows.features[column])(decode=False))
-    content = compute.struct_field(rows.data.column(column), "bytes")
-    names = compute.struct_field(rows.data.column(column), "path")
-    place = range(len(rows)) if rows._indices is None else rows._indices.column(0).to_pylist()
-    files = [Path(file["filename"]) for file in rows.cache_files]
-    written = max((file.stat().st_mtime_ns for file in files), default=0)
-    sizes = _stored(rows, compute.binary_length(content)).to_pylist()
-    for row, (size, name) in enumerate(zip(sizes, _stored(rows, names).to_pylist(), strict=True)):
+    path: str
+    name: str
+    from_hub: bool
+    encoded: Any
+    """The dataset of this column alone, in which a cell is its bytes and its path."""
+    fingerprint: str
+    written: int
+    """Nanoseconds at which the dataset's files last changed."""
+
+    @classmethod
+    def of(cls, path: str, rows: Any, name: str, from_hub: bool) -> "_Column":
+        feature = rows.features[name]
+        inner = getattr(feature, "feature", None)
+        plain = type(feature)(type(inner)(decode=False)) if inner else type(feature)(decode=False)
+        encoded = rows.select_columns([name]).cast_column(name, plain)
+        files = [Path(file["filename"]) for file in rows.cache_files]
+        written = max((file.stat().st_mtime_ns for file in files), default=0)
+        # No public name for it either.
+        return cls(path, name, from_hub, encoded, rows._fingerprint, written)
+
+    def cell(
+        self,
+        row: int,
+        size: int | None,
+        name: str | None,
+        head: Callable[[], bytes],
+        place: int | None = None,
+    ) -> _Cell:
+        """Return what is in a cell of that many bytes and that path, of which `head` gives the first bytes.
+
+        `place` is that in a list.
+        """
         suffix: str | None = os.path.splitext(name or "")[1].lower()
         if size is None:
-            elsewhere = _elsewhere(name, suffix or "", from_hub) if name else None
-            yield elsewhere or _Cell("", None, ("missing", "no bytes"))
-            continue
+            elsewhere = _elsewhere(name, suffix or "", self.from_hub) if name else None
+            return elsewhere or _Cell("", None, _NOTHING)
         too_large = too_many_bytes(size)
         if too_large is not None:
-            yield _Cell("", None, too_large)
-            continue
+            return _Cell("", None, too_large)
         if suffix not in _SUFFIXES:
-            # A slice of the Arrow buffer copies no more of the cell than its first bytes.
-            head = content[place[row]].as_buffer()[:64].to_pybytes()
-            suffix = sniffed_suffix(head)
+            first = head()
+            suffix = sniffed_suffix(first)
             if suffix is None:
                 message = (
-                    f"its bytes are no video or image of a format known here: {head[:8]!r} ..."
+                    f"its bytes are no video or image of a format known here: {first[:8]!r} ..."
                 )
                 fault = ("not_media", message) if size else ("empty_file", "it has no bytes")
-                yield _Cell("", None, fault)
-                continue
-        yield _Cell(
-            suffix,
-            DatasetCell(
-                f"{path}:{column}/{row:08d}{suffix}",
-                f"{rows._fingerprint}:{column}:{row}",  # no public name for it either
-                row,
-                column,
-                size,
-                written,
-                encoded,
-            ),
+                return _Cell("", None, fault)
+        number = "" if place is None else f".{place}"
+        cell = DatasetCell(
+            f"{self.path}:{self.name}/{row:08d}{number}{suffix}",
+            f"{self.fingerprint}:{self.name}:{row}{number}",
+            row,
+            self.name,
+            size,
+            self.written,
+            self.encoded,
+            place,
         )
+        return _Cell(suffix, cell)
+
+
+def _cells(path: str, rows: Any, name: str | None, from_hub: bool) -> Iterator[_Cell]:
+    """Yield the media of a column, or nothing for each row; only sizes and names are read, and some first bytes."""
+    from pyarrow import compute
+
+    if name is None:
+        yield from repeat(_Cell(""), len(rows))
+        return
+    column = _Column.of(path, rows, name, from_hub)
+    content = compute.struct_field(rows.data.column(name), "bytes")
+    names = compute.struct_field(rows.data.column(name), "path")
+    place = range(len(rows)) if rows._indices is None else rows._indices.column(0).to_pylist()
+    sizes = _stored(rows, compute.binary_length(content)).to_pylist()
+    for row, (size, file) in enumerate(zip(sizes, _stored(rows, names).to_pylist(), strict=True)):
+        yield column.cell(row, size, file, partial(_head_of, content, place[row]))
+
+
+def _lists(path: str, rows: Any, name: str, from_hub: bool) -> Iterator[list[_Cell]]:
+    """Yield the media of a column whose cells may be lists."""
+    if not hasattr(rows.features[name], "feature"):
+        yield from ([cell] for cell in _cells(path, rows, name, from_hub))
+        return
+    column = _Column.of(path, rows, name, from_hub)
+    for row, cells in enumerate(_stored(rows, rows.data.column(name))):
+        made = []
+        for place, cell in enumerate(cells.values or ()):
+            content = cell["bytes"]
+            # The bytes stay in their Arrow buffer.
+            size = content.as_buffer().size if content.is_valid else None
+            file = cell["path"].as_py()
+            made.append(column.cell(row, size, file, partial(_head, content), place))
+        yield made
+
+
+def _head_of(contents: Any, place: int) -> bytes:
+    return _head(contents[place])
+
+
+def _head(content: Any) -> bytes:
+    """Return the first bytes of an Arrow scalar; a slice of its buffer copies no more."""
+    head: bytes = content.as_buffer()[:64].to_pybytes()
+    return head
 
 
 def _elsewhere(name: str, end: str, from_hub: bool) -> _Cell:

@@ -4,17 +4,20 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.media import MediaFile, below
-from dit_lora.data.sources.clips import Gathered, Scan
+from dit_lora.data.sources.clips import Gathered, LossMask, Scan
 from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 
 CAPTION_COLUMNS = ("text", "caption", "prompt", "label")
 # `file_name` is the Hugging Face videofolder layout's.
 FILE_COLUMNS = ("file_name", "video", "path")
+REFERENCE = "reference"
+REFERENCES = "references"
+"""The column of references that is read without being asked for."""
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
 Record = dict[str, Any]
@@ -41,20 +44,59 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
     if source.image_column:
         what = "the first image (image_column)"
         wanted.append(_column(table, columns, (source.image_column,), what))
+    of_references = _reference_columns(table, columns, source)
+    wanted += of_references
+    if source.mask_column:
+        what = "the mask (mask_column)"
+        wanted.append(_column(table, columns, (source.mask_column,), what))
     folder = ListedFiles(table.parent, source, gathered)
     for number, row in enumerate(rows(wanted), start=1):
-        image = row.get(source.image_column) if source.image_column else None
         name = row.get(file_column)
         if name:
-            folder.add(str(name), row.get(caption_column), str(image) if image else None)
+            beside = Beside(
+                image=_name(row, source.image_column),
+                references=tuple(n for column in of_references for n in _names(row.get(column))),
+                mask=_name(row, source.mask_column),
+            )
+            folder.add(str(name), row.get(caption_column), beside)
         else:
             gathered.refuse(f"{table.name} row {number}", "missing", f"its {file_column} is empty")
     return gathered.scan()
 
 
+def _reference_columns(
+    table: Path, columns: Sequence[str], source: SourceConfig
+) -> tuple[str, ...]:
+    what = "a reference (reference_columns)"
+    named = tuple(_column(table, columns, (name,), what) for name in source.reference_columns)
+    return named or ((REFERENCES,) if REFERENCES in columns else ())
+
+
+def _name(row: Record, column: str | None) -> str | None:
+    value = row.get(column) if column else None
+    return str(value) if value else None
+
+
+def _names(cell: object) -> list[str]:
+    """Return the names in a cell, which holds one, a list of them, or nothing."""
+    cells = cell if isinstance(cell, list) else [cell]
+    return [str(one) for one in cells if one]
+
+
 def caption_columns(source: SourceConfig) -> tuple[str, ...]:
     """Return the columns that may hold the caption; the first that the table has does."""
     return (source.caption_column,) if source.caption_column else CAPTION_COLUMNS
+
+
+class Beside(NamedTuple):
+    """The names of the files that belong to a sample beside its own."""
+
+    image: str | None = None
+    references: tuple[str, ...] = ()
+    mask: str | None = None
+
+
+NOTHING = Beside()
 
 
 class ListedFiles:
@@ -66,20 +108,40 @@ class ListedFiles:
             raise DitLoraError(f"no folder of media {self._root}")
         self._found = found
 
-    def add(self, name: str, caption: object, image: str | None = None) -> None:
+    def add(self, name: str, caption: object, beside: Beside = NOTHING) -> None:
         """Add one sample; its id is its path below the root, or the name as written if that is refused."""
         path = below(self._root, name)
-        first = below(self._root, image) if image else None
-        if path is None or (image and first is None):
-            self._refuse(name if path is None else path, image if path else name)
+        if path is None:
+            self._refuse(name, name)
             return
         media = MediaFile(self._root / path)
         if not media.exists():
             self._found.refuse(path, "missing", "no such file")
-        own_image = MediaFile(self._root / first) if first else None
-        if own_image is not None and not own_image.exists():
-            self._found.refuse(path, "missing", f"no such first image: {own_image.name}")
-        self._found.add(path, media, caption, image=own_image)
+        image = self._other(path, beside.image, "first image")
+        references = [self._other(path, one, REFERENCE) for one in beside.references]
+        mask = self._other(path, beside.mask, "mask")
+        self._found.add(
+            path,
+            media,
+            caption,
+            image=image,
+            references=[one for one in references if one is not None],
+            mask=LossMask(mask) if mask else None,
+        )
+
+    def _other(self, sample_id: str, name: str | None, what: str) -> MediaFile | None:
+        """Return another file of a sample; None, with the sample refused, where it lies elsewhere."""
+        if name is None:
+            return None
+        path = below(self._root, name)
+        if path is None:
+            self._refuse(sample_id, name)
+            return None
+        media = MediaFile(self._root / path)
+        if not media.exists():
+            code = "reference_missing" if what == REFERENCE else "missing"
+            self._found.refuse(sample_id, code, f"no such {what}: {media.name}")
+        return media
 
     def _refuse(self, sample_id: str, name: str | None) -> None:
         message = f"{name} leads out of {self._root}; set data.media to a folder that it is below"

@@ -14,8 +14,8 @@ from typing import BinaryIO
 from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember, too_many_bytes
 from dit_lora.data.sources.caption_text import MOST_BYTES, too_long
-from dit_lora.data.sources.clips import Gathered, Scan
-from dit_lora.data.sources.tables import caption_columns
+from dit_lora.data.sources.clips import Gathered, LossMask, Scan
+from dit_lora.data.sources.tables import REFERENCE, caption_columns
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
@@ -205,8 +205,32 @@ class _Samples:
             self.found.refuse(self.prefix + member.member, *too_large)
             return False
         caption, fault = self._caption(members, captions)
-        self.found.add(self.prefix + member.member, member, caption, no_caption=fault)
+        references = [TarMember(self.path, *members[name]) for name in self._references(members)]
+        masks = [
+            TarMember(self.path, *members[name])
+            for name in _named(members, self.source.mask_column)
+        ]
+        if self.source.mask_column is not None and not masks:
+            message = f"it has no mask: there is no .{self.source.mask_column}.png or the like"
+            self.found.refuse(self.prefix + member.member, "missing", message)
+        self.found.add(
+            self.prefix + member.member,
+            member,
+            caption,
+            references=references,
+            mask=LossMask(masks[0]) if masks else None,
+            no_caption=fault,
+        )
         return True
+
+    def _references(self, members: Members) -> list[str]:
+        """Return the extensions of a sample's references, in their order."""
+        columns = self.source.reference_columns
+        if columns:
+            return [name for column in columns for name in _named(members, column)]
+        # Of one name with numbers behind it, 2 comes before 10.
+        named = [name for name in _pictured(members) if name.startswith(REFERENCE) and "." in name]
+        return sorted(named, key=lambda name: (len(name), name))
 
     def _caption(self, members: Members, captions: Sequence[str]) -> tuple[object, tuple[str, str]]:
         """Return the caption and a pair that is not used, or None with code and message of what is wrong."""
@@ -246,11 +270,24 @@ def _unsafe(member: tarfile.TarInfo) -> str | None:
 def _media(members: Members) -> list[str]:
     """Return the extensions of a sample's media that rank first: videos before images, `jpg` before `mask.jpg`."""
     ranks: dict[tuple[bool, bool], list[str]] = {}
-    for extension in members:
-        end = f".{extension.rpartition('.')[2]}"
-        if end in VIDEO_SUFFIXES or end in IMAGE_SUFFIXES:
-            ranks.setdefault((end in IMAGE_SUFFIXES, "." in extension), []).append(extension)
+    for extension in _pictured(members):
+        is_image = _end(extension) in IMAGE_SUFFIXES
+        ranks.setdefault((is_image, "." in extension), []).append(extension)
     return ranks[min(ranks)] if ranks else []
+
+
+def _pictured(members: Members) -> list[str]:
+    """Return the extensions of a sample's pictures and videos."""
+    return [name for name in members if _end(name) in VIDEO_SUFFIXES | IMAGE_SUFFIXES]
+
+
+def _named(members: Members, column: str | None) -> list[str]:
+    """Return the extensions of pictures and videos whose middle is `column`, such as `mask.png`."""
+    return [name for name in _pictured(members) if name.rpartition(".")[0] == column]
+
+
+def _end(extension: str) -> str:
+    return f".{extension.rpartition('.')[2]}"
 
 
 def _chosen(record: object, columns: Sequence[str]) -> tuple[object, tuple[str, str]]:

@@ -27,8 +27,9 @@ from dit_lora.families.chat.layouts import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_M
 
 _CONTEXT = 2048
 _PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+TEXT_WIDTH = 48
 _TEXT: dict[str, Any] = {
-    "hidden_size": 48,
+    "hidden_size": TEXT_WIDTH,
     "intermediate_size": 80,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -73,8 +74,19 @@ class Variant(NamedTuple):
 
 def build_tiny(name: str, out: Path) -> None:
     """Write `out`: config, weights, tokenizer, chat template and the processors' configs."""
+    tokenizer, model = tiny_chat(name)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    for file, values in VARIANTS[name].files.items():
+        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+        (out / file).write_text(text, encoding="utf-8")
+
+
+def tiny_chat(name: str, words: Sequence[str] = ()) -> tuple[Qwen2Tokenizer, Any]:
+    """Return a variant's tokenizer and model; each of `words` is one token to it, as those of a vocabulary that was trained."""
     variant = VARIANTS[name]
     tokenizer = _tokenizer(variant)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     of: Callable[[str], int] = tokenizer.convert_tokens_to_ids  # type: ignore[assignment]
     ends = {
         "bos_token_id": None,
@@ -89,11 +101,7 @@ def build_tiny(name: str, out: Path) -> None:
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn(parameter.shape)
     model.generation_config.update(**ends)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    for file, values in variant.files.items():
-        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-        (out / file).write_text(text, encoding="utf-8")
+    return tokenizer, model
 
 
 def _tokenizer(variant: Variant) -> Qwen2Tokenizer:

@@ -24,10 +24,11 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    text_limit,
 )
+from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
+from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput, VPrediction, mean_squared_error
 from dit_lora.numerics.streams import Draws, Streams, integers, normal
@@ -156,7 +157,8 @@ class CogVideoXCheckpoint(Checkpoint):
         noisy = self.objective.add_noise(clean, noise, timesteps)
         prediction = self._drawn_prediction(transformer, noisy, timesteps, batch, given)
         target = self.objective.target(clean, noise, timesteps)
-        losses = mean_squared_error(prediction[:, padding:], target[:, padding:])
+        weights = loss_weights(batch, self.mask_floor, clean)
+        losses = mean_squared_error(prediction[:, padding:], target[:, padding:], weights)
         return LossOutput(losses, timesteps)
 
     def padding(self, frames: int) -> int:

@@ -13,7 +13,7 @@ from diffusers import (
     CogVideoXTransformer3DModel,
 )
 
-from dit_lora.families.tiny_text import TEXT_WIDTH, t5_encoder, t5_tokenizer
+from dit_lora.families.tiny.text import TEXT_WIDTH, t5_encoder, t5_tokenizer
 
 _LATENT_CHANNELS = 4
 _ROTARY = {"use_rotary_positional_embeddings": True}

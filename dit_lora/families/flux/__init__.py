@@ -1,19 +1,24 @@
-"""FLUX.1 text-to-image: dev, whose guidance is an input, and schnell."""
+"""FLUX.1: dev, whose guidance is an input, schnell, and Kontext, which edits a picture."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License, Site
 
 
 def _site(variant: str) -> Site:
+    kontext = variant == "flux-kontext"
     return Site(
         family="flux",
         variant=variant,
-        data={"height": 64, "width": 64},
-        samples="images",
+        data={
+            "height": 64,
+            "width": 64,
+            **({"reference_resolution": 64, "mask_column": "masks"} if kontext else {}),
+        },
+        samples="pairs" if kontext else "images",
         # The guidance goes through the timesteps' module too: 500 is none of the last ones.
         sections={
             "lora": {"targets": ("to_q", "to_k", "to_v", "to_out.0")},
-            "train": {"guidance_scale": 0.5} if variant == "flux-dev" else {},
+            "train": {} if variant == "flux-schnell" else {"guidance_scale": 0.5},
         },
         attention="transformer_blocks.1.attn",
         time_proj="time_text_embed.time_proj",
@@ -50,17 +55,23 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*", "single_transformer_blocks.*"),
     },
-    pipeline_names=("FluxPipeline",),
+    pipeline_names=("FluxPipeline", "FluxKontextPipeline"),
     default_recipe="flux/dev",
     licenses={
         "black-forest-labs/FLUX.1-schnell": License("apache-2.0"),  # its card
-        "black-forest-labs/FLUX.1-dev": License(
-            "other",
-            "flux-1-dev-non-commercial-license",
-            "https://huggingface.co/black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md",
-        ),
+        **{
+            base: License(
+                "other",
+                "flux-1-dev-non-commercial-license",
+                f"https://huggingface.co/{base}/blob/main/LICENSE.md",
+            )
+            for base in (
+                "black-forest-labs/FLUX.1-dev",
+                "black-forest-labs/FLUX.1-Kontext-dev",
+            )
+        },
     },
     # ComfyUI's map has Diffusers' names (comfy/utils.py, flux_to_diffusers), with their prefix.
     comfyui=LayerNames(prefix="transformer.", alpha=False),
-    sites=tuple(_site(variant) for variant in ("flux-dev", "flux-schnell")),
+    sites=tuple(_site(variant) for variant in ("flux-dev", "flux-schnell", "flux-kontext")),
 )

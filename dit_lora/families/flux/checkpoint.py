@@ -1,4 +1,4 @@
-"""FLUX.1 text-to-image, dev and schnell: flow matching on packed latents, conditioned by T5 and by CLIP's pooled output.
+"""FLUX.1, dev, schnell and Kontext: flow matching on packed latents, conditioned by T5 and by CLIP's pooled output.
 
 Prompts, packing, positions, the shift by resolution and denoising are the stock pipeline's own code, called here
 (diffusers/pipelines/flux/pipeline_flux.py). FLUX.2 is another of these: `flux2.checkpoint` has what it does otherwise.
@@ -12,15 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
 from diffusers import (
     AutoencoderKL,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
 )
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+from PIL import Image
 from torch import nn
 
 from dit_lora.config.data import VideoShape
@@ -32,11 +36,11 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    text_limit,
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import flow_scheduler
+from dit_lora.families.flow_scheduler import flow_scheduler, mu_by_tokens
+from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.opening import (
     local_checkpoint,
     read_index,
@@ -44,7 +48,15 @@ from dit_lora.families.opening import (
     stored_fields,
 )
 from dit_lora.families.posterior import drawn, encode_picture, rescaled
+from dit_lora.families.references import (
+    PictureEncoder,
+    References,
+    latents_of,
+    scaled_size,
+    too_small,
+)
 from dit_lora.families.refusals import wrong_sides
+from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import Draws, moved, normal
@@ -99,10 +111,12 @@ class FluxCheckpoint(FlowCheckpoint):
         return replace(fitting, guidance=given)
 
     def header(self) -> dict[str, Any]:
-        return {} if self.guidance is None else {"guidance_scale": self.guidance}
+        own = {} if self.guidance is None else {"guidance_scale": self.guidance}
+        return super().header() | own
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
-        return replace(self, guidance=made.get("guidance_scale", self.guidance))
+        guidance = made.get("guidance_scale", self.guidance)
+        return replace(super().with_header(made), guidance=guidance)
 
     def notes(self, recipe: Recipe) -> list[str]:
         said = super().notes(recipe)
@@ -166,14 +180,7 @@ class FluxCheckpoint(FlowCheckpoint):
         return encode
 
     def mu(self, size: torch.Size) -> float:
-        scheduler = self.scheduler
-        return calculate_shift(
-            size[-2] * size[-1] // 4,
-            scheduler["base_image_seq_len"],
-            scheduler["max_image_seq_len"],
-            scheduler["base_shift"],
-            scheduler["max_shift"],
-        )
+        return mu_by_tokens(self.scheduler, size[-2] * size[-1] // 4)
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         """Return the draws of any flow matching, with noise for packed latents (S, P)."""
@@ -190,6 +197,12 @@ class FluxCheckpoint(FlowCheckpoint):
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         return packed(rescaled(latents, self.vae_config))
 
+    def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Packed as the latents are, (B, S, P)."""
+        latents = batch["latent_mean"]
+        weights = loss_weights(batch, self.mask_floor, latents)
+        return None if weights is None else packed(weights.expand_as(latents))
+
     def predict(
         self,
         transformer: nn.Module,
@@ -197,20 +210,24 @@ class FluxCheckpoint(FlowCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the velocity of packed latents (B, S, P); one call equals one of the stock pipeline's."""
+        """Return the velocity of packed latents (B, S, P); one call equals one of the stock pipeline's.
+
+        References stand behind the noisy latents, clean and at the same timestep.
+        """
         dtype = batch["prompt_embeds"].dtype  # in which the pipeline has its latents
+        tokens = [noisy, *(packed(one.float()) for one in latents_of(batch))]
         guidance = None
         if self.guidance is not None:
             guidance = torch.full([1], self.guidance, device=noisy.device).expand(len(noisy))
         return transformer(
-            hidden_states=noisy.to(dtype),
+            hidden_states=torch.cat(tokens, dim=1).to(dtype),
             # Rounded before it is divided, as the pipeline does: in bf16 the network sees 8 bits of it.
             timestep=timesteps.to(dtype) / 1000,
             guidance=guidance,
             encoder_hidden_states=batch["prompt_embeds"],
             **self._positions(batch),
             return_dict=False,
-        )[0]
+        )[0][:, : noisy.shape[1]]
 
     def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the transformer's arguments that depend on sizes, and CLIP's vector."""
@@ -251,6 +268,72 @@ class FluxCheckpoint(FlowCheckpoint):
         return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
 
 
+@dataclass(frozen=True, kw_only=True)
+class FluxKontextCheckpoint(FluxCheckpoint):
+    """FLUX.1-Kontext, which makes a picture from another one (diffusers/pipelines/flux/pipeline_flux_kontext.py)."""
+
+    pipeline_class: ClassVar[Any] = FluxKontextPipeline
+
+    @property
+    def references(self) -> References:
+        return References(1, 1, self._reference_shape, self._wrong_reference)
+
+    def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
+        """Return one of the pipeline's preferred sizes; with `data.reference_resolution`, as much of its own as fits."""
+        step = self.side_step
+        if self.reference_resolution is None:
+            ratio = width / height
+            _, width, height = min(
+                (abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS
+            )
+        else:
+            height, width = scaled_size(height, width, self.reference_resolution)
+        return VideoShape(1, height // step * step, width // step * step)
+
+    def _wrong_reference(self, height: int, width: int) -> str | None:
+        if self.reference_resolution is None:
+            return None
+        return too_small(scaled_size(height, width, self.reference_resolution), self.side_step)
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Keeps the posterior of the picture, and of its reference the normalised mode, (C, H, W); in fp32."""
+        vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
+        pipeline: Any = SimpleNamespace(vae=vae)
+        processor = VaeImageProcessor(vae_scale_factor=self.side_step)
+
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            return encode_picture(vae, pixels)
+
+        def encode_reference(picture: Image.Image) -> torch.Tensor:
+            shape = self._reference_shape(picture.height, picture.width, VideoShape(1, 0, 0))
+            resized = processor.resize(picture, shape.height, shape.width)
+            values = processor.preprocess(resized, shape.height, shape.width).to(device)
+            return FluxKontextPipeline._encode_vae_image(pipeline, values, generator=None)[0]
+
+        return PictureEncoder(encode, encode_reference, self.reference_resolution)
+
+    def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        positions, text = super()._positions(batch), batch["prompt_embeds"]
+        for latents in latents_of(batch):
+            height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
+            ids = FluxPipeline._prepare_latent_image_ids(
+                len(text), height, width, torch.device("cpu"), text.dtype
+            )
+            ids[..., 0] = 1
+            positions["img_ids"] = torch.cat([positions["img_ids"], moved(ids, text.device)])
+        return positions
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        # Left to itself, the pipeline makes a picture of a megapixel, whatever is asked for.
+        return {
+            **super().arguments(shape),
+            "max_area": shape.height * shape.width,
+            "_auto_resize": self.reference_resolution is None,
+        }
+
+
 def packed(latents: torch.Tensor) -> torch.Tensor:
     """Return latents (B, C, H, W) in squares of two by two, (B, S, P), by the pipeline's own means."""
     batch, channels, height, width = latents.shape
@@ -260,9 +343,11 @@ def packed(latents: torch.Tensor) -> torch.Tensor:
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> FluxCheckpoint:
     """Read the configs; refuse another pipeline, another scheduler, torn weights."""
     path = local_checkpoint(model)
-    read_index(model, path, family.pipeline_names)
+    index = read_index(model, path, family.pipeline_names)
     require_whole_weights(model, path, "vae", "text_encoder", "text_encoder_2")
-    return FluxCheckpoint(**flux_fields(model, path, FluxTransformer2DModel))
+    kontext = index["_class_name"] == FluxKontextPipeline.__name__
+    kind = FluxKontextCheckpoint if kontext else FluxCheckpoint
+    return kind(**flux_fields(model, path, FluxTransformer2DModel))
 
 
 def flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tiny FLUX.1 pipelines with random weights: dev shifts by resolution and takes guidance, schnell does neither."""
+"""Tiny FLUX.1 pipelines with random weights: dev and Kontext shift by resolution and take guidance, schnell does neither."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,12 @@ import torch
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
 )
 
-from dit_lora.families.tiny_text import (
+from dit_lora.families.tiny.text import (
     POOLED_WIDTH,
     TEXT_WIDTH,
     clip_encoder,
@@ -25,9 +26,10 @@ LATENT_CHANNELS = 4
 
 def build_tiny(variant: str, out: Path) -> None:
     """Write the pipeline of that variant, with weights from torch's generator."""
-    dev = variant == "flux-dev"
+    dev, kontext = variant != "flux-schnell", variant == "flux-kontext"
+    kind = FluxKontextPipeline if kontext else FluxPipeline
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    pipeline: Any = FluxPipeline(
+    pipeline: Any = kind(
         tokenizer=clip,
         text_encoder=clip_encoder(clip),
         tokenizer_2=t5,
@@ -52,8 +54,10 @@ def build_tiny(variant: str, out: Path) -> None:
     pipeline.save_pretrained(out, safe_serialization=True)
 
 
-def picture_vae(scaling_factor: float = 0.3611, shift_factor: float = 0.1159) -> AutoencoderKL:
-    """Return a small autoencoder of images, by default with the two factors of FLUX.1's."""
+def picture_vae(
+    scaling_factor: float = 0.3611, shift_factor: float = 0.1159, width: float = 8.0
+) -> AutoencoderKL:
+    """Return a small autoencoder of images, by default with the two factors of FLUX.1's; `width` fits its latents to them."""
     vae: Any = AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -66,14 +70,14 @@ def picture_vae(scaling_factor: float = 0.3611, shift_factor: float = 0.1159) ->
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
-    narrow_posterior(vae.encoder, LATENT_CHANNELS)
+    narrow_posterior(vae.encoder, LATENT_CHANNELS, width)
     return vae.eval()
 
 
-def narrow_posterior(encoder: Any, channels: int) -> None:
+def narrow_posterior(encoder: Any, channels: int, width: float = 8.0) -> None:
     """Make a random encoder's posterior narrow, as a trained one's: it would be as wide as its latents, which leaves nothing to learn."""
     head = encoder.conv_out
     with torch.no_grad():
-        head.weight[:channels] *= 8.0
+        head.weight[:channels] *= width
         head.weight[channels:] *= 0.1
         head.bias[channels:] = -6.0

@@ -1,4 +1,4 @@
-"""FLUX.2 text-to-image: klein-base, conditioned by Qwen3, and dev, by Mistral 3 and an embedded guidance.
+"""FLUX.2, from text and any number of references: klein-base, conditioned by Qwen3, and dev, by Mistral 3 and an embedded guidance.
 
 It is FLUX.1's flow matching on packed latents. Prompts, packing, normalisation, positions, the shift and denoising are the
 stock pipelines' own code, called here (diffusers/pipelines/flux2/pipeline_flux2.py, pipeline_flux2_klein.py).
@@ -7,6 +7,7 @@ Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent 
 P packed channels (4 C).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,11 +20,14 @@ from diffusers import (
     Flux2Pipeline,
     Flux2Transformer2DModel,
 )
+from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from PIL import Image
 from torch import nn
 from transformers import AutoTokenizer
 
+from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
@@ -34,12 +38,22 @@ from dit_lora.families.base import (
     TextLimit,
     VideoEncoder,
 )
-from dit_lora.families.chat_template import template_limit
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flux.checkpoint import FluxCheckpoint, flux_fields, packed
 from dit_lora.families.opening import local_checkpoint, read_index, require_whole_weights
+from dit_lora.families.references import (
+    PictureEncoder,
+    References,
+    latents_of,
+    scaled_size,
+    too_small,
+)
+from dit_lora.families.text.chat_template import template_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import moved
+
+# What the pipelines ask of references (Flux2ImageProcessor.check_image_input), and scale larger ones down to.
+_LEAST_SIDE, _MOST_RATIO, _MOST_PIXELS = 64, 8, 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +75,27 @@ class Flux2Checkpoint(FluxCheckpoint):
         """
         single = range(self.transformer_config["num_single_layers"])
         return (*defaults, *(f"single_transformer_blocks.{i}.attn.to_out" for i in single))
+
+    @property
+    def references(self) -> References:
+        return References(0, None, self._reference_shape, self._wrong_reference)
+
+    def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
+        """Return its own size in whole squares, where it is no larger than what the pipeline scales it down to."""
+        height, width = scaled_size(height, width, self.reference_resolution)
+        if height * width > _MOST_PIXELS:
+            # Flux2ImageProcessor._resize_to_target_area
+            scale = math.sqrt(_MOST_PIXELS / (width * height))
+            height, width = int(height * scale), int(width * scale)
+        step = self.side_step
+        return VideoShape(1, height // step * step, width // step * step)
+
+    def _wrong_reference(self, height: int, width: int) -> str | None:
+        """Say what the pipeline's `check_image_input` would."""
+        height, width = scaled_size(height, width, self.reference_resolution)
+        if max(height, width) > _MOST_RATIO * min(height, width):
+            return f"it is {width} x {height}, and one side may be {_MOST_RATIO} times the other"
+        return too_small((height, width), _LEAST_SIDE)
 
     def text_limit(self) -> TextLimit:
         """Return the room that the chat template leaves a caption."""
@@ -111,20 +146,27 @@ class Flux2Checkpoint(FluxCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the normalised mode of the posterior, (C, H, W), as the pipeline encodes references.
+        """Keeps the normalised mode of the posterior, (C, H, W), of pictures as of references.
 
         It encodes in fp32 whatever `dtype` is: in bf16 the VAE's statistics would be rounded.
         """
         vae = memory.load(AutoencoderKLFlux2, self.path, torch.float32, device)
         pipeline: Any = SimpleNamespace(vae=vae, _patchify_latents=Flux2Pipeline._patchify_latents)
+        processor = Flux2ImageProcessor(vae_scale_factor=self.side_step)
 
-        @torch.no_grad()
+        def latents(values: Any) -> torch.Tensor:
+            squares = Flux2Pipeline._encode_vae_image(pipeline, values.to(device), generator=None)
+            return Flux2Pipeline._unpatchify_latents(squares)[0]
+
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            values: Any = pixels.to(device).float() / 127.5 - 1
-            squares = Flux2Pipeline._encode_vae_image(pipeline, values, generator=None)
-            return {"latent_mean": Flux2Pipeline._unpatchify_latents(squares)[0]}
+            return {"latent_mean": latents(pixels.float() / 127.5 - 1)}
 
-        return encode
+        def encode_reference(picture: Image.Image) -> torch.Tensor:
+            picture = Flux2ImageProcessor._resize_if_exceeds_area(picture, _MOST_PIXELS)
+            height, width = (side // self.side_step * self.side_step for side in picture.size[::-1])
+            return latents(processor.preprocess(picture, height, width, resize_mode="crop"))
+
+        return PictureEncoder(encode, encode_reference, self.reference_resolution)
 
     def mu(self, size: torch.Size) -> float:
         # The pipeline's depends on the number of steps that are sampled: those of its default.
@@ -139,9 +181,15 @@ class Flux2Checkpoint(FluxCheckpoint):
 
     def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         text, latents = batch["prompt_embeds"], batch["latent_mean"]
+        places = [Flux2Pipeline._prepare_latent_ids(latents[..., ::2, ::2])]
+        # The method takes the references of one sample, and asks for their sizes alone.
+        references = [one[:1, :, ::2, ::2] for one in latents_of(batch)]
+        if references:
+            own = Flux2Pipeline._prepare_image_ids(references)
+            places.append(own.expand(len(text), -1, -1))
         ids = {
             "txt_ids": Flux2Pipeline._prepare_text_ids(text),
-            "img_ids": Flux2Pipeline._prepare_latent_ids(latents[..., ::2, ::2]),
+            "img_ids": torch.cat(places, dim=1),
         }
         return {name: moved(tensor, text.device) for name, tensor in ids.items()}
 

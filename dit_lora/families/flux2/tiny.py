@@ -17,7 +17,7 @@ from diffusers import (
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
 from dit_lora.families.flux.tiny import LATENT_CHANNELS, narrow_posterior
-from dit_lora.families.tiny_chat_text import SIZES, WIDTH, byte_tokenizer, ends, qwen3
+from dit_lora.families.tiny.chat_text import SIZES, WIDTH, byte_tokenizer, ends, qwen3
 
 # Published ones have 36 (Qwen3 4B and 8B) and 40 (Mistral Small 3); the pipelines read up to 27 and 30.
 _QWEN_LAYERS, _MISTRAL_LAYERS = 28, 31

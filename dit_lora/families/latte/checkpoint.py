@@ -18,7 +18,7 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, text_limit
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.noise_prediction import NoisePrediction, learns_variance, noise_objective
 from dit_lora.families.opening import (
@@ -28,7 +28,8 @@ from dit_lora.families.opening import (
     stored_fields,
 )
 from dit_lora.families.refusals import wrong_sides
-from dit_lora.families.text_mask import cut_text, text_bias
+from dit_lora.families.text.limit import text_limit
+from dit_lora.families.text.mask import cut_text, text_bias
 
 TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
 

@@ -6,7 +6,7 @@ from typing import Any
 from diffusers import LattePipeline, LatteTransformer3DModel
 
 from dit_lora.families.dit.tiny import tiny_vae
-from dit_lora.families.tiny_text import TEXT_WIDTH, t5_encoder, t5_tokenizer
+from dit_lora.families.tiny.text import TEXT_WIDTH, t5_encoder, t5_tokenizer
 from dit_lora.models.video_dit_base import iddpm_scheduler
 
 

@@ -34,7 +34,6 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    text_limit,
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
@@ -47,7 +46,9 @@ from dit_lora.families.opening import (
 )
 from dit_lora.families.refusals import wrong_sides
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
-from dit_lora.families.text_mask import text_bias
+from dit_lora.families.text.captions import as_arguments, one_by_one
+from dit_lora.families.text.limit import text_limit
+from dit_lora.families.text.mask import text_bias
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.guard.checks import stored_dtype
 from dit_lora.numerics.objectives import FlowMatching
@@ -106,7 +107,7 @@ class SanaCheckpoint(FlowCheckpoint):
         """
         pipeline, instruction = self.text_pipeline(dtype, device), self._instruction
 
-        def encode_one(caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+        def encode_one(caption: str) -> Tensors:
             embeddings, mask, _, _ = pipeline.encode_prompt(
                 caption,
                 do_classifier_free_guidance=False,
@@ -114,17 +115,9 @@ class SanaCheckpoint(FlowCheckpoint):
                 max_sequence_length=self._text_tokens,
                 complex_human_instruction=instruction if caption else None,
             )
-            return embeddings, mask
+            return {"prompt_embeds": embeddings, "prompt_attention_mask": mask}
 
-        @torch.no_grad()
-        def encode(captions: Sequence[str]) -> Tensors:
-            embeddings, masks = zip(*[encode_one(caption) for caption in captions], strict=True)
-            return {
-                "prompt_embeds": torch.cat(embeddings),
-                "prompt_attention_mask": torch.cat(masks),
-            }
-
-        return encode
+        return one_by_one(encode_one)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -178,13 +171,9 @@ class SanaCheckpoint(FlowCheckpoint):
         return ("vae",)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        if isinstance(prompt, str):
-            return {"prompt": prompt}
-        arguments: dict[str, Any] = dict(prompt)
-        if empty:
-            arguments |= {f"negative_{name}": tensor for name, tensor in empty.items()}
-            arguments["negative_prompt"] = None  # its default, "", contradicts embeddings
-        return arguments
+        arguments = as_arguments(prompt, empty)
+        # Its default, "", contradicts embeddings.
+        return {**arguments, "negative_prompt": None} if empty else arguments
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         # Without binning: the shape that was asked for, not the nearest of the pipeline's list.

@@ -16,7 +16,7 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, text_limit
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.dit.classes import ClassCheckpoint, ClassTable, names_of
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.noise_prediction import NoisePrediction, learns_variance, noise_objective
@@ -27,6 +27,7 @@ from dit_lora.families.opening import (
     stored_fields,
 )
 from dit_lora.families.refusals import wrong_multiples
+from dit_lora.families.text.limit import text_limit
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dit_lora.families.dit.tiny import tiny_vae
-from dit_lora.families.tiny_text import POOLED_WIDTH, clip_encoder, clip_tokenizer
+from dit_lora.families.tiny.text import POOLED_WIDTH, clip_encoder, clip_tokenizer
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_base import iddpm_scheduler
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline

@@ -7,7 +7,7 @@ Shapes: B batch, C latent channels, F latent frames, H and W latent size, P toke
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
@@ -24,11 +24,11 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Tensors, VideoEncoder
+from dit_lora.families.first_frame import FirstFrameCheckpoint
 from dit_lora.families.pictures import as_picture, wrong_pictures
 from dit_lora.families.posterior import encode_video
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.families.wan.text_to_video import WanCheckpoint
-from dit_lora.numerics.streams import Draws
 
 IMAGE_TRANSFORM = "wan-i2v-1: the pipeline's preprocessing; mask and normalised mode of the picture before zero pixels"
 if not is_ftfy_available():
@@ -176,24 +176,11 @@ class WanImageCheckpoint(WanCheckpoint):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanTokenImageCheckpoint(WanImageCheckpoint):
+class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
     """Wan 2.2 TI2V-5B from an image: its latent is the first frame's, whose tokens have a timestep of their own, 0."""
 
-    image_dropout: float = 0.0
     takes: ClassVar[tuple[str, ...]] = (*WanImageCheckpoint.takes, "data.image_dropout")
     token_mask: ClassVar[bool] = True
-
-    def for_recipe(self, recipe: Recipe) -> Self:
-        """Take `data.image_dropout`, the share of samples that are trained as text-to-video."""
-        return replace(super().for_recipe(recipe), image_dropout=recipe.data.image_dropout)
-
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        own: Draws = {
-            "image_dropout": lambda rows: (
-                torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
-            )
-        }
-        return {**super().draws(batch), **own}
 
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
@@ -207,7 +194,7 @@ class WanTokenImageCheckpoint(WanImageCheckpoint):
         """Return (B, 1, F, 1, 1): 1 at the first frame of samples whose picture is given."""
         frames = batch["latent_mean"].shape[2]
         first = torch.arange(frames, device=batch["latent_mean"].device) == 0
-        kept = given.get("image_dropout", first.new_ones(len(batch["latent_mean"])))
+        kept = self.has_picture(batch, given)
         return (kept.view(-1, 1, 1, 1, 1) & first.view(1, 1, -1, 1, 1)).float()
 
     def drawn_prediction(

@@ -5,7 +5,6 @@ Prompts and denoising are the stock pipeline's own code, called here (diffusers/
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -26,12 +25,12 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    text_limit,
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.opening import read_component_config
+from dit_lora.families.opening import default_of, read_component_config
 from dit_lora.families.posterior import drawn, encode_video, normalised
-from dit_lora.families.refusals import wrong_frames, wrong_sides
+from dit_lora.families.refusals import beyond_positions, wrong_frames, wrong_sides
+from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 PIPELINE_MULTIPLE = 16  # check_inputs of both pipelines, whatever the autoencoder
@@ -82,11 +81,7 @@ class WanCheckpoint(FlowCheckpoint):
             "height": (shape.height, most * patches[1] * spatial),
             "width": (shape.width, most * patches[2] * spatial),
         }
-        return [
-            f"data.{name} can be {end} at most, where its positions end (rope_max_seq_len); got {value}"
-            for name, (value, end) in ends.items()
-            if value > end
-        ]
+        return beyond_positions(ends, "rope_max_seq_len")
 
     @property
     def text_tokens(self) -> int:
@@ -95,8 +90,7 @@ class WanCheckpoint(FlowCheckpoint):
         It is the default of the pipeline's call, and not `encode_prompt`'s: attention to an image takes all but the
         last 512 tokens for it (transformer_wan.py, WanAttnProcessor).
         """
-        arguments = inspect.signature(self.pipeline_class.__call__).parameters
-        tokens: int = arguments["max_sequence_length"].default
+        tokens: int = default_of(self.pipeline_class, "max_sequence_length")
         return tokens
 
     def text_limit(self) -> TextLimit:

@@ -13,8 +13,8 @@ from diffusers import (
 )
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
-from dit_lora.families.tiny_text import TEXT_WIDTH, t5_tokenizer, umt5_encoder
-from dit_lora.families.tiny_vae import narrow
+from dit_lora.families.tiny.text import TEXT_WIDTH, t5_tokenizer, umt5_encoder
+from dit_lora.families.tiny.vae import narrow
 
 _LATENTS, _IMAGE_WIDTH, _WIDTH = 16, 16, 24
 _PICTURE, _PATCH = 28, 14  # CLIP's, so that it gives four tokens and one for the whole

@@ -28,7 +28,6 @@ from dit_lora.families.base import (
     TextLimit,
     VideoEncoder,
 )
-from dit_lora.families.chat_template import template_limit
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import flow_scheduler
@@ -41,7 +40,8 @@ from dit_lora.families.opening import (
 )
 from dit_lora.families.posterior import drawn, encode_picture, rescaled
 from dit_lora.families.refusals import wrong_sides
-from dit_lora.families.text_mask import own_tokens
+from dit_lora.families.text.chat_template import template_limit
+from dit_lora.families.text.mask import own_tokens
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 

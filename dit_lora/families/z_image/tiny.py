@@ -8,7 +8,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTra
 from transformers import Qwen3Model
 
 from dit_lora.families.flux.tiny import LATENT_CHANNELS, picture_vae
-from dit_lora.families.tiny_chat_text import WIDTH, qwen3
+from dit_lora.families.tiny.chat_text import WIDTH, qwen3
 from dit_lora.families.z_image.checkpoint import BASE_SHIFT, TURBO_SHIFT
 
 

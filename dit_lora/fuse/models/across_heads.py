@@ -1,4 +1,4 @@
-"""Attention of models that norm q and k over the whole width, across heads, and then rotate them: LTX and Wan.
+"""Attention of models that norm q and k over the whole width, across heads, and then rotate them: LTX, LTX-2 and Wan.
 
 Shapes: B batch, S query tokens, K key tokens, D width, H heads.
 """
@@ -40,12 +40,19 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
             # Heads are a view of the width: the kernel's means run over all heads of a token.
             tables = None if rotary is None else self.tables(*rotary)
             heads = projected.unflatten(2, (attn.heads, -1))
-            return self.norm_and_rotate(heads, norm, tables, "rms", across_heads=True)
+            rotation = self.rotation(attn)
+            return self.norm_and_rotate(
+                heads, norm, tables, "rms", across_heads=True, rotation=rotation
+            )
         # Off: the module norms the whole width, and the model's own code rotates.
         normed = norm(projected)
         if rotary is not None:
             normed = self.rotated(attn, normed, rotary)
         return normed.unflatten(2, (attn.heads, -1))
+
+    def rotation(self, attn: Any) -> str:
+        """Return which elements of a head are a pair, as `qk_norm_rope` calls it."""
+        return "interleaved"
 
     @abstractmethod
     def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:

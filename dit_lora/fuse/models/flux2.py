@@ -22,6 +22,7 @@ from dit_lora.fuse.models.two_streams import (
     Modulation,
     TwoStreamProcessor,
     attention_why_not,
+    enter_by,
     leave,
     modulated,
     norms_why_not,
@@ -58,8 +59,8 @@ def block_forward(
         return stock
     modulation = Modulation(*temb_mod_img.chunk(6, dim=1))
     text_modulation = Modulation(*temb_mod_txt.chunk(6, dim=1))
-    image, x = _enter(block.norm1, hidden_states, modulation)
-    text, context = _enter(block.norm1_context, encoder_hidden_states, text_modulation)
+    image, x = enter_by(block.norm1, hidden_states, modulation)
+    text, context = enter_by(block.norm1_context, encoder_hidden_states, text_modulation)
     attended, attended_text = block.attn(
         hidden_states=image.tensor,
         encoder_hidden_states=text.tensor,
@@ -70,12 +71,6 @@ def block_forward(
     x = leave(block.norm2, block.ff, x, attended, modulation)
     context = leave(block.norm2_context, block.ff_context, context, attended_text, text_modulation)
     return clipped(context), x
-
-
-def _enter(norm: Any, x: torch.Tensor, modulation: Modulation) -> tuple[Recomputable, torch.Tensor]:
-    """Return a stream (B, S, D) as attention takes it, and x to go on from."""
-    normed, (x,) = modulated((Stream(x, modulation.shift, modulation.scale),), eps=norm.eps)
-    return normed, x
 
 
 def single_forward(

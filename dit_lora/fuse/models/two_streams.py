@@ -61,9 +61,15 @@ def enter(
     It does what `AdaLayerNormZero.forward` does.
     """
     modulation = Modulation(*norm.linear(norm.silu(temb)).chunk(6, dim=1))
-    stream = Stream(x, modulation.shift, modulation.scale)
-    normed, (x,) = modulated((stream,), eps=norm.norm.eps)
-    return normed, x, modulation
+    return *enter_by(norm.norm, x, modulation), modulation
+
+
+def enter_by(
+    norm: Any, x: torch.Tensor, modulation: Modulation
+) -> tuple[Recomputable, torch.Tensor]:
+    """Return a stream (B, S, D) as attention takes it, by a LayerNorm and a modulation, and x to go on from."""
+    normed, (x,) = modulated((Stream(x, modulation.shift, modulation.scale),), eps=norm.eps)
+    return normed, x
 
 
 def leave(

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from diffusers.models.normalization import RMSNorm
-from torch.nn import functional
 
 from dit_lora.fuse.attention import Recomputable, Rotary, attend, project_output, rotate_pairs
-from dit_lora.fuse.lora import project
 from dit_lora.fuse.models.complex_rotary import tables_of
 from dit_lora.fuse.models.streams import norm_stream
+from dit_lora.fuse.models.swiglu import swiglu
 from dit_lora.fuse.models.two_streams import TwoStreamProcessor, attention_why_not, spared
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, other_norm, qk_always
 from dit_lora_kernels.ada_norm import Stream
@@ -69,20 +68,8 @@ def _again(norm: Any, stream: Stream) -> torch.Tensor:
 
 
 def feed_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return what `FeedForward` makes of x (B, S, D), a SwiGLU that keeps its two projections alone."""
-    gate, linear = project((module.w1, module.w3), x)
-    activated = Recomputable(functional.silu(gate), partial(functional.silu, gate))
-    with activated.not_kept():
-        inner = activated.tensor * linear
-    hidden = Recomputable(inner, partial(_hidden, gate, linear))
-    with hidden.not_kept():
-        output: torch.Tensor = module.w2(hidden.tensor)
-    return output
-
-
-def _hidden(gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
-    """Return a SwiGLU's hidden values again, the same bit for bit."""
-    return functional.silu(gate) * linear
+    """Return what `FeedForward` makes of x (B, S, D)."""
+    return swiglu(module.w1, module.w3, module.w2, x)
 
 
 class ZImageProcessor(TwoStreamProcessor):

@@ -14,6 +14,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import Checkpoint
+from dit_lora.families.loss_mask import LOSS_MASK
 from dit_lora.families.opening import read_component_config
 from dit_lora.numerics.streams import Streams, generator
 from dit_lora.results.verify.reference_model import Inputs, ReferenceModel
@@ -51,6 +52,8 @@ class DiffusionStock(ReferenceModel):
                 "dtype": _COMPUTE if dtype.is_floating_point else str(dtype).removeprefix("torch."),
             }
             for name, (size, dtype) in {**video, **clips.text_spec}.items()
+            # The model's output does not depend on it.
+            if name != LOSS_MASK
         }
 
     def output(

@@ -195,7 +195,9 @@ def _pipeline(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
         "from_image": "image" in called,
         "to_image": "last_image" in called,
         "arguments": {
-            name: value for name, value in called.items() if isinstance(value, bool | int | float)
+            name: value
+            for name, value in called.items()
+            if isinstance(value, bool | int | float) or name == "negative_prompt"
         },
         "output": output,
         "seed": recipe.validation.seed,
@@ -238,6 +240,15 @@ def _called(setup: Setup[Any, Any], conditions: dict[str, Any]) -> tuple[dict[st
         for file in pictures.values():
             Image.new("RGB", (shape.width, shape.height)).save(file)
         steps, guidance = settings.inference_steps, settings.guidance_scale
-        how = Sampling(shape, steps, guidance, settings.seed, **pictures)
+        least = checkpoint.references.least if checkpoint.references else 0
+        references = [Path(folder) / f"reference_{number}.png" for number in range(least)]
+        for file in references:
+            Image.new("RGB", (shape.width, shape.height)).save(file)
+        given: dict[str, Any] = {
+            **pictures,
+            "references": tuple(references),
+            "fps": setup.recipe.data.fps,
+        }
+        how = Sampling(shape, steps, guidance, settings.seed, **given)
         checkpoint.generate(recorder, conditions, how)
     return recorder.called, recorder.output

@@ -19,7 +19,7 @@ from dit_lora.adapters.attach_file import attach_lora_file
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
 from dit_lora.adapters.layer_names import UNKNOWN, LayerNames, kohya_name, no_names
 from dit_lora.adapters.lora_file import LoraFile, read_lora
-from dit_lora.config.recipe import LoraConfig
+from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.results.export.export import ExportRequest, Form, export
@@ -98,7 +98,7 @@ def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, fami
 
 def test_of_the_families_here_comfyui_runs_those_it_has_names_for() -> None:
     assert forms_of("cogvideox") == ("diffusers", "folded", "peft", "comfyui", "kohya")
-    for family in ("flux", "flux2", "z_image"):
+    for family in ("flux", "flux2", "krea2", "qwen_image", "sd3", "z_image"):
         assert forms_of(family) == ("diffusers", "folded", "peft", "comfyui")
     for family in ("sana", "sana_video", "dit", "latte", "video_dit"):
         assert forms_of(family) == ("diffusers", "folded", "peft")
@@ -298,6 +298,21 @@ def test_kohyas_joined_layers_come_apart_where_the_pipeline_knows_how(tmp_path: 
         for which, part in zip("qkv", whole, strict=True)
     }
     assert_same(deltas(model), expected)
+
+
+def test_joined_layers_of_sides_that_no_converter_knows_are_refused_by_name(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Diffusers' converter has the published widths of FLUX's single blocks written into it, and asserts them."""
+    checkpoint = get_family("flux").open(
+        ModelConfig(family="flux", path=str(tiny_checkpoints["flux-dev"]))
+    )
+    model, key = checkpoint.load_transformer(torch.float32), "lora_unet_single_blocks_0_linear1"
+    down, up = torch.randn(3, 32), torch.randn(224, 3)
+    tensors = {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
+    save_file(tensors, tmp_path / "flux.safetensors")
+    with pytest.raises(DitLoraError, match="lora_unet_single_blocks_0_linear1: not in the model"):
+        read_lora(tmp_path / "flux.safetensors", model, UNKNOWN, FluxPipeline)
 
 
 def refusal(one: Trained, tensors: dict[str, torch.Tensor], metadata: Any = None) -> str:

@@ -6,8 +6,13 @@ import pytest
 from family_cases.case import Case
 from family_cases.subject import EVERY, Subject, open_subject
 
+PARAMETERS = [
+    pytest.param(case, id=name, marks=[pytest.mark.thorough] if case.thorough else [])
+    for name, case in EVERY.items()
+]
 
-@pytest.fixture(params=EVERY.values(), ids=list(EVERY))
+
+@pytest.fixture(params=PARAMETERS)
 def subject(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]) -> Subject:
     case: Case = request.param
     return open_subject(case, tiny_checkpoints[case.variant])

@@ -14,6 +14,7 @@ from family_cases.subject import (
     Subject,
     adapted,
     encoded_batch,
+    encoded_text,
     open_subject,
     pixels_of,
 )
@@ -24,11 +25,25 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE, load_adapter, save_
 from dit_lora.config.data import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
-from dit_lora.families.base import Sampling
+from dit_lora.families.base import Checkpoint, Sampling
 from dit_lora.numerics.streams import Drawn, Streams
+from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 
 # Their pipelines take the embeddings of several prompts, of one length.
-OF_PROMPTS = ("cogvideox", "flux", "flux2", "sana", "sana_video", "wan", "z_image")
+OF_PROMPTS = (
+    "cogvideox",
+    "flux",
+    "flux2",
+    "ltx2",
+    "ltx_video",
+    "qwen_image",
+    "krea2",
+    "sana",
+    "sana_video",
+    "sd3",
+    "wan",
+    "z_image",
+)
 ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
 """Variants whose pipeline takes one image for one prompt alone."""
 
@@ -36,6 +51,10 @@ ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
 def test_every_variant_of_every_family_is_under_the_contract() -> None:
     known = {(name, v) for name in DIFFUSION_FAMILIES for v in get_family(name).tiny_variants}
     assert {(case.family, case.variant) for case in CASES} == known
+
+
+def guidance_of(case: Case, checkpoint: Checkpoint) -> float:
+    return checkpoint.guided_above if case.guidance is None else case.guidance
 
 
 def record_calls(module: torch.nn.Module) -> list[tuple[dict[str, Any], torch.Tensor]]:
@@ -129,23 +148,27 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
     encode_text = checkpoint.load_text_encoder(case.call_dtype, CPU)
     encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
     for shape in case.shapes:
-        images, pixels = pictures_of(case, shape, tmp_path)
+        given, sample = pictures_of(case, shape, tmp_path)
         pipeline = checkpoint.pipeline(case.call_dtype)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
-        how = Sampling(shape, 3, checkpoint.guided_above, seed=0, **images)
+        how = Sampling(shape, 3, guidance_of(case, checkpoint), seed=0, **given)
         checkpoint.generate(pipeline, checkpoint.conditions(case.captions[1]), how)
-        row = encode_video(pixels) | {
-            name: tensor[0] for name, tensor in encode_text([case.captions[1]]).items()
-        }
+        caption, references = case.captions[1], sample.references
+        row = sample.encoded(encode_video, shape) | encoded_text(
+            subject, encode_text, caption, references, shape
+        )
         batch = case.as_sampled({name: tensor[None] for name, tensor in row.items()}, how.seed)
+        calls = [call for call in calls if case.compared(call[0])]
         assert calls
         for call, expected in calls:
             with torch.no_grad():
                 prediction = checkpoint.predict(
                     transformer, case.noisy(call), case.timesteps(call), batch
                 )
-            assert torch.equal(prediction, case.predicted(expected))
+            # Behind the noisy tokens are those of references, of which nothing is asked.
+            output = expected[:, : prediction.shape[1]] if case.references else expected
+            assert torch.equal(prediction, case.predicted(output))
 
 
 @pytest.mark.parametrize(
@@ -155,22 +178,24 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
     tiny_checkpoints: dict[str, Path], variant: str, tmp_path: Path
 ) -> None:
     """Two captions of other lengths with different noise, bitwise: no neighbour, pad or mask comes between."""
-    for case in (one for one in CASES if one.variant == variant):
+    for case in (one for one in CASES if one.variant == variant and not one.references):
         subject = open_subject(case, tiny_checkpoints[variant])
         checkpoint = subject.checkpoint
         encode = checkpoint.load_text_encoder(case.call_dtype, CPU)
         captions = [encode([case.captions[index]]) for index in (0, 2)]
         text = {name: torch.cat([one[name] for one in captions]) for name in captions[0]}
-        images, pixels = pictures_of(case, case.native, tmp_path)
+        images, sample = pictures_of(case, case.native, tmp_path)
         pipeline = checkpoint.pipeline(case.call_dtype)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
-        how = Sampling(case.native, 3, checkpoint.guided_above, seed=0, **images)
-        checkpoint.generate(pipeline, checkpoint.conditions(text), how)
-        row = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)
+        how = Sampling(case.native, 3, guidance_of(case, checkpoint), seed=0, **images)
+        empty = encode(["", ""]) if how.guidance_scale > checkpoint.guided_above else None
+        checkpoint.generate(pipeline, checkpoint.conditions(text, empty), how)
+        row = checkpoint.load_video_encoder(torch.float32, CPU)(sample.video)
         both = {name: torch.stack([tensor, tensor]) for name, tensor in row.items()}
         batch = case.as_sampled({**both, **text}, how.seed)
         transformer = checkpoint.load_transformer(case.call_dtype).eval()
+        calls = [call for call in calls if case.compared(call[0])]
         assert calls
         for call, expected in calls:
             noisy = case.noisy(call)
@@ -183,14 +208,19 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
 
 def pictures_of(
     case: Case, shape: VideoShape, folder: Path
-) -> tuple[dict[str, Path], torch.Tensor]:
-    """Write the pictures that a video starts from; return them by name, and the clip that they are of."""
-    pixels = pixels_of(shape, torch.Generator().manual_seed(3))
+) -> tuple[dict[str, Any], DecodedSample]:
+    """Write the pictures that a video starts from, or its references; return them by name, and the sample that they are of."""
+    generator = torch.Generator().manual_seed(3)
+    pixels = pixels_of(shape, generator)
     images = {name: folder / f"{shape.height}_{name}.png" for name in case.pictures}
     for name, file in images.items():
         picture = pixels[-1 if name == "last_image" else 0]
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file)
-    return images, pixels
+    references = tuple(pixels_of(one, generator) for one in case.references)
+    files = tuple(folder / f"{shape.height}_{index}.png" for index in range(len(references)))
+    for file, reference in zip(files, references, strict=True):
+        Image.fromarray(reference[0].permute(1, 2, 0).numpy()).save(file)
+    return {**images, "references": files}, DecodedSample(pixels, references=references)
 
 
 def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path: Path) -> None:

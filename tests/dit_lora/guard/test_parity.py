@@ -105,3 +105,30 @@ def test_dropout_of_other_draws_is_no_difference_and_is_on_again() -> None:
     assert first_difference(kernel, lambda: model(x).sum(1), model) is None
     assert model[1].training
     torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("angle", [0.5, -0.5])
+def test_a_rotation_differs_by_its_imaginary_part_too(angle: float) -> None:
+    """The real part of a rotation is that of the one the other way."""
+
+    class Rotation(nn.Module):
+        angle = 0.5
+
+        def forward(self) -> torch.Tensor:
+            return torch.polar(torch.ones(3), self.angle * torch.arange(3.0))
+
+    model = nn.ModuleDict({"rope": Rotation(), "linear": nn.Linear(1, 1)})
+
+    @contextmanager
+    def off() -> Iterator[None]:
+        model["rope"].angle = 0.5
+        yield
+        model["rope"].angle = angle
+
+    def losses() -> torch.Tensor:
+        return model["rope"]().real.sum() + model["linear"](torch.ones(2, 1)).flatten()
+
+    model["rope"].angle = angle
+    kernel = Switch("k", "kernel", off, lambda: None, "stock")
+    found = first_difference(kernel, losses, model)
+    assert (found is not None) is (angle != 0.5)

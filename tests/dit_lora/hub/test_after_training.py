@@ -49,7 +49,7 @@ def arguments(name: str, hub: FakeHub, bases: dict[str, Path], tmp_path: Path) -
     files = [path for path in base.rglob("*") if path.is_file()]
     hub.add(f"acme/{variant}", {p.relative_to(base).as_posix(): p.read_bytes() for p in files})
     is_chat = recipe.model.family in CHAT_FAMILIES
-    quick = ["validation.media=[]"] if is_chat else ["validation.inference_steps=1"]
+    quick = ["validation.media=[]"] if is_chat else ["validation.inference_steps=2"]
     return [
         *(str(SMOKE / f"{name}.yaml"), *quick),
         f"model.path=acme/{variant}",
@@ -91,6 +91,11 @@ def paste(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
                 ("sana_video", "text-to-video", "adapter"),
                 ("flux", "text-to-image", "adapter"),
                 ("flux2", "text-to-image", "adapter"),
+                ("krea2", "text-to-image", "adapter"),
+                ("qwen_image", "text-to-image", "adapter"),
+                ("ltx_video", "text-to-video", "adapter"),
+                ("ltx_video_i2v", "image-to-video", "adapter"),
+                ("sd3", "text-to-image", "adapter"),
                 ("latte", "text-to-video", "adapter"),
                 ("wan", "text-to-video", "adapter"),
                 ("wan_flf2v", "image-to-video", "adapter"),
@@ -133,6 +138,9 @@ def test_a_run_that_pushes_has_a_card_whose_code_runs_as_pasted(
     pipe = scope["pipe"]
     if "pytorch_lora_weights.safetensors" in hub.repos[REPO].files:
         assert [n for n, _ in pipe.transformer.named_parameters() if ".lora_B." in n]
+    if name == "qwen_image":  # whose guidance is no guidance without a negative prompt
+        assert "    true_cfg_scale=4.0,\n" in card
+        assert "    negative_prompt='',\n" in card
     if name == "cogvideox":
         frames, _, fps = scope["shown"]
         recipe = load_recipe(tmp_path / "run" / "config.yaml")

@@ -15,7 +15,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.dit.tiny import tiny_vae
-from dit_lora.families.tiny_text import clip_encoder, clip_tokenizer
+from dit_lora.families.tiny.text import clip_encoder, clip_tokenizer
 from dit_lora.models.video_dit import spatial_sines, temporal_sines
 from dit_lora.models.video_dit_base import convert_checkpoint, write_base
 

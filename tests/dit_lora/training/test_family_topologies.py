@@ -20,7 +20,7 @@ if importlib.util.find_spec("deepspeed") is not None:
 RATE = 1e-3
 
 
-ALIKE = ("flux", "wan_i2v", "wan_2.2", "z_image")
+ALIKE = ("flux", "ltx_video_i2v", "sd3", "qwen_image", "krea2", "wan_i2v", "wan_2.2", "z_image")
 
 
 @pytest.mark.parametrize(

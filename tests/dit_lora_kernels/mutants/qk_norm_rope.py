@@ -76,7 +76,27 @@ MUTANTS: list[tuple[str, str, str]] = [
         "if tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:",
         "if True:",
     ),
-    ("one head's table for all", "cos is not None and cos.shape[-1] != width", "False"),
+    ("one head's table for all", '"PER_HEAD": not shared,', '"PER_HEAD": False,'),
+    (
+        "an angle of the next head",
+        "places = (row * (H if PER_HEAD else 1) + heads) * (D // 2) + i",
+        "places = (row * (H if PER_HEAD else 1) + heads + 1) * (D // 2) + i",
+    ),
+    (
+        "angles as far apart as elements",
+        "places = (row * (H if PER_HEAD else 1) + heads) * (D // 2) + i",
+        "places = (row * (H if PER_HEAD else 1) + heads) * D + i",
+    ),
+    (
+        "an angle too many is read",
+        "mask = (heads < count) & (i < D // 2)\n        c1",
+        "mask = (heads < count) & (i <= D // 2)\n        c1",
+    ),
+    (
+        "reference: neighbours' angles for halves",
+        "return torch.cat([table, table], dim=-1)",
+        "return table.repeat_interleave(2, dim=-1)",
+    ),
     ("saves rstd of a trained weight", 'norm != "none" and not trained', 'norm != "none"'),
     ("reference: bias left in x_hat", "(y - _by_head(bias, y, 0.0)) / w", "y / w"),
     (

@@ -1,21 +1,26 @@
 """Makes the cache entry of a sample or a caption, and the facts that its key depends on."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.judge import judge_frames
 from dit_lora.data.cache.cache import entry_key
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.cache.fill import Job
+from dit_lora.data.media.media import Media
+from dit_lora.data.media.references import read_mask, read_reference
 from dit_lora.data.media.video import DECODE_VERSION, ClipError, read_frames
 from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
+from dit_lora.families.loss_mask import LOSS_MASK, mask_of_latents
+from dit_lora.families.references import EditTextEncoder, ReferenceEncoder, References
 from dit_lora.families.vae_memory import VaeMemory
-from dit_lora.training.tasks.diffusion.samples import BucketedSample
+from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 
 
 @dataclass(frozen=True)
@@ -24,8 +29,36 @@ class DecodedSample:
 
     video: torch.Tensor
     """Frames, uint8 (F, 3, H, W)."""
-    image: torch.Tensor | None
+    image: torch.Tensor | None = None
     """The sample's own first image, uint8 (3, H, W); None where it has none."""
+    references: tuple[torch.Tensor, ...] = ()
+    """Frames of each reference, uint8 (frames, 3, height, width), at its own size."""
+    mask: torch.Tensor | None = None
+    """The part that is learned, float32 (H, W) from 0 to 1; None where the data has no masks."""
+
+    def encoded(self, encode: VideoEncoder, shape: VideoShape) -> Tensors:
+        """Return what the cache keeps of it; `shape` is the sample's, with those of its references."""
+        tensors = encode(self.video, self.image)
+        if self.references:
+            assert isinstance(encode, ReferenceEncoder)
+            tensors |= encode.references(self.references, shape)
+        if self.mask is not None:
+            tensors[LOSS_MASK] = mask_of_latents(self.mask, tensors["latent_mean"])
+        return tensors
+
+
+@dataclass(frozen=True)
+class Shown:
+    """References of a caption that is encoded with them."""
+
+    media: tuple[Media, ...]
+    shape: VideoShape
+    """The sample's, with theirs."""
+    start: float = 0.0
+
+    @classmethod
+    def of(cls, sample: BucketedSample) -> "Shown":
+        return cls(sample.clip.references, sample.shape, sample.start)
 
 
 @dataclass(frozen=True)
@@ -36,6 +69,10 @@ class Encoding:
     digests: Digests
     text_facts: Mapping[str, Any]
     video_facts: Mapping[str, Any]
+    takes: References | None = None
+    """The references that the checkpoint takes."""
+    has_masks: bool = field(default=False)
+    """True if a sample may have a mask: then each has one, of 1 where it has none of its own."""
 
     @classmethod
     def of(
@@ -50,16 +87,52 @@ class Encoding:
             return components | {"dtype": str(dtype)}
 
         video_facts = {**checkpoint.video_facts(), **VaeMemory.of(recipe.data).facts()}
-        return cls(recipe, digests, resolved(checkpoint.text_facts()), resolved(video_facts))
+        return cls(
+            recipe,
+            digests,
+            resolved(checkpoint.text_facts()),
+            resolved(video_facts),
+            checkpoint.references,
+            any(source.has_masks for source in recipe.data.all_sources),
+        )
 
-    def text(self, caption: str) -> Job:
+    @property
+    def texts_see_references(self) -> bool:
+        """True if captions are encoded with their samples' references."""
+        return self.takes is not None and self.takes.in_text
+
+    def text(self, caption: str, shown: Shown | None = None) -> Job:
+        """Return the job that encodes a caption, with what is `shown` where the text encoder sees references.
+
+        Raises `OSError` if one cannot be read.
+        """
         facts = {**self.text_facts, "caption": caption}
+        if shown is not None and self.texts_see_references:
+            facts["references"] = [self.digests.media(one) for one in shown.media]
+            facts["start"], facts["shape"] = shown.start, str(shown.shape)
+            return Job(
+                f"caption {caption!r}", entry_key(facts), facts, self._seeing(caption, shown)
+            )
 
         def make(encode: TextEncoder) -> Tensors:
             # One at a time: in a batch, the result would depend on its neighbours in the last bits.
             return {name: tensor[0] for name, tensor in encode([caption]).items()}
 
         return Job(f"caption {caption!r}", entry_key(facts), facts, make)
+
+    def _seeing(self, caption: str, shown: Shown) -> Callable[[EditTextEncoder], Tensors]:
+        def make(encode: EditTextEncoder) -> Tensors:
+            given = self._references(shown)
+            made = encode.with_references(caption, given, shown.shape)
+            return {name: tensor[0] for name, tensor in made.items()}
+
+        return make
+
+    def _references(self, shown: Shown) -> tuple[torch.Tensor, ...]:
+        assert self.takes is not None
+        clip = shown.shape if self.takes.clips else None
+        fps = self.recipe.data.fps
+        return tuple(read_reference(one, clip, fps, shown.start) for one in shown.media)
 
     def video(self, sample: BucketedSample, *, mirrored: bool = False) -> Job:
         """Return the job that encodes a sample. Raises `OSError` if its file cannot be read."""
@@ -76,17 +149,23 @@ class Encoding:
             facts["start"] = sample.start
         if sample.clip.image:
             facts["image"] = self.digests.media(sample.clip.image)
+        if sample.clip.references:
+            facts["reference_files"] = [self.digests.media(one) for one in sample.clip.references]
+        else:
+            del facts["references"]
+        if self.has_masks:
+            mask = sample.clip.mask
+            facts["mask"] = [self.digests.media(mask.media), mask.alpha] if mask else None
         if mirrored:
             facts["mirrored"] = True
 
         def make(encode: VideoEncoder) -> Tensors:
-            pixels = self.decode(sample, mirrored=mirrored)
-            return encode(pixels.video, pixels.image)
+            return self.decode(sample, mirrored=mirrored).encoded(encode, sample.shape)
 
         return Job(sample.id, entry_key(facts), facts, make)
 
     def decode(self, sample: BucketedSample, *, mirrored: bool = False) -> DecodedSample:
-        """Return the sample's frames and first image; raises `ClipError` if nothing can be learned from them."""
+        """Return the sample's frames and what belongs to them; raises `ClipError` if nothing can be learned."""
         size = {"height": sample.shape.height, "width": sample.shape.width}
         video = read_frames(
             sample.clip.media,
@@ -101,4 +180,17 @@ class Encoding:
                 raise ClipError(f"{sample.clip.media.name}: {finding.code}: {finding.words}")
         image_file = sample.clip.image
         image = read_frames(image_file, frames=1, fps=None, **size)[0] if image_file else None
-        return DecodedSample(video.flip(-1) if mirrored else video, image)
+        references = self._references(Shown.of(sample)) if sample.clip.references else ()
+        mask = self._mask(sample)
+        if mirrored:
+            video, references = video.flip(-1), tuple(one.flip(-1) for one in references)
+            mask = None if mask is None else mask.flip(-1)
+        return DecodedSample(video, image, references, mask)
+
+    def _mask(self, sample: BucketedSample) -> torch.Tensor | None:
+        if not self.has_masks:
+            return None
+        size, mask = {"height": sample.shape.height, "width": sample.shape.width}, sample.clip.mask
+        if mask is None:
+            return torch.ones(sample.shape.height, sample.shape.width)
+        return read_mask(mask.media, alpha=mask.alpha, **size)

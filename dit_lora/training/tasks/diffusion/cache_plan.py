@@ -1,7 +1,10 @@
 """Plans a recipe's cache: each sample's entries and each caption's, before anything is encoded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -13,10 +16,13 @@ from dit_lora.data.cache.cache import entry_key
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.cache.fill import Job
 from dit_lora.data.loading.encoded import Entry
+from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.clips import Clip
+from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Encoders, Opened
-from dit_lora.training.tasks.diffusion.cache_entries import Encoding
-from dit_lora.training.tasks.diffusion.samples import BucketedSample, Samples, bar, find_samples
+from dit_lora.training.tasks.diffusion.cache_entries import Encoding, Shown
+from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
+from dit_lora.training.tasks.diffusion.samples import Samples, bar, find_samples
 
 AUDIT_MEMO = "audit.jsonl"
 """The file in the cache's folder that holds what `dit-lora audit` measured."""
@@ -30,6 +36,8 @@ class PlannedSample:
     video: Job
     mirror: Job | None
     text: Job
+    empty: Job | None = None
+    """The empty caption with the sample's own references, where captions are encoded with them and dropped."""
 
     @property
     def videos(self) -> tuple[Job, ...]:
@@ -46,7 +54,20 @@ class PlannedSample:
             sample.shape,
             sample.clip.times,
             sample.clip.loss_weight,
+            self.empty.key if self.empty else None,
         )
+
+    @property
+    def texts(self) -> tuple[Job, ...]:
+        return (self.text, self.empty) if self.empty else (self.text,)
+
+
+class ShownPrompt(NamedTuple):
+    """A validation prompt's jobs."""
+
+    text: Job
+    negative: Job
+    """The empty prompt, for guidance."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +79,25 @@ class Plan:
     wanted: tuple[PlannedSample, ...]
     rejected: dict[str, str]
     """Samples that cannot be used, as far as is known without decoding, and why."""
-    texts: dict[str, Job]
-    """Jobs by caption: all samples' captions, and the empty one."""
-    shown: dict[str, Job]
-    """Jobs by validation prompt, and the empty one, for the checkpoint that samples are made with."""
+    empty: Job
+    """The empty caption, which dropout puts in place; of a model that sees references, with the first sample's."""
+    shown: tuple[ShownPrompt, ...]
+    """The validation prompts, for the checkpoint that samples are made with."""
     transformer_digest: str
+    own_text_encoder: bool = True
+    """True if prompts are encoded as captions are."""
 
     @property
     def keys(self) -> tuple[set[str], set[str]]:
         """Keys of all clips and of all captions that the recipe uses."""
         videos = {job.key for one in self.wanted for job in one.videos}
-        return videos, {job.key for job in (*self.texts.values(), *self.shown.values())}
+        of_samples = (job for one in self.wanted for job in one.texts)
+        return videos, {job.key for job in (self.empty, *self.shown_texts, *of_samples)}
+
+    @property
+    def shown_texts(self) -> tuple[Job, ...]:
+        """Jobs of validation prompts, and of the empty ones beside them."""
+        return tuple(job for one in self.shown for job in one)
 
 
 def make_plan(
@@ -88,11 +117,8 @@ def make_plan(
     encoding = Encoding.of(recipe, checkpoint, dtype, digests)
     transformer = transformer_digest(checkpoint, recipe, digests)
     samples = find_samples(recipe, checkpoint, group=group, quiet=quiet)
-    # The empty caption is what caption dropout trains on and guidance samples with. An equal text encoder gives equal
-    # keys, in whichever checkpoint it lies.
-    texts = {"": encoding.text("")}
     of_samples = Encoding.of(recipe, second, dtype, digests) if second else encoding
-    shown = {text: of_samples.text(text) for text in ("", *recipe.validation.prompts)}
+    shown = tuple(_shown_prompts(recipe, of_samples))
     rejected = dict(samples.rejected)
     wanted: list[PlannedSample] = []
     for sample in bar("reading files", "clip", quiet)(samples.all):
@@ -102,10 +128,7 @@ def make_plan(
         except OSError as error:
             rejected[sample.id] = f"cannot be read: {error.strerror or error}"
             continue
-        caption = sample.clip.caption
-        if caption not in texts:
-            texts[caption] = encoding.text(caption)
-        wanted.append(PlannedSample(sample, video, mirror, texts[caption]))
+        wanted.append(PlannedSample(sample, video, mirror, *_texts(encoding, sample)))
     if not quiet:
         digests.save()
     # By content and not by name: a file that was mended since is judged anew.
@@ -115,7 +138,35 @@ def make_plan(
         windows.setdefault(sample.clip.id, []).append(sample.id)
     for file, words in at_fault.items():
         rejected |= dict.fromkeys(windows.get(file, [file]), words)
-    return Plan(encoding, samples, tuple(wanted), rejected, texts, shown, transformer)
+    first = Shown.of(wanted[0].sample) if wanted else None
+    # An equal text encoder gives equal keys, in whichever checkpoint it lies.
+    is_own = of_samples.text("").key == encoding.text("").key
+    empty = encoding.text("", first)
+    return Plan(encoding, samples, tuple(wanted), rejected, empty, shown, transformer, is_own)
+
+
+def _texts(encoding: Encoding, sample: BucketedSample) -> tuple[Job, Job | None]:
+    """Return a sample's caption, and what dropout puts in its place where that is not the same for all."""
+    shown = Shown.of(sample)
+    text = encoding.text(sample.clip.caption, shown)
+    if encoding.texts_see_references and encoding.recipe.data.caption_dropout > 0:
+        return text, encoding.text("", shown)
+    return text, None
+
+
+def _shown_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ShownPrompt]:
+    """Yield validation's prompts, each with the empty one: of a model that sees references, with the same ones."""
+    for prompt, files in zip_longest(recipe.validation.prompts, recipe.validation.references):
+        shown = None
+        if files:
+            media = tuple(MediaFile(Path(file)) for file in files)
+            shown = Shown(media, VideoShape.of(recipe.data))
+        try:
+            yield ShownPrompt(encoding.text(prompt, shown), encoding.text("", shown))
+        except OSError as error:
+            raise DitLoraError(
+                f"validation.references: {error.filename} cannot be read: {error.strerror}"
+            ) from error
 
 
 def transformer_digest(checkpoint: Opened, recipe: Recipe, digests: Digests) -> str:

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import MAX_ABS, Spec
 from dit_lora.data.cache.fill import Job
 from dit_lora.data.loading.batch import Batch, collate
@@ -22,8 +23,8 @@ from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.finite import describe_all
 from dit_lora.training.session.session import Session
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample, Encoding
-from dit_lora.training.tasks.diffusion.cache_plan import PlannedSample
-from dit_lora.training.tasks.diffusion.samples import BucketedSample
+from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample
+from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 
 _CAPTIONS = 256  # embeddings held; of T5-XXL and 226 tokens, 1.8 MiB each
 
@@ -34,32 +35,28 @@ Read = tuple[Tensors, str | None]
 def live_clips(
     session: Session,
     checkpoint: Encoders,
-    encoding: Encoding,
+    plan: Plan,
     wanted: Sequence[PlannedSample],
-    texts: Mapping[str, Job],
 ) -> "LiveClips":
-    """Return the training set with its encoders loaded; entries have the keys that a cache would have them under.
-
-    `texts` are the jobs of all captions, by caption.
-    """
+    """Return the training set with its encoders loaded; entries have the keys that a cache would have them under."""
     samples = {one.video.key: (one.sample, False) for one in wanted}
     samples |= {one.mirror.key: (one.sample, True) for one in wanted if one.mirror}
     where = session.precision.dtype, session.accelerator.device
     memory = VaeMemory.of(session.recipe.data)
-    captions = {job.key: caption for caption, job in texts.items()}
+    texts = (plan.empty, *plan.shown_texts, *(job for one in wanted for job in one.texts))
     return LiveClips(
         tuple(one.entry for one in wanted),
-        texts[""].key,
-        LiveVideos(Decoder(encoding, samples), checkpoint.load_video_encoder(*where, memory)),
-        LiveTexts(captions, checkpoint.load_text_encoder(*where)),
+        plan.empty.key,
+        LiveVideos(Decoder(plan.encoding, samples), checkpoint.load_video_encoder(*where, memory)),
+        LiveTexts({job.key: job for job in texts}, checkpoint.load_text_encoder(*where)),
     )
 
 
 class LiveTexts:
     """Captions that are encoded when they are read."""
 
-    def __init__(self, captions: Mapping[str, str], encode: TextEncoder) -> None:
-        self._captions = captions
+    def __init__(self, jobs: Mapping[str, Job], encode: TextEncoder) -> None:
+        self._jobs = jobs
         self._encode = encode
         # The least recently used goes first.
         self._read = lru_cache(_CAPTIONS)(self._encoded)
@@ -71,10 +68,10 @@ class LiveTexts:
         return self._read(key)
 
     def _encoded(self, key: str) -> Read:
-        caption = self._captions[key]
-        tensors = {name: one[0].cpu() for name, one in self._encode([caption]).items()}
+        job = self._jobs[key]
+        tensors = {name: one.cpu() for name, one in job.make(self._encode).items()}
         bad = describe_all(tensors, MAX_ABS)
-        return tensors, f"caption {caption!r}: {bad}" if bad else None
+        return tensors, f"{job.sample}: {bad}" if bad else None
 
 
 @dataclass(frozen=True)
@@ -106,8 +103,12 @@ class LiveVideos:
     def first_spec(self, keys: Sequence[str]) -> Spec:
         shape = self.decoder.samples[keys[0]][0].shape
         # Shapes are asked before any file is decoded: a black clip has them.
-        black = torch.zeros(shape.frames, 3, shape.height, shape.width, dtype=torch.uint8)
-        return _spec(self._encode(black, None))
+        black = DecodedSample(
+            _black(shape),
+            references=tuple(_black(one) for one in shape.references),
+            mask=torch.ones(shape.height, shape.width) if self.decoder.encoding.has_masks else None,
+        )
+        return _spec(black.encoded(self._encode, shape))
 
     def read(self, key: str, spec: Spec) -> Read:
         pixels = self.decoded.pop(key, None) or self.decoder(key)
@@ -118,7 +119,7 @@ class LiveVideos:
                 for name, (shape, dtype) in spec.items()
             }
             return placeholder, pixels
-        encoded = self._encode(pixels.video, pixels.image)
+        encoded = pixels.encoded(self._encode, self.decoder.samples[key][0].shape)
         tensors = {name: tensor.detach().cpu() for name, tensor in encoded.items()}
         return tensors, describe_all(tensors, MAX_ABS)
 
@@ -174,6 +175,10 @@ class LiveLoader:
     def _encode(self, pick: Pick, pixels: DecodedSample | str) -> Batch:
         self.clips.videos.decoded[pick.entry.video_key_of(pick.draw)] = pixels
         return self.clips.read(*pick)
+
+
+def _black(shape: VideoShape) -> torch.Tensor:
+    return torch.zeros(shape.frames, 3, shape.height, shape.width, dtype=torch.uint8)
 
 
 def _spec(tensors: Mapping[str, torch.Tensor]) -> Spec:

@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
+from dit_lora.config.recipe import ValidationConfig
 from dit_lora.data.cache.cache import TensorCache, entry_key
 from dit_lora.data.cache.fill import Filled, Job, fill
 from dit_lora.data.loading.encoded import CachedClips, EncodedClips, Entry
@@ -37,9 +38,8 @@ class Precomputed(Prepared):
     """The encoded training set, and the embeddings of validation prompts."""
 
     clips: EncodedClips
-    prompt_keys: tuple[str, ...] = ()
-    negative_key: str = ""
-    """The empty caption's, for guidance."""
+    prompt_keys: tuple[tuple[str, str], ...] = ()
+    """Keys of each validation prompt, and of the empty one beside it, for guidance."""
     second: Checkpoint | None = None
     """The checkpoint that samples are made with (`validation.model`), if it is another."""
 
@@ -52,11 +52,7 @@ def precompute(
     Validation prompts are encoded for `second`, the checkpoint that samples are made with, if it is another.
     """
     recipe, accelerator = session.recipe, session.accelerator
-    for name in ("images", "last_images"):
-        given = getattr(recipe.validation, name)
-        no_file = [image for image in given if not Path(image).is_file()]
-        if no_file:
-            raise DitLoraError(listed(f"validation.{name}: no such file", no_file))
+    _require_files(recipe.validation)
     # Before the sources are read: what it writes is one of them.
     generate_prior(session, checkpoint)
     quiet = not accelerator.is_local_main_process
@@ -85,23 +81,33 @@ def precompute(
         clips = live_clips(
             session,
             checkpoint,
-            plan.encoding,
+            plan,
             rejects.without(plan.wanted, _sample_id),
-            plan.shown | plan.texts,
         )
     # Caption dropout trains every sample on it: no single one could be blamed.
     fault = clips.empty_text[1]
     agree(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
     return Precomputed(
         clips=clips,
-        prompt_keys=tuple(plan.shown[prompt].key for prompt in recipe.validation.prompts),
-        negative_key=plan.shown[""].key,
+        prompt_keys=tuple((one.text.key, one.negative.key) for one in plan.shown),
         second=second,
         data_digest=entry_key({"entries": [_keys(entry) for entry in clips.entries]}),
         transformer_digest=plan.transformer_digest,
         rejected=rejects.reasons,
         report=report,
     )
+
+
+def _require_files(validation: ValidationConfig) -> None:
+    given = {
+        "images": validation.images,
+        "last_images": validation.last_images,
+        "references": [file for files in validation.references for file in files],
+    }
+    for name, files in given.items():
+        no_file = [file for file in files if not Path(file).is_file()]
+        if no_file:
+            raise DitLoraError(listed(f"validation.{name}: no such file", no_file))
 
 
 def _sample_id(wanted: PlannedSample) -> str:
@@ -135,18 +141,20 @@ def _cached(
     """Fill the caches with all missing entries, and return the training set that reads them. Collective."""
     # Texts come first, and their encoder is freed before the VAE is loaded: one of them fits where both do not.
     texts = TensorCache(session.recipe.cache_dir / "texts")
-    empty, shown = plan.texts[""], [*plan.shown.values()]
+    empty, shown = plan.empty, plan.shown_texts
     shared = [empty, *shown]
     _set_aside_bad(session, texts, shared)
     wanted = rejects.without(plan.wanted, _sample_id)
-    is_own = _has_one_text_encoder(plan)
-    jobs = [empty, *(shown if is_own else ()), *(one.text for one in wanted)]
+    is_own = plan.own_text_encoder
+    jobs = [empty, *(shown if is_own else ()), *(job for one in wanted for job in one.texts)]
     bad = _fill(session, texts, jobs, checkpoint.load_text_encoder, "caption")
     if not is_own and second is not None:
         bad |= _fill(session, texts, shown, second.load_text_encoder, "prompt")
     reasons = [bad[job.key] for job in shared if job.key in bad]
     agree(session.accelerator, DitLoraError("; ".join(reasons)) if reasons else None)
-    rejects.add({one.sample.id: bad[one.text.key] for one in wanted if one.text.key in bad})
+    rejects.add(
+        {one.sample.id: bad[job.key] for one in wanted for job in one.texts if job.key in bad}
+    )
     wanted = rejects.without(wanted, _sample_id)
 
     jobs = [job for one in wanted for job in one.videos]
@@ -158,13 +166,8 @@ def _cached(
     return CachedClips(entries, empty.key, videos, texts)
 
 
-def _has_one_text_encoder(plan: Plan) -> bool:
-    """Return true if prompts are encoded as captions are: then the empty one has one key."""
-    return plan.shown[""].key == plan.texts[""].key
-
-
 def _require_one_text_encoder(plan: Plan) -> None:
-    if not _has_one_text_encoder(plan):
+    if not plan.own_text_encoder:
         raise DitLoraError(
             "validation.model has another text encoder than model.path, which data.precompute: false would keep in memory "
             "beside it; set data.precompute to true"

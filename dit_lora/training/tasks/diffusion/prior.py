@@ -31,6 +31,11 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
     """
     if all(source.generate is None for source in session.recipe.data.all_sources):
         return
+    if checkpoint.references is not None and checkpoint.references.least:
+        raise DitLoraError(
+            f"data.sources: generate: {checkpoint.path.name} makes pictures from references, which a generated source "
+            "has none of; remove it"
+        )
     (lacking,) = broadcast_object_list([_on_main(session, partial(_lacking, session))])
     sampler = _Sampler(session, checkpoint)
     bar = tqdm(
@@ -109,6 +114,7 @@ class _Sampler:
             recipe.validation.inference_steps,
             recipe.validation.guidance_scale,
             fold(recipe.train.seed, "prior", number, index) & 0xFFFFFFFF,  # torch reads 32 bits
+            fps=recipe.data.fps,
         )
         conditions = self.checkpoint.conditions(source.caption or "")
         video = self.checkpoint.generate(self.pipeline, conditions, how)

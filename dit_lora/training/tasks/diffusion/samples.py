@@ -15,20 +15,15 @@ from dit_lora.data.buckets.buckets import Dropped, Placed, buckets_of, place, wi
 from dit_lora.data.buckets.report import BucketReport
 from dit_lora.data.media.headers import Headers
 from dit_lora.data.media.media import Media
+from dit_lora.data.media.references import wrong_mask
 from dit_lora.data.media.video import ClipError, VideoHeader, too_short
 from dit_lora.data.sources.scan import Clip, scan
 from dit_lora.families.base import Opened
-
-
-@dataclass(frozen=True, slots=True)
-class BucketedSample:
-    """A clip, or one window of it, in the shape of its bucket."""
-
-    id: str
-    clip: Clip
-    shape: VideoShape
-    start: float = 0.0
-    """Seconds from the clip's first frame."""
+from dit_lora.training.tasks.diffusion.sample_references import (
+    BucketedSample,
+    refuse_all,
+    with_references,
+)
 
 
 @dataclass(frozen=True)
@@ -63,11 +58,13 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
         for clip in sources.clips
         if data.classes is not None and clip.caption not in data.classes
     }
+    refuse_all(checkpoint, clips)
     # One shape needs no header of a file: those are read later, and only of what is not cached.
     if data.buckets is None and data.windows == 1:
         shape = VideoShape.of(data)
-        samples = tuple(BucketedSample(clip.id, clip, shape) for clip in clips)
-        return Samples(samples, rejected, (shape,), tuple(sources.clips))
+        alone = [BucketedSample(clip.id, clip, shape) for clip in clips]
+        found, unfit = with_references(alone, checkpoint, _reader(recipe, quiet))
+        return Samples(found, rejected | unfit, (shape,), tuple(sources.clips))
     notes: list[str] = []
     shapes = buckets_of(data, checkpoint.side_step, checkpoint.refusal, notes.append)
     # A bucket is chosen by size and length, which headers have; decoding would take hours.
@@ -88,8 +85,15 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
             for start in where.starts
         ]
     report = BucketReport.of(placed, shapes, data, group)
+    found, unfit = with_references(all_samples, checkpoint, _reader(recipe, quiet))
     clips_found = tuple(sources.clips)
-    return Samples(tuple(all_samples), rejected, shapes, clips_found, report, tuple(notes))
+    return Samples(found, rejected | unfit, shapes, clips_found, report, tuple(notes))
+
+
+def _reader(
+    recipe: Recipe, quiet: bool
+) -> Callable[[Sequence[Media]], list[VideoHeader | ClipError]]:
+    return lambda media: read_headers(media, recipe, quiet=quiet)
 
 
 def check_headers(
@@ -97,15 +101,25 @@ def check_headers(
 ) -> dict[str, str]:
     """Return which samples surely cannot be used, by what their files say of themselves, and why."""
     data, unusable = recipe.data, dict[str, str]()
+    masked: dict[str, tuple[Media, VideoHeader]] = {}
     headers = read_headers([sample.clip.media for sample in samples], recipe, quiet=quiet)
     for sample, header in zip(samples, headers, strict=True):
         if isinstance(header, ClipError):
             unusable[sample.id] = in_words(sample.clip.media, header)
-        elif not header.is_image and data.fps is not None:
+            continue
+        if not header.is_image and data.fps is not None:
             frames, start = sample.shape.frames, sample.start
             short = too_short(header, frames=frames, fps=data.fps, start=start)
             if short:
                 unusable[sample.id] = f"{sample.clip.media.name}: {short}"
+        if sample.clip.mask is not None and not sample.clip.mask.alpha:
+            masked[sample.id] = (sample.clip.mask.media, header)
+    read = read_headers([media for media, _ in masked.values()], recipe, quiet=quiet)
+    for (sample_id, (media, own)), header in zip(masked.items(), read, strict=True):
+        if isinstance(header, ClipError):
+            unusable[sample_id] = f"its mask: {in_words(media, header)}"
+        elif wrong := wrong_mask((header.height, header.width), (own.height, own.width)):
+            unusable[sample_id] = wrong
     return unusable
 
 

@@ -108,6 +108,8 @@ class DiffusionTask:
             schedule["train.guidance_scale"] = recipe.train.guidance_scale
         if recipe.model.task is not None:
             schedule["model.task"] = recipe.model.task
+        if recipe.data.sound:
+            schedule["data.sound"] = True
         return {
             **schedule,
             "data.caption_dropout": recipe.data.caption_dropout,

@@ -46,10 +46,11 @@ def sample_videos(setup: Setup[Precomputed, Checkpoint], step: int) -> None:
 def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampling]]:
     settings, device = setup.recipe.validation, setup.session.accelerator.device
     encoded, checkpoint = setup.data, setup.data.second or setup.checkpoint
-    negative = _encoded(encoded, encoded.negative_key, device)
     return [
         (
-            checkpoint.conditions(_encoded(encoded, key, device), negative),
+            checkpoint.conditions(
+                _encoded(encoded, key, device), _encoded(encoded, negative, device)
+            ),
             Sampling(
                 VideoShape.of(setup.recipe.data),
                 settings.inference_steps,
@@ -57,9 +58,13 @@ def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampli
                 settings.seed,
                 image=Path(settings.images[index]) if settings.images else None,
                 last_image=Path(settings.last_images[index]) if settings.last_images else None,
+                references=tuple(map(Path, settings.references[index]))
+                if settings.references
+                else (),
+                fps=setup.recipe.data.fps,
             ),
         )
-        for index, key in enumerate(encoded.prompt_keys)
+        for index, (key, negative) in enumerate(encoded.prompt_keys)
     ]
 
 

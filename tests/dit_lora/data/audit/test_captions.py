@@ -10,7 +10,7 @@ from dit_lora.data.audit.finding import Finding
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.clips import Clip
 from dit_lora.families.sana.tiny import gemma_tokenizer
-from dit_lora.families.tiny_text import clip_tokenizer, t5_tokenizer
+from dit_lora.families.tiny.text import clip_tokenizer, t5_tokenizer
 
 TOKENIZERS = {"t5": t5_tokenizer, "gemma": gemma_tokenizer, "clip": clip_tokenizer}
 

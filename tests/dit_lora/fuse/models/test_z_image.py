@@ -12,7 +12,7 @@ from torch import nn
 
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.models import complex_rotary, streams, z_image
+from dit_lora.fuse.models import complex_rotary, streams, swiglu, z_image
 from dit_lora.fuse.models.complex_rotary import tables_of
 from dit_lora.fuse.patches import fusion_of
 from dit_lora_kernels.ada_norm import Stream
@@ -80,14 +80,14 @@ class TestZImage(Contract):
     ) -> None:
         """Each block's once: what saves them by another name or shape would keep them."""
         model, found = fuse_all(self.build()), []
-        for name in ("_again", "_hidden"):
-            again = getattr(z_image, name)
+        for module, name in ((z_image, "_again"), (swiglu, "_hidden")):
+            again = getattr(module, name)
 
             def counted(*args: Any, again: Any = again, name: str = name) -> torch.Tensor:
                 found.append(name)
                 return again(*args)
 
-            monkeypatch.setattr(z_image, name, counted)
+            monkeypatch.setattr(module, name, counted)
         self.run(model)
         assert sorted(found) == ["_again"] * 3 + ["_hidden"] * 3
 

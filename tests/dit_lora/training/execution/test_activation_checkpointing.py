@@ -230,6 +230,7 @@ OPS_OF = {
     "dit-tiny": ("lora_linear", "ada_norm"),
     "sana-600m": ("lora_linear", "ada_norm", "relu_linear_attention", "silu_dwconv_glu"),
     "flux2-klein": ("lora_linear", "qk_norm_rope", "ada_norm"),
+    "qwen-image": ("lora_linear", "qk_norm_rope", "ada_norm"),
     "wan-2.1-t2v": ("lora_linear", "qk_norm_rope", "ada_norm"),
     "z-image": ("lora_linear", "qk_norm_rope", "ada_norm"),
     "latte": ("lora_linear",),  # two calls of attention in a block

@@ -7,18 +7,22 @@ import pytest
 import torch
 
 from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.sources.clips import Clip
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample, Encoding
 from dit_lora.training.tasks.diffusion.live_encoding import Decoder, LiveTexts, LiveVideos
-from dit_lora.training.tasks.diffusion.samples import BucketedSample
+from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 
 SHAPE = VideoShape(1, 4, 6)
 
 
 class _Decoding:
     """Stands for `Encoding.decode`."""
+
+    has_masks = False
 
     def decode(self, sample: BucketedSample, *, mirrored: bool) -> DecodedSample:
         if sample.id == "torn":
@@ -62,7 +66,10 @@ def test_bad_values_and_torn_clips_are_faults(videos: LiveVideos) -> None:
     assert tensors["latent"].isnan().all()
 
 
-def test_captions_are_encoded_once_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captions_are_encoded_once_and_judged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    captions = {"1": "one", "2": "two", "3": "bad"}
     asked: list[Any] = []
 
     def encode_text(captions: Any) -> dict[str, torch.Tensor]:
@@ -71,7 +78,11 @@ def test_captions_are_encoded_once_and_judged(monkeypatch: pytest.MonkeyPatch) -
         return {"embeds": torch.full((1, 2), value)}
 
     monkeypatch.setattr("dit_lora.training.tasks.diffusion.live_encoding._CAPTIONS", 2)
-    texts = LiveTexts({"1": "one", "2": "two", "3": "bad"}, encode_text)
+    digests, facts = Digests(tmp_path / "digests.json"), dict[str, str]()
+    encoding = Encoding(cast(Recipe, None), digests, facts, facts)
+    texts = LiveTexts(
+        {key: encoding.text(caption) for key, caption in captions.items()}, encode_text
+    )
     assert texts.read("1", {}) == texts.read("1", {})
     assert texts.read("3", {})[1] == "caption 'bad': embeds has 2 Inf among 2 values"
     texts.read("2", {})  # the first is forgotten

@@ -86,14 +86,15 @@ def test_captions_that_differ_only_in_case_or_end_are_different_entries(
 ) -> None:
     prompts = ["A cat", "a cat", "a cat runs", "a cat"]
     encoded = encode(validation__prompts=prompts)
-    first, second, third, fourth = encoded.prompt_keys
+    first, second, third, fourth = (key for key, _ in encoded.prompt_keys)
     assert len({first, second, third}) == 3
     assert second == fourth
-    assert encoded.clips.empty_text_key not in encoded.prompt_keys
+    assert encoded.clips.empty_text_key not in {first, second, third}
+    assert {negative for _, negative in encoded.prompt_keys} == {encoded.clips.empty_text_key}
     path = str(tiny_checkpoints["cogvideox-2b"])
     checkpoint = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
     expected = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))
-    for prompt, key in zip(prompts, encoded.prompt_keys, strict=True):
+    for prompt, (key, _) in zip(prompts, encoded.prompt_keys, strict=True):
         tensors, _ = encoded.clips.texts.read(key, {})
         assert torch.equal(tensors["prompt_embeds"], expected([prompt])["prompt_embeds"][0])
 
@@ -128,7 +129,7 @@ def test_a_bad_entry_that_all_samples_share_is_encoded_anew(
 ) -> None:
     changes = {"validation__prompts": ["a cat"], "model__dtype": dtype}
     encoded = encode(**changes)
-    texts, shared = encoded.clips.texts, [encoded.clips.empty_text_key, *encoded.prompt_keys]
+    texts, shared = encoded.clips.texts, [encoded.clips.empty_text_key, encoded.prompt_keys[0][0]]
     good = [texts.read(key, {})[0]["prompt_embeds"].clone() for key in shared]
     for entry in list(texts.entries()):
         if entry.key in shared:

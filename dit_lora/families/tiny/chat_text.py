@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.2,
 }
-"""The sizes of a language model, as its config names them."""
+"""Sizes of a language model, in any of their configs."""
 _QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 # Qwen3's, of messages in words: thinking that is switched off is an empty one.
 _QWEN_TEMPLATE = (

@@ -19,16 +19,16 @@ def template_limit(
         scheduler=None, vae=None, text_encoder=probe, tokenizer=tokenizer, transformer=None
     )
     pipeline.encode_prompt("", device=probe.device, max_sequence_length=max_tokens, **arguments)
-    return TextLimit(tokenizer, max_tokens - probe.tokens)
+    return TextLimit(tokenizer, probe.pads)
 
 
 class _Probe(nn.Module):
-    """Stands for a text encoder and counts the tokens that it is given."""
+    """Stands for a text encoder and counts the pads that it is given in the place of a caption."""
 
     dtype, device = torch.float32, torch.device("cpu")
-    tokens = 0
+    pads = 0
 
     def forward(self, *, attention_mask: torch.Tensor, **_: Any) -> Any:
-        self.tokens = int(attention_mask.sum())
+        self.pads = int((attention_mask == 0).sum())
         states = torch.zeros(1, attention_mask.shape[1], 1)
         return SimpleNamespace(hidden_states=defaultdict(lambda: states))

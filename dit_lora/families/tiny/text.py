@@ -9,6 +9,7 @@ import string
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPTextModelWithProjection,
     CLIPTokenizer,
     T5Config,
     T5EncoderModel,
@@ -52,18 +53,25 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
-    config = CLIPTextConfig(
+    return CLIPTextModel(_clip_config(tokenizer, POOLED_WIDTH)).eval()
+
+
+def projected_clip_encoder(tokenizer: CLIPTokenizer, width: int) -> CLIPTextModelWithProjection:
+    return CLIPTextModelWithProjection(_clip_config(tokenizer, width)).eval()
+
+
+def _clip_config(tokenizer: CLIPTokenizer, width: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
         vocab_size=len(tokenizer),
-        hidden_size=POOLED_WIDTH,
+        hidden_size=width,
         intermediate_size=32,
-        projection_dim=POOLED_WIDTH,
+        projection_dim=width,
         num_hidden_layers=2,
         num_attention_heads=2,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return CLIPTextModel(config).eval()
 
 
 def umt5_encoder(vocab_size: int) -> UMT5EncoderModel:

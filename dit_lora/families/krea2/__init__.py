@@ -1,0 +1,77 @@
+"""Krea 2 text-to-image: Raw, which trains, and Turbo, distilled from it, which makes pictures with what was trained."""
+
+from dit_lora.adapters.layer_names import LayerNames
+from dit_lora.families.family import DiffusionFamily, License, Site
+
+_LICENSE = License("other", "krea-2-community-license", "https://www.krea.ai/krea-2-licensing")
+_ATTENTION = {"to_q": "wq", "to_k": "wk", "to_v": "wv", "to_out.0": "wo", "to_gate": "gate"}
+# Names in the published files of each block's layers (diffusers: loaders/lora_conversion_utils.py,
+# _convert_non_diffusers_krea2_lora_to_diffusers).
+_IN_BLOCKS = {
+    **{f"attn.{ours}": f"attn.{theirs}" for ours, theirs in _ATTENTION.items()},
+    **{f"ff.{name}": f"mlp.{name}" for name in ("gate", "up", "down")},
+}
+_BLOCKS = {
+    "transformer_blocks.*": "blocks.*",
+    "text_fusion.layerwise_blocks.*": "txtfusion.layerwise_blocks.*",
+    "text_fusion.refiner_blocks.*": "txtfusion.refiner_blocks.*",
+}
+
+FAMILY = DiffusionFamily(
+    name="krea2",
+    checkpoint_module="dit_lora.families.krea2.checkpoint",
+    tiny_module="dit_lora.families.krea2.tiny",
+    # What Krea advises for long runs (diffusers: examples/dreambooth/README_krea2.md), in the blocks and in the fusion of
+    # the text encoder's layers; its script's longer list is in the recipe.
+    lora_targets=("to_q", "to_k", "to_v", "to_out.0", "to_gate"),
+    group_patterns={
+        "connector": (
+            "img_in.*",
+            "time_embed.*",
+            "time_mod_proj.*",
+            "text_fusion.*",
+            "txt_in.*",
+            "final_layer.*",
+        ),
+        "backbone": ("transformer_blocks.*",),
+    },
+    pipeline_names=("Krea2Pipeline",),
+    default_recipe="krea2/raw",
+    licenses={"krea/Krea-2-*": _LICENSE},
+    masked_attention=True,  # of captions
+    # The published model's own names, which ComfyUI's is built with and Diffusers' loader converts, where there is no
+    # `.alpha`. Of Diffusers' names ComfyUI's map has those of two and two blocks of the fusion.
+    comfyui=LayerNames(
+        renamed={
+            **{
+                f"{block}.{layer}": f"{theirs}.{name}"
+                for block, theirs in _BLOCKS.items()
+                for layer, name in _IN_BLOCKS.items()
+            },
+            "img_in": "first",
+            "time_embed.linear_1": "tmlp.0",
+            "time_embed.linear_2": "tmlp.2",
+            "time_mod_proj": "tproj.1",
+            "txt_in.linear_1": "txtmlp.1",
+            "txt_in.linear_2": "txtmlp.3",
+            "text_fusion.projector": "txtfusion.projector",
+            "final_layer.linear": "last.linear",
+        },
+        alpha=False,
+    ),
+    sites=(
+        Site(
+            family="krea2",
+            variant="krea2-raw",
+            data={"height": 64, "width": 64},
+            samples="images",
+            attention="transformer_blocks.1.attn",
+            ff_out="transformer_blocks.0.ff.down",
+            modulation="time_mod_proj",
+            last="final_layer.linear",
+            time_proj="time_embed",
+            late=0.83,  # it is given t / 1000
+            upper=700,
+        ),
+    ),
+)

@@ -1,0 +1,91 @@
+"""LTX-2 and LTX-2.3: text-to-video and image-to-video, without sound or with it."""
+
+from typing import Any
+
+from dit_lora.adapters.layer_names import LayerNames
+from dit_lora.families.family import DiffusionFamily, License, Site
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+"""Layers of every attention: with sound, all of them are adapted (Lightricks/LTX-2, ltx-trainer, docs/configuration-reference.md)."""
+SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+_LICENSE = License(
+    "other",
+    "ltx-2-community-license-agreement",
+    "https://github.com/Lightricks/LTX-2/blob/main/LICENSE",
+)
+
+
+_ATTENTIONS = ("attn1", "attn2", *SOUND_ATTENTIONS)
+_OF_BLOCKS = (
+    *(f"{attn}.{layer}" for attn in _ATTENTIONS for layer in (*ATTENTION, "to_gate_logits")),
+    *(f"{ff}.{layer}" for ff in ("ff", "audio_ff") for layer in ("net.0.proj", "net.2")),
+)
+_MODULATIONS = {
+    "time_embed": "adaln_single",
+    "audio_time_embed": "audio_adaln_single",
+    "prompt_adaln": "prompt_adaln_single",
+    "audio_prompt_adaln": "audio_prompt_adaln_single",
+    "av_cross_attn_video_scale_shift": "av_ca_video_scale_shift_adaln_single",
+    "av_cross_attn_video_a2v_gate": "av_ca_a2v_gate_adaln_single",
+    "av_cross_attn_audio_scale_shift": "av_ca_audio_scale_shift_adaln_single",
+    "av_cross_attn_audio_v2a_gate": "av_ca_v2a_gate_adaln_single",
+}
+_EMBEDDING = "emb.timestep_embedder"
+# The inverse of Diffusers' _convert_non_diffusers_ltx2_lora_to_diffusers (loaders/lora_conversion_utils.py), whose loader
+# refuses `.alpha` tensors.
+_COMFYUI = {
+    **{f"transformer_blocks.*.{name}": f"transformer_blocks.*.{name}" for name in _OF_BLOCKS},
+    **{
+        f"{ours}.{layer}": f"{theirs}.{layer}"
+        for ours, theirs in _MODULATIONS.items()
+        for layer in ("linear", f"{_EMBEDDING}.linear_1", f"{_EMBEDDING}.linear_2")
+    },
+    "proj_in": "patchify_proj",
+    "audio_proj_in": "audio_patchify_proj",
+    "proj_out": "proj_out",
+    "audio_proj_out": "audio_proj_out",
+}
+
+
+def _site(variant: str, **other: Any) -> Site:
+    return Site(
+        family="ltx2",
+        variant=variant,
+        data={"frames": 9, "height": 64, "width": 96, "fps": 8},
+        modulation="time_embed.linear",
+        time_proj="time_embed.emb.time_proj",
+        posterior=False,
+        **other,
+    )
+
+
+FAMILY = DiffusionFamily(
+    name="ltx2",
+    checkpoint_module="dit_lora.families.ltx2.checkpoint",
+    tiny_module="dit_lora.families.ltx2.tiny",
+    # Of the video alone, as the trainer's guide says for it; a checkpoint that trains sound too has all attention's.
+    lora_targets=tuple(f"{attn}.{layer}" for attn in ("attn1", "attn2") for layer in ATTENTION),
+    group_patterns={
+        "connector": (
+            "*proj_in.*",
+            "*caption_projection.*",
+            "*time_embed.*",
+            "*prompt_adaln.*",
+            "av_cross_attn_*",
+            "scale_shift_table",
+            "audio_scale_shift_table",
+            "proj_out.*",
+            "audio_proj_out.*",
+        ),
+        "backbone": ("transformer_blocks.*",),
+    },
+    pipeline_names=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    default_recipe="ltx2/2.3_t2v",
+    licenses={
+        "Lightricks/LTX-2*": _LICENSE,
+        "diffusers/LTX-2.3*": _LICENSE,
+    },
+    masked_attention=True,
+    comfyui=LayerNames(alpha=False, renamed=_COMFYUI),
+    sites=(_site("ltx-2"), _site("ltx-2.3")),
+)

@@ -1,0 +1,136 @@
+"""Opens LTX-2 checkpoints, 2.0 and 2.3; which generation one is, its configs say, and nothing else asks."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from diffusers import (
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
+    LTX2ImageToVideoPipeline,
+    LTX2VideoTransformer3DModel,
+)
+from diffusers.pipelines.ltx2 import LTX2TextConnectors
+from transformers import Gemma3ForConditionalGeneration
+
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_scheduler import flow_scheduler
+from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
+from dit_lora.families.opening import (
+    local_checkpoint,
+    read_component_config,
+    read_index,
+    require_whole_weights,
+    stored_fields,
+)
+from dit_lora.numerics.noise_levels import NoiseLevels
+from dit_lora.numerics.objectives import FlowMatching
+
+_IMAGE = LTX2ImageToVideoPipeline.__name__
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoint:
+    """Read the configs; refuse LTX-2.5, parts that contradict each other, another scheduler and torn weights."""
+    path = local_checkpoint(model)
+    index = read_index(model, path, family.pipeline_names)
+    fields = stored_fields(model, path)
+    fields["transformer_config"] = _filled(
+        LTX2VideoTransformer3DModel, fields["transformer_config"]
+    )
+    fields["vae_config"] = _filled(AutoencoderKLLTX2Video, fields["vae_config"])
+    _refuse_newer(model, index, fields["transformer_config"])
+    parts = {"connectors": LTX2TextConnectors, "audio_vae": AutoencoderKLLTX2Audio}
+    fields |= {
+        name: _filled(kind, read_component_config(path, name)) for name, kind in parts.items()
+    }
+    _require_fitting(model, fields)
+    require_whole_weights(model, path, "vae", "audio_vae", "vocoder", "connectors", "text_encoder")
+    scheduler = flow_scheduler(model, path)
+    own = "i2v" if index["_class_name"] == _IMAGE else "t2v"
+    task = model.task or own
+    return _kind(task)(
+        **fields,
+        scheduler=scheduler,
+        objective=_objective(scheduler),
+        task_given=task != own,
+    )
+
+
+def _kind(task: str) -> type[LTX2Checkpoint]:
+    """Return what does a task; both pipelines take the same files."""
+    if task == "t2v":
+        return LTX2Checkpoint
+    # Not before: it needs PyAV, as the pipeline does for its picture alone.
+    from dit_lora.families.ltx2.image_to_video import LTX2ImageCheckpoint
+
+    return LTX2ImageCheckpoint
+
+
+def _filled(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config over its class's defaults."""
+    parameters = inspect.signature(model_class.__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.name != "self"} | dict(config)
+
+
+def _refuse_newer(
+    model: ModelConfig, index: Mapping[str, Any], transformer: Mapping[str, Any]
+) -> None:
+    """Raise for LTX-2.5: another text encoder, no biases in the feed-forward, keyframes told by an embedding."""
+    encoder = (index.get("text_encoder") or [None, None])[1]
+    signs = {
+        f"its text encoder is {encoder}": encoder != Gemma3ForConditionalGeneration.__name__,
+        "ff_bias is false": not transformer["ff_bias"],
+        "use_keyframes_abs_pos_embedding is true": transformer["use_keyframes_abs_pos_embedding"],
+        "use_prompt_adaln_single is false": not transformer["use_prompt_adaln_single"],
+    }
+    found = [words for words, is_there in signs.items() if is_there]
+    if found:
+        raise DitLoraError(
+            f"{model.path} is no LTX-2 or LTX-2.3 ({', '.join(found)}), as LTX-2.5 is none, which is not trained here yet; "
+            "give Lightricks/LTX-2 or diffusers/LTX-2.3-Diffusers"
+        )
+
+
+def _require_fitting(model: ModelConfig, fields: Mapping[str, Any]) -> None:
+    """Refuse latents, patches and text that do not fit."""
+    transformer, vae, connectors, audio = (
+        fields[name] for name in ("transformer_config", "vae_config", "connectors", "audio_vae")
+    )
+    temporal, *sides = transformer["vae_scale_factors"]
+    channels, sounds = vae["latent_channels"], audio["latent_channels"] * (audio["mel_bins"] // 4)
+    wanted: dict[str, Any] = {
+        "in_channels": channels,
+        "out_channels": channels,
+        "audio_in_channels": sounds,
+        "audio_out_channels": sounds,
+        **{f"{kind}patch_size{axis}": 1 for kind in ("", "audio_") for axis in ("", "_t")},
+        "audio_sampling_rate": audio["sample_rate"],
+        "audio_hop_length": audio["mel_hop_length"],
+    }
+    wrong = [
+        f"transformer: {name} must be {value}; got {transformer[name]}"
+        for name, value in wanted.items()
+        if transformer[name] != value
+    ]
+    ratios = vae["spatial_compression_ratio"], vae["temporal_compression_ratio"]
+    if (None not in ratios and {*sides} != {ratios[0]}) or ratios[1] not in (None, temporal):
+        wrong.append(
+            f"transformer: vae_scale_factors {[temporal, *sides]} are not the VAE's, {ratios[1]} and {ratios[0]}"
+        )
+    projected = transformer["use_prompt_embeddings"]
+    if projected == connectors["per_modality_projections"]:
+        wrong.append(
+            f"connectors: per_modality_projections {connectors['per_modality_projections']} with the transformer's "
+            f"use_prompt_embeddings {projected}: one of them projects the text, as in 2.3 or as in 2.0"
+        )
+    if wrong:
+        raise DitLoraError(listed(f"{model.path}: the parts of this checkpoint do not fit", wrong))
+
+
+def _objective(scheduler: Mapping[str, Any]) -> FlowMatching:
+    """Flow matching at the vendor's stretched logit-normal noise levels, shifted by the number of tokens."""
+    shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
+    levels = NoiseLevels(density="stretched_logit_normal")
+    return FlowMatching(shift, scheduler["num_train_timesteps"], levels)

@@ -1,0 +1,150 @@
+"""LTX-2 image-to-video: the picture is the first latent frame, clean, with a timestep of 0 for its tokens and no loss there.
+
+The picture's latents are made by the stock pipeline's own methods (diffusers/pipelines/ltx2/pipeline_ltx2_image2video.py),
+compressed as a video's frame before, as it does.
+
+Shapes: B batch, C latent channels, F latent frames, H and W latent size, S video tokens (F H W).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLLTX2Video, LTX2ImageToVideoPipeline
+from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf, resolve_default_image_crf
+from diffusers.video_processor import VideoProcessor
+from PIL import Image
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.base import Tensors, VideoEncoder
+from dit_lora.families.first_frame import FirstFrameCheckpoint
+from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
+from dit_lora.families.pictures import as_picture, wrong_pictures
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+
+_CRF = resolve_default_image_crf(None)
+IMAGE_TRANSFORM = f"ltx2-i2v-1: H.264 at CRF {_CRF}, the pipeline's preprocessing, normalised mode of one frame, fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTX2ImageCheckpoint(FirstFrameCheckpoint, LTX2Checkpoint):
+    """One LTX-2 or LTX-2.3 checkpoint as image-to-video."""
+
+    pipeline_class: ClassVar[Any] = LTX2ImageToVideoPipeline
+    takes: ClassVar[tuple[str, ...]] = (
+        *LTX2Checkpoint.takes,
+        "data.image_column",
+        "data.image_dropout",
+        "validation.images",
+    )
+
+    @property
+    def pictures(self) -> tuple[str, ...]:
+        return ("image",)
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        least = self.transformer_config["vae_scale_factors"][0] + 1
+        few = f"data.frames must be {least} or more, as the first is given; got {shape.frames}"
+        return [*super().wrong_shape(shape), *([few] if shape.frames < least else [])]
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        """Refuse prompts without their pictures."""
+        fitting = super().for_recipe(recipe)
+        wrong = wrong_pictures(recipe.validation, self.pictures)
+        if wrong:
+            raise DitLoraError(listed(f"{self.path.name} is image-to-video", wrong))
+        return fitting
+
+    def video_facts(self) -> Mapping[str, Any]:
+        return {**super().video_facts(), "image": IMAGE_TRANSFORM}
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """The clip's latents, and `image_latents` (C, 1, H, W), those of its picture; both normalised, in fp32."""
+        vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
+        processor = VideoProcessor(vae_scale_factor=vae.spatial_compression_ratio)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            picture = np.array(as_picture(pixels[0] if image is None else image))
+            sent = Image.fromarray(apply_image_conditioning_crf(picture, _CRF))
+            values = processor.preprocess(sent).to(device)
+            return {**self.encoded(vae, pixels), "image_latents": self._latents(vae, values)}
+
+        return encode
+
+    def _latents(self, vae: Any, image: torch.Tensor) -> torch.Tensor:
+        """Return what the pipeline puts in front (C, 1, H, W), by its own method: of one frame, the picture is all."""
+        facts: Any = SimpleNamespace(
+            vae=vae,
+            vae_spatial_compression_ratio=vae.spatial_compression_ratio,
+            vae_temporal_compression_ratio=vae.temporal_compression_ratio,
+            transformer_spatial_patch_size=1,
+            transformer_temporal_patch_size=1,
+            _normalize_latents=self.pipeline_class._normalize_latents,
+            _pack_latents=self.pipeline_class._pack_latents,
+        )
+        height, width = image.shape[-2:]
+        tokens, _ = self.pipeline_class.prepare_latents(
+            facts,
+            image,
+            num_channels_latents=vae.config.latent_channels,
+            height=height,
+            width=width,
+            num_frames=1,
+            dtype=torch.float32,
+            device=image.device,
+            generator=torch.Generator().manual_seed(0),  # it draws noise, and leaves none
+        )
+        grid = (side // vae.spatial_compression_ratio for side in (height, width))
+        return self.pipeline_class._unpack_latents(tokens, 1, *grid)[0]
+
+    def clean_latents(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The clip's own, with the picture's in front where it is given."""
+        return self._with_picture(super().clean_latents(batch, given), batch, given)
+
+    def known(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return (B, S, 1): 1 at the tokens of the first frame of samples whose picture is given."""
+        frames, height, width = batch["latent_mean"].shape[2:]
+        kept = self.has_picture(batch, given)
+        first = torch.arange(frames * height * width, device=kept.device) < height * width
+        return (kept.view(-1, 1, 1) & first.view(1, -1, 1)).float()
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the velocity behind the picture's tokens; one call equals one of the stock pipeline's."""
+        return super().predict(transformer, self._with_picture(noisy, batch, {}), timesteps, batch)
+
+    def token_timesteps(
+        self,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        given: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        return timesteps[:, None] * (1 - self.known(batch, given).squeeze(-1))
+
+    def _with_picture(
+        self,
+        tokens: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        given: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        latents = batch["image_latents"].float().expand_as(batch["latent_mean"])
+        picture = self.pipeline_class._pack_latents(latents)
+        return torch.where(self.known(batch, given) > 0, picture, tokens)

@@ -1,0 +1,103 @@
+"""LTX-2's sound: from a waveform to the latents that the transformer is trained on.
+
+Diffusers has the audio VAE's encoder, but not the mel spectrogram that it takes, as its pipelines only decode. Source of
+that: Lightricks/LTX-2, ltx-core, model/audio_vae/ops.py (AudioProcessor: torchaudio's MelSpectrogram with Slaney's scale
+and norm, of magnitudes, then the logarithm) and model_configurator.py (its 1,024 points).
+
+Shapes: N samples, T columns of the spectrogram, M mel bins, L tokens of sound, W their width.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from diffusers import AutoencoderKLLTX2Audio, LTX2Pipeline
+from transformers.audio_utils import mel_filter_bank
+
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import Tensors
+
+_POINTS = 1024
+"""Of the Fourier transform and its window."""
+_LEAST = 1e-5
+
+
+class AudioEncoder(Protocol):
+    """Sound to the tensors that the cache keeps for a sample."""
+
+    def __call__(self, waveform: torch.Tensor, rate: int) -> Tensors:
+        """`waveform` (channels, N) in floating point from -1 to 1, at that many samples a second."""
+
+
+def audio_tokens(config: Mapping[str, Any], seconds: float) -> int:
+    """Count the tokens that the pipeline gives a video of that length (pipeline_ltx2.py, __call__)."""
+    per_second = config["sample_rate"] / config["mel_hop_length"] / 4  # LATENT_DOWNSAMPLE_FACTOR
+    return round(seconds * per_second)
+
+
+def audio_encoder(path: Path, device: torch.device) -> AudioEncoder:
+    """Load the audio VAE of a checkpoint: it keeps `audio_latent_mean`, normalised tokens (L, W).
+
+    It encodes in fp32, as the vendor's trainer, which takes the posterior's mean too.
+    """
+    vae: Any = load_pretrained(
+        AutoencoderKLLTX2Audio,
+        path,
+        subfolder="audio_vae",
+        dtype=torch.float32,
+        use_safetensors=True,
+    ).to(device)
+    config = vae.config
+
+    @torch.no_grad()
+    def encode_audio(waveform: torch.Tensor, rate: int) -> Tensors:
+        _check(waveform, rate, config)
+        # As many tokens as samples have: the spectrogram has a column at either end.
+        tokens = audio_tokens(config, waveform.shape[1] / rate)
+        mel = log_mel(waveform.to(device).float(), config)
+        latents = vae.encode(mel[None]).latent_dist.mode()
+        packed = LTX2Pipeline._pack_audio_latents(latents)
+        normalised = LTX2Pipeline._normalize_audio_latents(
+            packed, vae.latents_mean, vae.latents_std
+        )
+        return {"audio_latent_mean": normalised[0, :tokens]}
+
+    return encode_audio
+
+
+def log_mel(waveform: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+    """Return the logarithm of the mel spectrogram (channels, T, M) of a waveform (channels, N), T = N // hop + 1."""
+    rate, hop = config["sample_rate"], config["mel_hop_length"]
+    window = torch.hann_window(_POINTS, device=waveform.device)
+    spectrum = torch.stft(
+        waveform, _POINTS, hop, window=window, center=True, pad_mode="reflect", return_complex=True
+    ).abs()
+    filters = mel_filter_bank(
+        num_frequency_bins=_POINTS // 2 + 1,
+        num_mel_filters=config["mel_bins"],
+        min_frequency=0.0,
+        max_frequency=rate / 2,
+        sampling_rate=rate,
+        norm="slaney",
+        mel_scale="slaney",
+    )
+    mel = spectrum.mT @ torch.from_numpy(filters).to(spectrum)
+    return mel.clamp(min=_LEAST).log()
+
+
+def _check(waveform: torch.Tensor, rate: int, config: Mapping[str, Any]) -> None:
+    """Raise `DitLoraError` for a waveform that this audio VAE does not take."""
+    channels, wanted = config["in_channels"], config["sample_rate"]
+    fits = waveform.ndim == 2 and len(waveform) == channels and waveform.is_floating_point()
+    if not fits or rate != wanted:
+        raise DitLoraError(
+            f"LTX-2's audio VAE takes a waveform ({channels}, samples) in floating point at {wanted} samples a second; got "
+            f"{tuple(waveform.shape)} in {str(waveform.dtype).removeprefix('torch.')} at {rate}; resample it, and give "
+            "one channel twice"
+        )
+    if waveform.shape[1] <= _POINTS // 2:
+        raise DitLoraError(
+            f"LTX-2's audio VAE takes more than {_POINTS // 2} samples; got {waveform.shape[1]}"
+        )

@@ -1,0 +1,420 @@
+"""LTX-2 text-to-video: flow matching on tokens of video, and of sound where that is trained too.
+
+Prompts, packing, normalisation, the shift and denoising are the stock pipeline's own code, called here
+(diffusers/pipelines/ltx2/pipeline_ltx2.py). Without sound, video does not attend to it: a training step is the call that
+the pipeline makes for its modality guidance, `isolate_modalities`.
+
+Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W latent size, S video tokens (F H W),
+L tokens of sound and A their width.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import lcm, prod
+from typing import Any, ClassVar, Self
+
+import torch
+from diffusers import AutoencoderKLLTX2Video, LTX2Pipeline, LTX2VideoTransformer3DModel
+from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import (
+    Sampling,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
+from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.loss_mask import loss_weights
+from dit_lora.families.ltx2 import ATTENTION, SOUND_ATTENTIONS
+from dit_lora.families.ltx2.sound import AudioEncoder, audio_encoder
+from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
+from dit_lora.families.posterior import encode_video
+from dit_lora.families.refusals import wrong_frames, wrong_sides
+from dit_lora.families.text.limit import text_limit
+from dit_lora.families.text.mask import cut_text
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.objectives import LossOutput, mean_squared_error
+from dit_lora.numerics.streams import Draws, Streams, moved, normal
+
+PIPELINE_MULTIPLE = 32  # check_inputs of both pipelines, whatever the autoencoder
+_NO_GUIDANCE = {
+    "guidance_rescale": 0.0,
+    "stg_scale": 0.0,
+    "modality_scale": 1.0,
+    "audio_guidance_scale": 1.0,
+    "audio_guidance_rescale": 0.0,
+    "audio_stg_scale": 0.0,
+    "audio_modality_scale": 1.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTX2Checkpoint(FlowCheckpoint):
+    """One LTX-2 or LTX-2.3 checkpoint as text-to-video."""
+
+    scheduler: Mapping[str, Any]
+    """The scheduler's config, filled up with its defaults."""
+    connectors: Mapping[str, Any]
+    """The connectors' config."""
+    audio_vae: Mapping[str, Any]
+    """The audio VAE's config."""
+    fps: float | None = None
+    """Frames a second: positions are in seconds. None for the pipeline's default."""
+    sound: bool = False
+    """True if sound is trained beside the video (`data.sound`)."""
+    task_given: bool = False
+    """True where the recipe chose another task than the checkpoint's own pipeline has."""
+    pipeline_class: ClassVar[Any] = LTX2Pipeline
+    transformer_class: ClassVar[Any] = LTX2VideoTransformer3DModel
+    transform = (
+        "ltx2-1: pixels / 127.5 - 1, posterior mean, normalised by the VAE's own statistics, fp32"
+    )
+    takes: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.takes, "model.task", "data.sound")
+
+    @property
+    def distilled(self) -> bool:
+        """Return true if it makes videos in few steps: its scheduler does not shift by size, as the base's does."""
+        return not self.scheduler["use_dynamic_shifting"]
+
+    @property
+    def frame_rate(self) -> float:
+        return self.fps or self.default_of("frame_rate")
+
+    @property
+    def text_tokens(self) -> int:
+        """The number of tokens of every caption: the pipeline's default."""
+        return self.default_of("max_sequence_length")
+
+    def default_of(self, argument: str) -> Any:
+        """Return the default of an argument of the pipeline's own call."""
+        return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
+
+    @property
+    def side_step(self) -> int:
+        _, *sides = self.transformer_config["vae_scale_factors"]
+        return lcm(PIPELINE_MULTIPLE, *sides)
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        """Frames are 8n + 1: the pipeline drops those beyond, without a word."""
+        temporal = self.transformer_config["vae_scale_factors"][0]
+        return [*wrong_sides(shape, self.side_step), *wrong_frames(shape.frames, temporal)]
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        """Take frames a second, which positions depend on, and sound; refuse a distilled base, and what would get no gradient."""
+        fitting = super().for_recipe(recipe)
+        data = recipe.data
+        if self.distilled and not recipe.lora.under:
+            raise DitLoraError(
+                f"{self.path.name} is step-distilled (its scheduler does not shift by size), and training on it undoes that; "
+                "train its base, whose adapter loads into both, and sample from this one with validation.model; or give an "
+                "adapter that undoes it in lora.under"
+            )
+        if not data.sound:
+            _refuse_what_hears(recipe)
+        return replace(fitting, fps=data.fps, sound=data.sound)
+
+    def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
+        """Return attention's layers of the video alone, or with sound all of them."""
+        return ATTENTION if self.sound else tuple(defaults)
+
+    def header(self) -> dict[str, Any]:
+        return super().header() | ({"sound": True} if self.sound else {})
+
+    def with_header(self, made: Mapping[str, Any]) -> Self:
+        fps = made.get("video", {}).get("fps", self.fps)
+        return replace(super().with_header(made), fps=fps, sound=made.get("sound", self.sound))
+
+    def notes(self, recipe: Recipe) -> list[str]:
+        said = super().notes(recipe)
+        if self.sound:
+            return [*said, "sound: trained beside the video, at noise levels of its own"]
+        return [
+            *said,
+            "sound: not trained (data.sound). Video does not attend to sound in training, and does in the pipeline, whose "
+            "sound is left out of samples",
+        ]
+
+    def text_limit(self) -> TextLimit:
+        return text_limit(self.path, self.text_tokens)
+
+    def text_facts(self) -> Mapping[str, Any]:
+        # What is cached passed the connectors, which differ between 2.0 and 2.3 beside one text encoder.
+        folder = self.path / "connectors"
+        return {**super().text_facts(), "connectors": folder, "tokens": self.text_tokens}
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        tokens, of_sound = self.text_tokens, self._text_width("audio")
+        return {
+            "prompt_embeds": (torch.Size((tokens, self._text_width("video"))), dtype),
+            "audio_prompt_embeds": (torch.Size((tokens, of_sound)), dtype),
+            "prompt_attention_mask": (torch.Size((tokens,)), torch.int64),
+        }
+
+    def _text_width(self, modality: str) -> int:
+        heads, width = (
+            self.connectors[f"{modality}_connector_{name}"]
+            for name in ("num_attention_heads", "attention_head_dim")
+        )
+        return int(heads * width)
+
+    def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """Load the pipeline with its text encoder and connectors alone."""
+        others = dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
+        return load_pretrained(
+            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **others
+        ).to(device)
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Gemma and the connectors as the pipeline uses them."""
+        return connected(self.text_pipeline(dtype, device), self.text_tokens, device)
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Keeps the posterior's mean, normalised, (C, F, H, W), which the vendor's trainer takes too.
+
+        It encodes in fp32 whatever `dtype` is.
+        """
+        vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            return self.encoded(vae, pixels)
+
+        return encode
+
+    def encoded(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        """Return a clip's latents as the cache keeps them, normalised by what the VAE's weights hold."""
+        mean = encode_video(vae, pixels)["latent_mean"]
+        factor = vae.config.scaling_factor
+        whole = self.pipeline_class._normalize_latents(
+            mean[None], vae.latents_mean, vae.latents_std, factor
+        )
+        return {"latent_mean": whole[0]}
+
+    def load_audio_encoder(self, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
+        """Load the audio VAE; it encodes in fp32 whatever `dtype` is."""
+        return audio_encoder(self.path, device)
+
+    def mu(self, size: torch.Size) -> float:
+        return self._mu_of(prod(size[1:]))
+
+    def _mu_of(self, tokens: int) -> float:
+        # The pipeline's line goes on beyond its second point; the trainer's ends there, where its stretched density would
+        # be no density any more (timestep_samplers.py).
+        base, most = (self.scheduler[f"{name}_image_seq_len"] for name in ("base", "max"))
+        shifts = self.scheduler["base_shift"], self.scheduler["max_shift"]
+        return float(calculate_shift(min(tokens, most), base, most, *shifts))
+
+    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        """Return the draws of any flow matching, with noise for tokens (S, C); those of sound beside them.
+
+        Sound has a noise level of its own, by its own number of tokens, as in the vendor's trainer (flexible.py).
+        """
+        channels, *grid = batch["latent_mean"].shape[1:]
+        video: Draws = {
+            **super().draws(batch),
+            "noise": partial(normal, (prod(grid), channels)),
+        }
+        if not self.sound:
+            return video
+        if "audio_latent_mean" not in batch:
+            raise DitLoraError(
+                "data.sound: these samples were cached without their sound (audio_latent_mean); set it to false"
+            )
+        size = batch["audio_latent_mean"].shape[1:]
+        shift = self.shift_of(torch.Size([size[1], size[0]]))
+        return {
+            **video,
+            "audio_noise": partial(normal, size),
+            "audio_timestep": lambda rows: self.objective.sigmas(normal((), rows), shift),
+        }
+
+    def clean_latents(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Packed, (B, S, C): they are normalised already."""
+        return LTX2Pipeline._pack_latents(batch["latent_mean"].float())
+
+    def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Packed as the latents are, (B, S, C): of the video alone, as sound has no places in a picture."""
+        latents = batch["latent_mean"]
+        weights = loss_weights(batch, self.mask_floor, latents)
+        return None if weights is None else LTX2Pipeline._pack_latents(weights.expand_as(latents))
+
+    def losses(
+        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+    ) -> LossOutput:
+        """Velocity losses; with sound, each sample's mean over its video and its mean over its sound, added up.
+
+        The vendor's trainer adds them so (flexible.py, compute_loss). Timesteps are the video's.
+        """
+        if not self.sound:
+            return super().losses(transformer, batch, streams)
+        given = streams.drawn(self.draws(batch), batch["latent_mean"].device)
+        objective, sigmas = self.objective, given["timestep"]
+        clean, known = self.clean_latents(batch, given), self.known(batch, given)
+        noisy = objective.add_noise(clean, given["noise"], sigmas)
+        if known is not None:
+            noisy = torch.where(known > 0, clean, noisy)
+        sound, levels = batch["audio_latent_mean"].float(), given["audio_timestep"]
+        heard = {
+            **batch,
+            "audio_noisy": objective.add_noise(sound, given["audio_noise"], levels),
+            "audio_timestep": levels * self.train_timesteps,
+        }
+        timesteps = sigmas * self.train_timesteps
+        video, audio = self.velocities(transformer, noisy, timesteps, heard, given)
+        target = objective.target(clean, given["noise"])
+        losses = mean_squared_error(video, target, self._weights(batch, known))
+        losses = losses + mean_squared_error(audio, objective.target(sound, given["audio_noise"]))
+        return LossOutput(losses, objective.reported(sigmas))
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the velocity of packed latents (B, S, C); one call equals one of the stock pipeline's."""
+        return self.velocities(transformer, noisy, timesteps, batch, {})[0]
+
+    def drawn_prediction(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        given: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        return self.velocities(transformer, noisy, timesteps, batch, given)[0]
+
+    def velocities(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        given: Mapping[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the velocities of video (B, S, C) and sound (B, L, A) in one call.
+
+        Of a batch without `audio_noisy` and `audio_timestep`, video alone: it attends to no sound, and the one token of
+        that, which the transformer has to be given, changes none of its bits.
+        """
+        text, mask = cut_text(batch["prompt_embeds"], batch["prompt_attention_mask"])
+        of_sound, _ = cut_text(batch["audio_prompt_embeds"], batch["prompt_attention_mask"])
+        frames, height, width = batch["latent_mean"].shape[2:]
+        audio, audio_timesteps = batch.get("audio_noisy"), batch.get("audio_timestep")
+        alone = audio is None
+        mask = None if mask is None else moved(mask.long(), text.device)
+        if audio is None:
+            channels = self.transformer_config["audio_in_channels"]
+            audio = noisy.new_zeros(len(noisy), 1, channels)
+            of_sound = of_sound[:, :1]
+        found: tuple[torch.Tensor, torch.Tensor] = transformer(
+            hidden_states=noisy.to(text.dtype),
+            audio_hidden_states=audio.to(text.dtype),
+            encoder_hidden_states=text,
+            audio_encoder_hidden_states=of_sound,
+            timestep=self.token_timesteps(timesteps, batch, given),
+            audio_timestep=timesteps if audio_timesteps is None else audio_timesteps,
+            sigma=timesteps,
+            audio_sigma=audio_timesteps,
+            encoder_attention_mask=mask,
+            audio_encoder_attention_mask=None if alone else mask,
+            num_frames=frames,
+            height=height,
+            width=width,
+            fps=self.frame_rate,
+            audio_num_frames=audio.shape[1],
+            isolate_modalities=alone,
+            use_cross_timestep=self.default_of("use_cross_timestep"),
+            return_dict=False,
+        )
+        return found
+
+    def token_timesteps(
+        self,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        given: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the timesteps that the video's tokens are told: one a sample (B,), or one a token (B, S)."""
+        return timesteps
+
+    def pipeline(
+        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
+    ) -> Any:
+        without = {} if text else {"connectors": None}
+        return self._load_pipeline(dtype, transformer, text, **without)
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        return {"prompt": prompt} if isinstance(prompt, str) else encoded_prompt(prompt, empty)
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {
+            "num_frames": shape.frames,
+            "height": shape.height,
+            "width": shape.width,
+            "frame_rate": float(self.frame_rate),
+        }
+
+    def settings(self, how: Sampling) -> dict[str, Any]:
+        """Frames a second, and the other guidances: the pipeline's own, all or none.
+
+        Above 1, `guidance_scale` is the video's, in the space of clean latents, beside the pipeline's defaults for sound,
+        modalities and perturbed attention; else there is one call a step, as distilled checkpoints want.
+        """
+        given: dict[str, Any] = {} if how.fps is None else {"frame_rate": float(how.fps)}
+        if how.guidance_scale <= 1:
+            return given | _NO_GUIDANCE
+        # 2.0 has no perturbed attention: its call for that would be the same once more.
+        perturbed = self.transformer_config["perturbed_attn"]
+        return given | ({} if perturbed else {"stg_scale": 0.0, "audio_stg_scale": 0.0})
+
+    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
+        with connectors_passed(pipeline, conditions, self._text_width("video")):
+            return super().generate(pipeline, conditions, how)
+
+    def index_changes(self) -> dict[str, Any]:
+        """The pipeline, where another task was trained than the checkpoint's own."""
+        return {"_class_name": self.pipeline_class.__name__} if self.task_given else {}
+
+
+def _refuse_what_hears(recipe: Recipe) -> None:
+    """Raise if layers of sound would train where no sound is: no gradient reaches them."""
+    groups = recipe.optim.groups
+    if recipe.train.mode == "full" or groups.connector is not None or groups.backbone is not None:
+        raise DitLoraError(
+            "train.mode: full and optim.groups.connector or backbone train the layers of sound too, which get no gradient "
+            "without it; set data.sound: true, or train an adapter alone"
+        )
+    layers = (
+        *(
+            f"{block}.{layer}"
+            for block in SOUND_ATTENTIONS
+            for layer in (*ATTENTION, "to_gate_logits")
+        ),
+        *("audio_ff.net.0.proj", "audio_ff.net.2"),
+    )
+    deaf = [
+        target
+        for target in recipe.lora.targets or ()
+        if any(f".{layer}".endswith(f".{target}") for layer in layers)
+    ]
+    if deaf:
+        raise DitLoraError(
+            f"lora.targets: {', '.join(deaf)} adapts layers of sound too, which get no gradient without it; name the video's "
+            f"(attn1.to_q, attn2.to_q, ff.net.2), or set data.sound: true"
+        )

@@ -1,0 +1,200 @@
+"""Tiny LTX-2 pipelines with random weights, of both generations: 2.0, and 2.3 with gates, modulated text and no projection of captions."""
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
+    FlowMatchEulerDiscreteScheduler,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
+)
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+from diffusers.pipelines.ltx2.vocoder import LTX2VocoderWithBWE
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GemmaTokenizer
+
+LATENT_CHANNELS = 8
+_TEXT_WIDTH, _TEXT_LAYERS = 16, 2
+_MEL_BINS, _AUDIO_CHANNELS = 16, 4
+# A token of sound is all channels of a mel spectrogram's column, four times fewer bins: also the audio VAE's base width.
+AUDIO_WIDTH = _AUDIO_CHANNELS * _MEL_BINS // 4
+_WIDTH, _AUDIO_INNER = 32, 16
+_NEW = {"gated_attn": True, "cross_attn_mod": True}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ltx-2": {"caption_channels": _TEXT_WIDTH},
+    # As scripts/convert_ltx2_to_diffusers.py in Diffusers has it for 2.3.
+    "ltx-2.3": {
+        **_NEW,
+        **{f"audio_{name}": value for name, value in _NEW.items()},
+        "use_prompt_embeddings": False,
+        "perturbed_attn": True,
+    },
+}
+"""Changes of each variant to the transformer's config."""
+
+
+def build_tiny(variant: str, out: Path) -> None:
+    """Write the pipeline of that variant, with weights from torch's generator."""
+    is_new, tokenizer = variant == "ltx-2.3", _tokenizer()
+    pipeline: Any = LTX2Pipeline(
+        tokenizer=tokenizer,
+        text_encoder=_gemma(tokenizer),
+        connectors=_connectors(is_new),
+        transformer=_transformer(VARIANTS[variant]),
+        vae=_vae(),
+        audio_vae=_audio_vae(),
+        vocoder=_vocoder(is_new),
+        # The published one's (scheduler/scheduler_config.json of LTX-2.3's Diffusers files).
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            base_shift=0.95,
+            max_shift=2.05,
+            base_image_seq_len=1024,
+            max_image_seq_len=4096,
+            shift_terminal=0.1,
+            use_dynamic_shifting=True,
+        ),
+    )
+    pipeline.save_pretrained(out, safe_serialization=True)
+
+
+def _tokenizer() -> GemmaTokenizer:
+    """Every printable ASCII character; nothing is trained."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    characters = [c for c in string.printable if not c.isspace()]
+    vocab = {piece: index for index, piece in enumerate([*special, "▁", *characters])}
+    return GemmaTokenizer(vocab=vocab, merges=[], model_max_length=2048)
+
+
+def _gemma(tokenizer: GemmaTokenizer) -> Gemma3ForConditionalGeneration:
+    config = Gemma3Config(
+        text_config={
+            "model_type": "gemma3_text",
+            "vocab_size": len(tokenizer),
+            "hidden_size": _TEXT_WIDTH,
+            "intermediate_size": 24,
+            "num_hidden_layers": _TEXT_LAYERS,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "initializer_range": 0.2,
+            "sliding_window": 64,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        },
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        # A picture's marks are no tokens of this vocabulary, and captions have none.
+        boi_token_index=len(tokenizer),
+        eoi_token_index=len(tokenizer) + 1,
+        image_token_index=len(tokenizer) + 2,
+    )
+    return Gemma3ForConditionalGeneration(config).eval()
+
+
+def _connectors(is_new: bool) -> LTX2TextConnectors:
+    """Registers stand in the place of pads, as in the published ones; 2.3's have gates and a width for each modality."""
+    connectors: Any = LTX2TextConnectors(
+        caption_channels=_TEXT_WIDTH,
+        text_proj_in_factor=_TEXT_LAYERS + 1,
+        video_connector_num_attention_heads=2,
+        video_connector_attention_head_dim=(_WIDTH if is_new else _TEXT_WIDTH) // 2,
+        video_connector_num_layers=1,
+        video_connector_num_learnable_registers=128,
+        video_gated_attn=is_new,
+        audio_connector_num_attention_heads=2,
+        audio_connector_attention_head_dim=_TEXT_WIDTH // 2,
+        audio_connector_num_layers=1,
+        audio_connector_num_learnable_registers=128,
+        audio_gated_attn=is_new,
+        rope_type="split",
+        per_modality_projections=is_new,
+        video_hidden_dim=_WIDTH,
+        audio_hidden_dim=_AUDIO_INNER,
+        proj_bias=is_new,
+    )
+    return connectors.eval()
+
+
+def _transformer(changes: dict[str, Any]) -> LTX2VideoTransformer3DModel:
+    """Heads of 16 and 8 elements, which are no multiple of 6: the first angles of the rotation stay 0."""
+    return LTX2VideoTransformer3DModel(
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_attention_heads=2,
+        attention_head_dim=_WIDTH // 2,
+        cross_attention_dim=_WIDTH,
+        audio_in_channels=AUDIO_WIDTH,
+        audio_out_channels=AUDIO_WIDTH,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=_AUDIO_INNER // 2,
+        audio_cross_attention_dim=_AUDIO_INNER,
+        num_layers=2,
+        rope_type="split",
+        **changes,
+    )
+
+
+def _vae() -> AutoencoderKLLTX2Video:
+    """It halves time and sides three times each, sides by another four, as the published one, at its least width."""
+    vae: Any = AutoencoderKLLTX2Video(
+        latent_channels=LATENT_CHANNELS,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 16, 32),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1),
+        decoder_causal=False,
+        spatial_compression_ratio=32,
+        temporal_compression_ratio=8,
+    )
+    with torch.no_grad():
+        vae.latents_mean.normal_(std=0.3)
+        vae.latents_std.uniform_(0.5, 2.0)
+    return vae.eval()
+
+
+def _audio_vae() -> AutoencoderKLLTX2Audio:
+    vae: Any = AutoencoderKLLTX2Audio(
+        base_channels=AUDIO_WIDTH,
+        ch_mult=(1, 1, 1),
+        num_res_blocks=1,
+        latent_channels=_AUDIO_CHANNELS,
+        mel_bins=_MEL_BINS,
+    )
+    with torch.no_grad():
+        vae.latents_mean.normal_(std=0.3)
+        vae.latents_std.uniform_(0.5, 2.0)
+    return vae.eval()
+
+
+def _vocoder(is_new: bool) -> LTX2Vocoder | LTX2VocoderWithBWE:
+    common: dict[str, Any] = {
+        "in_channels": 2 * _MEL_BINS,
+        "hidden_channels": 32,
+        "resnet_kernel_sizes": [3],
+        "resnet_dilations": [[1]],
+    }
+    if not is_new:
+        return LTX2Vocoder(
+            **common, upsample_kernel_sizes=[15, 16], upsample_factors=[15, 16]
+        ).eval()
+    common |= {f"bwe_{name}": value for name, value in common.items()}
+    return LTX2VocoderWithBWE(
+        **common,
+        upsample_kernel_sizes=[11, 32],
+        upsample_factors=[5, 32],
+        bwe_upsample_kernel_sizes=[15, 16],
+        bwe_upsample_factors=[15, 16],
+        num_mel_channels=_MEL_BINS,
+    ).eval()

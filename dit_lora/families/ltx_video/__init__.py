@@ -1,0 +1,68 @@
+"""LTX-Video 0.9 and 0.9.1: text-to-video, and image-to-video by a clean first latent frame."""
+
+from typing import Any
+
+from dit_lora.adapters.layer_names import LayerNames
+from dit_lora.families.family import DiffusionFamily, License, Site
+
+
+def _site(variant: str, **other: Any) -> Site:
+    return Site(
+        family="ltx_video",
+        variant=variant,
+        data={"frames": 9, "height": 64, "width": 96, "fps": 8},
+        modulation="time_embed.linear",
+        time_proj="time_embed.emb.time_proj",
+        late=853,  # of so few tokens the shift is a small one
+        upper=750,
+        **other,
+    )
+
+
+_BLOCK = (
+    *(f"{a}.{name}" for a in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    *("ff.net.0.proj", "ff.net.2"),
+)
+_SAME = (
+    *(f"transformer_blocks.*.{name}" for name in _BLOCK),
+    *("caption_projection.linear_1", "caption_projection.linear_2", "proj_out"),
+)
+# The inverse of TRANSFORMER_KEYS_RENAME_DICT in diffusers' scripts/convert_ltx_to_diffusers.py.
+_RENAMED = {
+    "proj_in": "patchify_proj",
+    "time_embed.linear": "adaln_single.linear",
+    "time_embed.emb.timestep_embedder.linear_1": "adaln_single.emb.timestep_embedder.linear_1",
+    "time_embed.emb.timestep_embedder.linear_2": "adaln_single.emb.timestep_embedder.linear_2",
+}
+
+FAMILY = DiffusionFamily(
+    name="ltx_video",
+    checkpoint_module="dit_lora.families.ltx_video.checkpoint",
+    tiny_module="dit_lora.families.ltx_video.tiny",
+    # The default targets are those of Lightricks/LTX-Video-Trainer (configs/ltxv_2b_lora_low_vram.yaml).
+    group_patterns={
+        "connector": (
+            "proj_in.*",
+            "caption_projection.*",
+            "time_embed.*",
+            "scale_shift_table",
+            "proj_out.*",
+        ),
+        "backbone": ("transformer_blocks.*",),
+    },
+    pipeline_names=("LTXPipeline", "LTXImageToVideoPipeline"),
+    default_recipe="ltx_video/0.9_t2v",
+    # Its card says other, and has this file beside the weights.
+    licenses={
+        "Lightricks/LTX-Video": License(
+            "other",
+            "ltx-video-open-weights-license",
+            "https://huggingface.co/Lightricks/LTX-Video/blob/main/LTX-Video-Open-Weights-License-0.X.txt",
+        )
+    },
+    masked_attention=True,
+    # The published model's names (ComfyUI has its blocks' from it): Diffusers' script renamed these two layers alone, and its
+    # loader refuses `.alpha` tensors.
+    comfyui=LayerNames(alpha=False, renamed={**{name: name for name in _SAME}, **_RENAMED}),
+    sites=(_site("ltx-video"), _site("ltx-video-0.9.1")),
+)

@@ -1,0 +1,62 @@
+"""Opens LTX-Video checkpoints, 0.9 and 0.9.1; both tasks are of the same files."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from diffusers import AutoencoderKLLTXVideo, LTXImageToVideoPipeline, LTXVideoTransformer3DModel
+
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_scheduler import flow_scheduler
+from dit_lora.families.ltx_video.image_to_video import LTXVideoImageCheckpoint
+from dit_lora.families.ltx_video.text_to_video import LTXVideoCheckpoint
+from dit_lora.families.opening import (
+    local_checkpoint,
+    read_index,
+    require_whole_weights,
+    stored_fields,
+    with_defaults,
+)
+from dit_lora.numerics.objectives import FlowMatching
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoCheckpoint:
+    """Read the configs; refuse another pipeline or scheduler, parts that do not fit, and torn weights."""
+    path = local_checkpoint(model)
+    index = read_index(model, path, family.pipeline_names)
+    require_whole_weights(model, path, "vae", "text_encoder")
+    fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
+    transformer = with_defaults(LTXVideoTransformer3DModel, fields["transformer_config"])
+    vae = with_defaults(AutoencoderKLLTXVideo, fields["vae_config"])
+    _require_fitting(model, transformer, vae)
+    shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
+    own = "i2v" if index["_class_name"] == LTXImageToVideoPipeline.__name__ else "t2v"
+    task = model.task or own
+    kind = LTXVideoImageCheckpoint if task == "i2v" else LTXVideoCheckpoint
+    return kind(
+        **fields | {"transformer_config": transformer, "vae_config": vae},
+        scheduler=scheduler,
+        objective=FlowMatching(shift, scheduler["num_train_timesteps"]),
+        task_given=task != own,
+    )
+
+
+def _require_fitting(
+    model: ModelConfig, transformer: Mapping[str, Any], vae: Mapping[str, Any]
+) -> None:
+    """Refuse channels that are not the latents', and patches of several, whose positions the pipelines get wrong."""
+    channels = vae["latent_channels"]
+    wanted = {
+        "in_channels": channels,
+        "out_channels": channels,
+        "patch_size": 1,
+        "patch_size_t": 1,
+    }
+    wrong = [
+        f"transformer: {name} must be {value}; got {transformer[name]}"
+        for name, value in wanted.items()
+        if transformer[name] != value
+    ]
+    if wrong:
+        raise DitLoraError(listed(f"{model.path}: the parts of this checkpoint do not fit", wrong))

@@ -1,0 +1,82 @@
+"""Tiny LTX-Video pipelines with random weights: 0.9, and 0.9.1, whose decoder is told a timestep and draws noise."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLLTXVideo,
+    FlowMatchEulerDiscreteScheduler,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+)
+
+from dit_lora.families.tiny.text import TEXT_WIDTH, t5_encoder, t5_tokenizer
+
+_LATENTS, _WIDTH = 8, 8
+# Decoders of the published ones (diffusers: scripts/convert_ltx_to_diffusers.py), of one layer a block.
+_DECODERS: dict[str, dict[str, Any]] = {
+    "ltx-video": {
+        "decoder_block_out_channels": (_WIDTH,) * 4,
+        "decoder_layers_per_block": (1,) * 5,
+    },
+    "ltx-video-0.9.1": {
+        "decoder_block_out_channels": (2 * _WIDTH, 4 * _WIDTH, 8 * _WIDTH),
+        "decoder_layers_per_block": (1,) * 4,
+        "decoder_spatio_temporal_scaling": (True, True, True),
+        "decoder_inject_noise": (False, True, True, True),
+        "upsample_residual": (True, True, True),
+        "upsample_factor": (2, 2, 2),
+        "timestep_conditioning": True,
+    },
+}
+
+
+def build_tiny(variant: str, out: Path) -> None:
+    """Write the pipeline of that variant, with weights from torch's generator."""
+    tokenizer = t5_tokenizer()
+    pipeline: Any = LTXPipeline(
+        tokenizer=tokenizer,
+        text_encoder=t5_encoder(len(tokenizer)),
+        vae=_vae(_DECODERS[variant]),
+        transformer=LTXVideoTransformer3DModel(
+            in_channels=_LATENTS,
+            out_channels=_LATENTS,
+            num_layers=2,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            cross_attention_dim=32,
+            caption_channels=TEXT_WIDTH,
+        ),
+        # As the published one.
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_shift=0.95,
+            max_shift=2.05,
+            base_image_seq_len=1024,
+            max_image_seq_len=4096,
+            shift_terminal=0.1,
+        ),
+    )
+    pipeline.save_pretrained(out, safe_serialization=True)
+
+
+def _vae(decoder: dict[str, Any]) -> AutoencoderKLLTXVideo:
+    vae: Any = AutoencoderKLLTXVideo(
+        latent_channels=_LATENTS,
+        block_out_channels=(_WIDTH,) * 4,
+        layers_per_block=(1,) * 5,
+        **decoder,
+    )
+    head = vae.encoder.conv_out.conv
+    with torch.no_grad():
+        # A trained posterior is narrow; its one variance is the last channel. A random one leaves nothing to learn.
+        head.weight[:-1] *= 3.0
+        head.weight[-1] *= 0.1
+        head.bias[-1] = -6.0
+        vae.latents_mean.normal_(std=0.3)
+        vae.latents_std.uniform_(0.5, 2.0)
+        for name, scale in vae.named_parameters():
+            if "per_channel_scale" in name:  # zeros, as they begin, would hide the noise
+                scale.normal_(std=0.3)
+    return vae.eval()

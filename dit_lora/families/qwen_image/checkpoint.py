@@ -1,0 +1,207 @@
+"""Qwen-Image text-to-image: flow matching on packed latents, conditioned by the last hidden state of Qwen2.5-VL.
+
+Prompts, packing, the shift by resolution and denoising are the stock pipeline's own code, called here
+(diffusers/pipelines/qwenimage/pipeline_qwenimage.py).
+
+Shapes: B batch, T text tokens, D text width, H and W latent size, S image tokens (H W / 4), P packed channels.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from torch import nn
+from torch.nn import functional
+
+from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import (
+    Sampling,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+)
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_scheduler import require_steps
+from dit_lora.families.opening import (
+    local_checkpoint,
+    read_component_config,
+    read_index,
+    require_whole_weights,
+)
+from dit_lora.families.qwen_latents import QwenLatentsCheckpoint, qwen_latents_fields
+from dit_lora.families.text.captions import one_by_one
+from dit_lora.families.text.limit import text_limit
+from dit_lora.families.text.mask import cut_text
+from dit_lora.numerics.streams import moved
+
+# Pipelines of Qwen-Image's kin whose checkpoints are not trained, with what they are.
+_OTHERS = {
+    "QwenImage21Pipeline": "Qwen-Image 2.1 is another model, with another text encoder and autoencoder",
+    "QwenImageLayeredPipeline": "Qwen-Image-Layered takes pictures apart into layers",
+    "QwenImageEditPipeline": "Qwen-Image-Edit makes images of a picture",
+    "QwenImageEditPlusPipeline": "Qwen-Image-Edit-2509 and -2511 make images of pictures",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenImageCheckpoint(QwenLatentsCheckpoint):
+    """One Qwen-Image text-to-image checkpoint."""
+
+    pipeline_class: ClassVar[Any] = QwenImagePipeline
+    transformer_class: ClassVar[Any] = QwenImageTransformer2DModel
+    guided_batch = 1  # guidance is a second call
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        require_steps(
+            self.scheduler, recipe.validation.inference_steps, "validation.inference_steps"
+        )
+        return super().for_recipe(recipe)
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of tokens that captions are padded to: as many as the pipeline's call reads by default."""
+        arguments = inspect.signature(self.pipeline_class.__call__).parameters
+        tokens: int = arguments["max_sequence_length"].default
+        return tokens
+
+    def text_limit(self) -> TextLimit:
+        """Return the room of a caption; the tokens of the template before it are dropped, those behind it are cut first."""
+        return text_limit(self.path, self.text_tokens)
+
+    def text_facts(self) -> Mapping[str, Any]:
+        stock = bare(self.pipeline_class)
+        return {
+            **super().text_facts(),
+            "tokens": self.text_tokens,
+            "template": stock.prompt_template_encode,
+            "dropped": stock.prompt_template_encode_start_idx,
+        }
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        size = (self.text_tokens, self.transformer_config["joint_attention_dim"])
+        return {
+            "prompt_embeds": (torch.Size(size), dtype),
+            "prompt_mask": (torch.Size(size[:1]), torch.bool),
+        }
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Qwen2.5-VL as the pipeline uses it, zeros behind each caption, and a mask of what is text."""
+        pipeline = self.text_pipeline(dtype, device)
+
+        def encode_one(caption: str) -> Tensors:
+            # Alone, so that nothing is padded; then to the cache's length.
+            embeddings, _ = pipeline.encode_prompt(
+                caption, device=device, max_sequence_length=self.text_tokens
+            )
+            count = embeddings.shape[1]
+            behind = (0, 0, 0, self.text_tokens - count)
+            mask = torch.arange(self.text_tokens, device=device) < count
+            return {"prompt_embeds": functional.pad(embeddings, behind), "prompt_mask": mask[None]}
+
+        return one_by_one(encode_one)
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        transformer: Any = super().load_transformer(dtype)
+        rope = transformer.pos_embed
+        if rope.pos_freqs.is_meta:
+            # Loaded without weights, to be counted: its tables are neither weights nor buffers, and are asked for values.
+            with torch.device("cpu"):
+                transformer.pos_embed = type(rope)(rope.theta, rope.axes_dim, rope.scale_rope)
+        return transformer
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the velocity of packed latents (B, S, P); one call equals one of the stock pipeline's."""
+        return self.call(transformer, noisy, timesteps, batch, [self.grid(batch)])
+
+    def call(
+        self,
+        transformer: nn.Module,
+        hidden: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        grids: Sequence[tuple[int, int]],
+    ) -> torch.Tensor:
+        """Call the network on tokens (B, S, P) of pictures with these rows and columns, the noisy one first."""
+        text, mask = cut_text(batch["prompt_embeds"], batch["prompt_mask"])
+        shapes = [(1, *grid) for grid in grids]
+        return transformer(
+            hidden_states=hidden.to(text.dtype),  # in which the pipeline has its latents
+            # Rounded before it is divided, as the pipeline does: in bf16 the network sees 8 bits of it.
+            timestep=timesteps.to(text.dtype) / 1000,
+            encoder_hidden_states=text,
+            # None where nothing is padded, as the pipeline gives it: attention then has more and faster backends.
+            encoder_hidden_states_mask=None if mask is None else moved(mask, text.device),
+            img_shapes=[shapes] * len(hidden),
+            return_dict=False,
+        )[0]
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            return {"prompt": prompt, "negative_prompt": ""}
+        return _embedded("", prompt) | (_embedded("negative_", empty) if empty else {})
+
+    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
+        """Make one image; the guidance scale is the pipeline's `true_cfg_scale`.
+
+        Its own `guidance_scale` is for an embedding that no published checkpoint has.
+        """
+        require_steps(self.scheduler, how.inference_steps, f"{self.path.name}: inference steps")
+
+        def called(*, guidance_scale: float, **arguments: Any) -> Any:
+            if guidance_scale <= 1:  # the pipeline warns of a prompt that it does not look at
+                arguments = {n: a for n, a in arguments.items() if not n.startswith("negative_")}
+            return pipeline(**arguments, true_cfg_scale=guidance_scale)
+
+        return super().generate(called, conditions, how)
+
+
+def bare(pipeline_class: Any) -> Any:
+    """Return a pipeline without components, to be asked for the texts that it puts around prompts."""
+    parameters = inspect.signature(pipeline_class.__init__).parameters
+    return pipeline_class(**{name: None for name in parameters if name != "self"})
+
+
+def _embedded(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:
+    """Return the pipeline's arguments for embeddings, of the length that it would have made of the prompts."""
+    embeddings, mask = cut_text(prompt["prompt_embeds"], prompt["prompt_mask"])
+    if mask is None:  # the pipeline warns where it is given none
+        mask = torch.ones(embeddings.shape[:2], dtype=torch.bool)
+    return {
+        f"{prefix}prompt_embeds": embeddings,
+        f"{prefix}prompt_embeds_mask": mask.to(embeddings.device),
+    }
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> QwenImageCheckpoint:
+    """Read the configs; refuse another pipeline, another scheduler, inputs that nobody would give, and torn weights."""
+    path = local_checkpoint(model)
+    name = read_component_config(path).get("_class_name")
+    if name in _OTHERS:
+        raise DitLoraError(
+            f"{model.path} is a {name} checkpoint: {_OTHERS[name]}; family {family.name} trains Qwen/Qwen-Image and "
+            "Qwen/Qwen-Image-2512"
+        )
+    read_index(model, path, family.pipeline_names)
+    require_whole_weights(model, path, "vae", "text_encoder")
+    fields = qwen_latents_fields(model, QwenImageTransformer2DModel)
+    config = fields["transformer_config"]
+    # A guidance embedding, which the transformer cannot run with (forward gives its embedder an argument too many), and
+    # what Layered has.
+    flags = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
+    wrong = [flag for flag in flags if config[flag]]
+    if wrong:
+        raise DitLoraError(
+            f"{model.path}: {', '.join(wrong)} of its transformer's config must be false, as of Qwen/Qwen-Image; got true"
+        )
+    return QwenImageCheckpoint(**fields)

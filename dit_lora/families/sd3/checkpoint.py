@@ -1,0 +1,204 @@
+"""Stable Diffusion 3 and 3.5 text-to-image: flow matching, conditioned by two CLIPs and T5 side by side.
+
+Prompts and denoising are the stock pipeline's own code, called here
+(diffusers/pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py).
+
+Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.families.base import (
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.flow_scheduler import flow_scheduler, mu_by_tokens
+from dit_lora.families.opening import (
+    default_of,
+    local_checkpoint,
+    read_component_config,
+    read_index,
+    require_whole_weights,
+    stored_fields,
+    with_defaults,
+)
+from dit_lora.families.posterior import drawn, encode_picture, rescaled
+from dit_lora.families.refusals import beyond_positions, wrong_sides
+from dit_lora.families.text.captions import as_arguments, one_by_one
+from dit_lora.families.text.limit import text_limit
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.objectives import FlowMatching
+
+TEXT_COMPONENTS = tuple(
+    f"{part}{number}" for number in ("", "_2", "_3") for part in ("text_encoder", "tokenizer")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SD3Checkpoint(FlowCheckpoint):
+    """One Stable Diffusion 3 or 3.5 text-to-image checkpoint."""
+
+    scheduler: Mapping[str, Any]
+    """The scheduler's config, filled up with its defaults."""
+    clip_tokens: int
+    """Number of CLIP's tokens, which stand before T5's."""
+    pipeline_class: ClassVar[Any] = StableDiffusion3Pipeline
+    transformer_class: ClassVar[Any] = SD3Transformer2DModel
+    transform = "sd3-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
+    output = "images"
+
+    @property
+    def side_step(self) -> int:
+        # The pipeline's vae_scale_factor, and the patches.
+        factor = 2 ** (len(self.vae_config["block_out_channels"]) - 1)
+        return int(factor * self.transformer_config["patch_size"])
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        most = self.transformer_config["pos_embed_max_size"] * self.side_step
+        ends = {"height": (shape.height, most), "width": (shape.width, most)}
+        wrong = [
+            *wrong_sides(shape, self.side_step),
+            *beyond_positions(ends, "pos_embed_max_size"),
+        ]
+        if shape.frames != 1:
+            wrong.append(
+                f"data.frames must be 1, Stable Diffusion 3 makes images; got {shape.frames}"
+            )
+        return wrong
+
+    def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
+        """Return the family's, the text's queries that are read, and the second attention where there is one.
+
+        After the last block nobody reads the text, so that an adapter on its queries there would never learn. Diffusers'
+        script has it all the same; and it names `attn.` alone since before 3.5 medium, whose `attn2` it passes over.
+        """
+        config = self.transformer_config
+        blocks = range(config["num_layers"] - 1)
+        queries = [f"transformer_blocks.{i}.attn.add_q_proj" for i in blocks]
+        second = ("to_q", "to_k", "to_v", "to_out.0") if config["dual_attention_layers"] else ()
+        return (*defaults, *queries, *(f"attn2.{name}" for name in second))
+
+    def text_limit(self) -> TextLimit:
+        """Return T5's; the CLIPs read the first 77 tokens of a caption."""
+        return text_limit(self.path, self.text_tokens, folder="tokenizer_3")
+
+    def text_facts(self) -> Mapping[str, Any]:
+        folders = {name: self.path / name for name in TEXT_COMPONENTS}
+        return {**folders, "tokens": self.text_tokens}
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        config, tokens = self.transformer_config, self.clip_tokens + self.text_tokens
+        return {
+            "prompt_embeds": (torch.Size((tokens, config["joint_attention_dim"])), dtype),
+            "pooled_prompt_embeds": (torch.Size((config["pooled_projection_dim"],)), dtype),
+        }
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Both CLIPs and T5 as the pipeline uses them; every pad is seen, by them and by the transformer."""
+        pipeline = self.text_pipeline(dtype, device)
+
+        def encode_one(caption: str) -> Tensors:
+            embeddings, _, pooled, _ = pipeline.encode_prompt(
+                prompt=caption,
+                prompt_2=None,
+                prompt_3=None,
+                device=device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.text_tokens,
+            )
+            return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
+
+        return one_by_one(encode_one)
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Keeps the posterior's mean and logvar, (C, H, W). It encodes in fp32 whatever `dtype` is."""
+        vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            return encode_picture(vae, pixels)
+
+        return encode
+
+    def mu(self, size: torch.Size) -> float:
+        # The published schedulers have one shift; the pipeline computes another's from the number of patches.
+        if not self.scheduler["use_dynamic_shifting"]:
+            return super().mu(size)
+        return mu_by_tokens(
+            self.scheduler, size[-2] * size[-1] // self.transformer_config["patch_size"] ** 2
+        )
+
+    def clean_latents(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Drawn, and normalised as the pipeline undoes it before it decodes."""
+        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
+        return rescaled(latents, self.vae_config)
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the velocity of latents (B, C, H, W); one call equals one of the stock pipeline's."""
+        prompt_embeds = batch["prompt_embeds"]
+        return transformer(
+            hidden_states=noisy.to(prompt_embeds.dtype),  # in which the pipeline has its latents
+            timestep=timesteps,
+            encoder_hidden_states=prompt_embeds,
+            pooled_projections=batch["pooled_prompt_embeds"],
+            return_dict=False,
+        )[0]
+
+    def pipeline(
+        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
+    ) -> Any:
+        without = {} if text else dict.fromkeys(TEXT_COMPONENTS)
+        return self._load_pipeline(dtype, transformer, text, **without)
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        return as_arguments(prompt, empty)
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {"height": shape.height, "width": shape.width}
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of T5's tokens of every caption: the pipeline's default."""
+        tokens: int = default_of(self.pipeline_class, "max_sequence_length")
+        return tokens
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SD3Checkpoint:
+    """Read the configs; refuse another pipeline, another scheduler, torn weights."""
+    path = local_checkpoint(model)
+    read_index(model, path, family.pipeline_names)
+    require_whole_weights(model, path, "vae", *TEXT_COMPONENTS[::2])
+    fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
+    fields["transformer_config"] = with_defaults(
+        SD3Transformer2DModel, fields["transformer_config"]
+    )
+    shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
+    return SD3Checkpoint(
+        **fields,
+        scheduler=scheduler,
+        clip_tokens=read_component_config(path, "text_encoder")["max_position_embeddings"],
+        objective=FlowMatching(shift, scheduler["num_train_timesteps"]),
+    )

@@ -1,0 +1,54 @@
+"""Tiny Stable Diffusion 3.5 pipelines with random weights: medium attends twice in its first block, large once in all."""
+
+from pathlib import Path
+from typing import Any
+
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+
+from dit_lora.families.flux.tiny import LATENT_CHANNELS, picture_vae
+from dit_lora.families.tiny.text import (
+    TEXT_WIDTH,
+    clip_tokenizer,
+    projected_clip_encoder,
+    t5_encoder,
+    t5_tokenizer,
+)
+
+# Side by side they are narrower than T5, and filled up, as the published ones are.
+_CLIP_WIDTHS = (8, 16)
+
+
+def build_tiny(variant: str, out: Path) -> None:
+    """Write the pipeline of that variant, with weights from torch's generator."""
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    first, second = (projected_clip_encoder(clip, width) for width in _CLIP_WIDTHS)
+    pipeline: Any = StableDiffusion3Pipeline(
+        tokenizer=clip,
+        text_encoder=first,
+        tokenizer_2=clip,
+        text_encoder_2=second,
+        tokenizer_3=t5,
+        text_encoder_3=t5_encoder(len(t5)),
+        # The factors of diffusers' scripts/convert_sd3_to_diffusers.py.
+        vae=picture_vae(scaling_factor=1.5305, shift_factor=0.0609, width=2.0),
+        transformer=SD3Transformer2DModel(
+            sample_size=8,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            num_layers=2,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            joint_attention_dim=TEXT_WIDTH,
+            caption_projection_dim=32,
+            pooled_projection_dim=sum(_CLIP_WIDTHS),
+            pos_embed_max_size=8,
+            qk_norm="rms_norm",
+            dual_attention_layers=(0,) if variant == "sd3.5-medium" else (),
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+    pipeline.save_pretrained(out, safe_serialization=True)

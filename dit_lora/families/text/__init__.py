@@ -1,0 +1,1 @@
+"""Captions: encoded one by one, in a chat template, and cut by their masks."""

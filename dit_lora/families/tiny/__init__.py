@@ -1,0 +1,1 @@
+"""Parts that several tiny twins are built of."""

@@ -1,0 +1,172 @@
+"""Krea 2's blocks and attention on fused ops: of its single stream, and of the fusion of the text encoder's layers.
+
+Modulation is made once for all blocks, to which each adds a table of its own. An RMSNorm's weight is zero-centred: what
+it multiplies by is the weight plus one. Attention has fewer heads of keys than of queries, and a gate.
+
+Source of the arithmetic: diffusers, models/transformers/transformer_krea2.py (Krea2TransformerBlock,
+Krea2TextFusionBlock, Krea2FinalLayer, Krea2SwiGLU, Krea2AttnProcessor).
+
+Shapes: B batch, S tokens of text and image, L layers of the text encoder, D width, H heads of queries, K of keys.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from dit_lora.fuse.attention import Recomputable, Rotary, attend
+from dit_lora.fuse.lora import project
+from dit_lora.fuse.models.swiglu import swiglu
+from dit_lora.fuse.models.two_streams import TwoStreamProcessor, spared
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, class_name, qk_always
+from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+
+_KREA2 = "diffusers.models.transformers.transformer_krea2"
+
+
+def block_forward(
+    block: Any,
+    hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    image_rotary_emb: Rotary,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return tokens (B, S, D) after attention and feed-forward, as `Krea2TransformerBlock` does, by temb (B, 1, 6 D)."""
+    modulation = temb.unflatten(-1, (6, -1)) + block.scale_shift_table
+    scale, shift, gate, scale_ff, shift_ff, gate_ff = modulation.unbind(-2)  # (B, 1, D) each
+    # An fp32 table makes the stock block's residual stream fp32.
+    x = hidden_states.to(torch.promote_types(hidden_states.dtype, gate.dtype))
+    normed, x = _normed(block.norm1, Stream(x, shift, scale))
+    attended = block.attn(
+        normed.tensor,
+        attention_mask=attention_mask,
+        image_rotary_emb=image_rotary_emb,
+        **spared(block.attn, normed),
+    )
+    normed, x = _normed(block.norm2, Stream(x, shift_ff, scale_ff, attended, gate))
+    return torch.addcmul(x, gate_ff, block.ff(normed.tensor))
+
+
+def text_forward(
+    block: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return text (B, S, D), or a token's layers (B S, L, D), after both branches, as `Krea2TextFusionBlock` does."""
+    normed, x = _normed(block.norm1, Stream(hidden_states))
+    attended = block.attn(
+        normed.tensor, attention_mask=attention_mask, **spared(block.attn, normed)
+    )
+    normed, x = _normed(block.norm2, Stream(x, y=attended))
+    return x + block.ff(normed.tensor)
+
+
+def final_forward(layer: Any, hidden_states: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+    """Return the output (B, S, .) of tokens (B, S, D), as `Krea2FinalLayer` does, by temb (B, 1, D)."""
+    scale, shift = (temb + layer.scale_shift_table).chunk(2, dim=1)
+    normed, _ = _normed(layer.norm, Stream(hidden_states, shift, scale))
+    with normed.not_kept():
+        output: torch.Tensor = layer.linear(normed.tensor)
+    return output
+
+
+def swiglu_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return what `Krea2SwiGLU` makes of (B, S, D)."""
+    return swiglu(ff.gate, ff.up, ff.down, hidden_states)
+
+
+def multiplier(norm: Any) -> torch.Tensor:
+    """Return what a zero-centred norm multiplies by, (D,), in its weight's dtype as `Krea2RMSNorm` has it."""
+    return norm.weight + 1.0  # type: ignore[no-any-return]
+
+
+def _normed(norm: Any, stream: Stream) -> tuple[Recomputable, torch.Tensor]:
+    """Return a stream's sum (B, S, D), normed and modulated; and that sum, to go on from."""
+    normed, (x,) = joint_ada_norm((stream,), multiplier(norm), norm="rms", eps=norm.eps)
+    # The norm's backward keeps its input, of which its output can be computed again for the adapters.
+    return Recomputable(
+        normed, partial(_norm_again, norm, stream._replace(x=x, y=None, gate=None))
+    ), x
+
+
+def _norm_again(norm: Any, stream: Stream) -> torch.Tensor:
+    """Return the normed stream (B, S, D) alone, the same values bit for bit."""
+    return joint_ada_norm((stream,), multiplier(norm), norm="rms", eps=norm.eps)[0]
+
+
+class Krea2Processor(TwoStreamProcessor):
+    """`Krea2AttnProcessor` with q and k normed and rotated in one pass, and one input for q, k, v and the gate."""
+
+    def weight(self, norm: Any) -> torch.Tensor | None:
+        """Return what a norm of q or k multiplies by, which its weight is one less than."""
+        return None if norm is None else multiplier(norm)
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+        recomputable: tuple[Recomputable, ...] = (),
+    ) -> torch.Tensor:
+        if self.is_stock:
+            stock: torch.Tensor = self.stock(attn, hidden_states, attention_mask, image_rotary_emb)
+            return stock
+        layers = (attn.to_q, attn.to_k, attn.to_v, attn.to_gate)
+        with recomputable[0].not_kept() if recomputable else nullcontext():
+            *projected, gate = project(layers, hidden_states)
+        query, key, value = (tensor.unflatten(-1, (-1, attn.head_dim)) for tensor in projected)
+        query = self.normed_heads(query, attn.norm_q, image_rotary_emb, "rms")
+        key = self.normed_heads(key, attn.norm_k, image_rotary_emb, "rms")
+        # Each of the K heads once for every query head that reads it, as the stock processor does: PyTorch's fast
+        # kernels take a mask, or other ranks' tokens, only so.
+        repeats = attn.num_heads // attn.num_kv_heads
+        if repeats > 1:
+            key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
+        attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
+        gate = torch.sigmoid(gate)
+        # Both factors are kept: an adapter of the projection need not keep their product.
+        gated = Recomputable(attended * gate, partial(torch.mul, attended, gate))
+        with gated.not_kept():
+            output: torch.Tensor = attn.to_out[0](gated.tensor)
+        return output
+
+
+def _norms_why_not(*norms: Any) -> str | None:
+    """Return a reason that names the first norm that is none of Krea 2's; None if all are."""
+    for norm in norms:
+        # By name: Diffusers imports a model's module when the model is asked for.
+        if class_name(norm) != f"{_KREA2}.Krea2RMSNorm":
+            return f"one of its norms is a {type(norm).__name__}"
+    return None
+
+
+def _block_why_not(block: Any) -> str | None:
+    """Return why a block of either kind keeps its own forward; None if it need not."""
+    return _norms_why_not(block.norm1, block.norm2)
+
+
+def _final_why_not(layer: Any) -> str | None:
+    """Return why the final layer keeps its own forward; None if it need not."""
+    return _norms_why_not(layer.norm)
+
+
+def _attention_why_not(attn: Any) -> str | None:
+    """Return why attention keeps its own processor; None if it need not."""
+    return _norms_why_not(attn.norm_q, attn.norm_k)
+
+
+FORWARDS = (
+    ForwardPatch(f"{_KREA2}.Krea2TransformerBlock", "ada_norm", block_forward, _block_why_not),
+    ForwardPatch(f"{_KREA2}.Krea2TextFusionBlock", "ada_norm", text_forward, _block_why_not),
+    ForwardPatch(f"{_KREA2}.Krea2FinalLayer", "ada_norm", final_forward, _final_why_not),
+    ForwardPatch(f"{_KREA2}.Krea2SwiGLU", "ada_norm", swiglu_forward),
+)
+PROCESSORS = (
+    ProcessorPatch(
+        f"{_KREA2}.Krea2AttnProcessor",
+        ATTENTION,
+        Krea2Processor,
+        _attention_why_not,
+        also=qk_always,
+    ),
+)

@@ -1,0 +1,308 @@
+"""LTX-2's blocks and attention on fused ops: a stream of video and one of sound, which may attend to each other.
+
+Source of the arithmetic: diffusers, models/transformers/transformer_ltx2.py (LTX2VideoTransformerBlock,
+LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor).
+
+Shapes: B batch, S tokens of a stream, K tokens that are attended to, T text tokens, D width, H heads; G rows of
+modulation a sample, 1 or S.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from diffusers.models.normalization import RMSNorm
+
+from dit_lora.fuse.attention import (
+    Recomputable,
+    Rotary,
+    attend,
+    heads_mask,
+    project_output,
+    project_qkv,
+)
+from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, rms_why_not
+from dit_lora.fuse.models.streams import norm_stream
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, other_norm, qk_always
+from dit_lora_kernels.ada_norm import Stream
+
+_LTX2 = "diffusers.models.transformers.transformer_ltx2"
+_AV_NORMS = ("audio_to_video_norm", "video_to_audio_norm")
+Rows = tuple[torch.Tensor, ...]
+"""Rows of modulation, each (B, G, D)."""
+
+
+class _Side(NamedTuple):
+    """One of a block's two streams on its way through it."""
+
+    block: Any
+    prefix: str
+    """Of the names of its modules: empty, or `audio_`."""
+    x: torch.Tensor
+    rows: Rows
+    """Shift, scale and gate of self-attention, then of the feed-forward, and in 2.3 of attention to the text."""
+    y: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+    """What is added to x next, by the norm that reads the sum, times its gate where it has one."""
+
+    def part(self, name: str) -> Any:
+        return getattr(self.block, f"{self.prefix}{name}")
+
+    def normed(
+        self, norm: Any, shift: torch.Tensor | None, scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, "_Side"]:
+        """Return x with what is to be added, normed and modulated; and the stream with that added."""
+        shift, scale, gate = _alike(shift, scale, self.gate)
+        stream = Stream(self.x, shift, scale, self.y, gate)
+        normed, x = norm_stream(norm, stream, "rms")
+        return normed, self._replace(x=x, y=None, gate=None)
+
+
+def _alike(*tables: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Return rows of modulation with as many groups each: a row a sample stands for all tokens where another has one a token."""
+    groups = max([1, *(one.shape[1] for one in tables if one is not None)])
+    return [None if one is None else one.expand(-1, groups, -1) for one in tables]
+
+
+def block_forward(
+    block: Any,
+    hidden_states: torch.Tensor,
+    audio_hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    audio_encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    temb_audio: torch.Tensor,
+    temb_ca_scale_shift: torch.Tensor,
+    temb_ca_audio_scale_shift: torch.Tensor,
+    temb_ca_gate: torch.Tensor,
+    temb_ca_audio_gate: torch.Tensor,
+    temb_prompt: torch.Tensor | None = None,
+    temb_prompt_audio: torch.Tensor | None = None,
+    video_rotary_emb: Rotary | None = None,
+    audio_rotary_emb: Rotary | None = None,
+    ca_video_rotary_emb: Rotary | None = None,
+    ca_audio_rotary_emb: Rotary | None = None,
+    encoder_attention_mask: torch.Tensor | None = None,
+    audio_encoder_attention_mask: torch.Tensor | None = None,
+    self_attention_mask: torch.Tensor | None = None,
+    audio_self_attention_mask: torch.Tensor | None = None,
+    a2v_cross_attention_mask: torch.Tensor | None = None,
+    v2a_cross_attention_mask: torch.Tensor | None = None,
+    use_a2v_cross_attention: bool = True,
+    use_v2a_cross_attention: bool = True,
+    perturbation_mask: torch.Tensor | None = None,
+    all_perturbed: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return video and sound (B, S, D) after attention and feed-forward, as `LTX2VideoTransformerBlock` does."""
+    perturbed = {}
+    if block.perturbed_attn:
+        perturbed = {"perturbation_mask": perturbation_mask, "all_perturbed": all_perturbed}
+    # In the stock block's order, in which dropout is drawn.
+    video = _entered(block, "", hidden_states, temb)
+    video = _self_attended(video, video_rotary_emb, self_attention_mask, perturbed)
+    sound = _entered(block, "audio_", audio_hidden_states, temb_audio)
+    sound = _self_attended(sound, audio_rotary_emb, audio_self_attention_mask, perturbed)
+    video = _text_attended(video, encoder_hidden_states, temb_prompt, encoder_attention_mask)
+    sound = _text_attended(
+        sound, audio_encoder_hidden_states, temb_prompt_audio, audio_encoder_attention_mask
+    )
+    if use_a2v_cross_attention or use_v2a_cross_attention:
+        video, sound = _heard_and_seen(
+            (video, sound),
+            (
+                (temb_ca_scale_shift, temb_ca_gate, ca_video_rotary_emb),
+                (temb_ca_audio_scale_shift, temb_ca_audio_gate, ca_audio_rotary_emb),
+            ),
+            (a2v_cross_attention_mask, v2a_cross_attention_mask),
+            (use_a2v_cross_attention, use_v2a_cross_attention),
+        )
+    return _left(video), _left(sound)
+
+
+def _rows(table: torch.Tensor, temb: torch.Tensor) -> Rows:
+    """Return a block's own table (rows, D) added to what all blocks share (B, G, rows * D)."""
+    return (table.to(temb.device) + temb.unflatten(-1, table.shape)).unbind(dim=2)
+
+
+def _entered(block: Any, prefix: str, x: torch.Tensor, temb: torch.Tensor) -> _Side:
+    """Return a stream at the block's start."""
+    rows = _rows(getattr(block, f"{prefix}scale_shift_table"), temb)
+    # An fp32 table makes the stock block's residual stream fp32.
+    return _Side(block, prefix, x.to(torch.promote_types(x.dtype, rows[0].dtype)), rows)
+
+
+def _self_attended(
+    side: _Side, rotary: Rotary | None, mask: torch.Tensor | None, perturbed: dict[str, Any]
+) -> _Side:
+    shift, scale, gate = side.rows[:3]
+    normed, side = side.normed(side.part("norm1"), shift, scale)
+    y = side.part("attn1")(
+        hidden_states=normed,
+        encoder_hidden_states=None,
+        query_rotary_emb=rotary,
+        attention_mask=mask,
+        **perturbed,
+    )
+    return side._replace(y=y, gate=gate)
+
+
+def _text_attended(
+    side: _Side, text: torch.Tensor, temb: torch.Tensor | None, mask: torch.Tensor | None
+) -> _Side:
+    """Attend to the text (B, T, .), of which 2.3 modulates queries and keys."""
+    shift, scale, gate = side.rows[6:9] or (None, None, None)
+    normed, side = side.normed(side.part("norm2"), shift, scale)
+    if side.block.cross_attn_adaln:
+        table = side.part("prompt_scale_shift_table")
+        if temb is None:  # the same at every timestep
+            rows: Rows = table[None, None].to(side.x).unbind(dim=2)
+        else:
+            rows = _rows(table, temb)
+        text = text * (1 + rows[1]) + rows[0]
+    y = side.part("attn2")(
+        normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=mask
+    )
+    return side._replace(y=y, gate=gate)
+
+
+Shared = tuple[torch.Tensor, torch.Tensor, Rotary | None]
+"""What all blocks share of a stream's attention to the other: shifts and scales, gate, rotation."""
+
+
+def _heard_and_seen(
+    sides: tuple[_Side, _Side],
+    shared: tuple[Shared, Shared],
+    masks: tuple[torch.Tensor | None, torch.Tensor | None],
+    used: tuple[bool, bool],
+) -> tuple[_Side, _Side]:
+    """Let video attend to sound and sound to video, each to the other as it was before."""
+    block = sides[0].block
+    tables = (
+        block.video_a2v_cross_attn_scale_shift_table,
+        block.audio_a2v_cross_attn_scale_shift_table,
+    )
+    # Of each stream: scale and shift where video asks, then where sound asks; and the gate of its own question.
+    rows = [_rows(table[:4], one[0]) for table, one in zip(tables, shared, strict=True)]
+    gates = [_rows(table[4:], one[1])[0] for table, one in zip(tables, shared, strict=True)]
+    rotary = [one[2] for one in shared]
+    found: list[_Side] = list(sides)
+    answers: list[torch.Tensor | None] = [None, None]
+    for asking, layer in enumerate((block.audio_to_video_attn, block.video_to_audio_attn)):
+        if not used[asking]:
+            continue
+        normed: list[torch.Tensor] = []
+        for stream, name in enumerate(_AV_NORMS):
+            scale, shift = rows[stream][2 * asking : 2 * asking + 2]
+            one, found[stream] = found[stream].normed(getattr(block, name), shift, scale)
+            normed.append(one)
+        answers[asking] = layer(
+            normed[asking],
+            encoder_hidden_states=normed[1 - asking],
+            query_rotary_emb=rotary[asking],
+            key_rotary_emb=rotary[1 - asking],
+            attention_mask=masks[asking],
+        )
+    video, sound = (
+        side if y is None else side._replace(y=y, gate=gate)
+        for side, y, gate in zip(found, answers, gates, strict=True)
+    )
+    return video, sound
+
+
+def _left(side: _Side) -> torch.Tensor:
+    """Return a stream after the feed-forward."""
+    shift, scale, gate = side.rows[3:6]
+    normed, side = side.normed(side.part("norm3"), shift, scale)
+    return torch.addcmul(side.x, gate, side.part("ff")(normed))
+
+
+class LTX2Processor(AcrossHeadsProcessor):
+    """`LTX2AudioVideoAttnProcessor` with q and k normed across heads and rotated in one pass, and gates a head.
+
+    And `LTX2PerturbedAttnProcessor`, where nothing is perturbed, as in training.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        query_rotary_emb: Rotary | None = None,
+        key_rotary_emb: Rotary | None = None,
+        perturbation_mask: torch.Tensor | None = None,
+        all_perturbed: bool | None = None,
+    ) -> torch.Tensor:
+        if self.is_stock or perturbation_mask is not None or all_perturbed:
+            output: torch.Tensor = self.stock(
+                attn,
+                hidden_states,
+                encoder_hidden_states,
+                attention_mask,
+                query_rotary_emb,
+                key_rotary_emb,
+                **self._perturbed(perturbation_mask, all_perturbed),
+            )
+            return output
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        mask = heads_mask(attn, attention_mask, source)
+        gates = None
+        if attn.to_gate_logits is not None:
+            gates = 2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))  # (B, S, H)
+        query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
+        query = self._normed(attn, query, attn.norm_q, query_rotary_emb)
+        key_rotary = query_rotary_emb if key_rotary_emb is None else key_rotary_emb
+        key = self._normed(attn, key, attn.norm_k, key_rotary)
+        value = value.unflatten(2, (attn.heads, -1))
+        attended = attend(query, key, value, mask, self.backend).to(query.dtype)
+        if gates is None:
+            return project_output(attn, attended.flatten(2))
+        gated = Recomputable(_gated(attended, gates), partial(_gated, attended, gates))
+        # What is gated is kept for backward anyway: an adapter need not keep the product too.
+        with gated.not_kept():
+            return project_output(attn, gated.tensor)
+
+    def _perturbed(self, mask: torch.Tensor | None, all_perturbed: bool | None) -> dict[str, Any]:
+        """Return the arguments that only one of the stock processors takes."""
+        given = {"perturbation_mask": mask, "all_perturbed": all_perturbed}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+        """Return (B, S, H, D / 2 H), an angle once, of the model's (B, H, S, D / 2 H); interleaved ones (B, S, D) as they are."""
+        return (cos, sin) if cos.ndim == 3 else (cos.transpose(1, 2), sin.transpose(1, 2))
+
+    def rotation(self, attn: Any) -> str:
+        return "half" if attn.rope_type == "split" else "interleaved"
+
+    def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Return q or k (B, S, D) rotated as the layer does."""
+        # Late: the models' modules are imported when a model is, not with all patches.
+        from diffusers.models.transformers.transformer_ltx2 import (
+            apply_interleaved_rotary_emb,
+            apply_split_rotary_emb,
+        )
+
+        apply = (
+            apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
+        )
+        return apply(normed, rotary)
+
+
+def _gated(attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Return heads (B, S, H, D / H), each times its gate, side by side (B, S, D)."""
+    return (attended * gates[..., None]).flatten(2)
+
+
+def _block_why_not(block: Any) -> str | None:
+    """Return why this block keeps its own forward; None if `block_forward` does the same."""
+    own = (f"{prefix}norm{i}" for prefix in ("", "audio_") for i in (1, 2, 3))
+    return other_norm((getattr(block, name) for name in (*own, *_AV_NORMS)), RMSNorm)
+
+
+FORWARDS = (
+    ForwardPatch(f"{_LTX2}.LTX2VideoTransformerBlock", "ada_norm", block_forward, _block_why_not),
+)
+PROCESSORS = tuple(
+    ProcessorPatch(f"{_LTX2}.{name}", ATTENTION, LTX2Processor, rms_why_not, also=qk_always)
+    for name in ("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor")
+)

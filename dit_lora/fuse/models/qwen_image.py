@@ -1,0 +1,128 @@
+"""Qwen-Image's blocks and attention on fused ops; blocks whose modulation differs from token to token keep their own forward.
+
+Source of the arithmetic: diffusers, models/transformers/transformer_qwenimage.py (QwenImageTransformerBlock,
+QwenDoubleStreamAttnProcessor2_0, apply_rotary_emb_qwen).
+
+Shapes: B batch, T text tokens, I image tokens, D width, H heads; R tokens of a table.
+"""
+
+from typing import Any
+
+import torch
+
+from dit_lora.fuse.attention import Recomputable, attend, project_output
+from dit_lora.fuse.models.complex_rotary import tables_of
+from dit_lora.fuse.models.flux import clipped
+from dit_lora.fuse.models.two_streams import (
+    Modulation,
+    TwoStreamProcessor,
+    attention_why_not,
+    each,
+    enter_by,
+    joined_heads,
+    leave,
+    norms_why_not,
+    spared,
+)
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
+
+
+def block_forward(
+    block: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    encoder_hidden_states_mask: torch.Tensor | None,
+    temb: torch.Tensor,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+    modulate_index: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return text (B, T, D) and image (B, I, D) after attention and feed-forward, as `QwenImageTransformerBlock` does.
+
+    No index comes here: `_block_why_not` keeps the blocks that use one.
+    """
+    modulation = Modulation(*block.img_mod(temb).chunk(6, dim=-1))
+    text_modulation = Modulation(*block.txt_mod(temb).chunk(6, dim=-1))
+    image, x = enter_by(block.img_norm1, hidden_states, modulation)
+    text, context = enter_by(block.txt_norm1, encoder_hidden_states, text_modulation)
+    attended, attended_text = block.attn(
+        hidden_states=image.tensor,
+        encoder_hidden_states=text.tensor,
+        encoder_hidden_states_mask=encoder_hidden_states_mask,
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+        **spared(block.attn, image, text),
+    )
+    x = leave(block.img_norm2, block.img_mlp, x, attended, modulation)
+    context = leave(block.txt_norm2, block.txt_mlp, context, attended_text, text_modulation)
+    return clipped(context), clipped(x)
+
+
+class QwenImageProcessor(TwoStreamProcessor):
+    """`QwenDoubleStreamAttnProcessor2_0` with q and k of each stream normed and rotated in one pass; text comes first."""
+
+    def head_shape(self, attn: Any) -> tuple[int, int]:
+        """Return (-1, D)."""
+        # As the stock processor: the number of heads follows from the projection's width.
+        return -1, attn.inner_dim // attn.heads
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_hidden_states_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        recomputable: tuple[Recomputable, ...] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The stock processor says what is wrong where there is no text, or a mask of another kind.
+        if self.is_stock or encoder_hidden_states is None or attention_mask is not None:
+            both: tuple[torch.Tensor, torch.Tensor] = self.stock(
+                attn,
+                hidden_states,
+                encoder_hidden_states,
+                encoder_hidden_states_mask,
+                attention_mask,
+                image_rotary_emb,
+            )
+            return both
+        of_image, of_text = each(recomputable)
+        rotary, text_rotary = (
+            (None, None) if image_rotary_emb is None else map(tables_of, image_rotary_emb)
+        )
+        heads = self.image_heads(attn, hidden_states, rotary, of_image)
+        text_heads = self.text_heads(attn, encoder_hidden_states, text_rotary, of_text)
+        mask = _joint_mask(encoder_hidden_states_mask, hidden_states.shape[1])
+        attended = attend(*joined_heads(text_heads, heads), mask, self.backend).flatten(2)
+        count = encoder_hidden_states.shape[1]
+        return project_output(attn, attended[:, count:]), attn.to_add_out(attended[:, :count])
+
+
+def _joint_mask(mask: torch.Tensor | None, image: int) -> torch.Tensor | None:
+    """Return a text's mask (B, T) as one of text and image, (B, 1, 1, T + I), in which no image token is left out."""
+    if mask is None:
+        return None
+    return torch.cat([mask, mask.new_ones(len(mask), image)], dim=1)[:, None, None, :]
+
+
+def _block_why_not(block: Any) -> str | None:
+    """Return why a block keeps its own forward; None if it need not."""
+    if block.zero_cond_t:
+        return "its modulation differs from token to token (zero_cond_t)"
+    return norms_why_not(block.img_norm1, block.img_norm2, block.txt_norm1, block.txt_norm2)
+
+
+_QWEN = "diffusers.models.transformers.transformer_qwenimage"
+FORWARDS = (
+    ForwardPatch(f"{_QWEN}.QwenImageTransformerBlock", "ada_norm", block_forward, _block_why_not),
+)
+PROCESSORS = (
+    ProcessorPatch(
+        f"{_QWEN}.QwenDoubleStreamAttnProcessor2_0",
+        ATTENTION,
+        QwenImageProcessor,
+        attention_why_not,
+        also=qk_always,
+    ),
+)

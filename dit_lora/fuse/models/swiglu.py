@@ -1,0 +1,28 @@
+"""A SwiGLU of three linear layers, down(silu(gate(x)) * up(x)), that keeps its two projections alone."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dit_lora.fuse.attention import Recomputable
+from dit_lora.fuse.lora import project
+
+
+def swiglu(gate: nn.Module, up: nn.Module, down: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return what the layers make of x (B, S, D)."""
+    gated, linear = project((gate, up), x)
+    activated = Recomputable(functional.silu(gated), partial(functional.silu, gated))
+    with activated.not_kept():
+        inner = activated.tensor * linear
+    # An adapter of the last layer need not keep its input.
+    hidden = Recomputable(inner, partial(_hidden, gated, linear))
+    with hidden.not_kept():
+        output: torch.Tensor = down(hidden.tensor)
+    return output
+
+
+def _hidden(gated: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+    """Return the hidden values again, the same bit for bit."""
+    return functional.silu(gated) * linear

@@ -1,0 +1,306 @@
+"""LTX-2's own facts: text behind the connectors, video without sound, guidance, noise levels, and what is refused."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import LTX2Pipeline
+from exported import assert_same, deltas, trained
+from family_cases.ltx2 import NATIVE
+from family_cases.subject import CPU
+from ltx2_cases import CAPTIONS, FPS, batch_of, changed, for_recipe, opened
+from safetensors.torch import load_file, save_file
+
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import Sampling
+from dit_lora.families.ltx2 import SOUND_ATTENTIONS
+from dit_lora.numerics.streams import Streams
+from dit_lora.results.export.export import ExportRequest, export
+
+VARIANTS = pytest.mark.parametrize(
+    "variant", [pytest.param("ltx-2", marks=pytest.mark.thorough), "ltx-2.3"]
+)
+
+
+class Recorder(torch.nn.Module):
+    """Stands in for a transformer: keeps its arguments and calls it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.calls = model, list[dict[str, Any]]()
+
+    def forward(self, **given: Any) -> Any:
+        self.calls.append(given)
+        return self.model(**given)
+
+
+@VARIANTS
+@torch.no_grad()
+def test_video_alone_depends_on_no_bit_of_sound(
+    tiny_checkpoints: dict[str, Path], variant: str
+) -> None:
+    """One token of zeros, or many of other values at another time with another text: the same video."""
+    checkpoint = opened(tiny_checkpoints[variant])
+    model = Recorder(checkpoint.load_transformer(torch.float32))
+    batch = batch_of(checkpoint)
+    noisy = torch.randn(3, 3 * 2 * 3, 8, generator=torch.Generator().manual_seed(1))
+    video = checkpoint.predict(model, noisy, torch.tensor([40.0, 500.0, 999.0]), batch)
+    (given,) = model.calls
+    assert given["audio_hidden_states"].shape == (3, 1, 16)
+    other = {
+        "audio_hidden_states": torch.randn(3, 5, 16),
+        "audio_encoder_hidden_states": torch.randn(3, 9, 16),
+        "audio_timestep": torch.tensor([7.0, 8.0, 9.0]),
+        "audio_num_frames": 5,
+    }
+    assert torch.equal(model.model(**{**given, **other})[0], video)
+    joint = model.model(**{**given, **other, "isolate_modalities": False})[0]
+    assert not torch.allclose(joint, video, atol=1e-3)
+
+
+@torch.no_grad()
+def test_text_is_cut_to_the_batchs_longest_where_it_is_masked(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    """The connectors' mask has been of ones alone (Diffusers 0.42.1), whose tokens are all seen: pads and registers."""
+    checkpoint = opened(tiny_checkpoints["ltx-2"])
+    model, batch = Recorder(checkpoint.load_transformer(torch.float32)), batch_of(checkpoint)
+    noisy = torch.randn(3, 3 * 2 * 3, 8, generator=torch.Generator().manual_seed(1))
+    timesteps, lengths = torch.tensor([40.0, 500.0, 999.0]), [5, 30, 17]
+    checkpoint.predict(model, noisy, timesteps, batch)
+    for row, length in zip(batch["prompt_attention_mask"], lengths, strict=True):
+        row[length:] = 0
+    found = checkpoint.predict(model, noisy, timesteps, batch)
+    free, given = model.calls
+    assert free["encoder_attention_mask"] is None
+    assert free["encoder_hidden_states"].shape[1] == 1024
+    assert given["encoder_hidden_states"].shape[1] == 30
+    assert given["encoder_attention_mask"].sum(1).tolist() == lengths
+    whole = {
+        "encoder_hidden_states": batch["prompt_embeds"],
+        "encoder_attention_mask": batch["prompt_attention_mask"],
+    }
+    torch.testing.assert_close(model.model(**{**given, **whole})[0], found, rtol=1e-5, atol=1e-6)
+
+
+def test_cached_text_depends_on_the_connectors(tiny_checkpoints: dict[str, Path]) -> None:
+    first, second = (opened(tiny_checkpoints[name]) for name in ("ltx-2", "ltx-2.3"))
+    for checkpoint in (first, second):
+        folder = checkpoint.path / "connectors"
+        assert checkpoint.text_facts()["connectors"] == folder
+        (encoded,) = ({n: t[0] for n, t in e.items()} for e in [_encoded(checkpoint)])
+        spec = checkpoint.text_spec(torch.float32)
+        assert {n: (t.shape, t.dtype) for n, t in encoded.items()} == spec
+        # Registers stand in the place of pads: nothing is masked.
+        assert encoded["prompt_attention_mask"].all()
+
+
+def _encoded(checkpoint: Any) -> dict[str, torch.Tensor]:
+    return checkpoint.load_text_encoder(torch.float32, CPU)([CAPTIONS[1]])
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@VARIANTS
+def test_samples_of_a_prompts_text_and_of_its_tensors_are_alike(
+    tiny_checkpoints: dict[str, Path], variant: str, guidance: float
+) -> None:
+    """Behind the connectors, without text encoder and connectors; and the calls of one step."""
+    checkpoint = opened(tiny_checkpoints[variant])
+    how = Sampling(NATIVE, 2, guidance, seed=3, fps=FPS)
+    whole, bare = (checkpoint.pipeline(torch.float32, text=text) for text in (True, False))
+    assert bare.text_encoder is None
+    assert bare.connectors is None
+    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    tensors, empty = encode([CAPTIONS[1]]), encode([""])
+    samples, calls = [], []
+    for pipeline, conditions in (
+        (whole, checkpoint.conditions(CAPTIONS[1])),
+        (bare, checkpoint.conditions(tensors, empty)),
+    ):
+        pipeline.set_progress_bar_config(disable=True)
+        seen: list[Any] = []
+        pipeline.transformer.register_forward_pre_hook(
+            lambda _model, _args, kwargs, seen=seen: seen.append(kwargs), with_kwargs=True
+        )
+        samples.append(checkpoint.generate(pipeline, conditions, how))
+        calls.append(len(seen) / how.inference_steps)
+        assert {call["fps"] for call in seen} == {FPS}
+    assert torch.equal(*samples)
+    assert bare.connectors is None
+    # With and without the prompt in one call; without sound; and of 2.3 with perturbed attention.
+    expected = 1 if guidance == 1 else {"ltx-2": 2, "ltx-2.3": 3}[variant]
+    assert calls == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mu"), [(1024, 0.95), (2560, 1.5), (4096, 2.05), (6144, 2.05), (126, 0.6284505)]
+)
+def test_the_shift_is_the_vendors_line_which_ends(
+    tiny_checkpoints: dict[str, Path], tokens: int, mu: float
+) -> None:
+    """timestep_samplers.py, _get_shift_for_sequence_length; the last are the tokens of sound of 121 frames at 24."""
+    checkpoint = opened(tiny_checkpoints["ltx-2"])
+    assert checkpoint.mu(torch.Size([8, 1, 1, tokens])) == pytest.approx(mu, rel=1e-6)
+    levels = checkpoint.objective.levels
+    assert (levels.density, levels.mean, levels.std) == ("stretched_logit_normal", 0.0, 1.0)
+
+
+def test_positions_are_in_seconds(tiny_checkpoints: dict[str, Path]) -> None:
+    path = tiny_checkpoints["ltx-2.3"]
+    assert opened(path).frame_rate == 24.0  # the pipeline's default
+    assert for_recipe(path).frame_rate == FPS
+    assert opened(path).with_header({"video": {"fps": 12.5}}).frame_rate == 12.5
+    image = for_recipe(path, data={"frames": 1, "fps": None})
+    assert image.frame_rate == 24.0
+    checkpoint = opened(path)
+    model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint)
+    slow, fast = (
+        replace(checkpoint, fps=fps).losses(model, batch, Streams(0, [0, 1, 2])).losses
+        for fps in (8.0, 24.0)
+    )
+    assert not torch.equal(slow, fast)
+
+
+def test_the_picture_is_left_out_of_a_share_of_samples(tiny_checkpoints: dict[str, Path]) -> None:
+    path = tiny_checkpoints["ltx-2.3"]
+    checkpoint = for_recipe(path, model={"task": "i2v"}, data={"image_dropout": 0.5})
+    assert checkpoint.index_changes() == {"_class_name": "LTX2ImageToVideoPipeline"}
+    batch = batch_of(checkpoint)
+    given = {"image_dropout": torch.tensor([True, False, True])}
+    known = checkpoint.known(batch, given)
+    assert known.sum((1, 2)).tolist() == [6, 0, 6]
+    told = checkpoint.token_timesteps(torch.tensor([100.0, 200.0, 300.0]), batch, given)
+    assert told.shape == (3, 18)
+    assert told[:, :6].tolist() == [[0.0] * 6, [200.0] * 6, [0.0] * 6]
+    assert told[:, 6:].unique(dim=1).flatten().tolist() == [100.0, 200.0, 300.0]
+    # The picture was compressed as a video's frame, and is not the clip's own first one.
+    clean = checkpoint.clean_latents(batch, given)
+    own = LTX2Pipeline._pack_latents(batch["latent_mean"])
+    assert torch.equal(clean[1], own[1])
+    assert torch.equal(clean[:, 6:], own[:, 6:])
+    assert not torch.equal(clean[0, :6], own[0, :6])
+    rows = [torch.Generator().manual_seed(seed) for seed in range(2000)]
+    assert 0.46 < checkpoint.draws(batch)["image_dropout"](rows).float().mean() < 0.54
+
+
+NEWER = {
+    "ff_bias": ("transformer", {"ff_bias": False}, "ff_bias is false"),
+    "keyframes": (
+        "transformer",
+        {"use_keyframes_abs_pos_embedding": True},
+        "use_keyframes_abs_pos_embedding is true",
+    ),
+    "text encoder": (
+        "",
+        {"text_encoder": ["transformers", "Gemma4UnifiedForConditionalGeneration"]},
+        "its text encoder is Gemma4Unified",
+    ),
+}
+OTHERS = {
+    "references": ("", {"_class_name": "LTX2InContextPipeline"}, "is a LTX2InContextPipeline"),
+    "conditions": ("", {"_class_name": "LTX2ConditionPipeline"}, "is a LTX2ConditionPipeline"),
+    "channels": ("transformer", {"in_channels": 4}, "in_channels must be 8; got 4"),
+    "sound": ("transformer", {"audio_in_channels": 4}, "audio_in_channels must be 16; got 4"),
+    "patches": ("transformer", {"patch_size_t": 2}, "patch_size_t must be 1; got 2"),
+    "rate": ("audio_vae", {"sample_rate": 8000}, "audio_sampling_rate must be 8000; got 16000"),
+    "factors": ("transformer", {"vae_scale_factors": [4, 32, 32]}, "are not the VAE's, 8 and 32"),
+    "text": ("connectors", {"per_modality_projections": True}, "use_prompt_embeddings True: one"),
+    "scheduler": ("scheduler", {"time_shift_type": "linear"}, "knows exponential"),
+}
+
+
+@pytest.mark.parametrize("what", [*NEWER, *OTHERS])
+def test_refused_by_name(tiny_checkpoints: dict[str, Path], tmp_path: Path, what: str) -> None:
+    component, values, words = (NEWER | OTHERS)[what]
+    path = changed(tiny_checkpoints["ltx-2"], tmp_path / "other", component, **values)
+    with pytest.raises(DitLoraError, match=words) as caught:
+        opened(path)
+    assert ("LTX-2.5" in str(caught.value)) == (what in NEWER)
+
+
+def test_torn_weights_of_any_part_are_refused(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_checkpoints["ltx-2"], tmp_path / "torn")
+    for part in ("connectors", "audio_vae", "vocoder"):
+        (tmp_path / "torn" / part / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(DitLoraError) as caught:
+        opened(tmp_path / "torn")
+    for part in ("connectors", "audio_vae", "vocoder"):
+        assert f"{part}: no .safetensors file" in str(caught.value)
+
+
+def test_a_distilled_checkpoint_is_sampled_from_and_not_trained(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    values = {"use_dynamic_shifting": False, "shift_terminal": None}
+    path = changed(tiny_checkpoints["ltx-2.3"], tmp_path / "fast", "scheduler", **values)
+    assert opened(path).distilled
+    with pytest.raises(DitLoraError, match=r"fast is step-distilled .* validation.model"):
+        for_recipe(path)
+
+
+WITHOUT_SOUND = {
+    "all": ({"lora": {"targets": ["to_q"]}}, "lora.targets: to_q adapts layers of sound too"),
+    "gates": ({"lora": {"targets": ["attn1.to_q", "to_gate_logits"]}}, ": to_gate_logits adapts"),
+    "full": (
+        {
+            "train": {"steps": 1, "mode": "full"},
+            "optim": {"groups": {"backbone": {"lr": 1e-4}, "connector": {"lr": 1e-5}}},
+        },
+        "train.mode: full",
+    ),
+    "connector": (
+        {"optim": {"groups": {"adapter": {"lr": 1e-4}, "connector": {"lr": 1e-5}}}},
+        "optim.groups.connector",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_SOUND)
+def test_what_would_get_no_gradient_without_sound_is_refused(
+    tiny_checkpoints: dict[str, Path], what: str
+) -> None:
+    sections, words = WITHOUT_SOUND[what]
+    with pytest.raises(DitLoraError, match=words):
+        for_recipe(tiny_checkpoints["ltx-2.3"], **sections)
+    with_sound = for_recipe(tiny_checkpoints["ltx-2.3"], **sections, data={"sound": True})
+    assert with_sound.sound
+    own = {"lora": {"targets": ["attn1.to_q", "ff.net.2", "attn2.to_gate_logits"]}}
+    assert not for_recipe(tiny_checkpoints["ltx-2.3"], **own).sound
+
+
+def test_other_families_have_no_sound(tiny_checkpoints: dict[str, Path]) -> None:
+    wan = {"family": "wan", "path": str(tiny_checkpoints["wan-2.1-t2v"])}
+    with pytest.raises(DitLoraError, match=r"data.sound: family wan has nothing"):
+        for_recipe(tiny_checkpoints["wan-2.1-t2v"], model=wan, data={"sound": True})
+
+
+def test_stock_diffusers_reads_what_comfyui_does(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Every kind of layer, in the names of the published checkpoint, without alpha, which its loader refuses."""
+    around = ("proj_in", "audio_proj_in", "proj_out", "audio_proj_out", "linear", "linear_1")
+    targets = (*("to_q", "to_out.0", "to_gate_logits", "net.0.proj", "net.2"), *around)
+    one = trained("ltx2", tiny_checkpoints["ltx-2.3"], tmp_path / "run", targets=targets)
+    out = export(ExportRequest((one.folder,), "comfyui", tmp_path / "out", model=str(one.base)))
+    (file,) = out.glob("*.safetensors")
+    tensors = load_file(file)
+    assert all(name.startswith("diffusion_model.") for name in tensors)
+    assert not any(name.endswith(".alpha") for name in tensors)
+    assert "diffusion_model.av_ca_a2v_gate_adaln_single.linear.lora_A.weight" in tensors
+    save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more
+    pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+    pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
+    expected = deltas(one.model)
+    assert len(expected) == 2 * (6 * 3 + 4) + 4 + 8 * 2
+    assert_same(deltas(pipeline.transformer), expected)
+
+
+def test_the_names_of_sounds_layers_are_all(tiny_checkpoints: dict[str, Path]) -> None:
+    model = opened(tiny_checkpoints["ltx-2"]).load_transformer(torch.float32)
+    attentions = [n for n, m in model.transformer_blocks[0].named_children() if hasattr(m, "to_q")]
+    assert set(attentions) == {"attn1", "attn2", *SOUND_ATTENTIONS}

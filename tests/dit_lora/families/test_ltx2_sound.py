@@ -1,0 +1,214 @@
+"""LTX-2 with sound: the encoder, the joint loss, its adapters, and one call of the stock pipeline."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family_cases.ltx2 import NATIVE
+from family_cases.subject import CPU
+from ltx2_cases import CAPTIONS, FPS, batch_of, for_recipe, opened
+
+from dit_lora.adapters.attach import attach_lora, is_lora_b
+from dit_lora.config.recipe import LoraConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
+from dit_lora.families.base import Sampling
+from dit_lora.families.ltx2.sound import audio_tokens, log_mel
+from dit_lora.numerics.streams import Streams, normal
+
+RATE = 16000
+# Of the published audio VAE.
+PUBLISHED = {"sample_rate": RATE, "mel_hop_length": 160, "mel_bins": 64, "in_channels": 2}
+TASKS = pytest.mark.parametrize(
+    ("variant", "task"),
+    [pytest.param("ltx-2", "t2v", marks=pytest.mark.thorough), ("ltx-2.3", "i2v")],
+)
+
+
+def slaney(hertz: float) -> float:
+    """Slaney's scale: linear up to 1 kHz, logarithmic above."""
+    if hertz < 1000:
+        return 3 * hertz / 200
+    return 15 + 27 * float(np.log(hertz / 1000) / np.log(6.4))
+
+
+def test_a_column_of_the_spectrogram_computed_by_hand() -> None:
+    """In fp64 by NumPy: magnitudes of 1,024 points, triangles between Slaney's centres of unit area, the logarithm."""
+    generator = torch.Generator().manual_seed(0)
+    waveform = 0.3 * torch.randn(2, 4000, generator=generator)
+    found = log_mel(waveform, PUBLISHED)
+    assert found.shape == (2, 4000 // 160 + 1, 64)
+    column, channel = 9, 1
+    piece = waveform[channel].double().numpy()[column * 160 - 512 : column * 160 + 512]
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(1024) / 1024)
+    spectrum = np.abs(np.fft.rfft(piece * window))
+    hertz = np.linspace(0, 8000, 513)
+    grid = np.linspace(0, 8000, 800_001)
+    marks = np.interp(np.linspace(0, slaney(8000), 66), [slaney(one) for one in grid], grid)
+    expected = []
+    for low, centre, high in zip(marks, marks[1:], marks[2:], strict=False):
+        triangle = np.minimum((hertz - low) / (centre - low), (high - hertz) / (high - centre))
+        expected.append((np.clip(triangle, 0, None) * 2 / (high - low) * spectrum).sum())
+    wanted = torch.tensor(np.log(np.maximum(expected, 1e-5)))
+    torch.testing.assert_close(found[channel, column].double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_silence_is_the_least_value() -> None:
+    assert log_mel(torch.zeros(2, 1000), PUBLISHED).unique().item() == pytest.approx(np.log(1e-5))
+
+
+def test_tokens_are_as_many_as_the_pipeline_gives_the_video(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    assert audio_tokens(PUBLISHED, 121 / 24) == 126
+    checkpoint = opened(tiny_checkpoints["ltx-2"])
+    encode = checkpoint.load_audio_encoder(torch.bfloat16, CPU)
+    for frames in (9, 17, 25):
+        seconds = frames / FPS
+        waveform = torch.rand(2, round(seconds * RATE), generator=torch.Generator().manual_seed(1))
+        found = encode(waveform * 2 - 1, RATE)["audio_latent_mean"]
+        assert found.dtype is torch.float32
+        assert found.shape == (round(seconds * 25), 16)
+        pipeline = checkpoint.pipeline(torch.float32)
+        sounds = pipeline.audio_vae
+        assert audio_tokens(sounds.config, seconds) == len(found)
+        # Normalised as the pipeline undoes it, which then decodes a spectrogram.
+        undone = pipeline._denormalize_audio_latents(
+            found[None], sounds.latents_mean, sounds.latents_std
+        )
+        unpacked = pipeline._unpack_audio_latents(undone, len(found), num_mel_bins=4)
+        with torch.no_grad():
+            mel = log_mel(waveform * 2 - 1, sounds.config)[None]
+            expected = sounds.encode(mel).latent_dist.mode()[:, :, : len(found)]
+        torch.testing.assert_close(unpacked, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("waveform", "rate", "words"),
+    [
+        (torch.zeros(1, 9000), RATE, r"got \(1, 9000\) in float32 at 16000"),
+        (torch.zeros(9000), RATE, r"got \(9000,\)"),
+        (torch.zeros(2, 9000), 44100, "at 44100; resample it"),
+        (torch.zeros(2, 9000, dtype=torch.int16), RATE, "in int16"),
+        (torch.zeros(2, 512), RATE, "more than 512 samples; got 512"),
+    ],
+)
+def test_other_waveforms_are_refused(
+    tiny_checkpoints: dict[str, Path], waveform: torch.Tensor, rate: int, words: str
+) -> None:
+    encode = opened(tiny_checkpoints["ltx-2"]).load_audio_encoder(torch.float32, CPU)
+    with pytest.raises(DitLoraError, match=words):
+        encode(waveform, rate)
+
+
+def with_sound(path: Path, task: str) -> Any:
+    return for_recipe(path, model={"task": task}, data={"sound": True})
+
+
+def adapted(checkpoint: Any) -> torch.nn.Module:
+    model = checkpoint.load_transformer(torch.float32)
+    targets = checkpoint.lora_targets(get_family("ltx2").lora_targets)
+    attach_lora(model, LoraConfig(rank=2, alpha=3), targets, seed=0)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_lora_b(name):
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@TASKS
+def test_a_samples_loss_is_its_own_and_reaches_every_adapter(
+    tiny_checkpoints: dict[str, Path], variant: str, task: str
+) -> None:
+    checkpoint = with_sound(tiny_checkpoints[variant], task)
+    model, batch = adapted(checkpoint), batch_of(checkpoint, sound=True)
+    found = checkpoint.losses(model, batch, Streams(0, [4, 5, 6]))
+    assert found.losses.dtype is torch.float32
+    alone = {name: tensor[1:2] for name, tensor in batch.items()}
+    again = checkpoint.losses(model, alone, Streams(0, [5])).losses
+    torch.testing.assert_close(found.losses[1:2], again, rtol=1e-5, atol=0)
+    found.losses.sum().backward()
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 2 * 6 * 4
+    still = [n for n in trained if not model.get_parameter(n).grad.abs().max() > 0]
+    assert not still
+
+
+@TASKS
+def test_one_call_is_the_stock_pipelines_with_sound(
+    tiny_checkpoints: dict[str, Path], variant: str, task: str, tmp_path: Path
+) -> None:
+    """Both velocities, bitwise, at the guidance that makes one call a step."""
+    from family_cases.subject import pixels_of
+    from PIL import Image
+
+    checkpoint = with_sound(tiny_checkpoints[variant], task)
+    pixels = pixels_of(NATIVE, torch.Generator().manual_seed(3))
+    Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(tmp_path / "first.png")
+    pictures = {"image": tmp_path / "first.png"} if task == "i2v" else {}
+    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    calls: list[tuple[dict[str, Any], Any]] = []
+    pipeline.transformer.register_forward_hook(
+        lambda _model, _args, given, output: calls.append((given, output)), with_kwargs=True
+    )
+    how = Sampling(NATIVE, 3, 1.0, seed=0, fps=FPS, **pictures)
+    checkpoint.generate(pipeline, checkpoint.conditions(CAPTIONS[1]), how)
+    row = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)
+    batch = {name: tensor[None] for name, tensor in row.items()}
+    batch |= checkpoint.load_text_encoder(torch.float32, CPU)([CAPTIONS[1]])
+    model = checkpoint.load_transformer(torch.float32).eval()
+    assert len(calls) == 3
+    for given, expected in calls:
+        noised = {
+            **batch,
+            "audio_noisy": given["audio_hidden_states"],
+            "audio_timestep": given["sigma"],
+        }
+        with torch.no_grad():
+            found = checkpoint.velocities(model, given["hidden_states"], given["sigma"], noised, {})
+        assert not given["isolate_modalities"]
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path]) -> None:
+    checkpoint = with_sound(tiny_checkpoints["ltx-2.3"], "t2v")
+    model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint, sound=True)
+    drawn = checkpoint.draws({name: tensor.to("meta") for name, tensor in batch.items()})
+    rows = Streams(0, [1, 2, 3]).drawn(drawn, CPU)
+    assert set(rows) == {"noise", "timestep", "audio_noise", "audio_timestep"}
+    assert not torch.equal(rows["timestep"], rows["audio_timestep"])
+    # By its own number of tokens, 53, where the video has 18.
+    assert batch["audio_latent_mean"].shape[1:] == (53, 16)
+    gaussian = normal((), Streams(0, [1, 2, 3])("audio_timestep"))
+    shift = math.exp(0.95 + (53 - 1024) * (2.05 - 0.95) / (4096 - 1024))
+    expected = checkpoint.objective.sigmas(gaussian, shift)
+    torch.testing.assert_close(rows["audio_timestep"], expected, rtol=1e-6, atol=0)
+    few = replace(checkpoint, objective=replace(checkpoint.objective, shift=1e-3))
+    low = few.losses(model, batch, Streams(0, [1, 2, 3]))
+    assert low.timesteps.max() < 600
+
+
+def test_samples_without_their_sound_are_refused_by_name(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    checkpoint = with_sound(tiny_checkpoints["ltx-2.3"], "t2v")
+    with pytest.raises(DitLoraError, match="cached without their sound"):
+        checkpoint.draws(batch_of(checkpoint))
+    # Their text is the same: what was cached for video alone does for both.
+    silent = opened(tiny_checkpoints["ltx-2.3"])
+    assert silent.text_facts() == checkpoint.text_facts()
+
+
+def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path]) -> None:
+    path = tiny_checkpoints["ltx-2.3"]
+    checkpoint = with_sound(path, "t2v")
+    assert checkpoint.header() == {"sound": True}
+    assert opened(path).header() == {}
+    assert opened(path).with_header(checkpoint.header()).sound
+    assert not opened(path).with_header({}).sound

@@ -1,0 +1,166 @@
+"""Qwen-Image on fused ops is the stock model: both streams, rotated text, a mask of captions, modulation by token, fp16's clipping."""
+
+import gc
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from fuse_checks import adapted, assert_equal, fuse_all
+from fuse_contract import Inputs, draw
+from fuse_two_streams import TwoStreams
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dit_lora.errors import DitLoraError
+from dit_lora.fuse.api import fuse
+from dit_lora.fuse.models import complex_rotary
+from dit_lora.fuse.models.complex_rotary import tables_of
+from dit_lora.fuse.patches import fusion_of
+
+TEXT, ROWS, COLUMNS = 5, 2, 3
+IMAGE = ROWS * COLUMNS
+
+
+def build(**config: Any) -> Any:
+    """Head width 16 is 4 for the picture, 6 for the row, 6 for the column; the second block reads the first one's text."""
+    return QwenImageTransformer2DModel(
+        in_channels=4,
+        out_channels=1,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        joint_attention_dim=12,
+        axes_dims_rope=(4, 6, 6),
+        **config,
+    )
+
+
+def mask() -> torch.Tensor:
+    """The second caption has two tokens and a pad between them."""
+    kept = torch.ones(2, TEXT, dtype=torch.bool)
+    kept[1, [1, 3, 4]] = False
+    return kept
+
+
+class TestQwenImage(TwoStreams):
+    targets: ClassVar = [
+        *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"),
+        *("to_add_out", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.2"),
+        *("img_mod.1", "txt_mod.1"),
+    ]
+    variants = ("", "masked")
+    kept = (13.3, 0.65)
+    recomputed = 4
+
+    def stock(self) -> nn.Module:
+        return build()
+
+    def inputs(self, variant: str) -> Inputs:
+        return {
+            "hidden_states": draw(2, IMAGE, 4).requires_grad_(),
+            "encoder_hidden_states": draw(2, TEXT, 12, seed=4).requires_grad_(),
+            "encoder_hidden_states_mask": mask() if variant == "masked" else None,
+            "timestep": torch.tensor([0.17, 0.803]),
+            "img_shapes": [[(1, ROWS, COLUMNS)]] * 2,
+        }
+
+    def block_run(self, model: Any, generator: torch.Generator) -> tuple[Any, list[Any], int]:
+        image, text, temb = self.streams(generator)
+        angles = model.pos_embed([[(1, 12, 16)]], max_txt_seq_len=24, device=image.device)
+        tables = [table for one in angles for table in tables_of(one)]
+        block, elements = model.transformer_blocks[0], image.numel() + text.numel()
+        return lambda: block(image, text, None, temb, angles), [temb, *angles, *tables], elements
+
+    def test_a_mask_is_heeded(self) -> None:
+        """As the stock model heeds it, where the pad stands in the middle too."""
+        model = fuse_all(self.build())
+        given = self.inputs("masked")
+        before = self.run(model, given)
+        text = given["encoder_hidden_states"].detach().clone()
+        text[~mask()] += 3.0
+        padded = {**given, "encoder_hidden_states": text.requires_grad_()}
+        found = self.run(model, padded)["output 0"]
+        torch.testing.assert_close(found, before["output 0"], rtol=0, atol=2e-6)
+        seen = {**padded, "encoder_hidden_states_mask": None}
+        assert not torch.allclose(self.run(model, seen)["output 0"][1], found[1], atol=1e-3)
+
+    def test_the_text_is_rotated_from_where_the_picture_ends(self) -> None:
+        """By its tables' own rows: another place of the text gives another output, as in the stock model."""
+        model = fuse_all(self.build())
+        wide = {**self.inputs(""), "img_shapes": [[(1, 1, IMAGE)]] * 2}
+        expected = self.run(model, wide)
+        with fusion_of(model).all_stock():
+            assert_equal(self.run(model, wide), expected)
+        assert not torch.equal(expected["output 0"], self.run(model)["output 0"])
+
+    def test_tables_are_made_once_for_all_blocks_and_freed_with_the_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, made, make = fuse_all(self.build()), [], complex_rotary._tables
+
+        def counted(angles: torch.Tensor) -> Any:
+            made.append(angles.shape)
+            return make(angles)
+
+        monkeypatch.setattr(complex_rotary, "_TABLES", WeakIdKeyDictionary())
+        monkeypatch.setattr(complex_rotary, "_tables", counted)
+        model.enable_gradient_checkpointing()
+        self.run(model)
+        assert made == [(IMAGE, 8), (TEXT, 8)]
+        gc.collect()
+        assert not complex_rotary._TABLES
+
+    def test_modulation_by_token_runs_the_stock_block(self) -> None:
+        """Of an editing model: its references are modulated as clean; without any it is the same as without the flag."""
+        model = adapted(build(zero_cond_t=True), self.targets)
+        plain = adapted(build(), self.targets)
+        plain.load_state_dict(model.state_dict())
+        given = self.inputs("masked")
+        edit = {**given, "img_shapes": [[(1, 1, 3), (1, 1, 3)]] * 2}
+        expected, of_plain = self.run(model, edit), self.run(plain, given)
+        with pytest.raises(DitLoraError, match=r"modulation differs from token to token \(zero"):
+            fuse(model, {"ada_norm": "on"}, check=False)
+        fuse_all(model)
+        assert fusion_of(model).used() == ["lora_linear", "qk_norm_rope"]
+        assert_equal(self.run(model, edit), expected)
+        assert_equal(self.run(model, given), of_plain)
+
+    @pytest.mark.parametrize("stream", ["img", "txt"])
+    def test_fp16_is_clipped_as_in_the_stock_block(self, stream: str) -> None:
+        model = adapted(build(), ["to_q"]).half()
+        block = model.transformer_blocks[0]
+        block.get_submodule(f"{stream}_mlp").net[2].weight.data.mul_(3e4)
+        block.get_submodule(f"{stream}_mod")[1].bias.data[-32:] = 30.0
+        image, text = draw(2, IMAGE, 32).half(), draw(2, TEXT, 32, seed=4).half()
+        given = (image, text, None, draw(2, 32, seed=5).half())
+        stock, found = block(*given), fuse_all(model) and block(*given)
+        index = 0 if stream == "txt" else 1
+        assert found[index].abs().max() == stock[index].abs().max() == 65504
+        assert all(x.isfinite().all() for x in (*stock, *found))
+
+    def test_another_mask_is_refused_as_the_stock_processor_does(self) -> None:
+        model = fuse_all(self.build())
+        given = {**self.inputs(""), "attention_kwargs": {"attention_mask": mask()}}
+        with pytest.raises(ValueError, match="does not accept an external attention_mask"):
+            self.run(model, given)
+
+
+def test_what_is_not_the_stock_block_is_kept() -> None:
+    model = build()
+    first, second = model.transformer_blocks
+    first.txt_norm2 = nn.RMSNorm(32)
+    second.img_norm1 = nn.LayerNorm(32)
+    for block in (first, second):
+        block.attn.norm_added_k = nn.Identity()
+    with pytest.raises(DitLoraError, match="nothing that takes ada_norm"):
+        fuse(model, {"ada_norm": "on"}, check=False)
+    with pytest.raises(DitLoraError, match="nothing that takes qk_norm_rope"):
+        fuse(model, {"qk_norm_rope": "on"}, check=False)
+    second.img_norm1 = nn.LayerNorm(32, elementwise_affine=False)
+    report = str(fuse(model, {"ada_norm": "on"}, check=False))
+    assert "ada_norm: not in 1 modules: one of its norms is a RMSNorm" in report
+    assert "attention: not in 2 modules: one of its norms is a Identity" in report
+    assert [n for op, n in fusion_of(model).replaced if op == "ada_norm"] == [
+        "transformer_blocks.1"
+    ]

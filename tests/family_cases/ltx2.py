@@ -1,0 +1,95 @@
+"""LTX-2 and LTX-2.3."""
+
+from typing import Any
+
+import torch
+
+from dit_lora.config.data import VideoShape
+from family_cases.case import Call, Case
+
+NATIVE = VideoShape(17, 64, 96)
+
+
+def unpacked(pipeline: Any, tokens: torch.Tensor, shape: VideoShape = NATIVE) -> torch.Tensor:
+    """Latents (B, C, F, H, W) as the VAE decodes them; LTX2Pipeline.__call__ ends so."""
+    grid = ((shape.frames - 1) // 8 + 1, shape.height // 32, shape.width // 32)
+    return denormalised(pipeline, pipeline._unpack_latents(tokens, *grid))
+
+
+def denormalised(pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
+    vae = pipeline.vae
+    return pipeline._denormalize_latents(
+        latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor
+    )
+
+
+def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
+    return pipeline.vae.decode(unpacked(pipeline, clean), None, return_dict=False)[0]
+
+
+def vae_decode(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
+    """The cache holds what is normalised by the VAE's own statistics."""
+    mean_of, std = (
+        one.view(1, -1, 1, 1, 1) for one in (pipeline.vae.latents_mean, pipeline.vae.latents_std)
+    )
+    return pipeline.vae.decode(mean * std + mean_of).sample
+
+
+def decode_rest(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
+    """Without the first frame, which is the picture's: compressed as the pipeline does, it is not the clip's."""
+    return pipeline.vae.decode(unpacked(pipeline, clean)[:, :, 1:], None, return_dict=False)[0]
+
+
+def vae_decode_rest(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
+    return vae_decode(pipeline, mean[:, :, 1:])
+
+
+def alone(call: Call) -> bool:
+    """True of the calls for modality guidance, in which video does not attend to sound: a training step is one."""
+    return call["isolate_modalities"]
+
+
+def of_the_sample(call: Call) -> torch.Tensor:
+    """The one timestep of a sample, which image-to-video tells every token; 0 at those of the image."""
+    return call["sigma"]
+
+
+SIDES = (
+    (VideoShape(9, 48, 96), "height must be a multiple of 32; got 48, nearest 32 and 64"),
+    (VideoShape(9, 64, 7), "width must be a multiple of 32; got 7, nearest 32"),
+    (VideoShape(8, 64, 96), r"frames must be 8n \+ 1; got 8, nearest 1 and 9"),
+    (VideoShape(23, 64, 96), r"frames must be 8n \+ 1; got 23, nearest 17 and 25"),
+)
+ONE = ((VideoShape(1, 64, 96), "frames must be 9 or more, as the first is given; got 1"),)
+
+
+def case(variant: str, **other: Any) -> Case:
+    common: dict[str, Any] = {
+        "family": "ltx2",
+        "variant": variant,
+        "native": NATIVE,
+        "off_native": VideoShape(9, 96, 64),
+        "captions": ("clip 0", "clip 1, with  two spaces", "a far longer one, " * 70),
+        "decode": decode,
+        "vae_decode": vae_decode,
+        "guidance": 2.0,
+        "compared": alone,
+        "takes": frozenset({"lora_linear", "ada_norm", "qk_norm_rope"}),
+        "refused": SIDES,
+    }
+    return Case(**{**common, **other})
+
+
+CASES = (
+    case("ltx-2", thorough=True),
+    case("ltx-2.3", call_dtype=torch.bfloat16),
+    case(
+        "ltx-2.3",
+        model={"task": "i2v"},
+        pictures=("image",),
+        decode=decode_rest,
+        vae_decode=vae_decode_rest,
+        timesteps=of_the_sample,
+        refused=(*SIDES, *ONE),
+    ),
+)
