@@ -113,7 +113,10 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         }
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        size = (self._room(load_processor(self.path)), self.transformer_config["joint_attention_dim"])
+        size = (
+            self._room(load_processor(self.path)),
+            self.transformer_config["joint_attention_dim"],
+        )
         return {
             "prompt_embeds": (torch.Size(size), dtype),
             "prompt_mask": (torch.Size(size[:1]), torch.bool),

@@ -73,7 +73,9 @@ class PictureText:
     encode_one: Callable[[str, list[Image.Image]], Tensors]
 
     def __call__(self, captions: Sequence[str]) -> Tensors:
-        raise DitLoraError(f"{self.model} encodes a caption with its references, and none were given")
+        raise DitLoraError(
+            f"{self.model} encodes a caption with its references, and none were given"
+        )
 
     @torch.no_grad()
     def with_references(
