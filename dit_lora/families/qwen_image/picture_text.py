@@ -60,7 +60,7 @@ def _sizes(area: int) -> Iterable[tuple[int, int]]:
     for count in range(max(1, round(side / stretch)), round(side * stretch) + 1):
         # The least width that is rounded to it, and the height that goes with that.
         least = max(count - 0.5, side / stretch)
-        other = min(math.ceil(side * side / least), math.ceil(side * stretch))
+        other = min(round(side * side / least), round(side * stretch))
         yield other * _STEP, count * _STEP
         yield count * _STEP, other * _STEP
 

@@ -46,7 +46,10 @@ def loss_by_diffusers(
     hidden = pipe.text_encoder(**inputs, output_hidden_states=True).hidden_states[-1][:, 64:]
     levels = torch.frombuffer(bytearray(of_vae.tobytes()), dtype=torch.uint8)
     values = levels.view(1, 128, 128, 3).permute(0, 3, 1, 2) / 127.5 - 1
-    z, reference = latents_of(pipe, pixels / 127.5 - 1, given["posterior"]), latents_of(pipe, values, 0)
+    z, reference = (
+        latents_of(pipe, pixels / 127.5 - 1, given["posterior"]),
+        latents_of(pipe, values, 0),
+    )
     s, noise = given["timestep"].view(1, 1, 1), given["noise"]
     velocity = pipe.transformer(
         hidden_states=torch.cat([(1 - s) * z + s * noise, reference], dim=1),
