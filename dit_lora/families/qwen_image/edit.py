@@ -33,8 +33,8 @@ from dit_lora.families.posterior import encode_video
 from dit_lora.families.qwen_image.checkpoint import QwenImageCheckpoint, bare
 from dit_lora.families.qwen_image.picture_text import (
     MOST_RATIO,
-    PictureProcessor,
     PictureText,
+    load_pictures,
     load_processor,
     most_tokens,
 )
@@ -85,10 +85,12 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         """Return pictures as the pipeline has them where it encodes a prompt."""
         return pictures[0]
 
-    def _room(self, processor: PictureProcessor) -> int:
-        """Number of tokens of text and pictures: as many as the pipeline's call reads of text by default, and the pictures'."""
-        pictures = self.most_references * most_tokens(self._text_area, processor)
-        return self.text_tokens + pictures
+    def _room(self, pictures: Any) -> int:
+        """Return the tokens that captions are padded to: the default of the pipeline's call for text, and the pictures' own.
+
+        `pictures` prepares them.
+        """
+        return self.text_tokens + self.most_references * most_tokens(pictures, self._text_area)
 
     def _around(self, pictures: int) -> str:
         """Return the prompt of an empty caption without the tokens of its pictures."""
@@ -103,18 +105,18 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         return TextLimit(tokenizer, self.text_tokens - (around - dropped))
 
     def text_facts(self) -> Mapping[str, Any]:
-        processor = load_processor(self.path)
+        pictures = load_pictures(self.path)
         return {
             **super().text_facts(),
-            "tokens": self._room(processor),
+            "tokens": self._room(pictures),
             "processor": self.path / "processor",
             # Transformers has one of torchvision and one of Pillow, whose pixels differ.
-            "pictures": type(processor.image_processor).__name__,
+            "pictures": type(pictures).__name__,
         }
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (
-            self._room(load_processor(self.path)),
+            self._room(load_pictures(self.path)),
             self.transformer_config["joint_attention_dim"],
         )
         return {
@@ -136,7 +138,8 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Qwen2.5-VL as the pipeline uses it, with the references, zeros behind, and a mask of what is text or picture."""
         pipeline = self.text_pipeline(dtype, device)
-        room, resize = self._room(pipeline.processor), pipeline.image_processor.resize
+        room = self._room(pipeline.processor.image_processor)
+        resize = pipeline.image_processor.resize
 
         def encode_one(caption: str, given: list[Image.Image]) -> Tensors:
             pictures = [resize(one, *self._text_size(one.height, one.width)) for one in given]

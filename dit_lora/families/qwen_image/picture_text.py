@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import Qwen2VLProcessor
+from transformers import AutoImageProcessor, Qwen2VLProcessor
 
 from dit_lora.config.data import VideoShape
 from dit_lora.environment.pretrained import load_pretrained
@@ -34,24 +34,34 @@ class PictureProcessor(Qwen2VLProcessor):
     ) -> None:
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
 
-    def tokens(self, height: int, width: int) -> int:
-        """Return the number of tokens of a picture."""
-        patches: int = self.image_processor.get_number_of_image_patches(height, width, {})
-        return int(patches // self.image_processor.merge_size**2)
-
 
 def load_processor(path: Path) -> PictureProcessor:
     """Load the processor of a checkpoint."""
-    folder = path / "processor"
-    if not folder.is_dir():
-        raise DitLoraError(f"{path} is not whole; fetch its folder processor again")
-    processor: PictureProcessor = load_pretrained(PictureProcessor, folder)
+    processor: PictureProcessor = load_pretrained(PictureProcessor, _folder(path))
     return processor
 
 
-def most_tokens(area: int, processor: PictureProcessor) -> int:
+def load_pictures(path: Path) -> Any:
+    """Load what prepares pictures alone: by it is known how many tokens they have."""
+    return load_pretrained(AutoImageProcessor, _folder(path))
+
+
+def _folder(path: Path) -> Path:
+    folder = path / "processor"
+    if not folder.is_dir():
+        raise DitLoraError(f"{path} is not whole; fetch its folder processor again")
+    return folder
+
+
+def tokens_of(pictures: Any, height: int, width: int) -> int:
+    """Return the number of tokens of a picture of this size."""
+    patches: int = pictures.get_number_of_image_patches(height, width, {})
+    return int(patches // pictures.merge_size**2)
+
+
+def most_tokens(pictures: Any, area: int) -> int:
     """Return the tokens of the picture that has most, of those of at most `MOST_RATIO` that are scaled to this area."""
-    return max(processor.tokens(height, width) for height, width in _sizes(area))
+    return max(tokens_of(pictures, height, width) for height, width in _sizes(area))
 
 
 def _sizes(area: int) -> Iterable[tuple[int, int]]:

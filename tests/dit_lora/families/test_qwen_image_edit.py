@@ -22,7 +22,7 @@ from dit_lora.data.synthetic.pairs import write_edit_pairs
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.qwen_image.picture_text import load_processor, most_tokens
+from dit_lora.families.qwen_image.picture_text import load_pictures, most_tokens, tokens_of
 from dit_lora.training.session.session import running
 from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
 
@@ -160,7 +160,7 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
     # The tiny processor scales pictures to 16 tokens at most, and to fewer what the text encoder of Plus is shown.
     side = 128 if number == 1 else 64
     spare = room[0] - checkpoint.text_tokens
-    spare -= number * load_processor(checkpoint.path).tokens(side, side)
+    spare -= number * tokens_of(load_pictures(checkpoint.path), side, side)
     fits = encode.with_references("Q" * (limit.max_tokens + spare), given, SHAPE)
     assert fits["prompt_embeds"].shape[1:] == room
     assert fits["prompt_mask"].all()
@@ -190,11 +190,11 @@ def test_no_picture_has_more_tokens_than_there_is_room_for(
     monkeypatch.undo()
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
 
-    processor = load_processor(tiny_checkpoints["qwen-image-edit"])
-    processor.image_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
+    pictures = load_pictures(tiny_checkpoints["qwen-image-edit"])
+    pictures.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
     counts = []
     for step in range(-2000, 2001):
         width, height = calculate_dimensions(area, 8 ** (step / 2000))
-        counts.append(processor.tokens(height, width))
-    assert max(counts) == most_tokens(area, processor)
-    assert processor.tokens(1024, 1024) == 37 * 37
+        counts.append(tokens_of(pictures, height, width))
+    assert max(counts) == most_tokens(pictures, area)
+    assert tokens_of(pictures, 1024, 1024) == 37 * 37
