@@ -48,10 +48,10 @@ class Layout(Section):
     image_column: str | None = None
     """Column of each clip's first image in metadata files, for image-to-video; by default the clip's own
     first frame."""
-    reference_columns: tuple[str, ...] = ()
+    reference_columns: tuple[str, ...] | None = None
     """Columns of reference pictures or clips in metadata files and datasets, in their order, a cell holding one
     or a list; in tars the middle of a member's name, as in 7.source.jpg. By default `references`, where the data
-    has it."""
+    has it; an empty list leaves references out."""
     reference_folders: tuple[str, ...] = ()
     """Folders of references, in their order, whose files have the names of the samples in `path`."""
     mask_column: str | None = None
