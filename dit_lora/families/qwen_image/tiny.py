@@ -16,6 +16,7 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 from transformers import Qwen2VLProcessor
+
 from dit_lora.families.chat.tiny import TEXT_WIDTH, VARIANTS, tiny_chat
 from dit_lora.families.qwen_image.checkpoint import bare
 from dit_lora.families.tiny.vae import qwen_image_vae

@@ -133,7 +133,9 @@ def test_mirrored_samples_are_refused_in_one_line(
         with pytest.raises(DitLoraError) as refused:
             open_at(tiny_checkpoints[variant]).for_recipe(recipe)
         _, line = str(refused.value).splitlines()
-        assert "data.flip: captions are encoded with the references, and a mirrored one would" in line
+        assert (
+            "data.flip: captions are encoded with the references, and a mirrored one would" in line
+        )
 
 
 def test_a_side_of_references_is_refused_since_the_pipeline_scales_them(
