@@ -13,6 +13,7 @@ EXAMPLES = {
         "shapes clips",
         "shapes images --frames 1",
         "shapes pairs --pairs",
+        "shapes clips --sound",
         "shapes conversations --chat",
     )
 }
@@ -31,6 +32,9 @@ def shapes(
     pairs: Annotated[
         bool, typer.Option("--pairs", help="Images with references, for models that edit.")
     ] = False,
+    sound: Annotated[
+        bool, typer.Option("--sound", help="Clips with a tone whose pitch goes with the shape.")
+    ] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="Questions in place of captions; as many images again.")
     ] = False,
@@ -44,6 +48,10 @@ def shapes(
         raise DitLoraError("--chat writes clips and images; leave out --classes and --frames 1")
     if pairs and (chat or classes or frames not in (None, 1)):
         raise DitLoraError("--pairs writes images; leave out --chat, --classes and --frames")
+    if sound and (chat or classes or pairs or frames == 1):
+        raise DitLoraError(
+            "--sound writes clips; leave out --chat, --classes, --pairs and --frames 1"
+        )
     frames = frames or (1 if classes or pairs else 17)
     if frames > 1 and (height % 2 or width % 2):
         raise DitLoraError(f"H.264 takes even sizes; got {height}x{width}")
@@ -56,7 +64,7 @@ def shapes(
     elif pairs:
         write_edit_pairs(out, pairs=clips, height=height, width=width)
     else:
-        write_shapes(out, clips=clips, fps=fps, **size)
+        write_shapes(out, clips=clips, fps=fps, sound=sound, **size)
     what = "clips and as many images" if chat else "images" if frames == 1 else "clips"
     what = "pairs" if pairs else what
     echo(f"wrote {clips} {what} to {out}")

@@ -224,6 +224,10 @@ class _Recorder:
         return np.zeros((1, 1, 8, 8, 3), dtype=np.float32)
 
     @property
+    def audio(self) -> torch.Tensor:
+        return torch.zeros(1, 2, 1)
+
+    @property
     def images(self) -> np.ndarray:
         self.output = "images"
         return np.zeros((1, 8, 8, 3), dtype=np.float32)
