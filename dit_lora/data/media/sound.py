@@ -12,14 +12,12 @@ import torch
 from dit_lora.data.media.decode import first_time, video_stream
 from dit_lora.data.media.media import Media, is_image, require_readable
 from dit_lora.data.media.opened import open_media
-from dit_lora.data.media.sound_stream import sound_frames
+from dit_lora.data.media.sound_stream import SLACK, no_sound, sound_frames, sound_too_short
 from dit_lora.data.media.video import ClipError, VideoHeader, reason
 
 # Changes whenever the same file and arguments would give another waveform; part of each clip's cache key.
 SOUND_VERSION = "pyav-1: by time stamps, swresample's rate, mono repeated, stereo averaged"
 
-SLACK = 0.1
-"""Seconds that sound may end before the last frame begins; they become silence, as encoders cut off a packet."""
 _JUMP = 0.05
 """Seconds between a packet's time and the end of the one before, from which on it is a gap: Matroska rounds to 1 ms."""
 _MARGIN = 0.1
@@ -40,23 +38,6 @@ class SoundFormat:
     def samples(self, frames: int, fps: float) -> int:
         """Return the number of samples that belong to so many frames."""
         return round(frames / fps * self.rate)
-
-
-def no_sound(is_picture: bool) -> str:
-    """Return why a sample without sound cannot be used."""
-    what = "it is a picture" if is_picture else "it has no sound"
-    return f"no_sound: {what}, and data.sound trains the sound of every clip; remove it, or set data.sound to false"
-
-
-def sound_too_short(ends: float, frames: int, fps: float, start: float = 0.0) -> str | None:
-    """Return why sound that ends so many seconds after the first frame is too short; None if it is not."""
-    last = start + (frames - 1) / fps
-    if ends >= last - SLACK:
-        return None
-    return (
-        f"sound_too_short: its sound ends at {max(ends, 0):.2f} s and the last of its {frames} frames is taken at {last:.2f} s; "
-        "lower data.frames or remove it"
-    )
 
 
 def unusable_sound(
