@@ -22,7 +22,7 @@ def tone(shape: str, rightwards: bool, seconds: float) -> Sound:
     pitch = _LOW * (_HIGH / _LOW) ** progress
     phase = 2 * math.pi * pitch.cumsum(0) / RATE
     partials = TIMBRES[shape]
-    wave = sum(strength * (number * phase).sin() for number, strength in enumerate(partials, 1))
-    wave = _LOUD * wave / sum(partials)
+    waves = [strength * (number * phase).sin() for number, strength in enumerate(partials, 1)]
+    wave = _LOUD * torch.stack(waves).sum(0) / sum(partials)
     angle = progress * math.pi / 2
     return Sound(torch.stack([wave * angle.cos(), wave * angle.sin()]).float(), RATE)

@@ -43,7 +43,6 @@ from dit_lora.families.ltx2.sound import SOUND_TRANSFORM, AudioEncoder, audio_en
 from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
 from dit_lora.families.opening import read_component_config
 from dit_lora.families.posterior import encode_video
-from dit_lora.families.references import VideoEncoding
 from dit_lora.families.refusals import wrong_frames, wrong_sides
 from dit_lora.families.sound import HearingEncoder
 from dit_lora.families.text.limit import text_limit
@@ -221,7 +220,7 @@ class LTX2Checkpoint(FlowCheckpoint):
             return facts
         return {**facts, "audio_vae": self.path / "audio_vae", "audio_transform": SOUND_TRANSFORM}
 
-    def hearing(self, encode: VideoEncoding, device: torch.device) -> VideoEncoder:
+    def hearing(self, encode: VideoEncoder, device: torch.device) -> VideoEncoder:
         """Return an encoder of clips that encodes their sound too, where that is trained."""
         return HearingEncoder(encode, audio_encoder(self.path, device)) if self.sound else encode
 
