@@ -4,6 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+from family_cases.case import as_it_is
+from family_cases.qwen_image import small_references
+
 from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
 from dit_lora.data.synthetic.pairs import write_edit_pairs
 
@@ -23,6 +27,8 @@ class Smoke:
     """The pictures that its samples start from, as `validation` names them."""
     references: bool = False
     """True if its samples are made from a reference."""
+    prepare: Callable[[pytest.MonkeyPatch], None] = as_it_is
+    """Makes it cheap."""
 
 
 def class_folders(folder: Path) -> None:
@@ -61,6 +67,9 @@ SMOKES = {
     "flux2_edit": Smoke("flux2-klein", edit_pairs, references=True),
     "krea2": Smoke("krea2-raw", captioned_images),
     "qwen_image": Smoke("qwen-image", captioned_images),
+    "qwen_image_edit": Smoke(
+        "qwen-image-edit", edit_pairs, references=True, prepare=small_references
+    ),
     "ltx_video": Smoke("ltx-video-0.9.1"),
     "ltx_video_i2v": Smoke(
         "ltx-video", overrides=("data.image_dropout=0.5",), pictures=("images",)

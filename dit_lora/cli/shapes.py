@@ -23,14 +23,18 @@ def shapes(
     out: NewFolder,
     clips: Annotated[int, typer.Option(min=1)] = 6,
     frames: Annotated[
-        int | None, typer.Option(min=1, help="1 for images (PNG); by default 17, of --classes 1.")
+        int | None,
+        typer.Option(min=1, help="1 for images (PNG); by default 17, of --classes and --pairs 1."),
     ] = None,
     height: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 64,
     width: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 96,
     fps: Annotated[float, typer.Option(min=1, max=240)] = 8.0,
     classes: Annotated[bool, typer.Option("--classes", help="One folder a class.")] = False,
     pairs: Annotated[
-        bool, typer.Option("--pairs", help="Images with references, for models that edit.")
+        bool,
+        typer.Option(
+            "--pairs", help="With what each is made from, and a mask, for models that edit."
+        ),
     ] = False,
     sound: Annotated[
         bool, typer.Option("--sound", help="Clips with a tone whose pitch goes with the shape.")
@@ -44,10 +48,12 @@ def shapes(
     from dit_lora.data.synthetic.conversations import write_conversations
     from dit_lora.data.synthetic.pairs import write_edit_pairs
 
-    if chat and (classes or frames == 1):
-        raise DitLoraError("--chat writes clips and images; leave out --classes and --frames 1")
-    if pairs and (chat or classes or frames not in (None, 1)):
-        raise DitLoraError("--pairs writes images; leave out --chat, --classes and --frames")
+    if chat and (classes or pairs or frames == 1):
+        raise DitLoraError(
+            "--chat writes clips and images; leave out --classes, --pairs and --frames 1"
+        )
+    if pairs and classes:
+        raise DitLoraError("--pairs have captions, --classes have none; leave out one of them")
     if sound and (chat or classes or pairs or frames == 1):
         raise DitLoraError(
             "--sound writes clips; leave out --chat, --classes, --pairs and --frames 1"
@@ -59,12 +65,12 @@ def shapes(
     size = {"height": height, "width": width, "frames": frames}
     if classes:
         write_class_folders(out, images=clips, fps=fps, **size)
+    elif pairs:
+        write_edit_pairs(out, pairs=clips, fps=fps, **size)
     elif chat:
         write_conversations(out, clips=clips, images=clips, fps=fps, **size)
-    elif pairs:
-        write_edit_pairs(out, pairs=clips, height=height, width=width)
     else:
         write_shapes(out, clips=clips, fps=fps, sound=sound, **size)
     what = "clips and as many images" if chat else "images" if frames == 1 else "clips"
-    what = "pairs" if pairs else what
+    what += ", each with what it is made from" if pairs else ""
     echo(f"wrote {clips} {what} to {out}")

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from dit_lora.commands.cache import is_recipe
-from dit_lora.config.data import DataConfig
-from dit_lora.config.load import load_recipe
+from dit_lora.config.load import load_folder, load_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.captions import check_captions, token_lengths
 from dit_lora.data.audit.encoded import check_encoded
 from dit_lora.data.audit.finding import VERDICTS, Finding, JudgedSample
 from dit_lora.data.audit.labels import check_labels
 from dit_lora.data.audit.memo import AuditMemo
+from dit_lora.data.audit.pairs import pair_notes
 from dit_lora.data.audit.runner import audit_media
 from dit_lora.data.audit.sound import sound_note
 from dit_lora.data.audit.summary import merge, totals
@@ -42,6 +42,10 @@ _REMEDIES = {
     "unsafe_path": "move the file below the folder of the list, or name its folder in data.media",
     "unsafe_name": "pack the tar anew with plain names",
     "duplicate_clip": "keep one of them",
+    "reference_missing": "restore the file, or remove the sample",
+    "reference_ambiguous": "keep one file of a name",
+    "mask_missing": "restore the file, or remove the sample",
+    "mask_ambiguous": "keep one file of a name",
 }
 
 Findings = dict[str, list[Finding]]
@@ -88,10 +92,9 @@ class Audit:
 def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audit:
     """Audit a recipe's file, with its overrides, or data by itself. Raises if an option needs a recipe."""
     if not is_recipe(target):
-        if encode or overrides:
-            what = "--encode" if encode else "key.path=value"
-            raise DitLoraError(f"{what} needs a recipe (.yaml); got {target}")
-        return audit_folder(target)
+        if encode:
+            raise DitLoraError(f"--encode needs a recipe (.yaml); got {target}")
+        return audit_folder(target, overrides)
     quiet_libraries()
     recipe = load_recipe(target, overrides)
     family = get_family(recipe.model.family)
@@ -107,31 +110,41 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
     return with_encodings(audit, recipe, family.open(recipe.model, recipe)) if encode else audit
 
 
-def audit_folder(path: str, *, progress: bool = True) -> Audit:
-    """Audit a folder, tar or dataset by itself: no shape is asked of it, and no text encoder limits its captions."""
-    # A shape is required by the config and not used: without buckets nothing is measured against it.
-    data = DataConfig(path=path, height=1, width=1)
+def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = True) -> Audit:
+    """Audit a folder, tar or dataset by itself: no shape is asked of it, and no text encoder limits its captions.
+
+    `overrides` say where its captions, references and masks are, as `data.mask_folder=masks`.
+    """
+    data = load_folder(path, overrides)
     sources = scan(data)
     judged = audit_media(sources.clips, None, progress=progress)
     captions = check_captions(sources.clips, None, None)
-    notes = tuple(sound_note(judged))
+    notes = (*pair_notes(judged), *sound_note(judged))
     return Audit(path, merge(judged, _problems(sources), captions), notes)
 
 
 def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True) -> Audit:
     """Audit the data of a recipe by its shapes and its model's tokenizer; files judged before are not decoded again."""
     data, root = recipe.data, recipe.cache_dir
+    # The one thing of a recipe that a checkpoint as it is stored needs for the sizes of references.
+    checkpoint = replace(checkpoint, reference_resolution=data.reference_resolution)
     sources = scan(data, root)
     samples = find_samples(recipe, checkpoint, group=recipe.train.batch_size, quiet=not progress)
     # The memo is the cache's: training reads it and refuses what was rejected here.
     digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_MEMO)
     judged = audit_media(
-        sources.clips, data, shapes=samples.shapes, memo=memo, digests=digests, progress=progress
+        sources.clips,
+        data,
+        shapes=samples.shapes,
+        reference_shape=checkpoint.references.shape if checkpoint.references else None,
+        memo=memo,
+        digests=digests,
+        progress=progress,
     )
     digests.save()
     # A family without a text limit is conditioned on classes: captions are then labels.
     limit = checkpoint.text_limit()
-    notes: list[str] = [*samples.notes]
+    notes: list[str] = [*samples.notes, *pair_notes(judged)]
     tokens: dict[str, dict[str, int]] = {}
     if limit is None:
         words, about = check_labels(sources.clips, data.classes)
@@ -145,9 +158,10 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
         )
         tokens = {clip.id: {"caption_tokens": lengths[clip.caption]} for clip in sources.clips}
     report = samples.report
+    merged = merge(judged, _problems(sources), words, _dropped(samples, judged), facts=tokens)
     return Audit(
         title=data.path or "data.sources",
-        judged=merge(judged, _problems(sources), words, _dropped(samples, judged), facts=tokens),
+        judged=merge(merged, _by_clip(_unfit(samples, merged), merged)),
         notes=tuple(notes),
         buckets=report.as_dict() if report else None,
     )
@@ -203,6 +217,17 @@ def _dropped(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
         name: [Finding(one.code, one.words, "reject", "change data.buckets, or remove it")]
         for name, one in dropped
         if one.code not in codes.get(name, ())
+    }
+
+
+def _unfit(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
+    """Return findings on samples whose references the model does not take, as their number; all else is said."""
+    rejected = {one.file for one in judged if one.verdict == "reject"}
+    remedy = "give it such references, or remove it"
+    return {
+        name: [Finding("reference_unfit", words, "reject", remedy)]
+        for name, words in samples.rejected.items()
+        if name not in rejected and name.rpartition("@")[0] not in rejected
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from dit_lora.config.data import DataConfig, Layout
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.remedies import recipe_remedy
 from dit_lora.errors import DitLoraError, listed
@@ -42,6 +43,29 @@ def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
     except ValidationError as error:
         raise DitLoraError(
             listed(f"{source}: correct these values", list(_problems(error)))
+        ) from error
+
+
+def load_folder(path: str, overrides: Sequence[str] = ()) -> DataConfig:
+    """Return the data of a folder, tar or dataset by itself, of which no shape is asked.
+
+    `overrides` say where its captions, references and masks are, as `data.mask_folder=masks`. Raises `DitLoraError` for
+    others: they need a recipe.
+    """
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(values, override)
+    taken = [f"data.{name}" for name in Layout.model_fields]
+    foreign = [key for key in (one.partition("=")[0] for one in overrides) if key not in taken]
+    if foreign:
+        raise DitLoraError(
+            f"{', '.join(foreign)}: needs a recipe (.yaml); of {path} itself, these can be given: {', '.join(taken)}"
+        )
+    try:
+        return DataConfig(**values.get("data", {}), path=path, height=1, width=1)
+    except ValidationError as error:
+        raise DitLoraError(
+            listed(f"{path}: correct these values", list(_problems(error)))
         ) from error
 
 

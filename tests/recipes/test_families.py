@@ -53,6 +53,7 @@ def test_a_smoke_recipe_trains_resumes_and_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """3 and 2 resumed steps equal 5, bit for bit, caption dropout, fused ops and all."""
+    SMOKES[name].prepare(monkeypatch)
     with by("reference", monkeypatch):
         trains_resumes_and_samples(name, lora_main, tiny_checkpoints, shape_clips, tmp_path)
 

@@ -132,7 +132,8 @@ def _repeated(clips: Sequence[Clip], shared: Collection[str]) -> dict[str, list[
     shared_texts = {" ".join(caption.split()) for caption in shared}
     by_id: dict[str, list[Finding]] = {}
     for caption, group in groups.items():
-        several = [clip for clip in group if not _is_class_of(clip, caption)]
+        # The words for an edit may be those of many pictures.
+        several = [clip for clip in group if not (clip.references or _is_class_of(clip, caption))]
         # Two samples of one file, such as of two sources, are one clip.
         count = len({clip.media for clip in several})
         if count < 2 or caption in shared_texts:

@@ -18,9 +18,12 @@ _ALIKE = ((6, 28), (10, 14))
 _ROWS = 1024
 
 
-def exact_duplicates(digests: Mapping[str, str]) -> dict[str, Finding]:
-    """Return findings about clips with the same bytes as one before, by id, in the order given."""
-    first: dict[str, str] = {}
+def exact_duplicates(digests: Mapping[str, tuple[str, ...]]) -> dict[str, Finding]:
+    """Return findings about clips with the same bytes as one before, by id, in the order given.
+
+    `digests` are those of a clip and of its references: what is made of other ones is another sample.
+    """
+    first: dict[tuple[str, ...], str] = {}
     findings = {}
     for file, digest in digests.items():
         # Copies are compared with the first file of their content, which stays.

@@ -32,6 +32,10 @@ class JudgedSample:
     """Measured facts: fps, frames, seconds, height, width, codec, pixel format ..."""
     thumbnail: bytes | None = None
     """A JPEG of a few frames side by side."""
+    references: tuple[bytes | None, ...] = ()
+    """The same of each reference, in their order; None where it has no pictures."""
+    mask: bytes | None = None
+    """A JPEG of the mask."""
 
     @property
     def verdict(self) -> Verdict:

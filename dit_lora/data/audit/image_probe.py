@@ -9,14 +9,15 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from dit_lora.data.audit.measure import SIDE, PictureMeasures
+from dit_lora.data.audit.outline import Outline
 from dit_lora.data.media.media import Media, open_bytes
 from dit_lora.data.media.opened import MOST_PIXELS, message_of, open_picture
 from dit_lora.data.media.pictures import DAMAGED, ORIENTATION, cover, image_size, open_image
 
 THUMBNAIL = 320
 """Width of a thumbnail in pixels."""
-# Width of a thumbnail that shows one image alone.
-_EDGE = 160
+EDGE = 160
+"""Longer side of a thumbnail that shows one image alone."""
 
 Failures = list[tuple[str, str]]
 """Codes and messages."""
@@ -27,6 +28,30 @@ def measure_image(
 ) -> tuple[Failures, dict[str, Any], bytes | None]:
     """Return why an image cannot be used, what was measured, and a thumbnail (JPEG)."""
     facts: dict[str, Any] = {}
+
+    def read() -> Image.Image:
+        facts.update(_header(media))
+        return Image.fromarray(cover(open_image(media), 1.0, facts["height"], facts["width"]))
+
+    picture = decoded(media, read)
+    if isinstance(picture, tuple):
+        return [picture], facts, None
+    alive()
+    pictures, small = PictureMeasures(), picture.resize((SIDE, SIDE), Image.Resampling.BOX)
+    pictures.add(np.asarray(small))
+    pictures.add_levels(np.asarray(picture.convert("L")))
+    # An image has one time and lasts for none.
+    facts |= {
+        "frames": 1,
+        **pictures.facts([0.0, 0.0]),
+        "outlines": [Outline.of(np.asarray(small)).text],
+    }
+    picture.thumbnail((EDGE, EDGE))
+    return [], facts, jpeg([np.asarray(picture)])
+
+
+def decoded(media: Media, read: Callable[[], Image.Image]) -> Image.Image | tuple[str, str]:
+    """Return the picture that `read` decodes, or code and message of what is wrong with the file."""
     with warnings.catch_warnings():
         # Pillow warns about odd metadata and large images, which are no fault.
         warnings.simplefilter("ignore")
@@ -35,21 +60,11 @@ def measure_image(
             with open_picture(media):
                 pass
         except DAMAGED as error:
-            return [_unopened(error)], facts, None
+            return _unopened(error)
         try:
-            facts |= _header(media)
-            pixels = cover(open_image(media), 1.0, facts["height"], facts["width"])
+            return read()
         except DAMAGED as error:
-            return [_undecoded(error)], facts, None
-    alive()
-    picture = Image.fromarray(pixels)
-    pictures = PictureMeasures()
-    pictures.add(np.asarray(picture.resize((SIDE, SIDE), Image.Resampling.BOX)))
-    pictures.add_levels(np.asarray(picture.convert("L")))
-    # An image has one time and lasts for none.
-    facts |= {"frames": 1, **pictures.facts([0.0, 0.0])}
-    picture.thumbnail((_EDGE, _EDGE))
-    return [], facts, jpeg([np.asarray(picture)])
+            return _undecoded(error)
 
 
 def odd_mode(mode: str, bits: int) -> str | None:

@@ -4,7 +4,7 @@ Levels are 0 to 255.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from dit_lora.data.audit.image_probe import odd_mode
 from dit_lora.data.audit.measure import SIDE, PictureMeasures
 from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.audit.sound import judge_sound
-from dit_lora.data.buckets.buckets import Dropped, buckets_of, place
+from dit_lora.data.buckets.buckets import Dropped, Placed, buckets_of, place
 from dit_lora.data.media.media import Media, is_image, suffix
 from dit_lora.data.media.video import VideoHeader
 
@@ -39,8 +39,8 @@ _SIDE_STEP = 16
 # One token, in pixels, of an 8x VAE and a 2x2 patch.
 _SMALLEST = 16
 _MOST_CROPPED = 0.25
-# Players and cameras round sizes to multiples of 16.
-_MOST_ENLARGED = 1.05
+MOST_ENLARGED = 1.05
+"""Factor up to which nothing is said: players and cameras round sizes to multiples of 16."""
 # Re-encoders leave aspects such as 639:640.
 _SQUARE = 0.02
 _COUNT_SLACK, _DURATION_SLACK = 0.02, 0.05
@@ -49,6 +49,9 @@ _FPS_SLACK = 0.05
 # Share of the intervals; a dropped frame now and then is usual.
 _IRREGULAR_SHARE = 0.02
 
+ReferenceShape = Callable[[int, int, VideoShape], VideoShape]
+"""Returns the shape that a model is given of a reference of that height and width, for a sample of that shape."""
+
 
 @dataclass(frozen=True)
 class Requirements:
@@ -56,11 +59,18 @@ class Requirements:
 
     data: DataConfig
     shapes: tuple[VideoShape, ...]
+    reference_shape: ReferenceShape | None = None
 
     @classmethod
-    def of(cls, data: DataConfig, shapes: Sequence[VideoShape] = ()) -> "Requirements":
+    def of(
+        cls,
+        data: DataConfig,
+        shapes: Sequence[VideoShape] = (),
+        reference_shape: ReferenceShape | None = None,
+    ) -> "Requirements":
         """Return a recipe's requirements; `shapes` are those that its model can train, by default all buckets."""
-        return cls(data, tuple(shapes) or buckets_of(data, _SIDE_STEP, lambda _: None))
+        buckets = tuple(shapes) or buckets_of(data, _SIDE_STEP, lambda _: None)
+        return cls(data, buckets, reference_shape)
 
     @property
     def frames(self) -> int:
@@ -272,6 +282,24 @@ def _length(media: Media, facts: Mapping[str, Any], wanted: Requirements) -> Ite
 def _shape(facts: Mapping[str, Any], wanted: Requirements) -> Iterator[Finding]:
     """Yield findings about the bucket that the clip goes to."""
     height, width = shown_size(facts)
+    placed = placed_in(facts, wanted)
+    if isinstance(placed, Dropped):
+        # A clip that is too short is judged by its frames, in `_length`.
+        if placed.code != "too_short":
+            yield _warn(placed.code, f"it is left out: {placed.words}", "add a bucket of its shape")
+        return
+    size = f"{width:g} x {height:g} for {placed.shape.width} x {placed.shape.height} pixels"
+    if placed.upscale > MOST_ENLARGED:
+        message = f"{size}: it is enlarged {placed.upscale:.2f} times"
+        yield _warn("upscaled", message, "lower data.height and data.width, or remove it")
+    if placed.crop > _MOST_CROPPED:
+        message = f"{size}: {placed.crop:.0%} of the picture is cropped away"
+        yield _warn("cropped", message, "add a bucket of its shape, or remove it")
+
+
+def placed_in(facts: Mapping[str, Any], wanted: Requirements) -> Placed | Dropped:
+    """Return the bucket that a clip goes to."""
+    height, width = shown_size(facts)
     header = VideoHeader(
         fps=facts.get("fps"),
         seconds=facts.get("seconds"),
@@ -280,19 +308,7 @@ def _shape(facts: Mapping[str, Any], wanted: Requirements) -> Iterator[Finding]:
         width=round(width),
         is_image="seconds" not in facts,
     )
-    placed = place(header, wanted.shapes, wanted.data)
-    if isinstance(placed, Dropped):
-        # A clip that is too short is judged by its frames, in `_length`.
-        if placed.code != "too_short":
-            yield _warn(placed.code, f"it is left out: {placed.words}", "add a bucket of its shape")
-        return
-    size = f"{width:g} x {height:g} for {placed.shape.width} x {placed.shape.height} pixels"
-    if placed.upscale > _MOST_ENLARGED:
-        message = f"{size}: it is enlarged {placed.upscale:.2f} times"
-        yield _warn("upscaled", message, "lower data.height and data.width, or remove it")
-    if placed.crop > _MOST_CROPPED:
-        message = f"{size}: {placed.crop:.0%} of the picture is cropped away"
-        yield _warn("cropped", message, "add a bucket of its shape, or remove it")
+    return place(header, wanted.shapes, wanted.data)
 
 
 def shown_size(facts: Mapping[str, Any]) -> tuple[float, float]:

@@ -11,12 +11,13 @@ from typing import Any
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.media.media import Media, is_image
+from dit_lora.data.sources.clips import LossMask
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
 # A killed audit loses the work of so many seconds at most.
 _SAVED_EVERY = 20.0
-AUDIT_VERSION = 3
+AUDIT_VERSION = 4
 """Version of the probes, raised when they would find or measure something else in the same bytes."""
 
 
@@ -38,12 +39,12 @@ class AuditMemo:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def get(self, media: Media, digest: str) -> ProbedFile | None:
+    def get(self, media: Media | LossMask, digest: str) -> ProbedFile | None:
         """Return the probe of these bytes under such a name; None if there is none."""
         line = self._lines.get(_key(media, digest))
         return _probe(parse_json(line)) if line else None
 
-    def put(self, media: Media, digest: str, probed: ProbedFile) -> None:
+    def put(self, media: Media | LossMask, digest: str, probed: ProbedFile) -> None:
         """Keep a probe, and write the memo now and then."""
         key = _key(media, digest)
         thumbnail = base64.b64encode(probed.thumbnail).decode() if probed.thumbnail else None
@@ -59,9 +60,13 @@ class AuditMemo:
             self._changed, self._saved_at = False, time.monotonic()
 
 
-def _key(media: Media, digest: str) -> str:
+def _key(media: Media | LossMask, digest: str) -> str:
     """Return the key of a medium's bytes; its name only says whether they are read as an image or as a video."""
-    return f"{AUDIT_VERSION}/{'image' if is_image(media) else 'video'}/{digest}"
+    if isinstance(media, LossMask):
+        kind = "alpha" if media.alpha else "mask"
+    else:
+        kind = "image" if is_image(media) else "video"
+    return f"{AUDIT_VERSION}/{kind}/{digest}"
 
 
 def _key_of(line: str) -> str | None:

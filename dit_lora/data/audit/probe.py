@@ -12,8 +12,10 @@ from typing import Any
 from dit_lora.data.audit.container import HEAD, foreign_kind, has_end, is_known, missing_bytes
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.image_probe import measure_image
+from dit_lora.data.audit.mask_probe import measure_mask
 from dit_lora.data.audit.video_probe import measure_video
 from dit_lora.data.media.media import VIDEO_SUFFIXES, Media, is_image, open_bytes, sniffed_suffix
+from dit_lora.data.sources.clips import LossMask
 
 _NOT_THERE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
 _GONE = ("there is no such file", "correct its name, or remove the entry")
@@ -34,8 +36,9 @@ class ProbedFile:
     """True if the decoder crashed or stopped making progress."""
 
 
-def probe(media: Media, alive: Callable[[], None] = lambda: None) -> ProbedFile:
+def probe(probed: Media | LossMask, alive: Callable[[], None] = lambda: None) -> ProbedFile:
     """Measure a file; `alive` is called after every packet. Only defects of this program raise."""
+    media = file_of(probed)
     try:
         if not media.exists():
             return _rejected("missing", *_GONE)
@@ -54,8 +57,11 @@ def probe(media: Media, alive: Callable[[], None] = lambda: None) -> ProbedFile:
     foreign = foreign_kind(head)
     if foreign:
         return _rejected("not_media", f"its content is {foreign}")
-    measure = measure_image if is_image(media) else measure_video
-    failures, facts, thumbnail = measure(media, alive)
+    if isinstance(probed, LossMask):
+        failures, facts, thumbnail = measure_mask(probed, alive)
+    else:
+        measure = measure_image if is_image(media) else measure_video
+        failures, facts, thumbnail = measure(media, alive)
     facts = {"bytes": size, "content": sniffed_suffix(head[:64]), **facts}
     faults = [Finding(code, message, "reject", ANEW) for code, message in failures]
     has_no_video = any(code == "no_video_stream" for code, _ in failures)
@@ -74,6 +80,11 @@ def probe(media: Media, alive: Callable[[], None] = lambda: None) -> ProbedFile:
         remedy = f"rename it to {facts['content']}"
         faults = [Finding("unreadable", message, "reject", remedy)]
     return ProbedFile(tuple(faults), facts, thumbnail)
+
+
+def file_of(probed: Media | LossMask) -> Media:
+    """Return the file of what is probed."""
+    return probed.media if isinstance(probed, LossMask) else probed
 
 
 def _rejected(code: str, message: str, remedy: str = ANEW) -> ProbedFile:

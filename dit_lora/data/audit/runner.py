@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +11,19 @@ from tqdm import tqdm
 
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.audit.duplicates import exact_duplicates, near_duplicates
-from dit_lora.data.audit.finding import JudgedSample
-from dit_lora.data.audit.judge import Requirements, judge
+from dit_lora.data.audit.finding import Finding, JudgedSample
+from dit_lora.data.audit.judge import ReferenceShape, Requirements, judge
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.probe import ProbedFile
+from dit_lora.data.audit.pairs import facts_beside, judge_beside, unlike_references
+from dit_lora.data.audit.probe import ProbedFile, file_of
 from dit_lora.data.audit.signature import Signature
 from dit_lora.data.audit.workers import probe_all
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import Media
-from dit_lora.data.sources.clips import Clip
+from dit_lora.data.sources.clips import Clip, LossMask
 
-_Known = dict[Media, ProbedFile]
+Probed = Media | LossMask
+_Known = dict[Probed, ProbedFile]
 
 
 def audit_media(
@@ -29,6 +31,7 @@ def audit_media(
     data: DataConfig | None,
     *,
     shapes: Sequence[VideoShape] = (),
+    reference_shape: ReferenceShape | None = None,
     workers: int | None = None,
     memo: AuditMemo | None = None,
     digests: Digests | None = None,
@@ -37,13 +40,13 @@ def audit_media(
     """Judge the media of every clip, in the order given; a file that breaks the decoder costs itself alone.
 
     Without `data`, nothing is asked of length and shape. `shapes` are the buckets that the model can train,
-    by default all of the recipe's. What `memo` knows is not decoded again; it is saved as the audit goes
+    by default all of the recipe's, and `reference_shape` says in which it is given references. What `memo` knows is not decoded again; it is saved as the audit goes
     on, and when it is interrupted. `workers` is the number of processes, by default one a core; `progress`
     shows a bar.
     """
     digests = digests or Digests(Path(os.devnull))
     media = list(dict.fromkeys(medium for clip in clips for medium in _media_of(clip)))
-    hashed: dict[Media, str] = {}
+    hashed: dict[Probed, str] = {}
     probes: _Known = {}
     bar = tqdm(
         total=len(media), desc="auditing", unit="file", disable=not progress, dynamic_ncols=True
@@ -60,7 +63,8 @@ def audit_media(
     finally:
         if memo is not None:
             memo.save()
-    return _judged(clips, probes, hashed, Requirements.of(data, shapes) if data else None)
+    wanted = Requirements.of(data, shapes, reference_shape) if data else None
+    return _judged(clips, probes, hashed, wanted)
 
 
 def remembered(
@@ -72,7 +76,7 @@ def remembered(
     shapes: Sequence[VideoShape] = (),
 ) -> list[JudgedSample]:
     """Return `audit_media` of those clips that the memo knows, decoding nothing."""
-    hashed: dict[Media, str] = {}
+    hashed: dict[Probed, str] = {}
     probes: _Known = {}
     for medium in dict.fromkeys(medium for clip in clips for medium in _media_of(clip)):
         probe = _look_up(medium, hashed, memo, digests)
@@ -83,16 +87,16 @@ def remembered(
 
 
 def _probed(
-    media: Sequence[Media],
+    media: Sequence[Probed],
     known: _Known,
-    hashed: dict[Media, str],
+    hashed: dict[Probed, str],
     memo: AuditMemo | None,
     digests: Digests,
     workers: int | None,
-) -> Generator[tuple[Media, ProbedFile]]:
+) -> Generator[tuple[Probed, ProbedFile]]:
     """Yield each medium that the memo lacks with its new probe; put the others into `known` on the way."""
 
-    def jobs() -> Iterator[tuple[int, Media]]:
+    def jobs() -> Iterator[tuple[int, Probed]]:
         for number, medium in enumerate(media):
             probe = _look_up(medium, hashed, memo, digests)
             # A crash that is blamed on the file may have been for want of memory, or the disk's.
@@ -107,13 +111,13 @@ def _probed(
 
 
 def _look_up(
-    media: Media, hashed: dict[Media, str], memo: AuditMemo | None, digests: Digests
+    media: Probed, hashed: dict[Probed, str], memo: AuditMemo | None, digests: Digests
 ) -> ProbedFile | None:
     try:
         # A pipe would wait for a writer.
-        if not media.exists():
+        if not file_of(media).exists():
             return None
-        hashed[media] = digests.media(media)
+        hashed[media] = digests.media(file_of(media))
     except OSError:
         # The probe will say why.
         return None
@@ -121,45 +125,76 @@ def _look_up(
 
 
 def _judged(
-    clips: Sequence[Clip], probes: _Known, hashed: dict[Media, str], wanted: Requirements | None
+    clips: Sequence[Clip], probes: _Known, hashed: dict[Probed, str], wanted: Requirements | None
 ) -> list[JudgedSample]:
     judged = {clip.id: _judge_clip(clip, probes, hashed, wanted) for clip in clips}
+    for file, findings in _compared(clips, judged, probes, hashed).items():
+        judged[file] = replace(judged[file], findings=(*judged[file].findings, *findings))
+    return [_shown(clip, judged[clip.id], probes) for clip in clips]
+
+
+def _compared(
+    clips: Sequence[Clip],
+    judged: Mapping[str, JudgedSample],
+    probes: _Known,
+    hashed: Mapping[Probed, str],
+) -> dict[str, list[Finding]]:
+    """Return what is found by comparing samples with each other."""
     # Rejected files may have no pictures to compare.
-    media = {clip.id: clip.media for clip in clips if judged[clip.id].verdict != "reject"}
-    same = exact_duplicates({file: hashed[medium] for file, medium in media.items()})
+    sound = [clip for clip in clips if judged[clip.id].verdict != "reject"]
+    contents = {clip.id: tuple(hashed[one] for one in _made_from(clip)) for clip in sound}
+    same = exact_duplicates(contents)
     signatures = {
-        file: Signature.parse(probes[medium].facts["hash"])
-        for file, medium in media.items()
-        if file not in same
+        clip.id: Signature.parse(probes[clip.media].facts["hash"])
+        for clip in sound
+        # Edits of one picture look alike.
+        if clip.id not in same and not clip.references
     }
-    alike = near_duplicates(signatures)
-    for file, finding in {**same, **alike}.items():
-        findings = (*judged[file].findings, finding)
-        judged[file] = replace(judged[file], findings=findings)
-    thumbnails = {clip.id: probes[clip.media].thumbnail for clip in clips}
-    return [
-        replace(sample, thumbnail=thumbnails[file]) if sample.verdict != "ok" else sample
-        for file, sample in judged.items()
-    ]
+    findings = unlike_references([judged[clip.id] for clip in sound])
+    for file, finding in {**same, **near_duplicates(signatures)}.items():
+        findings.setdefault(file, []).append(finding)
+    return findings
+
+
+def _made_from(clip: Clip) -> list[Media]:
+    return [clip.media, *clip.references]
+
+
+def _shown(clip: Clip, judged: JudgedSample, probes: _Known) -> JudgedSample:
+    """Return a sample with pictures, if there is something to look at: a finding, or a pair."""
+    if judged.verdict == "ok" and not clip.references and clip.mask is None:
+        return judged
+    return replace(
+        judged,
+        thumbnail=probes[clip.media].thumbnail,
+        references=tuple(probes[one].thumbnail for one in clip.references),
+        mask=probes[clip.mask].thumbnail if clip.mask else None,
+    )
 
 
 def _judge_clip(
-    clip: Clip, probes: _Known, hashed: dict[Media, str], wanted: Requirements | None
+    clip: Clip, probes: _Known, hashed: Mapping[Probed, str], wanted: Requirements | None
 ) -> JudgedSample:
     findings = judge(clip.media, probes[clip.media], wanted)
+    if clip.mask is not None and clip.mask.alpha:
+        findings = [finding for finding in findings if finding.code != "alpha"]
     if clip.image is not None:
         findings += [
             replace(finding, words=f"its first image: {finding.words}")
             for finding in judge(clip.image, probes[clip.image], None)
         ]
-    facts = dict(probes[clip.media].facts)
+    findings += judge_beside(clip, probes, hashed, wanted)
+    facts = probes[clip.media].facts | facts_beside(clip, probes)
     if clip.media in hashed:
         facts["digest"] = hashed[clip.media]
+    # They are long, and of use in comparing pictures alone.
+    facts.pop("outlines", None)
     return JudgedSample(clip.id, tuple(findings), facts)
 
 
-def _media_of(clip: Clip) -> list[Media]:
-    return [clip.media, *([clip.image] if clip.image is not None else [])]
+def _media_of(clip: Clip) -> list[Probed]:
+    image, mask = clip.image, clip.mask
+    return [clip.media, *([image] if image else []), *clip.references, *([mask] if mask else [])]
 
 
 def _cores() -> int:

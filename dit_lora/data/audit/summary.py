@@ -36,6 +36,8 @@ def merge(
             (*earlier.findings, *sample.findings),
             {**earlier.facts, **sample.facts},
             sample.thumbnail if earlier.thumbnail is None else earlier.thumbnail,
+            earlier.references or sample.references,
+            earlier.mask or sample.mask,
         )
     for part in parts:
         for file, new in part.items():

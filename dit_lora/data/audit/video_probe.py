@@ -11,6 +11,7 @@ from av.video.reformatter import Interpolation, VideoReformatter
 
 from dit_lora.data.audit.image_probe import THUMBNAIL, Failures, jpeg
 from dit_lora.data.audit.measure import SIDE, PictureMeasures
+from dit_lora.data.audit.outline import Outline
 from dit_lora.data.audit.sound import measure_sound
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.opened import FrameLimit, message_of, open_media, oversize
@@ -228,12 +229,17 @@ class _Frames:
             "rotation": self._rotation,
             "interlaced": self._interlaced > len(seconds) / 2,
             **self._pictures.facts(ends),
+            "outlines": [Outline.of(picture).text for picture in self._shown()],
         }
 
-    def thumbnail(self) -> bytes:
+    def _shown(self) -> list[np.ndarray]:
+        """Return small pictures of a few frames from the first to about the last, upright."""
         count = min(_SHOWN, len(self._thumbnails))
         chosen = np.linspace(0, len(self._thumbnails) - 1, count).round().astype(int)
-        shown = [np.rot90(self._thumbnails[k], self._rotation // 90) for k in chosen]
+        return [np.rot90(self._thumbnails[k], self._rotation // 90) for k in chosen]
+
+    def thumbnail(self) -> bytes:
+        shown = self._shown()
         height = min(picture.shape[0] for picture in shown)
         return jpeg([picture[:height] for picture in shown])
 

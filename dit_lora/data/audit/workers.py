@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.probe import ANEW, ProbedFile, probe
 from dit_lora.data.media.media import Media
+from dit_lora.data.sources.clips import LossMask
 from dit_lora.errors import DitLoraError
 
 PATIENCE = 60.0
@@ -26,7 +27,7 @@ _HEARTBEAT = 1.0  # seconds
 
 
 def probe_all(
-    media: Iterator[tuple[int, Media]], workers: int, *, patience: float = PATIENCE
+    media: Iterator[tuple[int, Media | LossMask]], workers: int, *, patience: float = PATIENCE
 ) -> Generator[tuple[int, ProbedFile]]:
     """Yield the probe of each medium with its number, as they are done; `media` is drawn from as workers are free.
 
@@ -96,7 +97,7 @@ class _Worker:
         self.usable = True
         self._started = False
 
-    def give(self, number: int, media: Media, patience: float) -> None:
+    def give(self, number: int, media: Media | LossMask, patience: float) -> None:
         # A busy machine takes long to start a process, which is not the file's fault.
         limit = patience if self._started else max(patience, PATIENCE)
         self.number, self.deadline = number, time.monotonic() + limit

@@ -39,18 +39,42 @@ ORIENTATION = 0x0112
 
 def open_image(media: Media) -> Image.Image:
     """Return the decoded picture in RGB, upright, transparent parts white. Raises one of `DAMAGED`."""
+    return _on(_open_upright(media), "white").convert("RGB")
+
+
+def open_mask(media: Media, *, alpha: bool) -> Image.Image:
+    """Return a decoded mask in mode L, upright: its luma, transparent parts black; with `alpha`, its opacity alone.
+
+    Raises one of `DAMAGED`.
+    """
+    image = _open_upright(media)
+    if alpha:
+        return image.convert("RGBA").getchannel("A")
+    if image.mode == "F":
+        raise ValueError("its levels are floating-point numbers, and a mask's are 8 or 16 bits")
+    # From RGB, since palettes and CMYK are no luma.
+    return _on(image, "black").convert("RGB").convert("L")
+
+
+def _open_upright(media: Media) -> Image.Image:
+    """Return the decoded picture in its own mode, upright, of 8 bits a level."""
     with open_picture(media) as opened:
         opened.load()
         _require_whole(media, opened)
         image = ImageOps.exif_transpose(opened)
-        # Modes I and I;16 hold 16 bits a pixel, which Pillow would cut at 255; 65535 / 255 is 257.
-        if image.mode.startswith("I"):
-            levels = np.asarray(image, np.float32) / 257
-            image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
-        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image.convert("RGBA"))
-        return image.convert("RGB")
+    # Modes I and I;16 hold 16 bits a pixel, which Pillow would cut at 255; 65535 / 255 is 257.
+    if image.mode.startswith("I"):
+        levels = np.asarray(image, np.float32) / 257
+        image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
+    return image
+
+
+def _on(image: Image.Image, colour: str) -> Image.Image:
+    """Return a picture with its transparent parts in that colour."""
+    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
+        return image
+    ground = Image.new("RGBA", image.size, colour)
+    return Image.alpha_composite(ground, image.convert("RGBA"))
 
 
 def _require_whole(media: Media, image: Image.Image) -> None:
@@ -79,14 +103,20 @@ def upright(frame: av.VideoFrame, stretch: float) -> tuple[Image.Image, float]:
     return image, stretch
 
 
-def cover(image: Image.Image, stretch: float, height: int, width: int) -> np.ndarray:
-    """Return uint8 (H, W, 3) of an image, scaled by Lanczos to cover the shape and cropped at the centre."""
+def cover(
+    image: Image.Image,
+    stretch: float,
+    height: int,
+    width: int,
+    resample: Image.Resampling = Image.Resampling.LANCZOS,
+) -> np.ndarray:
+    """Return uint8 (H, W, 3), of mode L (H, W), of an image scaled to cover the shape and cropped at the centre."""
     # In square pixels the picture is `stretch` times as wide as it is stored.
     scale = max(width / (image.width * stretch), height / image.height)
     kept_width, kept_height = width / scale / stretch, height / scale
     left, top = (image.width - kept_width) / 2, (image.height - kept_height) / 2
     box = (left, top, left + kept_width, top + kept_height)
-    return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS, box=box))
+    return np.asarray(image.resize((width, height), resample, box=box))
 
 
 def planes(pictures: Sequence[np.ndarray]) -> np.ndarray:

@@ -5,13 +5,12 @@ Shapes: F frames, H and W pixels.
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.decode import WantedTimes
-from dit_lora.data.media.media import Media, require_readable
-from dit_lora.data.media.opened import open_picture
-from dit_lora.data.media.pictures import DAMAGED, cover, planes
+from dit_lora.data.media.media import Media, is_image, require_readable
+from dit_lora.data.media.pictures import DAMAGED, cover, open_mask, planes
 from dit_lora.data.media.video import ClipError, pictures_at, read_frames, reason
 
 NEAR = 0.02
@@ -26,10 +25,13 @@ def read_reference(
     With `clip`, the frames that a clip of that shape has, scaled and cropped to it. Raises `ClipError` if it cannot be
     read as far as needed.
     """
-    if clip is None or clip.frames == 1:
-        return torch.from_numpy(planes(pictures_at(media, WantedTimes(1, 1.0, start), _own_size)))
-    size = {"height": clip.height, "width": clip.width}
-    return read_frames(media, frames=clip.frames, fps=fps, start=start, **size)
+    if clip is not None and clip.frames > 1:
+        size = {"height": clip.height, "width": clip.width}
+        return read_frames(media, frames=clip.frames, fps=fps, start=start, **size)
+    chosen = pictures_at(media, WantedTimes(1, 1.0, start), _own_size)
+    if not chosen:
+        raise ClipError(f"{media.name}: too short: it has no frame {start:g} s from its start")
+    return torch.from_numpy(planes(chosen))
 
 
 def _own_size(image: Image.Image, stretch: float) -> np.ndarray:
@@ -45,22 +47,23 @@ def read_mask(media: Media, *, alpha: bool, height: int, width: int) -> torch.Te
 
     It is scaled and cropped as its sample. Raises `ClipError` if the file is no picture, or nothing in it is above 0.
     """
+    if not is_image(media):
+        raise ClipError(f"{media.name}: a mask is a picture, and it is not named as one")
     try:
-        with open_picture(media) as opened:
-            opened.load()
-            image = ImageOps.exif_transpose(opened)
-            if alpha:
-                grey = image.convert("RGBA").getchannel("A")
-            else:
-                grey = image.convert("RGB").convert("L")
+        grey = open_mask(media, alpha=alpha)
     except DAMAGED as error:
         require_readable(media)
         raise ClipError(f"{media.name}: cannot be read as a mask: {reason(error)}") from error
-    mask = torch.from_numpy(cover(grey, 1.0, height, width).astype(np.float32) / 255)
-    if not bool((mask > 0).any()):
+    if grey.getextrema()[1] == 0:
         what = "it is wholly transparent" if alpha else "its mask is black"
         raise ClipError(f"{media.name}: {what}, so that nothing of the sample would be learned")
-    return mask
+    # Means over areas: what is black stays 0 beside an edge, where Lanczos would swing above it.
+    pixels = cover(grey, 1.0, height, width, Image.Resampling.BOX)
+    if not pixels.any():
+        raise ClipError(
+            f"{media.name}: all that its mask leaves is cropped away, so that nothing of the sample would be learned"
+        )
+    return torch.from_numpy(pixels.astype(np.float32) / 255)
 
 
 def wrong_mask(mask: tuple[int, int], picture: tuple[int, int]) -> str | None:

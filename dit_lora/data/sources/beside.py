@@ -2,36 +2,52 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dit_lora.config.data import SourceConfig
-from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, MediaFile, is_image
-from dit_lora.data.sources.clips import Clip, ClipProblem, LossMask, Scan
+from dit_lora.data.media.media import MediaFile, is_image
+from dit_lora.data.sources.caption_text import Fault
+from dit_lora.data.sources.clips import MASK, REFERENCE, Clip, ClipProblem, LossMask, Scan, by_code
+from dit_lora.data.sources.listing import Listing
 from dit_lora.errors import DitLoraError
 
 
-def with_beside(scanned: Scan, source: SourceConfig) -> Scan:
+def with_beside(scanned: Scan, source: SourceConfig, *, walked: bool) -> Scan:
     """Return the clips of a folder with their files in `reference_folders` and `mask_folder`, and with `alpha_mask`.
 
-    A clip that has no file there is a problem. Raises `DitLoraError` if a folder is missing, or holds samples itself.
+    A clip that has no file there is a problem. Raises `DitLoraError` if a folder is missing, has no file for any clip,
+    or, where every file of the source's folder is a sample (`walked`), lies in that folder.
     """
-    root = Path(source.path).expanduser()
-    references = [_files(root, folder, "reference_folders") for folder in source.reference_folders]
-    masks = _files(root, source.mask_folder, "mask_folder") if source.mask_folder else None
+    root = Path(source.path).expanduser() if walked else None
+    option = "reference_folders"
+    references = [_Folder.of(one, option, REFERENCE, root) for one in source.reference_folders]
+    masks = (
+        [_Folder.of(source.mask_folder, "mask_folder", MASK, root)] if source.mask_folder else []
+    )
+    for folder in (*references, *masks):
+        folder.require_any(scanned.clips, source.path)
     clips, problems = [], list(scanned.problems)
     for clip in scanned.clips:
-        stem = os.path.splitext(clip.id)[0]
-        found = [(folder, files.get(stem)) for folder, files in references]
-        lacks = [folder for folder, file in found if file is None]
-        words = [("reference_missing", f"no reference of its name in {folder}") for folder in lacks]
-        mask = masks[1].get(stem) if masks else None
-        if masks and mask is None:
-            words.append(("missing", f"no mask of its name in {masks[0]}"))
-        problems += [ClipProblem(clip.id, *one) for one in words]
-        if not words:
-            clips.append(_given(clip, [file for _, file in found if file], mask, source.alpha_mask))
-    return Scan(clips, problems)
+        faults = [folder.fault(clip) for folder in (*references, *masks)]
+        wrong = by_code([fault for fault in faults if fault is not None])
+        problems += [ClipProblem(clip.id, code, words) for code, words in wrong]
+        if not wrong:
+            own = [folder.file(clip) for folder in references]
+            mask = LossMask(masks[0].file(clip)) if masks else None
+            clips.append(_given(clip, own, mask))
+    return with_alpha(Scan(clips, problems), source)
+
+
+def with_alpha(scanned: Scan, source: SourceConfig) -> Scan:
+    """Return the clips with their pictures' own transparency for a mask, if the source says `alpha_mask`."""
+    if not source.alpha_mask:
+        return scanned
+    masked = [
+        replace(clip, mask=LossMask(clip.media, alpha=True)) if is_image(clip.media) else clip
+        for clip in scanned.clips
+    ]
+    return Scan(masked, scanned.problems)
 
 
 def refuse_folders(source: SourceConfig) -> None:
@@ -43,27 +59,62 @@ def refuse_folders(source: SourceConfig) -> None:
         )
 
 
-def _given(
-    clip: Clip, references: Sequence[MediaFile], mask: MediaFile | None, alpha: bool
-) -> Clip:
-    if references:
-        clip = replace(clip, references=tuple(references))
-    if alpha and is_image(clip.media):
-        return replace(clip, mask=LossMask(clip.media, alpha=True))
-    return replace(clip, mask=LossMask(mask)) if mask else clip
+def _given(clip: Clip, references: Sequence[MediaFile], mask: LossMask | None) -> Clip:
+    # References and masks may come from two places, a table and a folder.
+    return replace(clip, references=tuple(references) or clip.references, mask=mask or clip.mask)
 
 
-def _files(root: Path, folder: str, option: str) -> tuple[str, dict[str, MediaFile]]:
-    """Return the folder's name, and its pictures and videos by their paths without suffix."""
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise DitLoraError(f"{option}: no folder {folder}")
-    if path.resolve().is_relative_to(root.resolve()):
+@dataclass(frozen=True)
+class _Folder:
+    """A folder whose files have the names of samples."""
+
+    name: str
+    option: str
+    what: str
+    files: dict[str, list[str]]
+    """Paths of pictures and videos below it, by the same without suffix."""
+
+    @classmethod
+    def of(cls, name: str, option: str, what: str, root: Path | None) -> "_Folder":
+        path = Path(name).expanduser()
+        if not path.is_dir():
+            raise DitLoraError(f"{option}: no folder {name}")
+        if root is not None and path.resolve().is_relative_to(root.resolve()):
+            raise DitLoraError(
+                f"{option}: {name} lies in {root}, where every picture and video is a sample; move it beside that folder"
+            )
+        files: dict[str, list[str]] = {}
+        for file in Listing(path).media:
+            files.setdefault(os.path.splitext(file)[0], []).append(file)
+        return cls(name, option, what, files)
+
+    def require_any(self, clips: Sequence[Clip], source: str) -> None:
+        """Raise `DitLoraError` if no clip has a file here: then the folder is another, or its names are."""
+        if not clips or any(_stem(clip) in self.files for clip in clips):
+            return
+        there = next((file for files in self.files.values() for file in files), None)
+        has = f"it has {there}" if there else "it has no picture and no video"
         raise DitLoraError(
-            f"{option}: {folder} lies in {root}, where every picture and video is a sample; move it beside that folder"
+            f"{self.option}: no file in {self.name} has the name of a sample in {source}, such as {_stem(clips[0])} with "
+            f"any suffix; {has}"
         )
-    found = {}
-    for file in sorted(path.rglob("*")):
-        if file.suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
-            found[file.relative_to(path).with_suffix("").as_posix()] = MediaFile(file)
-    return folder, found
+
+    def fault(self, clip: Clip) -> Fault | None:
+        """Return what is wrong with a clip's file here; None if nothing is."""
+        files = self.files.get(_stem(clip), [])
+        if not files or not self._path(files[0]).exists():
+            return f"{self.what}_missing", f"it has no {self.what} of its name in {self.name}"
+        if len(files) > 1:
+            there = ", ".join(files)
+            return f"{self.what}_ambiguous", f"it has several of its name in {self.name}: {there}"
+        return None
+
+    def file(self, clip: Clip) -> MediaFile:
+        return self._path(self.files[_stem(clip)][0])
+
+    def _path(self, file: str) -> MediaFile:
+        return MediaFile(Path(self.name).expanduser() / file)
+
+
+def _stem(clip: Clip) -> str:
+    return os.path.splitext(clip.id)[0]

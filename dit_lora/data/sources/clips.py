@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.caption_text import Fault, caption_fault
+
+REFERENCE, MASK = "reference", "mask"
+"""Names of what a sample has beside its own media, in messages and, with `_missing` behind it, in codes."""
+
+Held = TypeVar("Held")
 
 
 @dataclass(frozen=True)
@@ -111,3 +116,24 @@ def _text(caption: object) -> str | None:
     if isinstance(caption, str):
         return caption.strip()
     return str(caption) if isinstance(caption, int | float) else None
+
+
+def in_order(given: Sequence[Held | None]) -> tuple[list[Held], Fault | None]:
+    """Return references without the empty places at the end, and what is wrong if one before the last is empty.
+
+    Models tell references apart by their order, which an empty place would shift.
+    """
+    held = [one for one in given if one is not None]
+    empty = next((place for place, one in enumerate(given) if one is None), len(held))
+    if empty >= len(held):
+        return held, None
+    message = f"its reference {empty + 1} is empty, and there are others behind it"
+    return held, (f"{REFERENCE}_missing", message)
+
+
+def by_code(faults: Sequence[Fault]) -> list[Fault]:
+    """Return the faults with those of one code as one: a sample has one problem of a code."""
+    words: dict[str, list[str]] = {}
+    for code, message in faults:
+        words.setdefault(code, []).append(message)
+    return [(code, "; ".join(messages)) for code, messages in words.items()]

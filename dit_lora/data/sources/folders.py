@@ -2,21 +2,22 @@
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.remedies import hub_hint
-from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, MediaFile
-from dit_lora.data.sources.beside import refuse_folders
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.sources.beside import refuse_folders, with_alpha, with_beside
 from dit_lora.data.sources.caption_text import MOST_BYTES, too_long
 from dit_lora.data.sources.clips import Gathered, Scan
+from dit_lora.data.sources.listing import Listing
 from dit_lora.data.sources.tables import TABLES, ListedFiles, read_table, read_text
-from dit_lora.data.sources.webdataset import PACKED_SUFFIXES, read_tars
+from dit_lora.data.sources.webdataset import read_tars
 from dit_lora.errors import DitLoraError
 
-_MEDIA = VIDEO_SUFFIXES | IMAGE_SUFFIXES
+_TARS, _PAIRED = "tars", "prompts.txt and videos.txt"
+_LISTS = (*TABLES, _PAIRED)
+"""Layouts in which a file is a sample only if a list names it."""
 
 
 def read_folder(root: Path, source: SourceConfig, memo: Path | None) -> Scan:
@@ -25,7 +26,11 @@ def read_folder(root: Path, source: SourceConfig, memo: Path | None) -> Scan:
     Raises `DitLoraError` if the folder holds no sample. A folder that is yet to be generated may be missing or empty.
     """
     if source.generate is not None:
-        return _plain(_Listing(root), source)
+        if source.reference_columns or source.reference_folders or source.has_masks:
+            raise DitLoraError(
+                f"{source.path} is to be generated, and has no references and no masks; remove them or generate"
+            )
+        return _plain(Listing(root), source)
     if not root.is_dir():
         raise DitLoraError(
             f"no folder {source.path}; put your clips there, or name their folder in data.path; "
@@ -38,12 +43,14 @@ def read_folder(root: Path, source: SourceConfig, memo: Path | None) -> Scan:
             "metadata.parquet, prompts.txt with videos.txt, clips or images each with a .txt of the same name, "
             "one folder a class, or .tar files of WebDataset"
         )
-    return scanned
+    if layout == _TARS:
+        return with_alpha(scanned, source)
+    return with_beside(scanned, source, walked=layout not in _LISTS)
 
 
 def media_in(root: Path) -> list[str]:
     """Return the videos and images below a folder, hidden ones left out, in the order of their paths."""
-    return _Listing(root).media
+    return Listing(root).media
 
 
 def class_name(folder: str) -> str:
@@ -59,10 +66,10 @@ def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[s
         return table.name, read_table(table, source)
     if source.image_column is not None:
         raise DitLoraError("image_column needs metadata.jsonl, .csv or .parquet, or a dataset")
-    listing = _Listing(root)
+    listing = Listing(root)
     if listing.tars and not listing.media and source.media is None:
         refuse_folders(source)
-        return "tars", read_tars(root, listing.tars, source, memo)
+        return _TARS, read_tars(root, listing.tars, source, memo)
     if source.reference_columns or source.mask_column:
         raise DitLoraError(
             "reference_columns and mask_column need metadata.jsonl, .csv or .parquet, tars, or a dataset; folders are "
@@ -79,7 +86,7 @@ def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[s
             "caption_column needs metadata.jsonl, .csv or .parquet, tars, or a dataset"
         )
     if is_paired:
-        return "prompts.txt and videos.txt", _paired_lines(prompts, videos, source)
+        return _PAIRED, _paired_lines(prompts, videos, source)
     media = listing.media
     if source.caption is not None:
         return "media with one caption", _plain(listing, source)
@@ -89,54 +96,6 @@ def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[s
     if media and not has_text and all("/" in name for name in media):
         return "one folder a class", _class_folders(listing)
     return "clips with a .txt each", _text_files(listing)
-
-
-@dataclass
-class _Listing:
-    """Listing of the files below a folder by relative path; hidden ones are left out, links are followed."""
-
-    root: Path
-    media: list[str] = field(default_factory=list)
-    texts: set[str] = field(default_factory=set)
-    tars: list[str] = field(default_factory=list)
-    folders: list[str] = field(default_factory=list)
-    """Names of the folders directly in the root."""
-    broken: set[str] = field(default_factory=set)
-    """Links to files that are not there."""
-
-    def __post_init__(self) -> None:
-        for name in self._files(str(self.root), "", (os.path.realpath(self.root),)):
-            suffix = os.path.splitext(name)[1].lower()
-            if suffix in _MEDIA:
-                self.media.append(name)
-            elif suffix == ".txt":
-                self.texts.add(name)
-            elif suffix == ".tar" or name.lower().endswith(PACKED_SUFFIXES):
-                self.tars.append(name)
-
-    def _files(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[str]:
-        # scandir tells a name's kind without a further system call, which would be most of the time.
-        try:
-            with os.scandir(folder) as scanned:
-                entries = sorted(scanned, key=lambda entry: entry.name)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise DitLoraError(f"cannot read the folder {folder}: {error.strerror}") from error
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if _is_folder(entry):
-                if not prefix:
-                    self.folders.append(entry.name)
-                real = os.path.realpath(entry.path)
-                # A link to a folder that it lies in would be walked for ever.
-                if real not in above:
-                    yield from self._files(entry.path, f"{prefix}{entry.name}/", (*above, real))
-                continue
-            if entry.is_symlink() and not os.path.exists(entry.path):
-                self.broken.add(prefix + entry.name)
-            yield prefix + entry.name
 
 
 def _paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
@@ -163,14 +122,14 @@ def _paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
     return gathered.scan()
 
 
-def _plain(listing: _Listing, source: SourceConfig) -> Scan:
+def _plain(listing: Listing, source: SourceConfig) -> Scan:
     gathered = _gather_broken(listing, source.caption)
     for name in listing.media:
         gathered.add(name, MediaFile(listing.root / name), None)
     return gathered.scan()
 
 
-def _gather_broken(listing: _Listing, caption: str | None = None) -> Gathered:
+def _gather_broken(listing: Listing, caption: str | None = None) -> Gathered:
     """Return a `Gathered` that holds the listing's broken links as problems."""
     gathered = Gathered(caption)
     for name in listing.media if listing.broken else ():
@@ -179,7 +138,7 @@ def _gather_broken(listing: _Listing, caption: str | None = None) -> Gathered:
     return gathered
 
 
-def _text_files(listing: _Listing) -> Scan:
+def _text_files(listing: Listing) -> Scan:
     gathered, root = _gather_broken(listing), listing.root
     for name in listing.media:
         beside = f"{name.rpartition('.')[0]}.txt"
@@ -199,7 +158,7 @@ def _text_files(listing: _Listing) -> Scan:
     return gathered.scan()
 
 
-def _class_folders(listing: _Listing) -> Scan:
+def _class_folders(listing: Listing) -> Scan:
     """Read UCF101's and CIFAR's layout, `class/clip.avi`.
 
     The caption is the class's name in words: `BoxingPunchingBag` and `boxing_punching_bag` are equal.
@@ -211,10 +170,3 @@ def _class_folders(listing: _Listing) -> Scan:
     for empty in sorted(names.keys() - {name.partition("/")[0] for name in listing.media}):
         gathered.refuse(empty, "missing", "this class folder holds no video and no image")
     return gathered.scan()
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False

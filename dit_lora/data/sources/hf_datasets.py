@@ -24,8 +24,9 @@ from dit_lora.data.media.media import (
     sniffed_suffix,
     too_many_bytes,
 )
-from dit_lora.data.sources.clips import Gathered, LossMask, Scan
-from dit_lora.data.sources.tables import REFERENCE, REFERENCES, caption_columns
+from dit_lora.data.sources.caption_text import Fault
+from dit_lora.data.sources.clips import MASK, REFERENCE, Gathered, LossMask, Scan, by_code, in_order
+from dit_lora.data.sources.tables import REFERENCES, caption_columns
 from dit_lora.errors import DitLoraError
 
 # `save_to_disk` writes the first for a dataset, the second for a dictionary of splits.
@@ -52,10 +53,9 @@ class DatasetCell:
     """The place in the cell, where it holds a list."""
 
     def source(self) -> io.BytesIO:
-        cell = self.rows[self.row][self.column]
-        return io.BytesIO(
-            (cell if self.place_in_list is None else cell[self.place_in_list])["bytes"]
-        )
+        cell = self.rows[self.row].column(self.column)[0]
+        medium = cell if self.place_in_list is None else cell.values[self.place_in_list]
+        return io.BytesIO(medium["bytes"].as_buffer())
 
     def stamp(self) -> Stamp:
         return self.size, self.written
@@ -90,21 +90,15 @@ def read_dataset(source: SourceConfig) -> Scan:
     if columns.caption is not None:
         captions = _stored(rows, rows.data.column(columns.caption)).to_pylist()
     names = getattr(rows.features[columns.caption], "names", None) if columns.caption else None
-    beside = zip(
-        images, masks, zip(*references, strict=True) if references else repeat(()), strict=False
-    )
-    for row, (cell, (first, mask, lists), text) in enumerate(
-        zip(cells, beside, captions, strict=True)
-    ):
+    lists = zip(*references, strict=True) if references else repeat((), len(rows))
+    every = zip(cells, images, masks, lists, captions, strict=True)
+    for row, (cell, first, mask, given, text) in enumerate(every):
         sample_id = f"{row:08d}{cell.suffix}"
         if cell.fault is not None:
             gathered.refuse(sample_id, *cell.fault)
-        given = [one for cells_of in lists for one in cells_of]
-        others = [("first image", first), ("mask", mask), *((REFERENCE, one) for one in given)]
-        for what, other in others:
-            # A cell that holds nothing is a sample without one.
-            if other.fault is not None and (other.media is not None or other.fault != _NOTHING):
-                gathered.refuse(sample_id, other.fault[0], f"its {what}: {other.fault[1]}")
+        own, faults = _belonging(first, mask, [one for of_column in given for one in of_column])
+        for fault in faults:
+            gathered.refuse(sample_id, *fault)
         if names is not None and isinstance(text, int):
             if 0 <= text < len(names):
                 text = names[text]
@@ -113,15 +107,30 @@ def read_dataset(source: SourceConfig) -> Scan:
                     sample_id, "label_unknown", f"its label {text} is none of {len(names)} classes"
                 )
         if cell.media is not None:
+            masked = LossMask(mask.media) if mask.media else None
             gathered.add(
-                sample_id,
-                cell.media,
-                text,
-                image=first.media,
-                references=[one.media for one in given if one.media is not None],
-                mask=LossMask(mask.media) if mask.media else None,
+                sample_id, cell.media, text, image=first.media, references=own, mask=masked
             )
     return gathered.scan()
+
+
+def _belonging(
+    first: "_Cell", mask: "_Cell", references: Sequence["_Cell"]
+) -> tuple[list[Media], list[Fault]]:
+    """Return a sample's references in their order, and the faults of what it has beside its own media."""
+    faults = []
+    named = [("first image", first), (MASK, mask), *((REFERENCE, one) for one in references)]
+    for what, cell in named:
+        # A cell that holds nothing is a sample without one.
+        if cell.fault is not None and cell.fault != _NOTHING:
+            code, message = cell.fault
+            code = f"{what}_missing" if code == "missing" and what in (MASK, REFERENCE) else code
+            faults.append((code, f"its {what}: {message}"))
+    held, gap = in_order([one.media for one in references])
+    # A cell that cannot be read leaves a gap too.
+    if gap is not None and not faults:
+        faults.append(gap)
+    return held, by_code(faults)
 
 
 def _load(path: str) -> Any:
@@ -170,7 +179,7 @@ class _Columns(NamedTuple):
 
 def _columns(source: SourceConfig, rows: Any) -> _Columns:
     """Return the columns of media and what belongs to them; raise `DitLoraError` if one is missing."""
-    from datasets import ClassLabel, Image, List, Value, Video
+    from datasets import ClassLabel, Image, LargeList, List, Value, Video
 
     features = rows.features
     images = [name for name, feature in features.items() if isinstance(feature, Image)]
@@ -178,7 +187,7 @@ def _columns(source: SourceConfig, rows: Any) -> _Columns:
     lists = [
         name
         for name, feature in features.items()
-        if isinstance(feature, List) and isinstance(feature.feature, Image | Video)
+        if isinstance(feature, List | LargeList) and isinstance(feature.feature, Image | Video)
     ]
     of_references = source.reference_columns or tuple({REFERENCES} & {*images, *videos, *lists})
     beside = {source.image_column, source.mask_column, *of_references}
@@ -242,17 +251,15 @@ class _Column:
     name: str
     from_hub: bool
     encoded: Any
-    """The dataset of this column alone, in which a cell is its bytes and its path."""
+    """The dataset of this column alone, as Arrow: a cell is its bytes and its path, or a list of such."""
     fingerprint: str
     written: int
     """Nanoseconds at which the dataset's files last changed."""
 
     @classmethod
     def of(cls, path: str, rows: Any, name: str, from_hub: bool) -> "_Column":
-        feature = rows.features[name]
-        inner = getattr(feature, "feature", None)
-        plain = type(feature)(type(inner)(decode=False)) if inner else type(feature)(decode=False)
-        encoded = rows.select_columns([name]).cast_column(name, plain)
+        # As Arrow, nothing is decoded; casting a column of lists would copy all of it.
+        encoded = rows.select_columns([name]).with_format("arrow")
         files = [Path(file["filename"]) for file in rows.cache_files]
         written = max((file.stat().st_mtime_ns for file in files), default=0)
         # No public name for it either.
@@ -310,7 +317,7 @@ def _cells(path: str, rows: Any, name: str | None, from_hub: bool) -> Iterator[_
     column = _Column.of(path, rows, name, from_hub)
     content = compute.struct_field(rows.data.column(name), "bytes")
     names = compute.struct_field(rows.data.column(name), "path")
-    place = range(len(rows)) if rows._indices is None else rows._indices.column(0).to_pylist()
+    place = _places(rows)
     sizes = _stored(rows, compute.binary_length(content)).to_pylist()
     for row, (size, file) in enumerate(zip(sizes, _stored(rows, names).to_pylist(), strict=True)):
         yield column.cell(row, size, file, partial(_head_of, content, place[row]))
@@ -321,16 +328,24 @@ def _lists(path: str, rows: Any, name: str, from_hub: bool) -> Iterator[list[_Ce
     if not hasattr(rows.features[name], "feature"):
         yield from ([cell] for cell in _cells(path, rows, name, from_hub))
         return
-    column = _Column.of(path, rows, name, from_hub)
-    for row, cells in enumerate(_stored(rows, rows.data.column(name))):
+    column, stored = _Column.of(path, rows, name, from_hub), rows.data.column(name)
+    for row, place in enumerate(_places(rows)):
         made = []
-        for place, cell in enumerate(cells.values or ()):
+        for number, cell in enumerate(stored[place].values or ()):
             content = cell["bytes"]
             # The bytes stay in their Arrow buffer.
             size = content.as_buffer().size if content.is_valid else None
             file = cell["path"].as_py()
-            made.append(column.cell(row, size, file, partial(_head, content), place))
+            made.append(column.cell(row, size, file, partial(_head, content), number))
         yield made
+
+
+def _places(rows: Any) -> Sequence[int]:
+    """Return the places of the rows in the table behind the dataset."""
+    places: Sequence[int] = (
+        range(len(rows)) if rows._indices is None else rows._indices.column(0).to_pylist()
+    )
+    return places
 
 
 def _head_of(contents: Any, place: int) -> bytes:

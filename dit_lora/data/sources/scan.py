@@ -8,7 +8,7 @@ from typing import TypeVar
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.recipe import DataConfig
 from dit_lora.data.chat.conversation import Conversation
-from dit_lora.data.sources.beside import refuse_folders, with_beside
+from dit_lora.data.sources.beside import refuse_folders, with_alpha
 from dit_lora.data.sources.clips import Clip, ClipProblem, Scan
 from dit_lora.data.sources.folders import class_name, read_folder
 from dit_lora.data.sources.hf_datasets import is_saved_dataset, name_on_hub, read_dataset
@@ -63,12 +63,11 @@ def _read(source: SourceConfig, memo: Path | None) -> Scan:
         raise DitLoraError(
             f"data.media is for lists of files; {source.path} holds its media itself"
         )
-    if is_tar(root) or is_dataset:
-        refuse_folders(source)
-        return with_beside(
-            read_tar(root, source, memo) if is_tar(root) else read_dataset(source), source
-        )
-    return with_beside(read_folder(root, source, memo), source)
+    if not (is_tar(root) or is_dataset):
+        return read_folder(root, source, memo)
+    refuse_folders(source)
+    scanned = read_tar(root, source, memo) if is_tar(root) else read_dataset(source)
+    return with_alpha(scanned, source)
 
 
 def read_all(

@@ -3,19 +3,20 @@
 import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.media import MediaFile, below
-from dit_lora.data.sources.clips import Gathered, LossMask, Scan
+from dit_lora.data.sources.caption_text import Fault
+from dit_lora.data.sources.clips import MASK, REFERENCE, Gathered, LossMask, Scan, by_code, in_order
 from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 
 CAPTION_COLUMNS = ("text", "caption", "prompt", "label")
 # `file_name` is the Hugging Face videofolder layout's.
 FILE_COLUMNS = ("file_name", "video", "path")
-REFERENCE = "reference"
 REFERENCES = "references"
 """The column of references that is read without being asked for."""
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
@@ -54,9 +55,9 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
         name = row.get(file_column)
         if name:
             beside = Beside(
-                image=_name(row, source.image_column),
+                image=row.get(source.image_column) if source.image_column else None,
                 references=tuple(n for column in of_references for n in _names(row.get(column))),
-                mask=_name(row, source.mask_column),
+                mask=row.get(source.mask_column) if source.mask_column else None,
             )
             folder.add(str(name), row.get(caption_column), beside)
         else:
@@ -67,20 +68,20 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
 def _reference_columns(
     table: Path, columns: Sequence[str], source: SourceConfig
 ) -> tuple[str, ...]:
+    if source.reference_folders:
+        return ()
     what = "a reference (reference_columns)"
     named = tuple(_column(table, columns, (name,), what) for name in source.reference_columns)
     return named or ((REFERENCES,) if REFERENCES in columns else ())
 
 
-def _name(row: Record, column: str | None) -> str | None:
-    value = row.get(column) if column else None
-    return str(value) if value else None
-
-
-def _names(cell: object) -> list[str]:
-    """Return the names in a cell, which holds one, a list of them, or nothing."""
-    cells = cell if isinstance(cell, list) else [cell]
-    return [str(one) for one in cells if one]
+def _names(cell: object) -> list[object]:
+    """Return the names in a cell, which holds one, a list of them, or nothing; in CSV, a list is one of JSON."""
+    if isinstance(cell, str) and cell.startswith("["):
+        # A file may be called so too, and is no JSON then.
+        with suppress(ValueError):
+            cell = parse_json(cell)
+    return cell if isinstance(cell, list) else [cell]
 
 
 def caption_columns(source: SourceConfig) -> tuple[str, ...]:
@@ -89,11 +90,11 @@ def caption_columns(source: SourceConfig) -> tuple[str, ...]:
 
 
 class Beside(NamedTuple):
-    """The names of the files that belong to a sample beside its own."""
+    """The cells about files that belong to a sample beside its own; None and "" are empty."""
 
-    image: str | None = None
-    references: tuple[str, ...] = ()
-    mask: str | None = None
+    image: object = None
+    references: tuple[object, ...] = ()
+    mask: object = None
 
 
 NOTHING = Beside()
@@ -112,40 +113,45 @@ class ListedFiles:
         """Add one sample; its id is its path below the root, or the name as written if that is refused."""
         path = below(self._root, name)
         if path is None:
-            self._refuse(name, name)
+            self._found.refuse(name, *self._leads_out(name))
             return
         media = MediaFile(self._root / path)
         if not media.exists():
             self._found.refuse(path, "missing", "no such file")
-        image = self._other(path, beside.image, "first image")
-        references = [self._other(path, one, REFERENCE) for one in beside.references]
-        mask = self._other(path, beside.mask, "mask")
-        self._found.add(
-            path,
-            media,
-            caption,
-            image=image,
-            references=[one for one in references if one is not None],
-            mask=LossMask(mask) if mask else None,
-        )
+        faults: list[Fault] = []
+        image = self._other("first image", beside.image, faults)
+        references = [self._other(REFERENCE, cell, faults) for cell in beside.references]
+        mask = self._other(MASK, beside.mask, faults)
+        held, gap = in_order(references)
+        # A file that is not there leaves a gap too.
+        if gap is not None and not faults:
+            faults.append(gap)
+        for fault in by_code(faults):
+            self._found.refuse(path, *fault)
+        masked = LossMask(mask) if mask else None
+        self._found.add(path, media, caption, image=image, references=held, mask=masked)
 
-    def _other(self, sample_id: str, name: str | None, what: str) -> MediaFile | None:
-        """Return another file of a sample; None, with the sample refused, where it lies elsewhere."""
-        if name is None:
+    def _other(self, what: str, cell: object, faults: list[Fault]) -> MediaFile | None:
+        """Return another file of a sample; None where there is none, with its fault added if one was named."""
+        if cell is None or cell == "":
             return None
-        path = below(self._root, name)
+        path = below(self._root, cell) if isinstance(cell, str) else None
+        if path is not None and MediaFile(self._root / path).exists():
+            return MediaFile(self._root / path)
+        faults.append(self._fault(what, cell, path))
+        return None
+
+    def _fault(self, what: str, cell: object, path: str | None) -> Fault:
+        if not isinstance(cell, str):
+            return f"{what}_missing", f"its {what} is of type {type(cell).__name__}, not a name"
         if path is None:
-            self._refuse(sample_id, name)
-            return None
-        media = MediaFile(self._root / path)
-        if not media.exists():
-            code = "reference_missing" if what == REFERENCE else "missing"
-            self._found.refuse(sample_id, code, f"no such {what}: {media.name}")
-        return media
+            return self._leads_out(cell)
+        code = f"{what}_missing" if what in (REFERENCE, MASK) else "missing"
+        return code, f"no such {what}: {self._root / path}"
 
-    def _refuse(self, sample_id: str, name: str | None) -> None:
+    def _leads_out(self, name: str) -> Fault:
         message = f"{name} leads out of {self._root}; set data.media to a folder that it is below"
-        self._found.refuse(sample_id, "unsafe_path", message)
+        return "unsafe_path", message
 
 
 def read_text(path: Path) -> str:

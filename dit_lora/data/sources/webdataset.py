@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import posixpath
+import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,9 +14,9 @@ from typing import BinaryIO
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember, too_many_bytes
-from dit_lora.data.sources.caption_text import MOST_BYTES, too_long
-from dit_lora.data.sources.clips import Gathered, LossMask, Scan
-from dit_lora.data.sources.tables import REFERENCE, caption_columns
+from dit_lora.data.sources.caption_text import MOST_BYTES, Fault, too_long
+from dit_lora.data.sources.clips import MASK, REFERENCE, Gathered, LossMask, Scan, by_code
+from dit_lora.data.sources.tables import caption_columns
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
@@ -185,13 +186,14 @@ class _Samples:
 
     def add(self, key: str, members: Members) -> bool:
         """Add a sample; return False if the members are not one, or it is refused."""
-        media = _media(members)
+        beside = _Beside.of(members, self.source)
+        media = _media([name for name in _pictured(members) if name not in beside.all])
         captions = [name for name in _CAPTIONS if name in members]
         if not media:
             # Members without media or caption are files about the data, such as a README.
-            if captions:
+            if captions or beside.all:
                 there = ", ".join(f".{name}" for name in members)
-                message = f"it has no video and no image, but {there}"
+                message = f"it has no video and no image of its own, but {there}"
                 self.found.refuse(self.prefix + key, "missing", message)
             return False
         if len(media) > 1:
@@ -205,14 +207,14 @@ class _Samples:
             self.found.refuse(self.prefix + member.member, *too_large)
             return False
         caption, fault = self._caption(members, captions)
-        references = [TarMember(self.path, *members[name]) for name in self._references(members)]
-        masks = [
-            TarMember(self.path, *members[name])
-            for name in _named(members, self.source.mask_column)
-        ]
-        if self.source.mask_column is not None and not masks:
-            message = f"it has no mask: there is no .{self.source.mask_column}.png or the like"
-            self.found.refuse(self.prefix + member.member, "missing", message)
+        references = [TarMember(self.path, *members[name]) for name in beside.references]
+        masks = [TarMember(self.path, *members[name]) for name in beside.masks]
+        for one in (*references, *masks):
+            too_large = too_many_bytes(one.size)
+            if too_large is not None:
+                beside.faults.append((too_large[0], f"{one.member}: {too_large[1]}"))
+        for code, words in by_code(beside.faults):
+            self.found.refuse(self.prefix + member.member, code, words)
         self.found.add(
             self.prefix + member.member,
             member,
@@ -222,15 +224,6 @@ class _Samples:
             no_caption=fault,
         )
         return True
-
-    def _references(self, members: Members) -> list[str]:
-        """Return the extensions of a sample's references, in their order."""
-        columns = self.source.reference_columns
-        if columns:
-            return [name for column in columns for name in _named(members, column)]
-        # Of one name with numbers behind it, 2 comes before 10.
-        named = [name for name in _pictured(members) if name.startswith(REFERENCE) and "." in name]
-        return sorted(named, key=lambda name: (len(name), name))
 
     def _caption(self, members: Members, captions: Sequence[str]) -> tuple[object, tuple[str, str]]:
         """Return the caption and a pair that is not used, or None with code and message of what is wrong."""
@@ -267,10 +260,10 @@ def _unsafe(member: tarfile.TarInfo) -> str | None:
     return "its name leaves the folder" if ".." in member.name.split("/") else None
 
 
-def _media(members: Members) -> list[str]:
-    """Return the extensions of a sample's media that rank first: videos before images, `jpg` before `mask.jpg`."""
+def _media(pictured: Sequence[str]) -> list[str]:
+    """Return the extensions of a sample's media that rank first: videos before images, `jpg` before `depth.jpg`."""
     ranks: dict[tuple[bool, bool], list[str]] = {}
-    for extension in _pictured(members):
+    for extension in pictured:
         is_image = _end(extension) in IMAGE_SUFFIXES
         ranks.setdefault((is_image, "." in extension), []).append(extension)
     return ranks[min(ranks)] if ranks else []
@@ -281,9 +274,51 @@ def _pictured(members: Members) -> list[str]:
     return [name for name in members if _end(name) in VIDEO_SUFFIXES | IMAGE_SUFFIXES]
 
 
-def _named(members: Members, column: str | None) -> list[str]:
-    """Return the extensions of pictures and videos whose middle is `column`, such as `mask.png`."""
-    return [name for name in _pictured(members) if name.rpartition(".")[0] == column]
+@dataclass(frozen=True)
+class _Beside:
+    """The extensions of a sample's references, in their order, and of its mask, such as `mask.png`."""
+
+    references: list[str]
+    masks: list[str]
+    faults: list[Fault]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return *self.references, *self.masks
+
+    @classmethod
+    def of(cls, members: Members, source: SourceConfig) -> "_Beside":
+        """Return what the source's columns name; without any, references are `reference.png`, `reference_1.jpg` ..."""
+        by_middle: dict[str, list[str]] = {}
+        for name in _pictured(members):
+            by_middle.setdefault(name.rpartition(".")[0], []).append(name)
+        found = cls([], [], [])
+        columns: Sequence[str] = source.reference_columns or sorted(
+            filter(_NUMBERED.fullmatch, by_middle), key=_number
+        )
+        named = [(REFERENCE, column, found.references) for column in columns]
+        if source.mask_column is not None:
+            named.append((MASK, source.mask_column, found.masks))
+        for what, column, into in named:
+            there = by_middle.get(column.lower(), [])
+            into += there
+            if not there:
+                message = f"it has no {what}: there is no .{column}.png or the like"
+                found.faults.append((f"{what}_missing", message))
+            elif len(there) > 1:
+                several = ", ".join(f".{name}" for name in there)
+                found.faults.append((f"{what}_ambiguous", f"it has several of one name: {several}"))
+        return found
+
+
+# `reference.png`, `reference_2.png`, `reference10.png`.
+_NUMBERED = re.compile(rf"{REFERENCE}[_-]?(\d{{0,9}})")
+
+
+def _number(middle: str) -> int:
+    """Return the number in a reference's name, by which they are ordered; the one without comes first."""
+    matched = _NUMBERED.fullmatch(middle)
+    return int(matched[1] or -1) if matched else -1
 
 
 def _end(extension: str) -> str:

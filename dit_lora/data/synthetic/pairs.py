@@ -1,7 +1,7 @@
 """Pairs for models that edit: a shape where it was, where it is to be, and the words for it."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,13 +13,24 @@ from dit_lora.files import write_whole
 SIDES = {"left": (0.0, 0.5), "right": (1.0, 0.5), "top": (0.5, 0.0), "bottom": (0.5, 1.0)}
 """Place of a shape as shares of the way from left to right and from top to bottom."""
 
+_BAND = 8  # pixels between the bands of a background
+
 
 def write_edit_pairs(
-    out: Path, *, pairs: int, height: int, width: int, seed: int = 0
+    out: Path,
+    *,
+    pairs: int,
+    height: int,
+    width: int,
+    frames: int = 1,
+    fps: float = 8.0,
+    seed: int = 0,
 ) -> list[Path]:
-    """Write `pairs` png files to after/, each one's reference to before/, captions to .txt files and metadata.jsonl.
+    """Write `pairs` png files to after/, each one's reference to before/, to mask/ where they differ, and captions.
 
-    A caption says where the shape goes; its colour, its kind and the background are seen in the reference alone.
+    A caption says where the shape goes; its colour, its kind and the background are seen in the reference alone. With
+    more than one frame, writes mp4 clips in which the shape goes there, coloured before and grey after. Captions
+    are in .txt files, and in metadata.jsonl, which names all the files.
     """
     generator = torch.Generator().manual_seed(seed)
     paths, lines = [], []
@@ -27,31 +38,45 @@ def write_edit_pairs(
         kind, side = SHAPES[index % len(SHAPES)], list(SIDES)[index // len(SHAPES) % len(SIDES)]
         colours = torch.randint(0, 128, (2, 3), generator=generator)
         colours[0] += 128  # a bright shape on a dark background
-        start = (float(x) for x in torch.rand(2, generator=generator))
-        name = f"{index:03d}"
-        before = write_sample(
-            out / "before" / name, _drawn(kind, colours, start, height, width), None
-        )
-        after = write_sample(
-            out / "after" / name, _drawn(kind, colours, SIDES[side], height, width), None
-        )
-        text = f"move the shape to the {side}"
-        write_whole(after.with_suffix(".txt"), text + "\n")
-        names = {"file_name": f"after/{after.name}", "references": [f"before/{before.name}"]}
-        lines.append(json.dumps({**names, "text": text}))
-        paths.append(after)
+        colours[0, index % 3] //= 3  # that is not grey
+        start = torch.rand(2, generator=generator)
+        way = torch.linspace(0, 1, max(2, frames)).view(-1, 1)
+        places = torch.lerp(start, torch.tensor(SIDES[side]), way).tolist()
+        moved = _drawn(kind, colours, places, height, width)
+        if frames == 1:
+            before, after, text = moved[:1], moved[1:], f"move the shape to the {side}"
+        else:
+            colours[0] = colours[0].sum() // 3
+            before, after = moved, _drawn(kind, colours, places, height, width)
+            text = f"the shape moves to the {side}, and is grey"
+        differs = (before != after).any(-1, keepdim=True).any(0, keepdim=True)
+        mask = differs.byte().mul(255).expand(-1, -1, -1, 3)
+        folders = {"after": after, "before": before, "mask": mask}
+        files = [
+            write_sample(out / name / f"{index:03d}", video, fps) for name, video in folders.items()
+        ]
+        write_whole(files[0].with_suffix(".txt"), text + "\n")
+        own, reference, masked = (file.relative_to(out).as_posix() for file in files)
+        row = {"file_name": own, "references": [reference], "mask": masked, "text": text}
+        lines.append(json.dumps(row))
+        paths.append(files[0])
     write_whole(out / "metadata.jsonl", "\n".join(lines) + "\n")
     return paths
 
 
 def _drawn(
-    kind: str, colours: torch.Tensor, place: Iterable[float], height: int, width: int
+    kind: str, colours: torch.Tensor, places: Sequence[Sequence[float]], height: int, width: int
 ) -> torch.Tensor:
-    """Return a picture of one frame, uint8 (1, height, width, 3); `colours` are the shape's and the background's."""
+    """Return frames, uint8 (frames, height, width, 3); `colours` are the shape's and the background's, which has bands."""
     radius = min(height, width) / 4
-    across, down = place
-    x = torch.arange(width).view(1, -1) - radius - (width - 2 * radius) * across
-    y = torch.arange(height).view(-1, 1) - radius - (height - 2 * radius) * down
-    inside = x**2 + y**2 < radius**2 if kind == "disc" else (x.abs() < radius) & (y.abs() < radius)
-    picture = torch.where(inside[..., None], colours[0], colours[1])
-    return picture.to(torch.uint8)[None]
+    rows, columns = torch.arange(height).view(-1, 1), torch.arange(width).view(1, -1)
+    bands = (rows + columns) // _BAND % 2 == 0
+    ground = torch.where(bands[..., None], colours[1], colours[1] // 2)
+    frames = []
+    for across, down in places:
+        x = columns - radius - (width - 2 * radius) * across
+        y = rows - radius - (height - 2 * radius) * down
+        disc = x**2 + y**2 < radius**2
+        inside = disc if kind == "disc" else (x.abs() < radius) & (y.abs() < radius)
+        frames.append(torch.where(inside[..., None], colours[0], ground))
+    return torch.stack(frames).to(torch.uint8)

@@ -38,7 +38,7 @@ from dit_lora.families.base import (
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.loss_mask import loss_weights
-from dit_lora.families.ltx2 import ATTENTION, SOUND_ATTENTIONS
+from dit_lora.families.ltx2.layers import ATTENTION, refuse_what_hears
 from dit_lora.families.ltx2.sound import SOUND_TRANSFORM, AudioEncoder, audio_encoder
 from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
 from dit_lora.families.opening import read_component_config
@@ -126,7 +126,7 @@ class LTX2Checkpoint(FlowCheckpoint):
                 "adapter that undoes it in lora.under"
             )
         if not data.sound:
-            _refuse_what_hears(recipe)
+            refuse_what_hears(recipe)
         return replace(fitting, fps=data.fps, sound=data.sound)
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
@@ -419,31 +419,3 @@ class LTX2Checkpoint(FlowCheckpoint):
     def index_changes(self) -> dict[str, Any]:
         """The pipeline, where another task was trained than the checkpoint's own."""
         return {"_class_name": self.pipeline_class.__name__} if self.task_given else {}
-
-
-def _refuse_what_hears(recipe: Recipe) -> None:
-    """Raise if layers of sound would train where no sound is: no gradient reaches them."""
-    groups = recipe.optim.groups
-    if recipe.train.mode == "full" or groups.connector is not None or groups.backbone is not None:
-        raise DitLoraError(
-            "train.mode: full and optim.groups.connector or backbone train the layers of sound too, which get no gradient "
-            "without it; set data.sound: true, or train an adapter alone"
-        )
-    layers = (
-        *(
-            f"{block}.{layer}"
-            for block in SOUND_ATTENTIONS
-            for layer in (*ATTENTION, "to_gate_logits")
-        ),
-        *("audio_ff.net.0.proj", "audio_ff.net.2"),
-    )
-    deaf = [
-        target
-        for target in recipe.lora.targets or ()
-        if any(f".{layer}".endswith(f".{target}") for layer in layers)
-    ]
-    if deaf:
-        raise DitLoraError(
-            f"lora.targets: {', '.join(deaf)} adapts layers of sound too, which get no gradient without it; name the video's "
-            f"(attn1.to_q, attn2.to_q, ff.net.2), or set data.sound: true"
-        )

@@ -16,6 +16,7 @@ from dit_lora.report.audit.charts import (
     counted,
     histogram,
 )
+from dit_lora.report.audit.pairs import Card, card, some_pairs
 from dit_lora.report.charts.bars import BarChart, number
 from dit_lora.report.pages import PagePictures, clipped, render, write_page
 
@@ -24,6 +25,7 @@ CARDS = 200
 _REJECT_CARDS = 140  # warnings keep the rest, however many rejects there are
 _NAMES = 24  # in one line
 _LINES = 50  # of a list
+_PAIRS = 12  # sound samples with references or masks
 _FINDINGS = 6  # of one card
 _CHANNELS = 128
 
@@ -34,8 +36,8 @@ class AuditGroup:
 
     code: str
     count: int
-    cards: Sequence[tuple[JudgedSample, str]]
-    """The samples that are shown, each with its picture: a data URI or nothing."""
+    cards: Sequence[Card]
+    """The samples that are shown."""
     hidden: int
     elsewhere: str = ""
 
@@ -65,7 +67,8 @@ def write_audit_page(
     `totals` are `audit.summary.totals`, `buckets` a `BucketReport.as_dict()`, `encoded` the statistics of
     `audit.encoded.check_encoded`. At most `CARDS` samples are shown. Raises `DitLoraError` if it cannot be written.
     """
-    rejects, warnings = _sheet(judged)
+    pictures = PagePictures()
+    rejects, warnings = _sheet(judged, pictures)
     page = render(
         "audit_page.html",
         title=title,
@@ -73,6 +76,7 @@ def write_audit_page(
         notes=notes,
         rejects=rejects,
         warnings=warnings,
+        pairs=[card(one, pictures) for one in some_pairs(judged, _PAIRS)],
         findings_of_a_card=_FINDINGS,
         worst_first=_worst_first,
         facts=_facts,
@@ -90,14 +94,15 @@ def write_audit_page(
     return write_page(path, page)
 
 
-def _sheet(judged: Sequence[JudgedSample]) -> tuple[AuditGroup, list[AuditGroup]]:
+def _sheet(
+    judged: Sequence[JudgedSample], pictures: PagePictures
+) -> tuple[AuditGroup, list[AuditGroup]]:
     """Return the rejected samples, and those with warnings by their first code, within the page's room."""
-    pictures = PagePictures()
     rejected, warned = _by_first_code(judged, "reject"), _by_first_code(judged, "warn")
     count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
     room = _even(rejected, max(_REJECT_CARDS, CARDS - warnings))
     shown = [one for code, ones in rejected.items() for one in ones[: room[code]]]
-    cards = [(one, pictures.uri(one.thumbnail)) for one in shown]
+    cards = [card(one, pictures) for one in shown]
     rejects = AuditGroup("reject", count, cards, count - len(cards))
     room = _even(warned, CARDS - len(cards))
     groups = []
@@ -106,7 +111,7 @@ def _sheet(judged: Sequence[JudgedSample]) -> tuple[AuditGroup, list[AuditGroup]
         files = {one.file for one in own}
         having = [one.file for one in judged if any(f.code == code for f in one.findings)]
         elsewhere = _names(file for file in having if file not in files)
-        cards = [(one, pictures.uri(one.thumbnail)) for one in own[: room.get(code, 0)]]
+        cards = [card(one, pictures) for one in own[: room.get(code, 0)]]
         groups.append(AuditGroup(code, count, cards, len(own) - len(cards), elsewhere))
     return rejects, groups
 

@@ -99,6 +99,18 @@ def test_class_folders_are_of_images_by_default(tmp_path: Path) -> None:
     assert len(files) == 7
 
 
+def test_pairs_are_images_by_default_and_exclude_other_kinds(tmp_path: Path) -> None:
+    said = invoke("shapes", tmp_path / "pairs", "--pairs", "--clips", 2)
+    assert said == f"wrote 2 images, each with what it is made from to {tmp_path / 'pairs'}\n"
+    files = sorted(path.parent.name for path in (tmp_path / "pairs").rglob("*.png"))
+    assert files == ["after", "after", "before", "before", "mask", "mask"]
+    for other in ("--chat", "--classes"):
+        result = runner.invoke(app, ["shapes", str(tmp_path / "other"), "--pairs", other])
+        assert isinstance(result.exception, DitLoraError)
+        assert "--pairs" in str(result.exception)
+    assert not (tmp_path / "other").exists()
+
+
 def test_tiny_checkpoints_are_listed_as_the_families_name_them() -> None:
     said = invoke("families").splitlines()
     assert [line.split(":")[0] for line in said] == list(FAMILIES)

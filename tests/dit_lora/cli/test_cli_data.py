@@ -142,7 +142,7 @@ def test_a_cache_is_built_checked_counted_and_pruned(recipe: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["audit", "clips", "data.frames=9"], "key.path=value needs a recipe"),
+        (["audit", "clips", "data.frames=9"], "data.frames: needs a recipe"),
         (["audit", "clips", "--encode"], "--encode needs a recipe"),
         (["audit", "nowhere"], "no folder nowhere"),
         (["cache", "build", "folder"], "give a recipe"),

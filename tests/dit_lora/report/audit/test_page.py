@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from html_page import Page
@@ -124,6 +125,57 @@ def test_pictures_are_those_of_the_samples(tmp_path: Path, judged: list[JudgedSa
         kind, _, data = shown[f"frames of {file}"].partition(",")
         assert kind == "data:image/jpeg;base64"
         assert base64.b64decode(data) == judged[place].thumbnail
+
+
+def decoded(uri: str | None) -> np.ndarray:
+    """The levels of an embedded picture."""
+    data = base64.b64decode(str(uri).partition(",")[2])
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), np.int16)
+
+
+def test_references_are_beside_their_sample_in_order(tmp_path: Path) -> None:
+    alike = Finding("reference_unlike", "nothing in common", "warn", "look")
+    judged = [
+        JudgedSample("two.png", (alike,), {}, jpeg(200), (jpeg(50), None)),
+        JudgedSample("one.png", (), {}, jpeg(201), (jpeg(51),)),
+        JudgedSample("none.png", (), {}, jpeg(202)),
+    ]
+    page = write(tmp_path, judged)
+    shown = [(str(image["alt"]), decoded(image["src"])[0, 0, 0]) for image in page.all("img")]
+    assert [(alt, round(int(level) / 50)) for alt, level in shown] == [
+        ("reference 1 of two.png", 1),
+        ("frames of two.png", 4),
+        ("reference 1 of one.png", 1),
+        ("frames of one.png", 4),
+    ]
+    assert "reference 1 no picture reference 2 sample two.png" in page.section("Warnings")
+    assert page.section("Pairs").endswith("tinted. reference sample one.png")
+
+
+def test_what_a_mask_leaves_out_is_tinted_in_every_frame(tmp_path: Path) -> None:
+    levels = np.zeros((16, 24), np.uint8)
+    levels[:, 12:] = 255
+    stream = io.BytesIO()
+    Image.fromarray(levels).save(stream, "JPEG", quality=95)
+    judged = [JudgedSample("a.mp4", (), {}, jpeg(200, (96, 16)), (), stream.getvalue())]
+    page = write(tmp_path, judged)
+    (image,) = page.all("img")
+    shown = decoded(image["src"])
+    plain = decoded("," + base64.b64encode(jpeg(200, (96, 16))).decode())
+    differs = np.abs(shown - plain).max(-1).mean(0)
+    # Four frames of 24 columns, of which the second half of each is learned.
+    for frame in range(4):
+        assert (differs[24 * frame + 2 : 24 * frame + 10] > 40).all()
+        assert (differs[24 * frame + 14 : 24 * frame + 22] < 12).all()
+    assert page.section("Pairs").startswith("One sample without a finding")
+
+
+def test_of_many_pairs_some_are_shown_from_first_to_last(tmp_path: Path) -> None:
+    judged = [JudgedSample(f"{n:03d}.png", (), {}, jpeg(), (jpeg(),)) for n in range(500)]
+    page = write(tmp_path, judged)
+    names = re.findall(r"\d{3}(?=\.png)", page.section("Pairs"))
+    assert len(names) == len(set(names)) == 12
+    assert (names[0], names[-1]) == ("000", "499")
 
 
 def test_codes_are_counted_and_lead_to_their_samples(

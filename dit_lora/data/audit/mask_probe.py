@@ -1,0 +1,34 @@
+"""Measurement of one mask, as training reads it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dit_lora.data.audit.image_probe import EDGE, Failures, decoded, jpeg
+from dit_lora.data.media.media import is_image
+from dit_lora.data.media.pictures import open_mask
+from dit_lora.data.sources.clips import LossMask
+
+
+def measure_mask(
+    mask: LossMask, alive: Callable[[], None]
+) -> tuple[Failures, dict[str, Any], bytes | None]:
+    """Return why a mask cannot be used, its size and levels, and a thumbnail (JPEG)."""
+    if not is_image(mask.media):
+        return [("not_media", "a mask is a picture, and it is not named as one")], {}, None
+    grey = decoded(mask.media, lambda: open_mask(mask.media, alpha=mask.alpha))
+    if isinstance(grey, tuple):
+        return [grey], {}, None
+    alive()
+    least, most = grey.getextrema()
+    facts = {
+        "frames": 1,
+        "height": grey.height,
+        "width": grey.width,
+        "least": least,
+        "most": most,
+        "learned": round(float(np.asarray(grey, np.float32).mean()) / 255, 4),
+    }
+    grey.thumbnail((EDGE, EDGE))
+    return [], facts, jpeg([np.asarray(grey)])

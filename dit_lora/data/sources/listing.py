@@ -1,0 +1,67 @@
+"""Listing of a folder's media, captions and tars."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from dit_lora.data.sources.webdataset import PACKED_SUFFIXES
+from dit_lora.errors import DitLoraError
+
+_MEDIA = VIDEO_SUFFIXES | IMAGE_SUFFIXES
+
+
+@dataclass
+class Listing:
+    """Listing of the files below a folder by relative path; hidden ones are left out, links are followed."""
+
+    root: Path
+    media: list[str] = field(default_factory=list)
+    texts: set[str] = field(default_factory=set)
+    tars: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    """Names of the folders directly in the root."""
+    broken: set[str] = field(default_factory=set)
+    """Links to files that are not there."""
+
+    def __post_init__(self) -> None:
+        for name in self._files(str(self.root), "", (os.path.realpath(self.root),)):
+            suffix = os.path.splitext(name)[1].lower()
+            if suffix in _MEDIA:
+                self.media.append(name)
+            elif suffix == ".txt":
+                self.texts.add(name)
+            elif suffix == ".tar" or name.lower().endswith(PACKED_SUFFIXES):
+                self.tars.append(name)
+
+    def _files(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[str]:
+        # scandir tells a name's kind without a further system call, which would be most of the time.
+        try:
+            with os.scandir(folder) as scanned:
+                entries = sorted(scanned, key=lambda entry: entry.name)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise DitLoraError(f"cannot read the folder {folder}: {error.strerror}") from error
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if _is_folder(entry):
+                if not prefix:
+                    self.folders.append(entry.name)
+                real = os.path.realpath(entry.path)
+                # A link to a folder that it lies in would be walked for ever.
+                if real not in above:
+                    yield from self._files(entry.path, f"{prefix}{entry.name}/", (*above, real))
+                continue
+            if entry.is_symlink() and not os.path.exists(entry.path):
+                self.broken.add(prefix + entry.name)
+            yield prefix + entry.name
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
