@@ -213,6 +213,11 @@ class DataConfig(Layout):
             raise ValueError("flip is for images (frames: 1)")
         if frames == 1 and self.windows != 1:
             raise ValueError("windows cut clips of several frames; data.frames is 1")
+        shortest = min((self.buckets.frames if self.buckets else None) or (self.frames,))
+        if self.sound and (self.fps is None or shortest == 1):
+            raise ValueError(
+                "sound belongs to clips of a known length: give data.fps, and frames above 1 (data.buckets.frames too)"
+            )
         if self.window_stride is not None and self.windows == 1:
             raise ValueError("window_stride needs windows: all, or a number above 1")
         if bool(self.path) == bool(self.sources):

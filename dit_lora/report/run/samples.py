@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dit_lora.data.media.video import read_header
+from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 
 EMBED_LIMIT_BYTES = 64 * 2**20
@@ -26,6 +28,7 @@ class ShownClip:
     step: int
     label: str
     source: str
+    has_sound: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,10 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
             "image" if files[index][steps[-1]].suffix == ".png" else "video",
             [
                 ShownClip(
-                    step, when(step), embedded.get(path) or path.relative_to(folder).as_posix()
+                    step,
+                    when(step),
+                    embedded.get(path) or path.relative_to(folder).as_posix(),
+                    _has_sound(path),
                 )
                 for step in steps
                 for path in [files[index][step]]
@@ -102,6 +108,14 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     ]
     linked = sum(1 for one in samples for clip in one.clips if not clip.source.startswith("data:"))
     return Sampled(samples, _find_answers(folder), linked, hidden)
+
+
+def _has_sound(path: Path) -> bool:
+    """Return if a sample was written with its sound."""
+    try:
+        return read_header(path).has_sound
+    except DitLoraError:  # it went away meanwhile, or is written no further
+        return False
 
 
 def when(step: int) -> str:

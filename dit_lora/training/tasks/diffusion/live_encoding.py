@@ -111,6 +111,7 @@ class LiveVideos:
             _black(shape),
             references=tuple(_black(one) for one in shape.references),
             mask=torch.ones(shape.height, shape.width) if self.decoder.encoding.has_masks else None,
+            sound=self.decoder.encoding.silence(shape),
         )
         return _spec(black.encoded(self._encode, shape))
 
