@@ -15,7 +15,7 @@ from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERTS
 from dit_lora.families import get_family
 from dit_lora.hub.contents import VERIFICATION, Contents
-from dit_lora.hub.usage import install_line, needs_ours, sample_line, usage_code
+from dit_lora.hub.usage import install_line, needs_ours, reference_files, sample_line, usage_code
 from dit_lora.redact import redacted_words, without_tokens
 from dit_lora.results.experts import pair_file
 
@@ -24,6 +24,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>|~$&])")
 _TASKS = {
     (False, "images"): "text-to-image",
     (False, "clips"): "text-to-video",
+    (True, "images"): "image-to-image",
     (True, "clips"): "image-to-video",
 }
 _CHAT_TASK = "video-text-to-text"
@@ -79,7 +80,10 @@ def task_of(contents: Contents) -> str | None:
         return _CHAT_TASK
     if pipeline["condition"] == "class_labels":
         return None
-    return _TASKS.get((pipeline["from_image"], contents.facts["data"]["kind"]))
+    kind = contents.facts["data"]["kind"]
+    # The list has no task from clips to clips.
+    edits = kind == "images" and pipeline.get("references", 0) > 0
+    return _TASKS.get((pipeline["from_image"] or edits, kind))
 
 
 def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
@@ -214,6 +218,8 @@ def _notes(contents: Contents) -> Iterator[str]:
         yield "`first_frame.png` is the video's first frame, at the height and width above."
     if pipeline and pipeline.get("to_image"):
         yield "`last_frame.png` is its last frame, at the same."
+    if pipeline and pipeline.get("references"):
+        yield _about_references(pipeline)
     if contents.expert and not contents.experts and contents.kind != "pipeline":
         yield f"It is for the expert for {_named(contents.expert)} alone; the other is as the base has it."
     if pipeline and pipeline["condition"] == "class_labels":
@@ -229,6 +235,19 @@ def _notes(contents: Contents) -> Iterator[str]:
         yield "Questions are put by the model's own processor and chat template."
     if needs_ours(contents):
         yield "Stock Diffusers or Transformers alone do not load it: a class or loader of dit-lora's does."
+
+
+def _about_references(pipeline: Mapping[str, Any]) -> str:
+    files = reference_files(pipeline["references"])
+    named = ", ".join(f"`{file}`" for file in files)
+    what = (
+        "is what the sample is made from" if len(files) == 1 else "are what the sample is made from"
+    )
+    side = pipeline.get("reference_resolution")
+    if side is None:
+        return f"{named} {what}, in the order of training."
+    most = f"scaled to {side} x {side} pixels' worth where they had more"
+    return f"{named} {what}, in the order of training, in which they were {most}."
 
 
 def _data(contents: Contents) -> Iterator[str]:
@@ -251,12 +270,21 @@ def _data(contents: Contents) -> Iterator[str]:
     if data.get("caption_words"):
         distinct = data["distinct_captions"]
         yield f"words of a caption: {_spread(data['caption_words'])}; {distinct:,} captions are distinct"
+    if data.get("references"):
+        counts = [f"{number} ({count:,})" for number, count in data["references"].items()]
+        yield f"references of a clip, with their clips: {', '.join(counts)}"
+    if data.get("masked"):
+        yield f"{data['masked']:,} have a mask: what it leaves out counts {_floor(contents):g} times in the loss"
     if data.get("classes"):
         yield f"{data['classes']:,} classes"
     for name in data["datasets"]:
         yield f"dataset: [{plain(name)}](https://huggingface.co/datasets/{name})"
     if data["left_out"]:
         yield f"{data['left_out']:,} samples could not be used and were left out before training"
+
+
+def _floor(contents: Contents) -> float:
+    return float(contents.run.config["data"].get("mask_floor", 0.0))
 
 
 def _about(kind: str) -> str:

@@ -282,7 +282,7 @@ const chooseSamples = () => {
     const two = figures.filter((one) => !one.hidden).length === 2;
     pair.classList.toggle('slider', mode === 'slider' && two);
     pair.classList.toggle('strip', mode === 'all');
-    const cut = pair.parentElement.querySelector('.cut');
+    const cut = pair.closest('.sample').querySelector('.cut');
     cut.hidden = !(mode === 'slider' && two);
     pair.style.setProperty('--cut', `${cut.value}%`);
   }

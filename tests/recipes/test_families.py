@@ -99,6 +99,8 @@ def trains_resumes_and_samples(
     assert state(parts) == state(whole)
     samples = sorted(path.parent.name for path in (parts / "samples").rglob("prompt_00.*"))
     assert samples == ["step_000000", "step_000003", "step_000005"]
+    kept = [path.stem for path in (parts / "samples" / "references").glob("*")]
+    assert kept == ["prompt_00_1"] * len(references)
     trained = load_recipe(whole / "config.yaml").train
     result = whole / ("adapter" if trained.mode == "lora" else "model")
     assert any(load_file(path) for path in result.rglob("*.safetensors"))

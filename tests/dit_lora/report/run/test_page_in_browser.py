@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from report_runs import metrics_line, write_lines, write_run
 
 from dit_lora.data.media.video import write_video
@@ -60,6 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (0, 10, 20):
         video = torch.randint(0, 255, (16, 64, 96, 3), dtype=torch.uint8, generator=generator)
         write_video(folder / "samples" / f"step_{step:06d}" / "prompt_00.mp4", video, 8)
+    (folder / "samples" / "references").mkdir()
+    Image.new("RGB", (64, 64), "navy").save(folder / "samples" / "references" / "prompt_00_1.jpg")
     return folder
 
 
