@@ -14,6 +14,7 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERTS
 from dit_lora.families import get_family
+from dit_lora.hub.licence import licence_of
 from dit_lora.hub.contents import VERIFICATION, Contents
 from dit_lora.hub.usage import install_line, needs_ours, reference_files, sample_line, usage_code
 from dit_lora.redact import redacted_words, without_tokens
@@ -59,7 +60,7 @@ def write_card(contents: Contents, repo_id: str) -> str:
         result=list(_result(contents)),
         checks=list(_checks(contents)),
         versions=list(_versions(contents)),
-        licence=_licence(contents),
+        licence=licence_of(contents),
     )
     return str(card)
 
@@ -398,17 +399,3 @@ def _versions(contents: Contents) -> Iterator[str]:
         spent = sum(seconds)
         told = f"{spent / 3600:.1f} hours" if spent > 5400 else f"{spent / 60:.1f} minutes"
         yield f"{told} in steps"
-
-
-def _licence(contents: Contents) -> str:
-    licence = get_family(contents.made["family"]).license_of(contents.base)
-    if contents.base is None:
-        return "Not stated: the base model was a local folder. What is derived from it is under its licence."
-    where = f"[{plain(contents.base)}](https://huggingface.co/{contents.base})"
-    if licence is None:
-        return (
-            f"Not stated: see the licence of the base model, {where}, from which this is derived."
-        )
-    name = plain(licence.name or licence.id)
-    named = f"[{name}]({licence.link})" if licence.link else name
-    return f"{named}, the licence of the base model, {where}, from which this is derived."
