@@ -33,6 +33,7 @@ from dit_lora.families.references import (
     wrong_references,
 )
 from dit_lora.families.refusals import refuse_options
+from dit_lora.families.sampling import Generated, Sampling
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Draws, Streams
@@ -63,33 +64,6 @@ class Trained(Protocol):
     def losses(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput: ...
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The settings that one video is sampled with."""
-
-    shape: VideoShape
-    inference_steps: int
-    guidance_scale: float
-    seed: int
-    image: Path | None = None
-    """The first frame, for families that start from an image."""
-    last_image: Path | None = None
-    """The last frame, for those that are given one too."""
-    references: tuple[Path, ...] = ()
-    """The references, for families that take some."""
-    fps: float | None = None
-    """Frames a second, for families that are told them."""
-
-
-@dataclass(frozen=True)
-class Generated:
-    """One sample that a pipeline made."""
-
-    frames: torch.Tensor
-    """uint8 (frames, height, width, 3)."""
-    sound: Sound | None = None
 
 
 @dataclass(frozen=True)
