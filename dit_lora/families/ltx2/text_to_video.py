@@ -36,8 +36,8 @@ from dit_lora.families.base import (
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.loss_mask import loss_weights
-from dit_lora.families.ltx2.layers import ATTENTION, refuse_what_hears
 from dit_lora.families.ltx2.hearing import HearingCheckpoint
+from dit_lora.families.ltx2.layers import ATTENTION, refuse_what_hears
 from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
 from dit_lora.families.posterior import encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
