@@ -20,8 +20,7 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.media.sound import SoundFormat
-from dit_lora.data.media.video import Sound
+from dit_lora.data.media.clip_sound import SoundFormat
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.opening import load_or_init
@@ -33,7 +32,6 @@ from dit_lora.families.references import (
     wrong_references,
 )
 from dit_lora.families.refusals import refuse_options
-from dit_lora.families.sampling import Generated, Sampling
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Draws, Streams
@@ -64,6 +62,24 @@ class Trained(Protocol):
     def losses(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput: ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The settings that one video is sampled with."""
+
+    shape: VideoShape
+    inference_steps: int
+    guidance_scale: float
+    seed: int
+    image: Path | None = None
+    """The first frame, for families that start from an image."""
+    last_image: Path | None = None
+    """The last frame, for those that are given one too."""
+    references: tuple[Path, ...] = ()
+    """The references, for families that take some."""
+    fps: float | None = None
+    """Frames a second, for families that are told them."""
 
 
 @dataclass(frozen=True)
@@ -296,10 +312,6 @@ class Sampler(Opened):
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """Make one video, or an image of one frame: uint8 (frames, height, width, 3)."""
-        return self.generated(pipeline, conditions, how).frames
-
-    def generated(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> Generated:
-        """Make one video with its sound where that was trained, or an image of one frame."""
         given = {"image": how.image, "last_image": how.last_image}
         made = pipeline(
             **conditions,
@@ -312,12 +324,7 @@ class Sampler(Opened):
             output_type="np",
         )
         frames = made.images if self.output == "images" else made.frames[0]
-        pixels = torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
-        return Generated(pixels, self.sound_of(made))
-
-    def sound_of(self, made: Any) -> Sound | None:
-        """Return the sound in a pipeline's output; None where none was trained."""
-        return None
+        return torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
 
 
 class Checkpoint(Encoders, Denoiser, Sampler):

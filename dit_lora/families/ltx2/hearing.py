@@ -6,12 +6,10 @@ from typing import Any, Self
 
 import torch
 
-from dit_lora.data.media.sound import SoundFormat
-from dit_lora.data.media.video import Sound
+from dit_lora.data.media.clip_sound import SoundFormat
 from dit_lora.families.base import VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.ltx2.sound import SOUND_TRANSFORM, AudioEncoder, audio_encoder
-from dit_lora.families.opening import read_component_config
 from dit_lora.families.sound import HearingEncoder
 
 
@@ -43,12 +41,6 @@ class HearingCheckpoint(FlowCheckpoint):
     def hearing(self, encode: VideoEncoder, device: torch.device) -> VideoEncoder:
         """Return an encoder of clips that encodes their sound too, where that is trained."""
         return HearingEncoder(encode, audio_encoder(self.path, device)) if self.sound else encode
-
-    def sound_of(self, made: Any) -> Sound | None:
-        if not self.sound:
-            return None
-        vocoder = read_component_config(self.path, "vocoder")
-        return Sound(made.audio[0].float().cpu(), vocoder["output_sampling_rate"])
 
     def header(self) -> dict[str, Any]:
         return super().header() | ({"sound": True} if self.sound else {})

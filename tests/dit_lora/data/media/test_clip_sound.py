@@ -11,7 +11,7 @@ from PIL import Image
 from sound_files import FPS, Tones, pitch, write_clip
 
 from dit_lora.data.media.media import MediaFile, TarMember
-from dit_lora.data.media.sound import SoundFormat, read_sound, unusable_sound
+from dit_lora.data.media.clip_sound import SoundFormat, read_sound, unusable_sound
 from dit_lora.data.media.video import ClipError, Sound, read_header, write_video
 from dit_lora.data.synthetic.tones import RATE, tone
 
