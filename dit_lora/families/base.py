@@ -21,16 +21,12 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.media.clip_sound import SoundFormat
+from dit_lora.data.media.sound import Sound
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.opening import load_or_init
 from dit_lora.families.pictures import read_pictures
-from dit_lora.families.references import (
-    References,
-    read_references,
-    scaled,
-    wrong_references,
-)
+from dit_lora.families.references import References, read_references, scaled, wrong_references
 from dit_lora.families.refusals import refuse_options
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
@@ -325,6 +321,12 @@ class Sampler(Opened):
         )
         frames = made.images if self.output == "images" else made.frames[0]
         return torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
+
+    def generate_with_sound(
+        self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling
+    ) -> tuple[torch.Tensor, Sound | None]:
+        """Make a video as `generate` does, and the sound that it was trained with, if any."""
+        return self.generate(pipeline, conditions, how), None
 
 
 class Checkpoint(Encoders, Denoiser, Sampler):

@@ -25,6 +25,7 @@ from dit_lora.data.media.decode import (
 from dit_lora.data.media.media import Media, as_media, is_image, require_readable
 from dit_lora.data.media.opened import message_of, open_media
 from dit_lora.data.media.pictures import DAMAGED, cover, image_size, open_image, planes, upright
+from dit_lora.data.media.sound import Sound, sound_packets
 from dit_lora.data.media.sound_stream import sound_ends, sound_stream
 from dit_lora.errors import DitLoraError
 
@@ -102,11 +103,16 @@ def _open_image(media: Media) -> Image.Image:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-def write_sample(path: Path, video: torch.Tensor, fps: float | None) -> Path:
-    """Write uint8 (F, H, W, 3) to `path` with .png added for one frame, else .mp4; returns the path written."""
+def write_sample(
+    path: Path, video: torch.Tensor, fps: float | None, sound: Sound | None = None
+) -> Path:
+    """Write uint8 (F, H, W, 3) to `path` with .png added for one frame, else .mp4; returns the path written.
+
+    A picture has no sound.
+    """
     if len(video) > 1:
         whole = path.with_name(f"{path.name}.mp4")
-        write_video(whole, video, fps or 8.0)
+        write_video(whole, video, fps or 8.0, sound)
         return whole
     whole = path.with_name(f"{path.name}.png")
     whole.parent.mkdir(parents=True, exist_ok=True)
@@ -117,10 +123,10 @@ def write_sample(path: Path, video: torch.Tensor, fps: float | None) -> Path:
     return whole
 
 
-def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
-    """Write uint8 (F, H, W, 3) as H.264 that browsers and players take; H and W must be even.
+def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None = None) -> None:
+    """Write uint8 (F, H, W, 3) as H.264, and sound as AAC, that browsers and players take; H and W must be even.
 
-    Equal frames give equal bytes.
+    Equal frames and sound give equal bytes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -130,9 +136,11 @@ def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
         stream = container.add_stream("libx264", rate=rate, options=_H264)
         stream.thread_count = 1
         stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
+        packets = [] if sound is None else sound_packets(container, sound)
         for pixels in video.numpy():
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
+        container.mux(packets)
     partial.replace(path)
 
 

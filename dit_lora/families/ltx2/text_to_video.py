@@ -23,10 +23,10 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
+from dit_lora.data.media.sound import Sound
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
-    Generated,
     Sampling,
     Tensors,
     TensorSpec,
@@ -36,6 +36,7 @@ from dit_lora.families.base import (
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.loss_mask import loss_weights
+from dit_lora.families.ltx2.guidance import guidances
 from dit_lora.families.ltx2.hearing import HearingCheckpoint
 from dit_lora.families.ltx2.layers import ATTENTION, refuse_what_hears
 from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
@@ -48,15 +49,6 @@ from dit_lora.numerics.objectives import LossOutput, mean_squared_error
 from dit_lora.numerics.streams import Draws, Streams, moved, normal
 
 PIPELINE_MULTIPLE = 32  # check_inputs of both pipelines, whatever the autoencoder
-_NO_GUIDANCE = {
-    "guidance_rescale": 0.0,
-    "stg_scale": 0.0,
-    "modality_scale": 1.0,
-    "audio_guidance_scale": 1.0,
-    "audio_guidance_rescale": 0.0,
-    "audio_stg_scale": 0.0,
-    "audio_modality_scale": 1.0,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +124,10 @@ class LTX2Checkpoint(HearingCheckpoint):
     def notes(self, recipe: Recipe) -> list[str]:
         said = super().notes(recipe)
         if self.sound:
-            return [*said, "sound: trained beside the video, at noise levels of its own"]
+            return [
+                *said,
+                "sound: trained beside the video, at noise levels of its own; samples have it",
+            ]
         return [
             *said,
             "sound: not trained (data.sound). Video does not attend to sound in training, and does in the pipeline, whose "
@@ -363,21 +358,30 @@ class LTX2Checkpoint(HearingCheckpoint):
         }
 
     def settings(self, how: Sampling) -> dict[str, Any]:
-        """Frames a second, and the other guidances: the pipeline's own, all or none.
-
-        Above 1, `guidance_scale` is the video's, in the space of clean latents, beside the pipeline's defaults for sound,
-        modalities and perturbed attention; else there is one call a step, as distilled checkpoints want.
-        """
-        given: dict[str, Any] = {} if how.fps is None else {"frame_rate": float(how.fps)}
-        if how.guidance_scale <= 1:
-            return given | _NO_GUIDANCE
-        # 2.0 has no perturbed attention: its call for that would be the same once more.
+        """Return frames a second, and the guidances beside `guidance_scale`."""
+        given = {} if how.fps is None else {"frame_rate": float(how.fps)}
         perturbed = self.transformer_config["perturbed_attn"]
-        return given | ({} if perturbed else {"stg_scale": 0.0, "audio_stg_scale": 0.0})
+        return given | guidances(how.guidance_scale, perturbed=perturbed)
 
-    def generated(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> Generated:
+    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         with connectors_passed(pipeline, conditions, self._text_width("video")):
-            return super().generated(pipeline, conditions, how)
+            return super().generate(pipeline, conditions, how)
+
+    def generate_with_sound(
+        self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling
+    ) -> tuple[torch.Tensor, Sound | None]:
+        if not self.sound:
+            return super().generate_with_sound(pipeline, conditions, how)
+        heard: list[torch.Tensor] = []
+
+        def called(**arguments: Any) -> Any:
+            made = pipeline(**arguments)
+            heard.extend(made.audio)
+            return made
+
+        with connectors_passed(pipeline, conditions, self._text_width("video")):
+            video = super().generate(called, conditions, how)
+        return video, Sound(heard[0], pipeline.vocoder.config.output_sampling_rate)
 
     def index_changes(self) -> dict[str, Any]:
         """The pipeline, where another task was trained than the checkpoint's own."""

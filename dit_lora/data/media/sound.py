@@ -1,0 +1,30 @@
+"""Sound out: a track of AAC beside a video."""
+
+from typing import NamedTuple
+
+import av
+import torch
+
+_LAYOUTS = ("mono", "stereo")
+
+
+class Sound(NamedTuple):
+    """A waveform (1 or 2 channels, samples) in floating point from -1 to 1, and its samples a second."""
+
+    waveform: torch.Tensor
+    rate: int
+
+
+def sound_packets(container: av.container.OutputContainer, sound: Sound) -> list[av.Packet]:
+    """Add a track to a container that nothing was written to yet, and return what belongs into it.
+
+    Equal sound gives equal packets.
+    """
+    waveform, layout = sound.waveform.float().clamp(-1, 1), _LAYOUTS[len(sound.waveform) - 1]
+    track = container.add_stream("aac", rate=sound.rate, layout=layout)
+    track.codec_context.thread_count = 1
+    frame = av.AudioFrame.from_ndarray(
+        waveform.contiguous().cpu().numpy(), format="fltp", layout=layout
+    )
+    frame.sample_rate, frame.pts = sound.rate, 0
+    return [*track.encode(frame), *track.encode()]
