@@ -1,12 +1,9 @@
-"""What one sample is made with, and what comes of it."""
+"""What one sample is made with."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from dit_lora.config.data import VideoShape
-from dit_lora.data.media.video import Sound
 
 
 @dataclass(frozen=True)
@@ -25,12 +22,3 @@ class Sampling:
     """The references, for families that take some."""
     fps: float | None = None
     """Frames a second, for families that are told them."""
-
-
-@dataclass(frozen=True)
-class Generated:
-    """One sample that a pipeline made."""
-
-    frames: torch.Tensor
-    """uint8 (frames, height, width, 3)."""
-    sound: Sound | None = None

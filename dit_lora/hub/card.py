@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -14,13 +13,13 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERTS
 from dit_lora.families import get_family
-from dit_lora.hub.licence import licence_of
 from dit_lora.hub.contents import VERIFICATION, Contents
+from dit_lora.hub.licence import licence_of
+from dit_lora.hub.markdown import one_line, plain
 from dit_lora.hub.usage import install_line, needs_ours, reference_files, sample_line, usage_code
-from dit_lora.redact import redacted_words, without_tokens
+from dit_lora.redact import without_tokens
 from dit_lora.results.experts import pair_file
 
-_SPECIAL = re.compile(r"([\\`*_\[\]<>|~$&])")
 # huggingface.js, packages/tasks/src/pipelines.ts; what has classes in place of prompts has no task there.
 _TASKS = {
     (False, "images"): "text-to-image",
@@ -53,7 +52,7 @@ def write_card(contents: Contents, repo_id: str) -> str:
         notes=list(_notes(contents)),
         verifications=sorted(name for name in contents.files if name.endswith(VERIFICATION)),
         commands=[
-            without_tokens(line) for line in sample_line(contents, repo_id, _one_line(prompt))
+            without_tokens(line) for line in sample_line(contents, repo_id, one_line(prompt))
         ],
         data=list(_data(contents)),
         values=list(_values(contents)),
@@ -63,15 +62,6 @@ def write_card(contents: Contents, repo_id: str) -> str:
         licence=licence_of(contents),
     )
     return str(card)
-
-
-def plain(text: object) -> str:
-    """Return the text on one line that Markdown shows as it is, in a paragraph and in a table."""
-    return _SPECIAL.sub(r"\\\1", redacted_words(_one_line(str(text))))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def task_of(contents: Contents) -> str | None:
