@@ -1,4 +1,4 @@
-"""What one sample is made with."""
+"""The settings that one sample is made with."""
 
 from dataclasses import dataclass
 from pathlib import Path

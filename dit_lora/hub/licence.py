@@ -1,4 +1,4 @@
-"""What a card says of the licence of what was trained."""
+"""The licence of a result, as its card says it."""
 
 from dit_lora.families import get_family
 from dit_lora.hub.contents import Contents
