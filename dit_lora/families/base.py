@@ -20,8 +20,7 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.media.clip_sound import SoundFormat
-from dit_lora.data.media.sound import Sound
+from dit_lora.data.media.sound import Sound, SoundFormat
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.opening import load_or_init

@@ -3,8 +3,6 @@
 Shapes: N samples of sound.
 """
 
-from dataclasses import dataclass
-
 import av
 import numpy as np
 import torch
@@ -12,6 +10,7 @@ import torch
 from dit_lora.data.media.decode import first_time, video_stream
 from dit_lora.data.media.media import Media, is_image, require_readable
 from dit_lora.data.media.opened import open_media
+from dit_lora.data.media.sound import SoundFormat
 from dit_lora.data.media.sound_stream import SLACK, no_sound, sound_frames, sound_too_short
 from dit_lora.data.media.video import ClipError, VideoHeader, reason
 
@@ -25,19 +24,6 @@ _MARGIN = 0.1
 # Integers of 32 bits: for them, FFmpeg scales the channels that it mixes so that none can exceed the range.
 _FORMAT = "s32p"
 _FULL = 2.0**31
-
-
-@dataclass(frozen=True)
-class SoundFormat:
-    """The sound that a model is trained on."""
-
-    rate: int
-    """Samples a second."""
-    channels: int
-
-    def samples(self, frames: int, fps: float) -> int:
-        """Return the number of samples that belong to so many frames."""
-        return round(frames / fps * self.rate)
 
 
 def unusable_sound(

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from dit_lora.data.media.clip_sound import SoundFormat
+from dit_lora.data.media.sound import SoundFormat
 from dit_lora.families.base import VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.ltx2.sound import SOUND_TRANSFORM, AudioEncoder, audio_encoder

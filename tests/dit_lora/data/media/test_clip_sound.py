@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from sound_files import FPS, Tones, pitch, write_clip
 
-from dit_lora.data.media.clip_sound import SoundFormat, read_sound, unusable_sound
+from dit_lora.data.media.clip_sound import read_sound, unusable_sound
 from dit_lora.data.media.media import MediaFile, TarMember
-from dit_lora.data.media.sound import Sound
+from dit_lora.data.media.sound import Sound, SoundFormat
 from dit_lora.data.media.video import ClipError, read_header, write_video
 from dit_lora.data.synthetic.tones import RATE, tone
 
