@@ -19,9 +19,10 @@ class Sound(NamedTuple):
 def sound_packets(container: av.container.OutputContainer, sound: Sound) -> list[av.Packet]:
     """Add a track to a container that nothing was written to yet, and return what belongs into it.
 
-    Equal sound gives equal packets.
+    Equal sound gives equal packets. NaN is silence, as it is black in a picture.
     """
-    waveform, layout = sound.waveform.float().clamp(-1, 1), _LAYOUTS[len(sound.waveform) - 1]
+    waveform = sound.waveform.float().nan_to_num(0.0).clamp(-1, 1)
+    layout = _LAYOUTS[len(waveform) - 1]
     track = container.add_stream("aac", rate=sound.rate, layout=layout)
     track.codec_context.thread_count = 1
     frame = av.AudioFrame.from_ndarray(

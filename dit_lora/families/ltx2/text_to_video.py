@@ -35,6 +35,7 @@ from dit_lora.families.base import (
     VideoEncoder,
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.flow_scheduler import require_steps
 from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.ltx2.guidance import guidances
 from dit_lora.families.ltx2.hearing import HearingCheckpoint
@@ -109,6 +110,8 @@ class LTX2Checkpoint(HearingCheckpoint):
                 "train its base, whose adapter loads into both, and sample from this one with validation.model; or give an "
                 "adapter that undoes it in lora.under"
             )
+        steps = recipe.validation.inference_steps
+        require_steps(self.scheduler, steps, "validation.inference_steps")
         if not data.sound:
             refuse_what_hears(recipe)
         return replace(fitting, fps=data.fps, sound=data.sound)
@@ -193,14 +196,11 @@ class LTX2Checkpoint(HearingCheckpoint):
         return {"latent_mean": whole[0]}
 
     def mu(self, size: torch.Size) -> float:
-        return self._mu_of(prod(size[1:]))
-
-    def _mu_of(self, tokens: int) -> float:
         # The pipeline's line goes on beyond its second point; the trainer's ends there, where its stretched density would
         # be no density any more (timestep_samplers.py).
         base, most = (self.scheduler[f"{name}_image_seq_len"] for name in ("base", "max"))
         shifts = self.scheduler["base_shift"], self.scheduler["max_shift"]
-        return float(calculate_shift(min(tokens, most), base, most, *shifts))
+        return float(calculate_shift(min(prod(size[1:]), most), base, most, *shifts))
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         """Return the draws of any flow matching, with noise for tokens (S, C); those of sound beside them.
@@ -358,7 +358,8 @@ class LTX2Checkpoint(HearingCheckpoint):
         }
 
     def settings(self, how: Sampling) -> dict[str, Any]:
-        """Return frames a second, and the guidances beside `guidance_scale`."""
+        """Return frames a second, and the guidances beside `guidance_scale`; refuse a single step where that gives NaN."""
+        require_steps(self.scheduler, how.inference_steps, f"{self.path.name}: inference steps")
         given = {} if how.fps is None else {"frame_rate": float(how.fps)}
         perturbed = self.transformer_config["perturbed_attn"]
         return given | guidances(how.guidance_scale, perturbed=perturbed)

@@ -54,17 +54,20 @@ def test_sound_is_read_back_channel_by_channel(hertz: tuple[int, ...], tmp_path:
     assert all(np.array_equal(*pair) for pair in zip(frames, silent, strict=True))
 
 
-def test_equal_sound_gives_equal_bytes_and_a_louder_one_is_cut(tmp_path: Path) -> None:
+def test_equal_sound_gives_equal_bytes_a_louder_one_is_cut_and_nan_is_silence(
+    tmp_path: Path,
+) -> None:
     sound = tones(500, 1300)
     loud = Sound(10 * sound.waveform, RATE)
     cut = Sound(loud.waveform.clamp(-1, 1), RATE)
-    files = [
-        write_sample(tmp_path / name, video(), 8, one)
-        for name, one in (("a", sound), ("b", sound), ("c", loud), ("d", cut))
-    ]
-    a, b, c, d = (file.read_bytes() for file in files)
+    broken, silent = Sound(sound.waveform * float("nan"), RATE), Sound(0 * sound.waveform, RATE)
+    a, b, c, d, e, f = (
+        write_sample(tmp_path / str(number), video(), 8, one).read_bytes()
+        for number, one in enumerate((sound, sound, loud, cut, broken, silent))
+    )
     assert a == b
     assert a != c == d
+    assert e == f
 
 
 def test_a_picture_is_written_without_its_sound(tmp_path: Path) -> None:
