@@ -9,7 +9,13 @@ import yaml
 # https://huggingface.co/docs/hub/repositories-licenses, those of the bases that have recipes
 LICENSES = ("apache-2.0", "mit", "cc-by-nc-4.0", "llama2", "other")
 # huggingface.js, packages/tasks/src/pipelines.ts
-TASKS = ("text-to-image", "text-to-video", "image-to-video", "video-text-to-text")
+TASKS = (
+    "text-to-image",
+    "image-to-image",
+    "text-to-video",
+    "image-to-video",
+    "video-text-to-text",
+)
 RELATIONS = ("adapter", "finetune", "merge", "quantized")
 _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 # huggingface_hub.repocard.REGEX_YAML_BLOCK, "exact same regex as in the Hub server"

@@ -43,6 +43,10 @@ def captioned_images(folder: Path) -> None:
     write_shapes(folder, clips=4, frames=1, height=64, width=96, fps=1)
 
 
+def clips_with_sound(folder: Path) -> None:
+    write_shapes(folder, clips=4, frames=17, height=64, width=96, fps=8, sound=True)
+
+
 def edit_pairs(folder: Path) -> None:
     write_edit_pairs(folder, pairs=4, height=64, width=64)
 
@@ -71,6 +75,7 @@ SMOKES = {
         "ltx-video", overrides=("data.image_dropout=0.5",), pictures=("images",)
     ),
     "ltx2": Smoke("ltx-2.3"),
+    "ltx2_sound": Smoke("ltx-2.3", clips_with_sound),
     "ltx2_i2v": Smoke("ltx-2", overrides=("data.image_dropout=0.5",), pictures=("images",)),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),

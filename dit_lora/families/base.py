@@ -20,13 +20,14 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.media.sound import Sound
+from dit_lora.data.media.sound import Sound, SoundFormat
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.opening import load_or_init
 from dit_lora.families.pictures import read_pictures
 from dit_lora.families.references import References, read_references, scaled, wrong_references
 from dit_lora.families.refusals import refuse_options
+from dit_lora.families.sampling import Sampling
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Draws, Streams
@@ -57,24 +58,6 @@ class Trained(Protocol):
     def losses(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput: ...
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The settings that one video is sampled with."""
-
-    shape: VideoShape
-    inference_steps: int
-    guidance_scale: float
-    seed: int
-    image: Path | None = None
-    """The first frame, for families that start from an image."""
-    last_image: Path | None = None
-    """The last frame, for those that are given one too."""
-    references: tuple[Path, ...] = ()
-    """The references, for families that take some."""
-    fps: float | None = None
-    """Frames a second, for families that are told them."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +122,11 @@ class Encoders(Opened):
     """Name of the way that pixels are encoded; part of each sample's cache key, so changed whenever they would be encoded otherwise."""
     after_text_encoder: ClassVar[Mapping[str, Any]] = {}
     """Classes of Diffusers' that captions pass after the text encoder, by folder."""
+
+    @property
+    def sound_format(self) -> SoundFormat | None:
+        """The sound that is encoded beside the video; None if none is trained."""
+        return None
 
     def text_facts(self) -> Mapping[str, Any]:
         """Return what embeddings depend on besides caption and dtype: files (`Path`) and values."""

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -15,15 +14,17 @@ from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERTS
 from dit_lora.families import get_family
 from dit_lora.hub.contents import VERIFICATION, Contents
-from dit_lora.hub.usage import install_line, needs_ours, sample_line, usage_code
-from dit_lora.redact import redacted_words, without_tokens
+from dit_lora.hub.licence import licence_of
+from dit_lora.hub.markdown import one_line, plain
+from dit_lora.hub.usage import install_line, needs_ours, reference_files, sample_line, usage_code
+from dit_lora.redact import without_tokens
 from dit_lora.results.experts import pair_file
 
-_SPECIAL = re.compile(r"([\\`*_\[\]<>|~$&])")
 # huggingface.js, packages/tasks/src/pipelines.ts; what has classes in place of prompts has no task there.
 _TASKS = {
     (False, "images"): "text-to-image",
     (False, "clips"): "text-to-video",
+    (True, "images"): "image-to-image",
     (True, "clips"): "image-to-video",
 }
 _CHAT_TASK = "video-text-to-text"
@@ -51,25 +52,16 @@ def write_card(contents: Contents, repo_id: str) -> str:
         notes=list(_notes(contents)),
         verifications=sorted(name for name in contents.files if name.endswith(VERIFICATION)),
         commands=[
-            without_tokens(line) for line in sample_line(contents, repo_id, _one_line(prompt))
+            without_tokens(line) for line in sample_line(contents, repo_id, one_line(prompt))
         ],
         data=list(_data(contents)),
         values=list(_values(contents)),
         result=list(_result(contents)),
         checks=list(_checks(contents)),
         versions=list(_versions(contents)),
-        licence=_licence(contents),
+        licence=licence_of(contents),
     )
     return str(card)
-
-
-def plain(text: object) -> str:
-    """Return the text on one line that Markdown shows as it is, in a paragraph and in a table."""
-    return _SPECIAL.sub(r"\\\1", redacted_words(_one_line(str(text))))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def task_of(contents: Contents) -> str | None:
@@ -79,7 +71,10 @@ def task_of(contents: Contents) -> str | None:
         return _CHAT_TASK
     if pipeline["condition"] == "class_labels":
         return None
-    return _TASKS.get((pipeline["from_image"], contents.facts["data"]["kind"]))
+    kind = contents.facts["data"]["kind"]
+    # The list has no task from clips to clips.
+    edits = kind == "images" and pipeline.get("references", 0) > 0
+    return _TASKS.get((pipeline["from_image"] or edits, kind))
 
 
 def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
@@ -214,6 +209,8 @@ def _notes(contents: Contents) -> Iterator[str]:
         yield "`first_frame.png` is the video's first frame, at the height and width above."
     if pipeline and pipeline.get("to_image"):
         yield "`last_frame.png` is its last frame, at the same."
+    if pipeline and pipeline.get("references"):
+        yield _about_references(pipeline)
     if contents.expert and not contents.experts and contents.kind != "pipeline":
         yield f"It is for the expert for {_named(contents.expert)} alone; the other is as the base has it."
     if pipeline and pipeline["condition"] == "class_labels":
@@ -229,6 +226,19 @@ def _notes(contents: Contents) -> Iterator[str]:
         yield "Questions are put by the model's own processor and chat template."
     if needs_ours(contents):
         yield "Stock Diffusers or Transformers alone do not load it: a class or loader of dit-lora's does."
+
+
+def _about_references(pipeline: Mapping[str, Any]) -> str:
+    files = reference_files(pipeline["references"])
+    named = ", ".join(f"`{file}`" for file in files)
+    what = (
+        "is what the sample is made from" if len(files) == 1 else "are what the sample is made from"
+    )
+    side = pipeline.get("reference_resolution")
+    if side is None:
+        return f"{named} {what}, in the order of training."
+    most = f"scaled to {side} x {side} pixels' worth where they had more"
+    return f"{named} {what}, in the order of training, in which they were {most}."
 
 
 def _data(contents: Contents) -> Iterator[str]:
@@ -251,12 +261,21 @@ def _data(contents: Contents) -> Iterator[str]:
     if data.get("caption_words"):
         distinct = data["distinct_captions"]
         yield f"words of a caption: {_spread(data['caption_words'])}; {distinct:,} captions are distinct"
+    if data.get("references"):
+        counts = [f"{number} ({count:,})" for number, count in data["references"].items()]
+        yield f"references of a clip, with their clips: {', '.join(counts)}"
+    if data.get("masked"):
+        yield f"{data['masked']:,} have a mask: what it leaves out counts {_floor(contents):g} times in the loss"
     if data.get("classes"):
         yield f"{data['classes']:,} classes"
     for name in data["datasets"]:
         yield f"dataset: [{plain(name)}](https://huggingface.co/datasets/{name})"
     if data["left_out"]:
         yield f"{data['left_out']:,} samples could not be used and were left out before training"
+
+
+def _floor(contents: Contents) -> float:
+    return float(contents.run.config["data"].get("mask_floor", 0.0))
 
 
 def _about(kind: str) -> str:
@@ -370,17 +389,3 @@ def _versions(contents: Contents) -> Iterator[str]:
         spent = sum(seconds)
         told = f"{spent / 3600:.1f} hours" if spent > 5400 else f"{spent / 60:.1f} minutes"
         yield f"{told} in steps"
-
-
-def _licence(contents: Contents) -> str:
-    licence = get_family(contents.made["family"]).license_of(contents.base)
-    if contents.base is None:
-        return "Not stated: the base model was a local folder. What is derived from it is under its licence."
-    where = f"[{plain(contents.base)}](https://huggingface.co/{contents.base})"
-    if licence is None:
-        return (
-            f"Not stated: see the licence of the base model, {where}, from which this is derived."
-        )
-    name = plain(licence.name or licence.id)
-    named = f"[{name}]({licence.link})" if licence.link else name
-    return f"{named}, the licence of the base model, {where}, from which this is derived."

@@ -34,14 +34,29 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
             source["path"] = f"path/to/data_{number}" if number else "path/to/data"
         if source.get("media") is not None:
             source["media"] = f"path/to/media_{number}" if number else "path/to/media"
+        if source.get("mask_folder") is not None:
+            source["mask_folder"] = f"path/to/masks_{number}" if number else "path/to/masks"
+        if source.get("reference_folders"):
+            source["reference_folders"] = [
+                f"path/to/references_{number}_{place}" if number else f"path/to/references_{place}"
+                for place in range(len(source["reference_folders"]))
+            ]
     data["cache"] = None
     shown = _section(values, "validation")
-    for name in ("images", "media"):
+    for name in ("images", "last_images", "media"):
         if shown.get(name):
             shown[name] = [
                 f"path/to/{name}_{index:02d}{Path(str(one)).suffix}"
                 for index, one in enumerate(shown[name])
             ]
+    if shown.get("references"):
+        shown["references"] = [
+            [
+                f"path/to/reference_{index:02d}_{place}{Path(str(one)).suffix}"
+                for place, one in enumerate([files] if isinstance(files, str) else files)
+            ]
+            for index, files in enumerate(shown["references"])
+        ]
     if shown.get("model") is not None and hub_name(shown["model"]) is None:
         shown["model"] = "path/to/validation_model"
     if shown.get("other_expert"):

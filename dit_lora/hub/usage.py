@@ -53,6 +53,7 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     template = resources.files("dit_lora.hub").joinpath(name).read_text(encoding="utf-8")
     code = environment.from_string(template).render(
         facts={"to_image": False, **contents.facts["pipeline" if is_pipeline else "model"]},
+        references=reference_files(contents.facts.get("pipeline", {}).get("references", 0)),
         repo_id=repo_id,
         prompt=prompt,
         base=_base(contents),
@@ -68,6 +69,11 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
         repr=repr,
     )
     return code.rstrip()
+
+
+def reference_files(number: int) -> list[str]:
+    """Return the names that code and commands give to so many references."""
+    return [f"reference_{place}.png" for place in range(1, number + 1)]
 
 
 def literal(text: str) -> str:
@@ -112,4 +118,6 @@ def sample_line(contents: Contents, repo_id: str, prompt: str) -> Sequence[str]:
         return ()
     quoted = "'" + prompt.replace("'", "'\\''") + "'"
     model = "" if contents.base or contents.kind == "pipeline" else f" --model {_LOCAL_BASE}"
-    return (f"dit-lora sample {repo_id}{model} --prompt {quoted}",)
+    given = reference_files(contents.facts["pipeline"].get("references", 0))
+    references = "".join(f" --reference {file}" for file in given)
+    return (f"dit-lora sample {repo_id}{model} --prompt {quoted}{references}",)

@@ -17,6 +17,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.buckets.buckets import buckets_of
 from dit_lora.data.cache.cache import Spec
+from dit_lora.data.media.sound import Sound
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.without_weights import data_is_here, from_configs, text_encoders
 from dit_lora.fuse import api, fp8, kernel_support
@@ -207,11 +208,18 @@ class Subject:
             mask = torch.ones(shape.height, shape.width) if masked else None
             held = [t for one in encoders for t in (*one.parameters(), *one.buffers())]
             with Live([*held, pixels]) as live:
-                sample = DecodedSample(pixels, first, tuple(references), mask)
+                sound = self._silence(shape)
+                sample = DecodedSample(pixels, first, tuple(references), mask, sound)
                 made = sample.encoded(encode, shape)
             return made, live.most
 
         return self._once(shape, run)
+
+    def _silence(self, shape: VideoShape) -> Sound | None:
+        how, fps = self.checkpoint.sound_format, self.recipe.data.fps
+        if how is None or fps is None:
+            return None
+        return Sound(torch.zeros(how.channels, how.samples(shape.frames, fps)), how.rate)
 
     @cached_property
     def _encoders(self) -> tuple[Any, list[nn.Module], FakeTensorMode]:

@@ -269,7 +269,7 @@ const chooseHeat = () => {
 
 // Samples: two steps beside each other, played together.
 const value = (id) => document.getElementById(id)?.value;
-const shownVideos = () => all('.sample figure:not([hidden]) video');
+const shownVideos = () => all('.pair figure:not([hidden]) video');
 const chooseSamples = () => {
   const mode = value('mode');
   const steps = [value('left'), value('right')];
@@ -282,7 +282,7 @@ const chooseSamples = () => {
     const two = figures.filter((one) => !one.hidden).length === 2;
     pair.classList.toggle('slider', mode === 'slider' && two);
     pair.classList.toggle('strip', mode === 'all');
-    const cut = pair.parentElement.querySelector('.cut');
+    const cut = pair.closest('.sample').querySelector('.cut');
     cut.hidden = !(mode === 'slider' && two);
     pair.style.setProperty('--cut', `${cut.value}%`);
   }

@@ -1,5 +1,6 @@
-"""Sound out: a track of AAC beside a video."""
+"""Sound as models take it, and out: a track of AAC beside a video."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import av
@@ -29,3 +30,16 @@ def sound_packets(container: av.container.OutputContainer, sound: Sound) -> list
     )
     frame.sample_rate, frame.pts = sound.rate, 0
     return [*track.encode(frame), *track.encode()]
+
+
+@dataclass(frozen=True)
+class SoundFormat:
+    """The sound that a model is trained on."""
+
+    rate: int
+    """Samples a second."""
+    channels: int
+
+    def samples(self, frames: int, fps: float) -> int:
+        """Return the number of samples that belong to so many frames."""
+        return round(frames / fps * self.rate)

@@ -26,6 +26,7 @@ from dit_lora.data.media.media import Media, as_media, is_image, require_readabl
 from dit_lora.data.media.opened import message_of, open_media
 from dit_lora.data.media.pictures import DAMAGED, cover, image_size, open_image, planes, upright
 from dit_lora.data.media.sound import Sound, sound_packets
+from dit_lora.data.media.sound_stream import sound_ends, sound_stream
 from dit_lora.errors import DitLoraError
 
 # Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
@@ -154,6 +155,9 @@ class VideoHeader:
     """Height in pixels as shown: upright, and square."""
     width: int
     is_image: bool = False
+    has_sound: bool = False
+    sound_ends: float | None = None
+    """Seconds from the first picture to the end of the sound."""
 
 
 def read_header(media: Media | Path) -> VideoHeader:
@@ -186,7 +190,15 @@ def _header(container: av.container.InputContainer) -> VideoHeader:
     elif container.duration:
         seconds = container.duration / av.time_base
     fps = float(stream.average_rate) if stream.average_rate else None
-    return VideoHeader(fps, seconds, stream.frames or None, height, width)
+    return VideoHeader(
+        fps,
+        seconds,
+        stream.frames or None,
+        height,
+        width,
+        has_sound=sound_stream(container) is not None,
+        sound_ends=sound_ends(container, stream),
+    )
 
 
 def reason(error: Exception) -> str:

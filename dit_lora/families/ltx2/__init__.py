@@ -39,11 +39,11 @@ _COMFYUI = {
 }
 
 
-def _site(variant: str, **other: Any) -> Site:
+def _site(variant: str, *, sound: bool = False, **other: Any) -> Site:
     return Site(
         family="ltx2",
         variant=variant,
-        data={"frames": 9, "height": 64, "width": 96, "fps": 8},
+        data={"frames": 9, "height": 64, "width": 96, "fps": 8, "sound": sound},
         modulation="time_embed.linear",
         time_proj="time_embed.emb.time_proj",
         posterior=False,
@@ -79,5 +79,5 @@ FAMILY = DiffusionFamily(
     },
     masked_attention=True,
     comfyui=LayerNames(alpha=False, renamed=_COMFYUI),
-    sites=(_site("ltx-2"), _site("ltx-2.3")),
+    sites=(_site("ltx-2"), _site("ltx-2.3", sound=True)),
 )

@@ -21,6 +21,7 @@ from dit_lora.families.base import Tensors
 
 _POINTS = 1024  # of the Fourier transform and its window
 _LEAST = 1e-5
+SOUND_TRANSFORM = "ltx2-sound-1: log mel of 1,024 points, posterior mean, normalised by the VAE's own statistics, fp32"
 
 
 class AudioEncoder(Protocol):

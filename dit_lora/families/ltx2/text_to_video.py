@@ -38,8 +38,8 @@ from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import require_steps
 from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.ltx2.guidance import guidances
+from dit_lora.families.ltx2.hearing import HearingCheckpoint
 from dit_lora.families.ltx2.layers import ATTENTION, refuse_what_hears
-from dit_lora.families.ltx2.sound import AudioEncoder, audio_encoder
 from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
 from dit_lora.families.posterior import encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
@@ -53,19 +53,15 @@ PIPELINE_MULTIPLE = 32  # check_inputs of both pipelines, whatever the autoencod
 
 
 @dataclass(frozen=True, kw_only=True)
-class LTX2Checkpoint(FlowCheckpoint):
+class LTX2Checkpoint(HearingCheckpoint):
     """One LTX-2 or LTX-2.3 checkpoint as text-to-video."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled up with its defaults."""
     connectors: Mapping[str, Any]
     """The connectors' config."""
-    audio_vae: Mapping[str, Any]
-    """The audio VAE's config."""
     fps: float | None = None
     """Frames a second: positions are in seconds. None for the pipeline's default."""
-    sound: bool = False
-    """True if sound is trained beside the video (`data.sound`)."""
     task_given: bool = False
     """True where the recipe chose another task than the checkpoint's own pipeline has."""
     pipeline_class: ClassVar[Any] = LTX2Pipeline
@@ -124,12 +120,9 @@ class LTX2Checkpoint(FlowCheckpoint):
         """Return attention's layers of the video alone, or with sound all of them."""
         return ATTENTION if self.sound else tuple(defaults)
 
-    def header(self) -> dict[str, Any]:
-        return super().header() | ({"sound": True} if self.sound else {})
-
     def with_header(self, made: Mapping[str, Any]) -> Self:
         fps = made.get("video", {}).get("fps", self.fps)
-        return replace(super().with_header(made), fps=fps, sound=made.get("sound", self.sound))
+        return replace(super().with_header(made), fps=fps)
 
     def notes(self, recipe: Recipe) -> list[str]:
         said = super().notes(recipe)
@@ -191,7 +184,7 @@ class LTX2Checkpoint(FlowCheckpoint):
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             return self.encoded(vae, pixels)
 
-        return encode
+        return self.hearing(encode, device)
 
     def encoded(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         """Return a clip's latents as the cache keeps them, normalised by what the VAE's weights hold."""
@@ -201,10 +194,6 @@ class LTX2Checkpoint(FlowCheckpoint):
             mean[None], vae.latents_mean, vae.latents_std, factor
         )
         return {"latent_mean": whole[0]}
-
-    def load_audio_encoder(self, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
-        """Load the audio VAE; it encodes in fp32 whatever `dtype` is."""
-        return audio_encoder(self.path, device)
 
     def mu(self, size: torch.Size) -> float:
         # The pipeline's line goes on beyond its second point; the trainer's ends there, where its stretched density would

@@ -62,6 +62,7 @@ def build_tiny(variant: str, out: Path) -> None:
         **text,
         **without,
     )
+    pipeline._optional_components = [*pipeline._optional_components, *without]
     pipeline.save_pretrained(out, safe_serialization=True)
     if without:
         _write_processor(text["tokenizer"], out)

@@ -3,11 +3,13 @@
 import base64
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dit_lora.data.media.video import read_header
+from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 
 EMBED_LIMIT_BYTES = 64 * 2**20
@@ -16,7 +18,7 @@ STEPS = 60
 """Sampled steps that are shown of one prompt: of more, evenly spread ones with the first and the last."""
 PROMPTS = 64
 """Prompts that are shown."""
-TYPES = {".mp4": "video/mp4", ".png": "image/png"}
+TYPES = {".mp4": "video/mp4", ".png": "image/png", ".jpg": "image/jpeg"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,18 @@ class ShownClip:
     step: int
     label: str
     source: str
+    has_sound: bool = False
+
+
+@dataclass(frozen=True)
+class ShownReference:
+    """Something that a prompt's samples are made from; `source` is a data URI or a link."""
+
+    label: str
+    kind: str
+    """`video` or `image`."""
+    source: str
+    has_sound: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,7 @@ class PromptSamples:
     kind: str
     """`video` or `image`."""
     clips: Sequence[ShownClip]
+    references: Sequence[ShownReference] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Sampled:
-    """All that was sampled; `linked` samples stay beside the page, and `hidden` steps are not shown."""
+    """All that was sampled; `linked` files stay beside the page, and `hidden` steps are not shown."""
 
     samples: Sequence[PromptSamples] = ()
     answers: Sequence[Answered] = ()
@@ -76,8 +91,10 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
             files.setdefault(int(match[2]), {})[int(match[1])] = path
     chosen = {index: _spread(by_step) for index, by_step in sorted(files.items())[:PROMPTS]}
     hidden = max((len(files[index]) - len(steps) for index, steps in chosen.items()), default=0)
+    references = _find_references(folder)
     # What shows the most is embedded first: both ends of every prompt, then the latest of the others.
-    wanted = [files[i][step] for i, steps in chosen.items() for step in {steps[0], steps[-1]}]
+    wanted = [path for index in chosen for path in references.get(index, ())]
+    wanted += [files[i][step] for i, steps in chosen.items() for step in {steps[0], steps[-1]}]
     wanted += [
         files[i][step]
         for step in sorted({s for steps in chosen.values() for s in steps}, reverse=True)
@@ -86,22 +103,57 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     ]
     room = EMBED_LIMIT_BYTES if embed else 0
     embedded = _embedded(wanted, room)
+
+    def source(path: Path) -> str:
+        return embedded.get(path) or path.relative_to(folder).as_posix()
+
     samples = [
         PromptSamples(
             prompts[index] if index < len(prompts) else f"prompt {index}",
-            "image" if files[index][steps[-1]].suffix == ".png" else "video",
+            _kind(files[index][steps[-1]]),
             [
-                ShownClip(
-                    step, when(step), embedded.get(path) or path.relative_to(folder).as_posix()
-                )
+                ShownClip(step, when(step), source(path), _has_sound(path))
                 for step in steps
                 for path in [files[index][step]]
             ],
+            _shown(references.get(index, ()), source),
         )
         for index, steps in chosen.items()
     ]
-    linked = sum(1 for one in samples for clip in one.clips if not clip.source.startswith("data:"))
+    shown = [clip.source for one in samples for clip in one.clips]
+    shown += [one.source for sample in samples for one in sample.references]
+    linked = sum(1 for one in shown if not one.startswith("data:"))
     return Sampled(samples, _find_answers(folder), linked, hidden)
+
+
+def _has_sound(path: Path) -> bool:
+    """Return if a sample was written with its sound."""
+    try:
+        return read_header(path).has_sound
+    except DitLoraError:  # it went away meanwhile, or is written no further
+        return False
+
+
+def _find_references(folder: Path) -> dict[int, list[Path]]:
+    """Return the small copies of what each prompt's samples are made from, in their order."""
+    found: dict[int, list[tuple[int, Path]]] = {}
+    for path in (folder / "samples" / "references").glob("prompt_*.*"):
+        match = re.fullmatch(r"prompt_(\d{1,6})_(\d{1,6})\.(mp4|jpg)", path.name)
+        if match:
+            found.setdefault(int(match[1]), []).append((int(match[2]), path))
+    return {index: [path for _, path in sorted(paths)] for index, paths in found.items()}
+
+
+def _shown(references: Sequence[Path], source: Callable[[Path], str]) -> list[ShownReference]:
+    several = len(references) > 1
+    return [
+        ShownReference(f"reference {place}" if several else "reference", _kind(path), source(path))
+        for place, path in enumerate(references, start=1)
+    ]
+
+
+def _kind(path: Path) -> str:
+    return "video" if path.suffix == ".mp4" else "image"
 
 
 def when(step: int) -> str:

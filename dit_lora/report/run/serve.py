@@ -20,7 +20,9 @@ from dit_lora.report.run.samples import TYPES
 
 HOST = "127.0.0.1"
 _CHUNK = 2**18
-_SAMPLE = re.compile(r"samples/step_[0-9]+/prompt_[0-9]+\.(mp4|png)")
+_SAMPLE = re.compile(
+    r"samples/(step_[0-9]+/prompt_[0-9]+\.(mp4|png)|references/prompt_[0-9]+_[0-9]+\.(mp4|jpg))"
+)
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 

@@ -118,7 +118,7 @@ def _facts(setup: Setup[Any, Any]) -> dict[str, Any]:
     # One that is cut into windows is there once.
     scanned = scan(data, recipe.cache_dir).clips
     clips = [clip for clip in scanned if clip.id not in setup.data.rejected]
-    return {"pipeline": _pipeline(setup, clips[0]), "data": {**_of_clips(setup, clips), **common}}
+    return {"pipeline": _pipeline(setup, clips), "data": {**_of_clips(setup, clips), **common}}
 
 
 def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
@@ -135,6 +135,8 @@ def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
         "samples": len(entries),
         "shapes": dict(shapes.most_common()),
         "seconds": _seconds(headers),
+        "references": _references(clips),
+        "masked": sum(clip.mask is not None for clip in clips),
     }
     if by_class:
         return facts | {"classes": len(set(captions))}
@@ -143,6 +145,12 @@ def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
         "distinct_captions": len(set(captions)),
         "caption_prefix": common_prefix(captions),
     }
+
+
+def _references(clips: Sequence[Clip]) -> dict[str, int]:
+    """Return how many clips have so many references, the most frequent number first; empty where none has any."""
+    counted = Counter(len(clip.references) for clip in clips)
+    return {str(number): count for number, count in counted.most_common()} if any(counted) else {}
 
 
 def _of_conversations(entries: Sequence[Any]) -> dict[str, Any]:
@@ -176,13 +184,14 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _pipeline(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
-    """Return the pipeline's class, and the arguments with which validation calls it."""
+def _pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
+    """Return the pipeline's class, and the arguments with which validation calls it, for a clip as most are."""
     checkpoint = setup.checkpoint
     recipe = setup.recipe
     cls = checkpoint.pipeline_class
-    conditions = dict(checkpoint.conditions(clip.caption))
-    called, output = _called(setup, conditions)
+    conditions = dict(checkpoint.conditions(clips[0].caption))
+    references = int(next(iter(_references(clips)), 0))
+    called, output = _called(setup, conditions, references)
     ours = cls.__module__.startswith("dit_lora.")
     labels = conditions.get("class_labels")
     return {
@@ -192,8 +201,10 @@ def _pipeline(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
         "condition": "class_labels" if labels is not None else "prompt",
         "label": None if labels is None else [int(row) for row in labels],
         "labels_as_tensor": hasattr(labels, "tolist"),
-        "from_image": "image" in called,
+        "from_image": "image" in checkpoint.pictures,
         "to_image": "last_image" in called,
+        "references": references,
+        "reference_resolution": recipe.data.reference_resolution,
         "arguments": {
             name: value
             for name, value in called.items()
@@ -229,7 +240,9 @@ class _Recorder:
         return np.zeros((1, 8, 8, 3), dtype=np.float32)
 
 
-def _called(setup: Setup[Any, Any], conditions: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _called(
+    setup: Setup[Any, Any], conditions: dict[str, Any], references: int
+) -> tuple[dict[str, Any], str]:
     """Return the arguments that validation would give the pipeline, and which output it would read."""
     checkpoint = setup.checkpoint
     settings, recorder = setup.recipe.validation, _Recorder()
@@ -240,13 +253,12 @@ def _called(setup: Setup[Any, Any], conditions: dict[str, Any]) -> tuple[dict[st
         for file in pictures.values():
             Image.new("RGB", (shape.width, shape.height)).save(file)
         steps, guidance = settings.inference_steps, settings.guidance_scale
-        least = checkpoint.references.least if checkpoint.references else 0
-        references = [Path(folder) / f"reference_{number}.png" for number in range(least)]
-        for file in references:
+        files = [Path(folder) / f"reference_{number}.png" for number in range(references)]
+        for file in files:
             Image.new("RGB", (shape.width, shape.height)).save(file)
         given: dict[str, Any] = {
             **pictures,
-            "references": tuple(references),
+            "references": tuple(files),
             "fps": setup.recipe.data.fps,
         }
         how = Sampling(shape, steps, guidance, settings.seed, **given)

@@ -1,6 +1,7 @@
 """Qwen-Image-Edit's own facts: captions with pictures, an empty one with its sample's own, room, guidance and what is refused."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from accelerate.state import AcceleratorState
 from family_cases.qwen_image import small_references
 from family_cases.subject import CPU, pixels_of
+from launching import ROOT
 from PIL import Image
 
 from dit_lora.config.data import VideoShape
-from dit_lora.config.load import parse_recipe
+from dit_lora.config.load import load_recipe, parse_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.references import read_reference
@@ -23,6 +25,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.families.qwen_image.picture_text import load_pictures, most_tokens, tokens_of
+from dit_lora.planning.search import subject_of
 from dit_lora.training.session.session import running
 from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
 
@@ -119,6 +122,41 @@ def test_a_dropped_caption_is_the_empty_one_with_the_samples_own_picture(
         entry.empty_text_key for entry in found.entries
     ]
     assert all(entry.empty_text_key is None for entry in cached(variant).clips.entries)
+
+
+def test_a_caption_that_does_not_fit_is_told_by_its_samples_name(
+    cached: Run, tmp_path: Path
+) -> None:
+    """Before the first step, or as it comes without a cache: its place is kept, and what is wrong is said."""
+    lines = (tmp_path / "pairs" / "metadata.jsonl").read_text().splitlines()
+    row = {**json.loads(lines[1]), "text": "Q" * 600}
+    (tmp_path / "pairs" / "metadata.jsonl").write_text(f"{lines[0]}\n{json.dumps(row)}\n")
+    words = r"its caption has \d+ tokens with its pictures, and there is room for 528"
+    with pytest.raises(DitLoraError, match=rf"(?s)after/001\.png.*{words}"):
+        cached(VARIANTS[0])
+    clips = cached(VARIANTS[0], precompute=False).clips
+    good, long = (clips.texts.read(entry.text_key, clips.text_spec) for entry in clips.entries)
+    assert good[1] is None
+    assert re.search(words, str(long[1]))
+    assert long[0]["prompt_embeds"].isnan().all()
+    assert {n: t.shape for n, t in long[0].items()} == {n: t.shape for n, t in good[0].items()}
+
+
+def test_a_plan_counts_what_encoders_make(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """References at the pipeline's size and captions at their full length, without running an encoder."""
+    path = ROOT / "recipes" / "smoke" / "qwen_image_edit.yaml"
+    base = tiny_checkpoints[VARIANTS[1]]
+    subject = subject_of(load_recipe(path, [f"model.path={base}", "data.path=/nowhere"]), gpu=False)
+    (shape,) = subject.shapes
+    given = [pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(0))]
+    pictures: Any = open_at(base).load_video_encoder(torch.float32, CPU)
+    texts = open_at(base).load_text_encoder(torch.float32, CPU).with_references("", given, shape)
+    made = {**pictures(given[0]), **pictures.references(given, shape)}
+    made |= {name: tensor[0] for name, tensor in texts.items()}
+    assert subject.spec(shape) == {n: (t.shape, t.dtype) for n, t in made.items()}
+    assert subject.caption_encoder is not None
 
 
 def before_text(before: Path) -> str:

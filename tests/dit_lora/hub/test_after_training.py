@@ -18,12 +18,14 @@ from safetensors.torch import load_file
 from dit_lora.config.load import load_recipe
 from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
 from dit_lora.data.synthetic.conversations import write_conversations
+from dit_lora.data.synthetic.pairs import write_edit_pairs
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES
 
 Main = Callable[[list[str]], None]
 SMOKE = Path(__file__).parents[3] / "recipes" / "smoke"
 REPO = "me/mine"
+EDITS = ("flux_kontext", "flux2_edit")
 BY_CLASS = ("dit", "dit_scratch", "video_dit", "video_dit_lora")
 
 
@@ -34,7 +36,9 @@ def data_of(name: str, folder: Path) -> Path:
     if recipe.model.family in CHAT_FAMILIES:
         write_conversations(folder, clips=2, images=1, frames=9, **size)
         return folder / "conversations.json"
-    if name in BY_CLASS:
+    if name in EDITS:
+        write_edit_pairs(folder, pairs=2, height=64, width=64)
+    elif name in BY_CLASS:
         write_class_folders(folder, images=4, frames=recipe.data.frames, **size)
     else:
         write_shapes(folder, clips=2, frames=9 if recipe.data.frames > 1 else 1, **size)
@@ -56,6 +60,7 @@ def arguments(name: str, hub: FakeHub, bases: dict[str, Path], tmp_path: Path) -
         f"data.path={data_of(name, tmp_path / 'data')}",
         "train.steps=1",
         "validation.prompts=[]",
+        "validation.references=[]",
         "validation.held_out_draws=0",
         "hub.push=true",
         f"hub.repo_id={REPO}",
@@ -67,7 +72,7 @@ def paste(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     """Run the card's Python as it is pasted, and return its names; videos are not encoded."""
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     monkeypatch.chdir(folder)
-    for name in ("first_frame.png", "last_frame.png"):
+    for name in ("first_frame.png", "last_frame.png", "reference_1.png"):
         Image.new("RGB", (96, 64), "red").save(name)
     scope: dict[str, Any] = {}
 
@@ -90,7 +95,9 @@ def paste(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
                 ("sana", "text-to-image", "adapter"),
                 ("sana_video", "text-to-video", "adapter"),
                 ("flux", "text-to-image", "adapter"),
+                ("flux_kontext", "image-to-image", "adapter"),
                 ("flux2", "text-to-image", "adapter"),
+                ("flux2_edit", "image-to-image", "adapter"),
                 ("krea2", "text-to-image", "adapter"),
                 ("qwen_image", "text-to-image", "adapter"),
                 ("ltx_video", "text-to-video", "adapter"),
@@ -132,6 +139,12 @@ def test_a_run_that_pushes_has_a_card_whose_code_runs_as_pasted(
     told = metadata(card)
     assert told.get("pipeline_tag") == task
     assert told.get("base_model_relation") == relation
+    if name in EDITS:
+        assert 'image=[load_image("reference_1.png")],' in card
+        assert "--reference reference_1.png" in card
+        assert "`reference_1.png` is what the sample is made from, in the order of training" in card
+        assert "references of a clip, with their clips: 1 (2)" in card
+    assert ("reference" in card) == (name in EDITS)
     scope = paste(card, tmp_path, monkeypatch)
     if "model" in scope:
         return

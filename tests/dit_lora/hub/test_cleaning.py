@@ -29,6 +29,39 @@ def test_adapters_and_checkpoints_of_this_machine_become_placeholders(
     assert str(tmp_path) not in yaml.safe_dump(found)
 
 
+def test_pictures_and_folders_of_references_and_masks_become_placeholders(
+    recipe_values: dict[str, Any],
+) -> None:
+    places = {"reference_folders": ["secret/low", "secret/style"], "mask_folder": "secret/masks"}
+    recipe_values["data"] |= places
+    recipe_values["validation"] |= {
+        "prompts": ["x", "y"],
+        "references": ["secret/a.png", ["secret/b.jpg", "secret/c.jpg"]],
+        "images": ["secret/a.png", "secret/b.png"],
+        "last_images": ["secret/c.png", "secret/d.png"],
+    }
+    found = cleaned(recipe_values)
+    assert "secret" not in yaml.safe_dump(found)
+    data, shown = found["data"], found["validation"]
+    assert data["reference_folders"] == ["path/to/references_0", "path/to/references_1"]
+    assert data["mask_folder"] == "path/to/masks"
+    assert shown["references"] == [
+        ["path/to/reference_00_0.png"],
+        ["path/to/reference_01_0.jpg", "path/to/reference_01_1.jpg"],
+    ]
+    recipe_values["data"] = {
+        "sources": [{"path": "a", **places}, {"path": "b", "mask_folder": "secret/more"}],
+        **{name: value for name, value in recipe_values["data"].items() if name not in places},
+    }
+    del recipe_values["data"]["path"]
+    found = cleaned(recipe_values)
+    assert "secret" not in yaml.safe_dump(found)
+    assert found["data"]["sources"][0]["reference_folders"] == [
+        "path/to/references_1_0",
+        "path/to/references_1_1",
+    ]
+
+
 def test_what_is_on_the_hub_keeps_its_name(recipe_values: dict[str, Any]) -> None:
     recipe_values["validation"] |= {"prompts": ["x"], "model": "owner/turbo"}
     recipe_values["lora"] = {"init": "hub:models/start"}

@@ -21,6 +21,7 @@ from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.experts import both_experts, other_adapter
 from dit_lora.training.tasks.diffusion.precompute import Precomputed
 from dit_lora.training.tasks.diffusion.second_model import forget, second_transformer
+from dit_lora.training.tasks.diffusion.shown_references import keep_references
 from dit_lora.training.tasks.diffusion.stored_loras import in_samples
 
 
@@ -92,6 +93,8 @@ def _write(
     transformer: nn.Module,
 ) -> None:
     session = setup.session
+    if session.is_main:
+        keep_references(session.dir / "samples", checkpoint.references, [how for _, how in inputs])
     pipeline = checkpoint.pipeline(setup.dtype, transformer, text=False)
     for name, component in pipeline.components.items():
         # The transformer is where training has it, which may be in several places; another expert takes turns with it.

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from report_runs import HOSTILE, metrics_line, report, write_lines
 
-from dit_lora.data.media.video import write_sample
+from dit_lora.data.media.sound import Sound
+from dit_lora.data.media.video import write_sample, write_video
 from dit_lora.errors import DitLoraError
 from dit_lora.report.run import samples
 from dit_lora.report.run.page import write_report
@@ -123,6 +125,10 @@ def test_all_videos_are_embedded_byte_for_byte_and_can_be_chosen(run_dir: Path) 
     expected = [run_dir / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 10, 20)]
     assert decoded == [path.read_bytes() for path in expected]
     assert all({"muted", "loop", "playsinline", "controls"} <= set(v) for v in videos)
+    sound = Sound(torch.zeros(2, 48_000), 48_000)
+    write_video(expected[1], torch.zeros(9, 32, 48, 3, dtype=torch.uint8), 8, sound)
+    muted = ["muted" in video for video in report(run_dir).all("video")]
+    assert muted == [True, False, True]  # what has sound is heard
     options = [(o["value"], "selected" in o) for o in page.all("option") if "value" in o]
     assert options[:6] == [
         ("0", True),
@@ -153,6 +159,41 @@ def test_images_are_shown_as_images(run_dir: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(samples, "EMBED_LIMIT_BYTES", 1)
     sources = [image["src"] for image in report(run_dir).all("img")]
     assert sources == ["samples/step_000000/prompt_00.png", "samples/step_000020/prompt_00.png"]
+
+
+def test_what_a_prompt_is_made_from_is_shown_before_its_samples(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_dir / "samples" / "references"
+    folder.mkdir()
+    for place in (10, 2, 1):
+        Image.new("RGB", (9, 9), (place, 0, 0)).save(folder / f"prompt_00_{place}.jpg")
+    (folder / "prompt_00_1.html").write_text("<script>window.hit=1</script>")
+    (folder / "prompt_07_1.jpg").write_bytes(b"of no prompt that is sampled")
+    page = report(run_dir)
+    images = [image for image in page.all("img") if HOSTILE in (image["alt"] or "")]
+    assert [(image["alt"] or "").split(":")[0] for image in images] == [
+        *("reference 1", "reference 2", "reference 3"),
+    ]
+    paths = [folder / f"prompt_00_{place}.jpg" for place in (1, 2, 10)]
+    prefix = "data:image/jpeg;base64,"
+    decoded = [base64.b64decode((image["src"] or "").removeprefix(prefix)) for image in images]
+    assert decoded == [path.read_bytes() for path in paths]
+    assert page.source.index("reference 3<") < page.source.index('data-step="0"')
+    monkeypatch.setattr(samples, "EMBED_LIMIT_BYTES", 1)
+    page = report(run_dir)
+    assert [image["src"] for image in page.all("img") if "reference" in (image["alt"] or "")] == [
+        path.relative_to(run_dir).as_posix() for path in paths
+    ]
+    assert "6 samples are linked" in page.text
+    for path in paths[1:]:
+        path.unlink()
+    write_video(folder / "prompt_00_1.mp4", torch.zeros(3, 32, 48, 3, dtype=torch.uint8), 8)
+    paths[0].unlink()
+    labels = [video["aria-label"] or "" for video in report(run_dir).all("video")]
+    assert [label.split(":")[0] for label in labels] == [
+        *("reference", "before", "after step 10", "after step 20"),
+    ]
 
 
 def test_videos_beyond_the_limit_are_linked_and_that_is_said(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from report_runs import metrics_line, write_lines, write_run
 
 from dit_lora.data.media.video import write_video
@@ -19,7 +20,7 @@ from dit_lora.report.run.serve import ReportServer
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-VIDEOS = "[...document.querySelectorAll('.sample figure:not([hidden]) video')]"
+VIDEOS = "[...document.querySelectorAll('.pair figure:not([hidden]) video')]"
 INK = """(canvas) => {
   const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
   return data.filter((value, index) => index % 4 === 3 && value > 200).length;
@@ -60,6 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (0, 10, 20):
         video = torch.randint(0, 255, (16, 64, 96, 3), dtype=torch.uint8, generator=generator)
         write_video(folder / "samples" / f"step_{step:06d}" / "prompt_00.mp4", video, 8)
+    (folder / "samples" / "references").mkdir()
+    Image.new("RGB", (64, 64), "navy").save(folder / "samples" / "references" / "prompt_00_1.jpg")
     return folder
 
 
@@ -144,10 +147,10 @@ def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) ->
     page.dispatch_event("#seek", "input")
     opened.wait_for(f"{VIDEOS}.every((one) => Math.abs(one.currentTime - one.duration / 2) < 0.05)")
     page.select_option("#right", "10")
-    shown = "[...document.querySelectorAll('.sample figure:not([hidden])')].map((one) => one.dataset.step)"
+    shown = "[...document.querySelectorAll('.pair figure:not([hidden])')].map((one) => one.dataset.step)"
     assert page.evaluate(shown) == ["0", "10"]
     page.select_option("#mode", "slider")
-    boxes = [one.bounding_box() for one in page.query_selector_all(".sample figure:not([hidden])")]
+    boxes = [one.bounding_box() for one in page.query_selector_all(".pair figure:not([hidden])")]
     assert boxes[0] == boxes[1]
     page.select_option("#mode", "all")
     assert page.evaluate(shown) == ["0", "10", "20"]

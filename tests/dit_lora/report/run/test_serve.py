@@ -91,6 +91,14 @@ def test_a_whole_video_its_head_and_ranges_that_it_does_not_have(
     assert ask(server, VIDEO, Range="bytes=0-1,5-6")[1] == whole
 
 
+def test_what_samples_are_made_from_is_given_too(server: ReportServer, run_dir: Path) -> None:
+    folder = run_dir / "samples" / "references"
+    folder.mkdir()
+    (folder / "prompt_00_1.jpg").write_bytes(b"a picture")
+    status, body, headers = ask(server, "/samples/references/prompt_00_1.jpg")
+    assert (status, body, headers["Content-Type"]) == (200, b"a picture", "image/jpeg")
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -106,6 +114,8 @@ def test_a_whole_video_its_head_and_ranges_that_it_does_not_have(
         "/samples/step_000099/prompt_00.mp4",
         "/checkpoints/step_000010/adapter.safetensors",
         "/samples/step_000010/prompt_77.mp4",
+        "/samples/references/prompt_00_1.png",
+        "/samples/references/../../config.yaml",
     ],
 )
 def test_nothing_but_samples_is_given(server: ReportServer, run_dir: Path, path: str) -> None:
