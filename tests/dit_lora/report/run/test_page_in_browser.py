@@ -147,7 +147,7 @@ def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) ->
     page.dispatch_event("#seek", "input")
     opened.wait_for(f"{VIDEOS}.every((one) => Math.abs(one.currentTime - one.duration / 2) < 0.05)")
     page.select_option("#right", "10")
-    shown = "[...document.querySelectorAll('.sample figure:not([hidden])')].map((one) => one.dataset.step)"
+    shown = "[...document.querySelectorAll('.pair figure:not([hidden])')].map((one) => one.dataset.step)"
     assert page.evaluate(shown) == ["0", "10"]
     page.select_option("#mode", "slider")
     boxes = [one.bounding_box() for one in page.query_selector_all(".sample figure:not([hidden])")]
