@@ -24,6 +24,7 @@ from diffusers.models.transformers.transformer_flux2 import (
     Flux2TransformerBlock,
 )
 from diffusers.models.transformers.transformer_krea2 import Krea2TransformerBlock
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from diffusers.models.transformers.transformer_sana_video import (
     SanaVideoTransformerBlock,
     WanRotaryPosEmbed,
@@ -143,6 +144,15 @@ def flux2_single() -> tuple[nn.Module, Arguments]:
     return Flux2SingleTransformerBlock(4096, 32, 128), given
 
 
+def qwen_image() -> tuple[nn.Module, Arguments]:
+    def given(images: int) -> tuple[Sequence[Any], int]:
+        x, text = noise(images, 256, 3072), noise(images, 26, 3072)
+        angles = [torch.polar(torch.ones(n, 64), torch.randn(n, 64)) for n in (256, 26)]
+        return (x, text, None, noise(images, 3072), angles), x.numel() + text.numel()
+
+    return QwenImageTransformerBlock(3072, 24, 128), given
+
+
 def krea2() -> tuple[nn.Module, Arguments]:
     def given(images: int) -> tuple[Sequence[Any], int]:
         x, angles = noise(images, 768, 6144), torch.randn(768, 64).repeat_interleave(2, -1)
@@ -170,6 +180,7 @@ BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
     "FLUX.2 klein 9B, single": flux2_single,
     "Krea 2": krea2,
     "Z-Image": z_image,
+    "Qwen-Image": qwen_image,
 }
 
 

@@ -4,6 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+from family_cases.case import as_it_is
+from family_cases.qwen_image import small_references
+
 from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
 from dit_lora.data.synthetic.pairs import write_edit_pairs
 
@@ -23,6 +27,8 @@ class Smoke:
     """The pictures that its samples start from, as `validation` names them."""
     references: bool = False
     """True if its samples are made from a reference."""
+    prepare: Callable[[pytest.MonkeyPatch], None] = as_it_is
+    """Makes it cheap."""
 
 
 def class_folders(folder: Path) -> None:
@@ -35,6 +41,10 @@ def class_clips(folder: Path) -> None:
 
 def captioned_images(folder: Path) -> None:
     write_shapes(folder, clips=4, frames=1, height=64, width=96, fps=1)
+
+
+def clips_with_sound(folder: Path) -> None:
+    write_shapes(folder, clips=4, frames=17, height=64, width=96, fps=8, sound=True)
 
 
 def edit_pairs(folder: Path) -> None:
@@ -57,11 +67,15 @@ SMOKES = {
     "flux2_edit": Smoke("flux2-klein", edit_pairs, references=True),
     "krea2": Smoke("krea2-raw", captioned_images),
     "qwen_image": Smoke("qwen-image", captioned_images),
+    "qwen_image_edit": Smoke(
+        "qwen-image-edit", edit_pairs, references=True, prepare=small_references
+    ),
     "ltx_video": Smoke("ltx-video-0.9.1"),
     "ltx_video_i2v": Smoke(
         "ltx-video", overrides=("data.image_dropout=0.5",), pictures=("images",)
     ),
     "ltx2": Smoke("ltx-2.3"),
+    "ltx2_sound": Smoke("ltx-2.3", clips_with_sound),
     "ltx2_i2v": Smoke("ltx-2", overrides=("data.image_dropout=0.5",), pictures=("images",)),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),

@@ -13,6 +13,7 @@ EXAMPLES = {
         "shapes clips",
         "shapes images --frames 1",
         "shapes pairs --pairs",
+        "shapes clips --sound",
         "shapes conversations --chat",
     )
 }
@@ -35,6 +36,9 @@ def shapes(
             "--pairs", help="With what each is made from, and a mask, for models that edit."
         ),
     ] = False,
+    sound: Annotated[
+        bool, typer.Option("--sound", help="Clips with a tone whose pitch goes with the shape.")
+    ] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="Questions in place of captions; as many images again.")
     ] = False,
@@ -50,6 +54,10 @@ def shapes(
         )
     if pairs and classes:
         raise DitLoraError("--pairs have captions, --classes have none; leave out one of them")
+    if sound and (chat or classes or pairs or frames == 1):
+        raise DitLoraError(
+            "--sound writes clips; leave out --chat, --classes, --pairs and --frames 1"
+        )
     frames = frames or (1 if classes or pairs else 17)
     if frames > 1 and (height % 2 or width % 2):
         raise DitLoraError(f"H.264 takes even sizes; got {height}x{width}")
@@ -62,7 +70,7 @@ def shapes(
     elif chat:
         write_conversations(out, clips=clips, images=clips, fps=fps, **size)
     else:
-        write_shapes(out, clips=clips, fps=fps, **size)
+        write_shapes(out, clips=clips, fps=fps, sound=sound, **size)
     what = "clips and as many images" if chat else "images" if frames == 1 else "clips"
     what += ", each with what it is made from" if pairs else ""
     echo(f"wrote {clips} {what} to {out}")

@@ -17,6 +17,7 @@ from dit_lora.data.audit.labels import check_labels
 from dit_lora.data.audit.memo import AuditMemo
 from dit_lora.data.audit.pairs import pair_notes
 from dit_lora.data.audit.runner import audit_media
+from dit_lora.data.audit.sound import sound_note
 from dit_lora.data.audit.summary import merge, totals
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.sources.scan import Scan, scan
@@ -118,7 +119,7 @@ def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = T
     sources = scan(data)
     judged = audit_media(sources.clips, None, progress=progress)
     captions = check_captions(sources.clips, None, None)
-    notes = tuple(pair_notes(judged))
+    notes = (*pair_notes(judged), *sound_note(judged))
     return Audit(path, merge(judged, _problems(sources), captions), notes)
 
 

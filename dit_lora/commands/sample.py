@@ -89,8 +89,8 @@ def sample(request: SampleRequest) -> list[Path]:
     if out.exists() and not out.is_dir():
         raise DitLoraError(f"--out {out} is a file; give a folder")
     for prompt in request.prompts:
-        frames = sampler.generate(pipeline, sampler.conditions(prompt), how)
-        paths.append(write_sample(out / _file_name(prompt, how), frames, fps))
+        made = sampler.generated(pipeline, sampler.conditions(prompt), how)
+        paths.append(write_sample(out / _file_name(prompt, how), made.frames, fps, made.sound))
     return paths
 
 

@@ -48,10 +48,10 @@ class Layout(Section):
     image_column: str | None = None
     """Column of each clip's first image in metadata files, for image-to-video; by default the clip's own
     first frame."""
-    reference_columns: tuple[str, ...] = ()
+    reference_columns: tuple[str, ...] | None = None
     """Columns of reference pictures or clips in metadata files and datasets, in their order, a cell holding one
     or a list; in tars the middle of a member's name, as in 7.source.jpg. By default `references`, where the data
-    has it."""
+    has it; an empty list leaves references out."""
     reference_folders: tuple[str, ...] = ()
     """Folders of references, in their order, whose files have the names of the samples in `path`."""
     mask_column: str | None = None
@@ -213,6 +213,11 @@ class DataConfig(Layout):
             raise ValueError("flip is for images (frames: 1)")
         if frames == 1 and self.windows != 1:
             raise ValueError("windows cut clips of several frames; data.frames is 1")
+        shortest = min((self.buckets.frames if self.buckets else None) or (self.frames,))
+        if self.sound and (self.fps is None or shortest == 1):
+            raise ValueError(
+                "sound belongs to clips of a known length: give data.fps, and frames above 1 (data.buckets.frames too)"
+            )
         if self.window_stride is not None and self.windows == 1:
             raise ValueError("window_stride needs windows: all, or a number above 1")
         if bool(self.path) == bool(self.sources):

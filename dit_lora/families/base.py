@@ -20,6 +20,8 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
+from dit_lora.data.media.sound import SoundFormat
+from dit_lora.data.media.video import Sound
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.opening import load_or_init
@@ -82,6 +84,15 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Generated:
+    """One sample that a pipeline made."""
+
+    frames: torch.Tensor
+    """uint8 (frames, height, width, 3)."""
+    sound: Sound | None = None
+
+
+@dataclass(frozen=True)
 class TextLimit:
     """The part of a caption that a text encoder reads."""
 
@@ -141,6 +152,13 @@ class Encoders(Opened):
 
     transform: ClassVar[str]
     """Name of the way that pixels are encoded; part of each sample's cache key, so changed whenever they would be encoded otherwise."""
+    after_text_encoder: ClassVar[Mapping[str, Any]] = {}
+    """Classes of Diffusers' that captions pass after the text encoder, by folder."""
+
+    @property
+    def sound_format(self) -> SoundFormat | None:
+        """The sound that is encoded beside the video; None if none is trained."""
+        return None
 
     def text_facts(self) -> Mapping[str, Any]:
         """Return what embeddings depend on besides caption and dtype: files (`Path`) and values."""
@@ -304,6 +322,10 @@ class Sampler(Opened):
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """Make one video, or an image of one frame: uint8 (frames, height, width, 3)."""
+        return self.generated(pipeline, conditions, how).frames
+
+    def generated(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> Generated:
+        """Make one video with its sound where that was trained, or an image of one frame."""
         given = {"image": how.image, "last_image": how.last_image}
         made = pipeline(
             **conditions,
@@ -316,7 +338,12 @@ class Sampler(Opened):
             output_type="np",
         )
         frames = made.images if self.output == "images" else made.frames[0]
-        return torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
+        pixels = torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
+        return Generated(pixels, self.sound_of(made))
+
+    def sound_of(self, made: Any) -> Sound | None:
+        """Return the sound in a pipeline's output; None where none was trained."""
+        return None
 
 
 class Checkpoint(Encoders, Denoiser, Sampler):

@@ -87,6 +87,11 @@ class Site:
         return self.samples != "conversations"
 
     @property
+    def sound(self) -> bool:
+        """Return true if sound is trained beside clips."""
+        return bool(self.data.get("sound"))
+
+    @property
     def pairs(self) -> bool:
         """Return true if samples have a reference and a mask."""
         return self.samples == "pairs"

@@ -19,6 +19,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import flow_scheduler, mu_by_tokens
+from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.opening import local_checkpoint, stored_fields, with_defaults
 from dit_lora.families.posterior import drawn, encode_video, normalised
 from dit_lora.families.refusals import wrong_sides
@@ -82,6 +83,12 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         """Drawn, normalised as the pipeline undoes it before it decodes, and packed: (B, S, P)."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         return self.packed(normalised(latents, self.vae_config))
+
+    def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Packed as the latents are, (B, S, P)."""
+        latents = batch["latent_mean"]
+        weights = loss_weights(batch, self.mask_floor, latents)
+        return None if weights is None else self.packed(weights.expand_as(latents))
 
     def packed(self, latents: torch.Tensor) -> torch.Tensor:
         """Return latents (B, C, 1, H, W) in squares of two by two, (B, S, P), by the pipeline's own means."""

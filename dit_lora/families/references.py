@@ -162,6 +162,10 @@ def wrong_references(recipe: Recipe, takes: References | None) -> list[str]:
                 "data.reference_columns, data.reference_folders: it takes no references; remove it"
             )
         return wrong
+    if takes.in_text and data.flip:
+        wrong.append(
+            "data.flip: captions are encoded with the references, and a mirrored one would need another; remove it"
+        )
     if len(validation.references) not in (0, len(validation.prompts)):
         wrong.append(
             f"validation.references: give a list of files for each prompt; got {len(validation.references)} for "

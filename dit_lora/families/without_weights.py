@@ -75,9 +75,7 @@ def from_configs() -> Iterator[list[nn.Module]]:
         return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
 
     def of_transformers(cls: Any, path: Any, *, dtype: Any = None, **_: Any) -> Any:
-        # Without values there is nothing to draw, and some ways to draw it ask for values (Siglip's).
-        with no_init_weights():
-            model = cls._from_config(load_pretrained(cls.config_class, path))
+        model = _without_values(cls, load_pretrained(cls.config_class, path))
         return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
 
     replacements: dict[Any, Any] = {ModelMixin: of_diffusers, PreTrainedModel: of_transformers}
@@ -112,10 +110,17 @@ def text_encoders(path: Path, dtype: torch.dtype) -> list[nn.Module]:
     models = []
     for file in sorted(path.glob("text_encoder*/config.json")):
         config = load_pretrained(AutoConfig, file.parent)
-        with no_init_weights():
-            model = getattr(transformers, config.architectures[0])._from_config(config)
+        model = _without_values(getattr(transformers, config.architectures[0]), config)
         models.append(_as_loaded(model, dtype, [], []))
     return models
+
+
+def _without_values(cls: Any, config: Any) -> Any:
+    """Build a model of Transformers'; there is nothing to draw, and some ways to draw it ask for values (Siglip's)."""
+    with no_init_weights():
+        model = cls._from_config(config)
+    model.tie_weights()  # which goes with drawing
+    return model
 
 
 def opened(recipe: Recipe) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ _PLACES = {
     "prompt_embeds": ("text", ("text",)),
     "reference_0": ("reference", ("pairs",)),
     "loss_mask": ("mask", ("pairs",)),
+    "audio_latent_mean": ("sound", ("sound",)),
 }
 """The place of a fault in a tensor, and what a site needs to have it."""
 # Samples that are good, and something that is drawn for them or computed of them is not.
@@ -131,6 +132,7 @@ DRAWN: tuple[Fault, ...] = (
     _read("Inf in a text embedding", "prompt_embeds", _INF),
     _read("NaN in a reference at every read", "reference_0", _NAN),
     _read("NaN in a mask at every read", "loss_mask", _NAN),
+    _read("NaN in audio latents at every read", "audio_latent_mean", _NAN),
     _read("NaN in a latent, once", "latent_mean", _NAN, once=True),
     _read("Inf in a text embedding, once", "prompt_embeds", _INF, once=True),
     _loss("NaN loss of one sample", _NAN),
@@ -145,6 +147,7 @@ DRAWN: tuple[Fault, ...] = (
     ),
     _draw("NaN in the noise of one draw", _NAN, "noise", "encoded"),
     _draw("Inf in the noise of one draw", _INF, "noise", "encoded"),
+    _draw("NaN in the audio noise of one draw", _NAN, "audio_noise", "sound"),
     _draw("NaN in a posterior draw", _NAN, "posterior", "posterior"),
     Fault(
         "late timesteps that are not finite",

@@ -15,8 +15,8 @@ from dit_lora.families.family import Site
 CLIPS = 6
 
 
-def write_clips(folder: Path) -> None:
-    write_shapes(folder, clips=CLIPS, frames=9, height=32, width=48, fps=8)
+def write_clips(folder: Path, *, sound: bool = False) -> None:
+    write_shapes(folder, clips=CLIPS, frames=9, height=32, width=48, fps=8, sound=sound)
 
 
 def write_images(folder: Path) -> None:
@@ -101,7 +101,10 @@ _WRITERS: Mapping[str, Callable[[Path], None]] = {
 
 def write_samples(site: Site, folder: Path) -> None:
     """Write what the site trains on."""
-    _WRITERS[site.samples](folder)
+    if site.sound:
+        write_clips(folder, sound=True)
+    else:
+        _WRITERS[site.samples](folder)
 
 
 def drop_sample(site: Site, folder: Path, clip: str) -> None:

@@ -364,10 +364,9 @@ def heads_mask(
     """Return a block's mask of the tokens of `source` (B, K, .) as attention takes it, (B, 1 or H, 1 or S, K)."""
     if mask is None:
         return None
-    batch, tokens = source.shape[:2]
     # One mask for all heads, of which PyTorch makes no copies.
-    if len(mask) == batch and mask.shape[-1] == tokens:
-        return mask.reshape(batch, 1, -1, tokens)
+    if len(mask) == len(source) and mask.shape[-1] == source.shape[1]:
+        return mask.reshape(len(source), 1, -1, source.shape[1])
     # It repeats the mask for each head within the batch, which the view takes apart.
     mask = attn.prepare_attention_mask(mask, source.shape[1], len(source))
     return mask.view(len(source), attn.heads, -1, mask.shape[-1])
@@ -387,9 +386,8 @@ def plain(attn: Any) -> str | None:
 def _plain_unnormed(attn: Any) -> str | None:
     """Return `plain`'s reason, or that q and k are normed."""
     # AttnProcessor2_0 norms per head, where `SharedInputProcessor.normed` is across heads as Sana's.
-    return plain(attn) or (
-        "it norms q and k" if attn.norm_q is not None or attn.norm_k is not None else None
-    )
+    normed = attn.norm_q is not None or attn.norm_k is not None
+    return plain(attn) or ("it norms q and k" if normed else None)
 
 
 PROCESSORS = (

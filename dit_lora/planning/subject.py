@@ -17,6 +17,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.buckets.buckets import buckets_of
 from dit_lora.data.cache.cache import Spec
+from dit_lora.data.media.video import Sound
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.without_weights import data_is_here, from_configs, text_encoders
 from dit_lora.fuse import api, fp8, kernel_support
@@ -207,11 +208,18 @@ class Subject:
             mask = torch.ones(shape.height, shape.width) if masked else None
             held = [t for one in encoders for t in (*one.parameters(), *one.buffers())]
             with Live([*held, pixels]) as live:
-                sample = DecodedSample(pixels, first, tuple(references), mask)
+                sound = self._silence(shape)
+                sample = DecodedSample(pixels, first, tuple(references), mask, sound)
                 made = sample.encoded(encode, shape)
             return made, live.most
 
         return self._once(shape, run)
+
+    def _silence(self, shape: VideoShape) -> Sound | None:
+        how, fps = self.checkpoint.sound_format, self.recipe.data.fps
+        if how is None or fps is None:
+            return None
+        return Sound(torch.zeros(how.channels, how.samples(shape.frames, fps)), how.rate)
 
     @cached_property
     def _encoders(self) -> tuple[Any, list[nn.Module], FakeTensorMode]:
@@ -248,10 +256,16 @@ class Subject:
     def caption_encoder(self) -> PlannedEncoder | None:
         """Count one caption of the length that is kept; None without an encoder, or without its config.
 
-        Several encoders are loaded together, and work one after the other.
+        Several encoders are loaded together, and work one after the other. Of what captions pass after them, weights alone
+        are counted.
         """
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            models = text_encoders(self.checkpoint.path, self.dtype)
+        path = self.checkpoint.path
+        with FakeTensorMode(allow_non_fake_inputs=True), from_configs():
+            models = text_encoders(path, self.dtype)
+            beside = [
+                kind.from_pretrained(path, subfolder=name, dtype=self.dtype)
+                for name, kind in self.checkpoint.after_text_encoder.items()
+            ]
         limit, most = self.checkpoint.text_facts().get("tokens"), 0
         for model in models:
             config: Any = model.config
@@ -261,7 +275,7 @@ class Subject:
             with torch.no_grad(), Live([*model.parameters(), *model.buffers()]) as live:
                 model(torch.ones((1, tokens), dtype=torch.int64))
             most = max(most, live.most)
-        weights = sum(tensor_bytes(model.parameters()) for model in models)
+        weights = sum(tensor_bytes(model.parameters()) for model in (*models, *beside))
         return PlannedEncoder(weights, most) if models else None
 
     def needs(self, recipe: Recipe, shape: Any) -> Needs:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dit_lora_kernels import (
     ada_norm,
     finite_norm,
-    qk_norm_rope,
+    qk_norm_rope_kernels,
     relu_linear_attention,
     silu_dwconv_glu,
 )
@@ -66,21 +66,21 @@ def _qk_norm_rope(
     """Launch one direction for one of q, k (B,S,H,D), of which the last `rows` tokens are rotated."""
     b, s, h, d = size
     across, norm = kind == "across", "rms" if kind == "across" else kind
-    options = qk_norm_rope.Options(norm, 1e-6, across, rotation, s - rows)
+    options = qk_norm_rope_kernels.Options(norm, 1e-6, across, rotation, s - rows)
     width = h * d if across else d
     x, cos, sin = _empty(*size), *(_empty(rows, h * d if per_head else d, dtype=FP32) for _ in "cs")
     weight = None if norm == "none" else _empty(width)
     bias = _empty(width) if norm == "layer" else None
     rstd = None if norm == "none" else _empty(b, s, 1 if across else h, dtype=FP32)
     if not backward:
-        qk_norm_rope.launch_forward(x, weight, bias, cos, sin, options, rstd)
+        qk_norm_rope_kernels.launch_forward(x, weight, bias, cos, sin, options, rstd)
         return
     source = None if norm == "none" else _empty(*size)
-    operands = qk_norm_rope.BackwardOperands(
+    operands = qk_norm_rope_kernels.BackwardOperands(
         x, source, None if trained else rstd, weight, bias, cos, sin
     )
     needs = (True, trained, trained and bias is not None)
-    qk_norm_rope.launch_backward(operands, options, needs)
+    qk_norm_rope_kernels.launch_backward(operands, options, needs)
 
 
 def _relu(size: tuple[int, int, int, int], *, rotated: bool, dtype: torch.dtype = BF16) -> None:

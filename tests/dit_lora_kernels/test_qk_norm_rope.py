@@ -28,6 +28,7 @@ from qk_norm_rope_cases import (
 from torch import Tensor
 
 from dit_lora_kernels import qk_norm_rope as module
+from dit_lora_kernels import qk_norm_rope_kernels
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope_reference, recoverable
 
 
@@ -43,7 +44,7 @@ def test_gradients_of_weight_and_bias(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # several tokens to a program, and a last one with fewer
-    monkeypatch.setattr(module, "PARTIALS", 4)
+    monkeypatch.setattr(qk_norm_rope_kernels, "PARTIALS", 4)
     check(LAYERS[name], dtype, train=True)
 
 
@@ -112,12 +113,14 @@ def test_gradient_from_a_bf16_output(smallest: float, allowed: float) -> None:
     given.weight[9] = smallest
     assert recoverable(given.weight, given.bias)
     exact = results(lambda *t: stock(layer, *t), given)["dx"]
-    options = module.Options(**layer.options)
+    options = qk_norm_rope_kernels.Options(**layer.options)
     x, weight, bias, cos, sin = given.inputs()
     out = qk_norm_rope_reference(x.detach(), weight, bias, cos, sin, **layer.options)
     rstd = module._normalized(x.detach(), options)[1].squeeze(-1)
-    saved = module.BackwardOperands(given.grad, out.bfloat16(), rstd, weight, bias, cos, sin)
-    dx, _, _ = module.launch_backward(saved, options, (True, False, False))
+    saved = qk_norm_rope_kernels.BackwardOperands(
+        given.grad, out.bfloat16(), rstd, weight, bias, cos, sin
+    )
+    dx, _, _ = qk_norm_rope_kernels.launch_backward(saved, options, (True, False, False))
     assert relative_error(dx, exact) < allowed
 
 
@@ -142,7 +145,7 @@ def test_recoverable() -> None:
 )
 def test_nothing_is_left_unwritten(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS[name]
-    monkeypatch.setattr(module, "PARTIALS", 4)
+    monkeypatch.setattr(qk_norm_rope_kernels, "PARTIALS", 4)
     given = operands(layer).to(torch.float32, train)
     clean = results(lambda *t: ours(layer, *t), given)
     with poisoned_memory(monkeypatch):
@@ -164,7 +167,7 @@ def test_nothing_is_read_outside_the_operands(
     name: str, train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = LAYERS[name]
-    monkeypatch.setattr(module, "PARTIALS", 4)
+    monkeypatch.setattr(qk_norm_rope_kernels, "PARTIALS", 4)
     given = operands(layer).to(torch.float32, train)
     clean = results(lambda *t: ours(layer, *t), given)
 
@@ -236,7 +239,7 @@ def test_offsets_beyond_32_bits(far: int) -> None:
 
 
 def test_the_same_bits_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PARTIALS", 4)
+    monkeypatch.setattr(qk_norm_rope_kernels, "PARTIALS", 4)
     given = operands(COGVIDEOX).to(torch.bfloat16, train=True)
     first, second = (results(lambda *t: ours(COGVIDEOX, *t), given) for _ in range(2))
     alike(first, second)

@@ -51,8 +51,9 @@ def test_without_triton_every_op_imports_and_runs_by_its_reference() -> None:
 
 def test_every_op_of_the_package_is_in_the_list() -> None:
     found = {path.stem for path in Path(dit_lora_kernels.__path__[0]).glob("*.py")}
-    # The kernels of ada_norm, and the products of lora_linear in fp8.
-    assert found == {*OPS, "__init__", "support", "ada_norm_kernels", "fp8"}
+    # Kernels of two ops, and the products of lora_linear in fp8.
+    parts = {"ada_norm_kernels", "qk_norm_rope_kernels", "fp8"}
+    assert found == {*OPS, "__init__", "support", *parts}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles on a GPU")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from dit_lora.config.data import VideoShape
@@ -26,6 +27,10 @@ def as_given(output: Any) -> torch.Tensor:
 
 def always(_call: Call) -> bool:
     return True
+
+
+def as_it_is(_patches: pytest.MonkeyPatch) -> None:
+    return None
 
 
 def unchanged(batch: dict[str, torch.Tensor], _seed: int) -> dict[str, torch.Tensor]:
@@ -72,6 +77,10 @@ class Case:
     compared: Callable[[Call], bool] = always
     """The calls that are as a training step's."""
 
+    without: tuple[str, ...] = ()
+    """Components that the stock pipeline cannot load here."""
+    prepare: Callable[[pytest.MonkeyPatch], None] = as_it_is
+    """Makes what a test does with it cheap, alike for the pipeline and for training."""
     thorough: bool = False
     """True where another case has all that this one asks, so that it is not asked every time."""
     template_tokens: int = 0

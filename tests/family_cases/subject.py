@@ -21,7 +21,8 @@ from family_cases import CASES
 from family_cases.case import Case
 
 CPU = torch.device("cpu")
-TAKES = {case.family: case.takes for case in CASES}
+# Of each family's first case.
+TAKES = {case.family: case.takes for case in reversed(CASES)}
 EVERY = {case.name: case for case in CASES}
 
 
@@ -37,6 +38,12 @@ def open_subject(case: Case, path: Path) -> Subject:
     opened = family.open(ModelConfig(family=case.family, path=str(path), **case.model))
     opened = opened.with_header({"reference_resolution": case.reference_resolution})
     return Subject(case, family, opened, path)
+
+
+def stock_pipeline(subject: Subject) -> Any:
+    """The checkpoint in its pipeline, as Diffusers loads it."""
+    without = dict.fromkeys(subject.case.without)
+    return subject.checkpoint.pipeline_class.from_pretrained(subject.path, **without)
 
 
 def changed(tiny: Path, out: Path, file: str, **values: Any) -> Path:

@@ -17,6 +17,7 @@ from smoke_recipes import SMOKES
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.commands.sample import SampleRequest, sample
 from dit_lora.config.load import load_recipe
+from dit_lora.data.media.video import read_header
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES
 
@@ -35,6 +36,7 @@ ALIKE = (
     "flux_kontext",
     *("wan_i2v", "wan_flf2v", "wan_2.2", "wan_5b"),
     "ltx_video_i2v",
+    "ltx2",
 )
 
 
@@ -51,6 +53,7 @@ def test_a_smoke_recipe_trains_resumes_and_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """3 and 2 resumed steps equal 5, bit for bit, caption dropout, fused ops and all."""
+    SMOKES[name].prepare(monkeypatch)
     with by("reference", monkeypatch):
         trains_resumes_and_samples(name, lora_main, tiny_checkpoints, shape_clips, tmp_path)
 
@@ -107,6 +110,9 @@ def trains_resumes_and_samples(
     )
     (made,) = sample(request)
     assert made.stat().st_size > 0
+    assert read_header(made).has_sound == recipe.data.sound
+    shown = list((parts / "samples").rglob("prompt_00.*"))
+    assert {read_header(path).has_sound for path in shown} == {recipe.data.sound}
     if trained.mode == "full":
         with pytest.raises(DitLoraError, match="--model does not apply"):
             sample(replace(request, model="elsewhere"))

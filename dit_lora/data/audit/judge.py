@@ -14,6 +14,7 @@ from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.image_probe import odd_mode
 from dit_lora.data.audit.measure import SIDE, PictureMeasures
 from dit_lora.data.audit.probe import ProbedFile
+from dit_lora.data.audit.sound import judge_sound
 from dit_lora.data.buckets.buckets import Dropped, Placed, buckets_of, place
 from dit_lora.data.media.media import Media, is_image, suffix
 from dit_lora.data.media.video import VideoHeader
@@ -97,6 +98,8 @@ def judge(media: Media, probed: ProbedFile, wanted: Requirements | None) -> list
         findings.append(_warn("too_short", message, "give it as an image, or remove it"))
     if wanted is not None:
         findings += [*_length(media, facts, wanted), *_shape(facts, wanted)]
+        if wanted.data.sound and wanted.data.fps is not None:
+            findings += judge_sound(facts, wanted.frames, wanted.data.fps)
     return findings
 
 

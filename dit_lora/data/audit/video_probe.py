@@ -12,6 +12,7 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from dit_lora.data.audit.image_probe import THUMBNAIL, Failures, jpeg
 from dit_lora.data.audit.measure import SIDE, PictureMeasures
 from dit_lora.data.audit.outline import Outline
+from dit_lora.data.audit.sound import measure_sound
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.opened import FrameLimit, message_of, open_media, oversize
 
@@ -62,6 +63,7 @@ def measure_video(
         failures = frames.failures or [("no_frames", "no frame comes out of it")]
         return failures, facts, None
     facts |= frames.facts()
+    facts["sound"] = measure_sound(media, frames.times[0], alive)
     return frames.failures, facts, frames.thumbnail()
 
 

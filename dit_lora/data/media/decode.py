@@ -56,7 +56,7 @@ class WantedTimes:
         self, container: av.container.InputContainer, stream: av.VideoStream
     ) -> Iterator[tuple[av.VideoFrame, int]]:
         """Decode from the key frame before the first time; yield the nearest frames, each with its number of times."""
-        origin = _origin(container, stream)
+        origin = first_time(container, stream)
         target = _tick(stream, origin + self.start)
         return _pick(_forwards(_from_key_frame(container, stream, origin, target)), self)
 
@@ -92,7 +92,7 @@ class Instants:
 
         Frames between the last time after one key frame and the next key frame are passed over.
         """
-        origin = _origin(container, stream)
+        origin = first_time(container, stream)
 
         def head(seconds: float) -> int:
             return _search(container, stream, _tick(stream, origin + seconds))[0]
@@ -218,7 +218,7 @@ def _seconds(frame: av.VideoFrame) -> float:
     return frame.time
 
 
-def _origin(container: av.container.InputContainer, stream: av.VideoStream) -> float:
+def first_time(container: av.container.InputContainer, stream: av.VideoStream) -> float:
     """Return the time of the first frame, in seconds of the stream."""
     first = next(container.decode(stream), None)
     if first is None:

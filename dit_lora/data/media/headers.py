@@ -13,7 +13,7 @@ from dit_lora.data.media.video import ClipError, VideoHeader, read_header
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
-_VERSION = 1  # raised when a header would be read otherwise
+_VERSION = 2  # raised when a header would be read otherwise
 _THREADS = 8  # opening a file waits for the disk
 
 Progress = Callable[[Sequence[Any]], Iterable[Any]]

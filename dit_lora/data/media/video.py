@@ -25,6 +25,7 @@ from dit_lora.data.media.decode import (
 from dit_lora.data.media.media import Media, as_media, is_image, require_readable
 from dit_lora.data.media.opened import message_of, open_media
 from dit_lora.data.media.pictures import DAMAGED, cover, image_size, open_image, planes, upright
+from dit_lora.data.media.sound_stream import sound_ends, sound_stream
 from dit_lora.errors import DitLoraError
 
 # Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
@@ -33,6 +34,16 @@ DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, c
 
 # x264's macroblock tree, and more than one thread, made equal frames differ by some grey levels (docs/log.md).
 _H264 = {"crf": "17", "x264-params": "mbtree=0"}
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Sound beside a video."""
+
+    waveform: torch.Tensor
+    """Floating point (channels, N) from -1 to 1, of one or two channels."""
+    rate: int
+    """Samples a second."""
 
 
 class ClipError(DitLoraError):
@@ -101,11 +112,13 @@ def _open_image(media: Media) -> Image.Image:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-def write_sample(path: Path, video: torch.Tensor, fps: float | None) -> Path:
+def write_sample(
+    path: Path, video: torch.Tensor, fps: float | None, sound: Sound | None = None
+) -> Path:
     """Write uint8 (F, H, W, 3) to `path` with .png added for one frame, else .mp4; returns the path written."""
     if len(video) > 1:
         whole = path.with_name(f"{path.name}.mp4")
-        write_video(whole, video, fps or 8.0)
+        write_video(whole, video, fps or 8.0, sound)
         return whole
     whole = path.with_name(f"{path.name}.png")
     whole.parent.mkdir(parents=True, exist_ok=True)
@@ -116,10 +129,10 @@ def write_sample(path: Path, video: torch.Tensor, fps: float | None) -> Path:
     return whole
 
 
-def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
-    """Write uint8 (F, H, W, 3) as H.264 that browsers and players take; H and W must be even.
+def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None = None) -> None:
+    """Write uint8 (F, H, W, 3) as H.264 that browsers and players take, sound as AAC; H and W must be even.
 
-    Equal frames give equal bytes.
+    Equal frames and sound give equal bytes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -129,10 +142,30 @@ def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
         stream = container.add_stream("libx264", rate=rate, options=_H264)
         stream.thread_count = 1
         stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
+        # All streams have to be there before the first packet.
+        encode_sound = None if sound is None else _sound_encoder(container, sound)
         for pixels in video.numpy():
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
+        if encode_sound is not None:
+            container.mux(encode_sound())
     partial.replace(path)
+
+
+def _sound_encoder(
+    container: av.container.OutputContainer, sound: Sound
+) -> Callable[[], list["av.Packet[av.AudioStream]"]]:
+    """Add a stream of AAC; return what makes its packets."""
+    layout = "mono" if len(sound.waveform) == 1 else "stereo"
+    stream = container.add_stream("aac", rate=sound.rate, layout=layout)
+
+    def encode() -> list["av.Packet[av.AudioStream]"]:
+        values = sound.waveform.detach().cpu().float().clamp(-1, 1).contiguous().numpy()
+        frame = av.AudioFrame.from_ndarray(values, format="fltp", layout=layout)
+        frame.sample_rate, frame.time_base, frame.pts = sound.rate, Fraction(1, sound.rate), 0
+        return [*stream.encode(frame), *stream.encode(None)]
+
+    return encode
 
 
 @dataclass(frozen=True)
@@ -146,6 +179,9 @@ class VideoHeader:
     """Height in pixels as shown: upright, and square."""
     width: int
     is_image: bool = False
+    has_sound: bool = False
+    sound_ends: float | None = None
+    """Seconds from the first picture to the end of the sound."""
 
 
 def read_header(media: Media | Path) -> VideoHeader:
@@ -178,7 +214,15 @@ def _header(container: av.container.InputContainer) -> VideoHeader:
     elif container.duration:
         seconds = container.duration / av.time_base
     fps = float(stream.average_rate) if stream.average_rate else None
-    return VideoHeader(fps, seconds, stream.frames or None, height, width)
+    return VideoHeader(
+        fps,
+        seconds,
+        stream.frames or None,
+        height,
+        width,
+        has_sound=sound_stream(container) is not None,
+        sound_ends=sound_ends(container, stream),
+    )
 
 
 def reason(error: Exception) -> str:

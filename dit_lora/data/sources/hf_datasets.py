@@ -189,8 +189,11 @@ def _columns(source: SourceConfig, rows: Any) -> _Columns:
         for name, feature in features.items()
         if isinstance(feature, List | LargeList) and isinstance(feature.feature, Image | Video)
     ]
-    of_references = source.reference_columns or tuple({REFERENCES} & {*images, *videos, *lists})
-    beside = {source.image_column, source.mask_column, *of_references}
+    of_references = source.reference_columns
+    if of_references is None:
+        of_references = tuple({REFERENCES} & {*images, *videos, *lists})
+    # A column of references is none of samples, also where it is left out.
+    beside = {source.image_column, source.mask_column, REFERENCES, *of_references}
     media = [name for name in (*videos, *images) if name not in beside]
     labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
     texts = [

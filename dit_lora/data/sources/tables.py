@@ -70,9 +70,10 @@ def _reference_columns(
 ) -> tuple[str, ...]:
     if source.reference_folders:
         return ()
+    if source.reference_columns is None:
+        return (REFERENCES,) if REFERENCES in columns else ()
     what = "a reference (reference_columns)"
-    named = tuple(_column(table, columns, (name,), what) for name in source.reference_columns)
-    return named or ((REFERENCES,) if REFERENCES in columns else ())
+    return tuple(_column(table, columns, (name,), what) for name in source.reference_columns)
 
 
 def _names(cell: object) -> list[object]:

@@ -293,9 +293,9 @@ class _Beside:
         for name in _pictured(members):
             by_middle.setdefault(name.rpartition(".")[0], []).append(name)
         found = cls([], [], [])
-        columns: Sequence[str] = source.reference_columns or sorted(
-            filter(_NUMBERED.fullmatch, by_middle), key=_number
-        )
+        columns: Sequence[str] | None = source.reference_columns
+        if columns is None:
+            columns = sorted(filter(_NUMBERED.fullmatch, by_middle), key=_number)
         named = [(REFERENCE, column, found.references) for column in columns]
         if source.mask_column is not None:
             named.append((MASK, source.mask_column, found.masks))

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from dit_lora.data.media.video import write_sample, write_video
+from dit_lora.data.synthetic.tones import tone
 
 COLOURS = {"red": (220, 60, 50), "green": (60, 190, 80), "blue": (60, 90, 220)}
 SHAPES = ("disc", "square")
@@ -13,9 +14,16 @@ _BACKGROUND = (24, 24, 30)
 
 
 def write_shapes(
-    out: Path, *, clips: int, frames: int, height: int, width: int, fps: float
+    out: Path,
+    *,
+    clips: int,
+    frames: int,
+    height: int,
+    width: int,
+    fps: float,
+    sound: bool = False,
 ) -> list[Path]:
-    """Write `clips` mp4 files and their metadata.jsonl; each clip has a colour, a shape and a direction.
+    """Write `clips` mp4 files and their metadata.jsonl; each clip has a colour, a shape and a direction, and with `sound` a tone.
 
     With one frame, writes png files, each with a .txt of the same name, as Sana's trainer reads them.
     """
@@ -36,9 +44,11 @@ def write_shapes(
             stem.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
             continue
         path = stem.with_suffix(".mp4")
-        write_video(path, video, fps)
+        write_video(path, video, fps, tone(shape, rightwards, frames / fps) if sound else None)
         paths.append(path)
         text = f"a {colour} {shape} moves to the {side} over a dark background"
+        if sound:
+            text += f", a tone {'rises' if rightwards else 'falls'}"
         lines.append(json.dumps({"file_name": path.name, "text": text}))
     if lines:
         (out / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

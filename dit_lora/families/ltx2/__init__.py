@@ -4,22 +4,14 @@ from typing import Any
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License, Site
+from dit_lora.families.ltx2.layers import ATTENTION, OF_BLOCKS
 
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-"""Layers of every attention: with sound, all of them are adapted (Lightricks/LTX-2, ltx-trainer, docs/configuration-reference.md)."""
-SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 _LICENSE = License(
     "other",
     "ltx-2-community-license-agreement",
     "https://github.com/Lightricks/LTX-2/blob/main/LICENSE",
 )
 
-
-_ATTENTIONS = ("attn1", "attn2", *SOUND_ATTENTIONS)
-_OF_BLOCKS = (
-    *(f"{attn}.{layer}" for attn in _ATTENTIONS for layer in (*ATTENTION, "to_gate_logits")),
-    *(f"{ff}.{layer}" for ff in ("ff", "audio_ff") for layer in ("net.0.proj", "net.2")),
-)
 _MODULATIONS = {
     "time_embed": "adaln_single",
     "audio_time_embed": "audio_adaln_single",
@@ -34,7 +26,7 @@ _EMBEDDING = "emb.timestep_embedder"
 # The inverse of Diffusers' _convert_non_diffusers_ltx2_lora_to_diffusers (loaders/lora_conversion_utils.py), whose loader
 # refuses `.alpha` tensors.
 _COMFYUI = {
-    **{f"transformer_blocks.*.{name}": f"transformer_blocks.*.{name}" for name in _OF_BLOCKS},
+    **{f"transformer_blocks.*.{name}": f"transformer_blocks.*.{name}" for name in OF_BLOCKS},
     **{
         f"{ours}.{layer}": f"{theirs}.{layer}"
         for ours, theirs in _MODULATIONS.items()
@@ -47,11 +39,11 @@ _COMFYUI = {
 }
 
 
-def _site(variant: str, **other: Any) -> Site:
+def _site(variant: str, *, sound: bool = False, **other: Any) -> Site:
     return Site(
         family="ltx2",
         variant=variant,
-        data={"frames": 9, "height": 64, "width": 96, "fps": 8},
+        data={"frames": 9, "height": 64, "width": 96, "fps": 8, "sound": sound},
         modulation="time_embed.linear",
         time_proj="time_embed.emb.time_proj",
         posterior=False,
@@ -87,5 +79,5 @@ FAMILY = DiffusionFamily(
     },
     masked_attention=True,
     comfyui=LayerNames(alpha=False, renamed=_COMFYUI),
-    sites=(_site("ltx-2"), _site("ltx-2.3")),
+    sites=(_site("ltx-2"), _site("ltx-2.3", sound=True)),
 )

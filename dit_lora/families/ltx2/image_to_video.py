@@ -78,7 +78,7 @@ class LTX2ImageCheckpoint(FirstFrameCheckpoint, LTX2Checkpoint):
             values = processor.preprocess(sent).to(device)
             return {**self.encoded(vae, pixels), "image_latents": self._latents(vae, values)}
 
-        return encode
+        return self.hearing(encode, device)
 
     def _latents(self, vae: Any, image: torch.Tensor) -> torch.Tensor:
         """Return what the pipeline puts in front (C, 1, H, W), by its own method: of one frame, the picture is all."""

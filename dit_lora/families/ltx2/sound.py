@@ -19,9 +19,9 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors
 
-_POINTS = 1024
-"""Of the Fourier transform and its window."""
+_POINTS = 1024  # of the Fourier transform and its window
 _LEAST = 1e-5
+SOUND_TRANSFORM = "ltx2-sound-1: log mel of 1,024 points, posterior mean, normalised by the VAE's own statistics, fp32"
 
 
 class AudioEncoder(Protocol):

@@ -17,14 +17,18 @@ from typing import Any, ClassVar, Self
 
 import torch
 from diffusers import AutoencoderKLLTX2Video, LTX2Pipeline, LTX2VideoTransformer3DModel
+from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
 from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
+from dit_lora.data.media.sound import SoundFormat
+from dit_lora.data.media.video import Sound
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
+    Generated,
     Sampling,
     Tensors,
     TensorSpec,
@@ -34,11 +38,13 @@ from dit_lora.families.base import (
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.loss_mask import loss_weights
-from dit_lora.families.ltx2 import ATTENTION, SOUND_ATTENTIONS
-from dit_lora.families.ltx2.sound import AudioEncoder, audio_encoder
+from dit_lora.families.ltx2.layers import ATTENTION, refuse_what_hears
+from dit_lora.families.ltx2.sound import SOUND_TRANSFORM, AudioEncoder, audio_encoder
 from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
+from dit_lora.families.opening import read_component_config
 from dit_lora.families.posterior import encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
+from dit_lora.families.sound import HearingEncoder
 from dit_lora.families.text.limit import text_limit
 from dit_lora.families.text.mask import cut_text
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
@@ -75,6 +81,7 @@ class LTX2Checkpoint(FlowCheckpoint):
     """True where the recipe chose another task than the checkpoint's own pipeline has."""
     pipeline_class: ClassVar[Any] = LTX2Pipeline
     transformer_class: ClassVar[Any] = LTX2VideoTransformer3DModel
+    after_text_encoder: ClassVar[Mapping[str, Any]] = {"connectors": LTX2TextConnectors}
     transform = (
         "ltx2-1: pixels / 127.5 - 1, posterior mean, normalised by the VAE's own statistics, fp32"
     )
@@ -119,7 +126,7 @@ class LTX2Checkpoint(FlowCheckpoint):
                 "adapter that undoes it in lora.under"
             )
         if not data.sound:
-            _refuse_what_hears(recipe)
+            refuse_what_hears(recipe)
         return replace(fitting, fps=data.fps, sound=data.sound)
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
@@ -190,7 +197,7 @@ class LTX2Checkpoint(FlowCheckpoint):
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             return self.encoded(vae, pixels)
 
-        return encode
+        return self.hearing(encode, device)
 
     def encoded(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         """Return a clip's latents as the cache keeps them, normalised by what the VAE's weights hold."""
@@ -200,6 +207,28 @@ class LTX2Checkpoint(FlowCheckpoint):
             mean[None], vae.latents_mean, vae.latents_std, factor
         )
         return {"latent_mean": whole[0]}
+
+    @property
+    def sound_format(self) -> SoundFormat | None:
+        """The audio VAE's, where sound is trained."""
+        config = self.audio_vae
+        return SoundFormat(config["sample_rate"], config["in_channels"]) if self.sound else None
+
+    def video_facts(self) -> Mapping[str, Any]:
+        facts = super().video_facts()
+        if not self.sound:
+            return facts
+        return {**facts, "audio_vae": self.path / "audio_vae", "audio_transform": SOUND_TRANSFORM}
+
+    def hearing(self, encode: VideoEncoder, device: torch.device) -> VideoEncoder:
+        """Return an encoder of clips that encodes their sound too, where that is trained."""
+        return HearingEncoder(encode, audio_encoder(self.path, device)) if self.sound else encode
+
+    def sound_of(self, made: Any) -> Sound | None:
+        if not self.sound:
+            return None
+        vocoder = read_component_config(self.path, "vocoder")
+        return Sound(made.audio[0].float().cpu(), vocoder["output_sampling_rate"])
 
     def load_audio_encoder(self, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
         """Load the audio VAE; it encodes in fp32 whatever `dtype` is."""
@@ -383,38 +412,10 @@ class LTX2Checkpoint(FlowCheckpoint):
         perturbed = self.transformer_config["perturbed_attn"]
         return given | ({} if perturbed else {"stg_scale": 0.0, "audio_stg_scale": 0.0})
 
-    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
+    def generated(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> Generated:
         with connectors_passed(pipeline, conditions, self._text_width("video")):
-            return super().generate(pipeline, conditions, how)
+            return super().generated(pipeline, conditions, how)
 
     def index_changes(self) -> dict[str, Any]:
         """The pipeline, where another task was trained than the checkpoint's own."""
         return {"_class_name": self.pipeline_class.__name__} if self.task_given else {}
-
-
-def _refuse_what_hears(recipe: Recipe) -> None:
-    """Raise if layers of sound would train where no sound is: no gradient reaches them."""
-    groups = recipe.optim.groups
-    if recipe.train.mode == "full" or groups.connector is not None or groups.backbone is not None:
-        raise DitLoraError(
-            "train.mode: full and optim.groups.connector or backbone train the layers of sound too, which get no gradient "
-            "without it; set data.sound: true, or train an adapter alone"
-        )
-    layers = (
-        *(
-            f"{block}.{layer}"
-            for block in SOUND_ATTENTIONS
-            for layer in (*ATTENTION, "to_gate_logits")
-        ),
-        *("audio_ff.net.0.proj", "audio_ff.net.2"),
-    )
-    deaf = [
-        target
-        for target in recipe.lora.targets or ()
-        if any(f".{layer}".endswith(f".{target}") for layer in layers)
-    ]
-    if deaf:
-        raise DitLoraError(
-            f"lora.targets: {', '.join(deaf)} adapts layers of sound too, which get no gradient without it; name the video's "
-            f"(attn1.to_q, attn2.to_q, ff.net.2), or set data.sound: true"
-        )

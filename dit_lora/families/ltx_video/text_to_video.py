@@ -20,6 +20,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
+    Generated,
     Sampling,
     Tensors,
     TensorSpec,
@@ -215,12 +216,12 @@ class LTXVideoCheckpoint(FlowCheckpoint):
             )
         return {} if how.fps is None else {"frame_rate": how.fps}
 
-    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
+    def generated(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> Generated:
         """Make one video; 0.9.1's decoder draws noise of torch's own generator, which is seeded for it and left as it was."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(how.seed)
-            return super().generate(pipeline, conditions, how)
+            return super().generated(pipeline, conditions, how)
 
     def index_changes(self) -> dict[str, Any]:
         """Return the pipeline, where another task was trained than the checkpoint's own."""

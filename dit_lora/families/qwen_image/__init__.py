@@ -1,11 +1,31 @@
-"""Qwen-Image text-to-image: Qwen-Image and Qwen-Image-2512."""
+"""Qwen-Image and Qwen-Image-2512, from text; Qwen-Image-Edit, -2509 and -2511, from pictures and what to change in them."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License, Site
 
+
+def _site(variant: str) -> Site:
+    data = {"height": 64, "width": 64}
+    edits = variant != "qwen-image"
+    return Site(
+        family="qwen_image",
+        variant=variant,
+        data=data | ({"mask_column": "masks"} if edits else {}),
+        samples="pairs" if edits else "images",
+        attention="transformer_blocks.1.attn",
+        ff="transformer_blocks.0.img_mlp",
+        ff_out="transformer_blocks.0.img_mlp.net.2",
+        modulation="transformer_blocks.1.img_mod.1",
+        time_proj="time_text_embed.time_proj",
+        # At the pipeline's shift of 1.6 for these 16 tokens.
+        late=0.84,  # it is given t / 1000
+        upper=780,
+    )
+
+
 FAMILY = DiffusionFamily(
     name="qwen_image",
-    checkpoint_module="dit_lora.families.qwen_image.checkpoint",
+    checkpoint_module="dit_lora.families.qwen_image.opened",
     tiny_module="dit_lora.families.qwen_image.tiny",
     # The default targets are what Diffusers' train_dreambooth_lora_qwen_image.py adapts: attention of the image's stream.
     group_patterns={
@@ -20,28 +40,22 @@ FAMILY = DiffusionFamily(
         "backbone": ("transformer_blocks.*",),
     },
     masked_attention=True,  # of captions
-    pipeline_names=("QwenImagePipeline",),
+    pipeline_names=("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"),
     default_recipe="qwen_image/base",
     # Each one's card.
     licenses={
-        "Qwen/Qwen-Image": License("apache-2.0"),
-        "Qwen/Qwen-Image-2512": License("apache-2.0"),
+        f"Qwen/{name}": License("apache-2.0")
+        for name in (
+            "Qwen-Image",
+            "Qwen-Image-2512",
+            "Qwen-Image-Edit",
+            "Qwen-Image-Edit-2509",
+            "Qwen-Image-Edit-2511",
+        )
     },
     # ComfyUI's model has Diffusers' names (comfy/ldm/qwen_image/model.py at 01f4512). Behind this prefix Diffusers reads
     # them back with alpha, behind `transformer.` without alone (_convert_non_diffusers_qwen_lora_to_diffusers in
     # loaders/lora_conversion_utils.py).
     comfyui=LayerNames(),
-    sites=(
-        Site(
-            family="qwen_image",
-            variant="qwen-image",
-            data={"height": 64, "width": 64},
-            samples="images",
-            attention="transformer_blocks.1.attn",
-            ff="transformer_blocks.0.img_mlp",
-            ff_out="transformer_blocks.0.img_mlp.net.2",
-            modulation="transformer_blocks.1.img_mod.1",
-            time_proj="time_text_embed.time_proj",
-        ),
-    ),
+    sites=tuple(map(_site, ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus"))),
 )

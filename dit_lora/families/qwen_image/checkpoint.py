@@ -16,36 +16,21 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import nn
 from torch.nn import functional
 
-from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.errors import DitLoraError
+from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import (
+    Generated,
     Sampling,
     Tensors,
     TensorSpec,
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_scheduler import require_steps
-from dit_lora.families.opening import (
-    local_checkpoint,
-    read_component_config,
-    read_index,
-    require_whole_weights,
-)
-from dit_lora.families.qwen_latents import QwenLatentsCheckpoint, qwen_latents_fields
+from dit_lora.families.qwen_latents import QwenLatentsCheckpoint
 from dit_lora.families.text.captions import one_by_one
 from dit_lora.families.text.limit import text_limit
 from dit_lora.families.text.mask import cut_text
 from dit_lora.numerics.streams import moved
-
-# Pipelines of Qwen-Image's kin whose checkpoints are not trained, with what they are.
-_OTHERS = {
-    "QwenImage21Pipeline": "Qwen-Image 2.1 is another model, with another text encoder and autoencoder",
-    "QwenImageLayeredPipeline": "Qwen-Image-Layered takes pictures apart into layers",
-    "QwenImageEditPipeline": "Qwen-Image-Edit makes images of a picture",
-    "QwenImageEditPlusPipeline": "Qwen-Image-Edit-2509 and -2511 make images of pictures",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +136,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
             return {"prompt": prompt, "negative_prompt": ""}
         return _embedded("", prompt) | (_embedded("negative_", empty) if empty else {})
 
-    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
+    def generated(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> Generated:
         """Make one image; the guidance scale is the pipeline's `true_cfg_scale`.
 
         Its own `guidance_scale` is for an embedding that no published checkpoint has.
@@ -163,7 +148,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
                 arguments = {n: a for n, a in arguments.items() if not n.startswith("negative_")}
             return pipeline(**arguments, true_cfg_scale=guidance_scale)
 
-        return super().generate(called, conditions, how)
+        return super().generated(called, conditions, how)
 
 
 def bare(pipeline_class: Any) -> Any:
@@ -181,27 +166,3 @@ def _embedded(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:
         f"{prefix}prompt_embeds": embeddings,
         f"{prefix}prompt_embeds_mask": mask.to(embeddings.device),
     }
-
-
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> QwenImageCheckpoint:
-    """Read the configs; refuse another pipeline, another scheduler, inputs that nobody would give, and torn weights."""
-    path = local_checkpoint(model)
-    name = read_component_config(path).get("_class_name")
-    if name in _OTHERS:
-        raise DitLoraError(
-            f"{model.path} is a {name} checkpoint: {_OTHERS[name]}; family {family.name} trains Qwen/Qwen-Image and "
-            "Qwen/Qwen-Image-2512"
-        )
-    read_index(model, path, family.pipeline_names)
-    require_whole_weights(model, path, "vae", "text_encoder")
-    fields = qwen_latents_fields(model, QwenImageTransformer2DModel)
-    config = fields["transformer_config"]
-    # A guidance embedding, which the transformer cannot run with (forward gives its embedder an argument too many), and
-    # what Layered has.
-    flags = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
-    wrong = [flag for flag in flags if config[flag]]
-    if wrong:
-        raise DitLoraError(
-            f"{model.path}: {', '.join(wrong)} of its transformer's config must be false, as of Qwen/Qwen-Image; got true"
-        )
-    return QwenImageCheckpoint(**fields)

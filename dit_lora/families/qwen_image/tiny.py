@@ -1,27 +1,43 @@
-"""A tiny Qwen-Image pipeline with random weights, whose tokenizer takes the prompt's template for as many tokens as Qwen's does."""
+"""Tiny Qwen-Image pipelines with random weights, whose tokenizer takes each prompt's template for as many tokens as Qwen's does.
 
+Of editing, `qwen-image-edit` is as Qwen-Image-Edit, `qwen-image-edit-plus` as Qwen-Image-Edit-2511.
+"""
+
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
+from transformers import Qwen2VLProcessor
 
-from dit_lora.families.chat.tiny import TEXT_WIDTH, tiny_chat
+from dit_lora.families.chat.tiny import TEXT_WIDTH, VARIANTS, tiny_chat
 from dit_lora.families.qwen_image.checkpoint import bare
 from dit_lora.families.tiny.vae import qwen_image_vae
 
 _LATENTS = 16
-# Every word of the template with the space before it, and the roles: one token each in Qwen's vocabulary.
-_WORDS = re.compile(r" ?[A-Za-z]+")
+# Every word of a template with the space before it, the roles, and these signs: one token each in Qwen's vocabulary.
+_WORDS = re.compile(r"'s|\),| \(| ?[A-Za-z]+")
+_KINDS: dict[str, Any] = {
+    "qwen-image": QwenImagePipeline,
+    "qwen-image-edit": QwenImageEditPipeline,
+    "qwen-image-edit-plus": QwenImageEditPlusPipeline,
+}
 
 
 def build_tiny(variant: str, out: Path) -> None:
     """Write the pipeline, with weights from torch's generator."""
-    pipeline: Any = QwenImagePipeline(
+    kind = _KINDS[variant]
+    text = _text(kind)
+    # Written apart: Transformers' processor has one of videos, which needs torchvision.
+    without = {} if kind is QwenImagePipeline else {"processor": None}
+    pipeline: Any = kind(
         scheduler=FlowMatchEulerDiscreteScheduler(
             # Qwen/Qwen-Image, scheduler/scheduler_config.json, as ai-toolkit and SimpleTuner quote it.
             shift=1.0,
@@ -41,14 +57,35 @@ def build_tiny(variant: str, out: Path) -> None:
             num_attention_heads=2,
             joint_attention_dim=TEXT_WIDTH,
             axes_dims_rope=(4, 6, 6),
+            zero_cond_t=kind is QwenImageEditPlusPipeline,
         ),
-        **_text(),
+        **text,
+        **without,
     )
+    pipeline._optional_components = [*pipeline._optional_components, *without]
     pipeline.save_pretrained(out, safe_serialization=True)
+    if without:
+        _write_processor(text["tokenizer"], out)
 
 
-def _text() -> dict[str, Any]:
-    template: str = bare(QwenImagePipeline).prompt_template_encode
+def _write_processor(tokenizer: Any, out: Path) -> None:
+    """Write the folder `processor`, and its name into the pipeline's index."""
+    name = Qwen2VLProcessor.__name__
+    tokenizer.save_pretrained(out / "processor")
+    files = VARIANTS["qwen2.5-vl"].files
+    files = {**files, "processor_config.json": {"processor_class": name}}
+    for file, values in files.items():
+        _write(out / "processor" / file, values)
+    index = out / "model_index.json"
+    _write(index, {**json.loads(index.read_text("utf-8")), "processor": ["transformers", name]})
+
+
+def _write(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _text(kind: Any) -> dict[str, Any]:
+    template: str = bare(kind).prompt_template_encode
     words = _WORDS.findall(re.sub(r"<\|\w+\|>", "\n", template))
     tokenizer, model = tiny_chat("qwen2.5-vl", sorted({*words}))
     return {"tokenizer": tokenizer, "text_encoder": model}

@@ -37,13 +37,13 @@ class _Side(NamedTuple):
 
     block: Any
     prefix: str
-    """Of the names of its modules: empty, or `audio_`."""
+    """The beginning of its modules' names: empty, or `audio_`."""
     x: torch.Tensor
     rows: Rows
     """Shift, scale and gate of self-attention, then of the feed-forward, and in 2.3 of attention to the text."""
     y: torch.Tensor | None = None
     gate: torch.Tensor | None = None
-    """What is added to x next, by the norm that reads the sum, times its gate where it has one."""
+    """The tensor that is added to x next, by the norm that reads the sum, times its gate where it has one."""
 
     def part(self, name: str) -> Any:
         return getattr(self.block, f"{self.prefix}{name}")
@@ -166,7 +166,7 @@ def _text_attended(
 
 
 Shared = tuple[torch.Tensor, torch.Tensor, Rotary | None]
-"""What all blocks share of a stream's attention to the other: shifts and scales, gate, rotation."""
+"""Tensors that all blocks share for a stream's attention to the other: shifts and scales, gate, rotation."""
 
 
 def _heard_and_seen(

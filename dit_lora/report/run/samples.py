@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dit_lora.data.media.video import read_header
+from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 
 EMBED_LIMIT_BYTES = 64 * 2**20
@@ -26,6 +28,7 @@ class ShownClip:
     step: int
     label: str
     source: str
+    has_sound: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class ShownReference:
     kind: str
     """`video` or `image`."""
     source: str
+    has_sound: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,11 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
         PromptSamples(
             prompts[index] if index < len(prompts) else f"prompt {index}",
             _kind(files[index][steps[-1]]),
-            [ShownClip(step, when(step), source(files[index][step])) for step in steps],
+            [
+                ShownClip(step, when(step), source(path), _has_sound(path))
+                for step in steps
+                for path in [files[index][step]]
+            ],
             _shown(references.get(index, ()), source),
         )
         for index, steps in chosen.items()
@@ -137,6 +145,14 @@ def _shown(references: Sequence[Path], source: Callable[[Path], str]) -> list[Sh
 
 def _kind(path: Path) -> str:
     return "video" if path.suffix == ".mp4" else "image"
+
+
+def _has_sound(path: Path) -> bool:
+    """Return if a sample was written with its sound."""
+    try:
+        return read_header(path).has_sound
+    except DitLoraError:  # it went away meanwhile, or is written no further
+        return False
 
 
 def when(step: int) -> str:

@@ -16,6 +16,7 @@ from dit_lora.families import default_recipes
 ROOT = Path(__file__).parents[3]
 TASKS = {
     "text-to-video",
+    "image-to-image",
     "image-to-video",
     "text-to-image",
     "class-to-image",

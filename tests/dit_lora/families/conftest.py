@@ -13,6 +13,11 @@ PARAMETERS = [
 
 
 @pytest.fixture(params=PARAMETERS)
-def subject(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]) -> Subject:
+def subject(
+    request: pytest.FixtureRequest,
+    tiny_checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Subject:
     case: Case = request.param
+    case.prepare(monkeypatch)
     return open_subject(case, tiny_checkpoints[case.variant])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_cases.subject import TAKES, Subject, adapted, encoded_batch
+from family_cases.subject import Subject, adapted, encoded_batch, stock_pipeline
 from fuse_checks import Values, assert_equal, by, fuse_all
 from kernel_checks import saved_bytes
 from torch import nn
@@ -46,8 +46,7 @@ def test_fused_it_is_the_same_model_and_undone_the_same_bits(subject: Subject) -
     expected, emulated = run(subject, model, batch), is_emulated(model)
     names = list(model.state_dict())
     fuse_all(model)
-    family = subject.case.family
-    assert set(fusion_of(model).used()) >= TAKES[family], fusion_of(model).lines()
+    assert set(fusion_of(model).used()) >= subject.case.takes, fusion_of(model).lines()
     assert_equal(run(subject, model, batch), expected, 1e-4)
     assert list(model.state_dict()) == names
     assert is_emulated(model) == emulated
@@ -109,7 +108,7 @@ def test_an_adapter_trained_fused_works_in_the_stock_pipeline(
     model, batch = fuse_all(adapted(subject)), encoded_batch(subject)
     part = subject.case.part
     save_adapter(model, subject.checkpoint.pipeline_class, tmp_path, {"part": part})
-    pipeline = subject.checkpoint.pipeline_class.from_pretrained(subject.path)
+    pipeline = stock_pipeline(subject)
     load_adapter(pipeline, tmp_path)
     with torch.no_grad():
         trained = losses(subject, model.eval(), batch)

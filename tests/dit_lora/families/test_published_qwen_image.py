@@ -110,7 +110,9 @@ def test_a_captions_size_is_that_of_512_tokens_of_the_text_encoder(
 
 def test_its_licence_is_known_and_its_recipe_is_the_families() -> None:
     family = get_family("qwen_image")
-    for name in ("Qwen-Image", "Qwen-Image-2512"):
+    edit = ("Qwen-Image-Edit", "Qwen-Image-Edit-2509", "Qwen-Image-Edit-2511")
+    for name in ("Qwen-Image", "Qwen-Image-2512", *edit):
         assert family.license_of(f"Qwen/{name}").id == "apache-2.0"
-    assert {path.stem for path in (ROOT / "recipes" / "qwen_image").glob("*.yaml")} == {"base"}
+    recipes = {path.stem for path in (ROOT / "recipes" / "qwen_image").glob("*.yaml")}
+    assert recipes == {"base", "edit", "edit_plus"}
     assert family.default_recipe == "qwen_image/base"

@@ -273,8 +273,6 @@ def test_without_weights_its_positions_have_values(tiny: Path, checkpoint: Any) 
     [
         ("QwenImage21Pipeline", "Qwen-Image 2.1 is another model"),
         ("QwenImageLayeredPipeline", "takes pictures apart into layers"),
-        ("QwenImageEditPipeline", "makes images of a picture"),
-        ("QwenImageEditPlusPipeline", "makes? images of pictures"),
         ("QwenImageControlNetPipeline", "family qwen_image trains QwenImagePipeline"),
     ],
 )

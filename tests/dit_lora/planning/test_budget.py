@@ -361,14 +361,25 @@ def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:
     assert [parse_size(one) for one in ("24GiB", "24", "80 GB")] == [24 * GIB, 24 * GIB, 80 * 10**9]
 
 
+@pytest.mark.parametrize(
+    ("variant", "recipe", "components"),
+    [
+        ("flux-dev", "flux", ("text_encoder", "text_encoder_2")),
+        ("ltx-2.3", "ltx2", ("text_encoder", "connectors")),
+    ],
+)
 def test_text_encoders_that_are_loaded_together_are_counted_together(
-    tiny_checkpoints: dict[str, Path],
+    variant: str, recipe: str, components: tuple[str, ...], tiny_checkpoints: dict[str, Path]
 ) -> None:
-    path = tiny_checkpoints["flux-dev"]
-    encoder = subject_of(smoke("flux", path), gpu=False).caption_encoder
+    path = tiny_checkpoints[variant]
+    encoder = subject_of(smoke(recipe, path), gpu=False).caption_encoder
     stored = {
-        name: sum(t.nbytes for t in load_file(path / name / "model.safetensors").values())
-        for name in ("text_encoder", "text_encoder_2")
+        name: sum(
+            t.nbytes
+            for file in (path / name).glob("*.safetensors")
+            for t in load_file(file).values()
+        )
+        for name in components
     }
     assert encoder is not None
     assert encoder.weights == pytest.approx(sum(stored.values()), rel=0.01)

@@ -15,10 +15,12 @@ from dit_lora.data.cache.digests import Digests
 from dit_lora.data.cache.fill import Job
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.references import read_mask, read_reference
-from dit_lora.data.media.video import DECODE_VERSION, ClipError, read_frames
+from dit_lora.data.media.sound import SOUND_VERSION, SoundFormat, read_sound
+from dit_lora.data.media.video import DECODE_VERSION, ClipError, Sound, read_frames
 from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
 from dit_lora.families.loss_mask import LOSS_MASK, mask_of_latents
 from dit_lora.families.references import EditTextEncoder, ReferenceEncoder, References
+from dit_lora.families.sound import SoundEncoder
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 
@@ -35,6 +37,8 @@ class DecodedSample:
     """Frames of each reference, uint8 (frames, 3, height, width), at its own size."""
     mask: torch.Tensor | None = None
     """The part that is learned, float32 (H, W) from 0 to 1; None where the data has no masks."""
+    sound: Sound | None = None
+    """The sound of its frames; None where none is trained."""
 
     def encoded(self, encode: VideoEncoder, shape: VideoShape) -> Tensors:
         """Return what the cache keeps of it; `shape` is the sample's, with those of its references."""
@@ -42,6 +46,9 @@ class DecodedSample:
         if self.references:
             assert isinstance(encode, ReferenceEncoder)
             tensors |= encode.references(self.references, shape)
+        if self.sound is not None:
+            assert isinstance(encode, SoundEncoder)
+            tensors |= encode.sound(self.sound.waveform, self.sound.rate)
         if self.mask is not None:
             tensors[LOSS_MASK] = mask_of_latents(self.mask, tensors["latent_mean"])
         return tensors
@@ -73,6 +80,8 @@ class Encoding:
     """The references that the checkpoint takes."""
     has_masks: bool = field(default=False)
     """True if a sample may have a mask: then each has one, of 1 where it has none of its own."""
+    sound: SoundFormat | None = None
+    """The sound that is encoded with each clip; None where none is trained."""
 
     @classmethod
     def of(
@@ -94,6 +103,7 @@ class Encoding:
             resolved(video_facts),
             checkpoint.references,
             any(source.has_masks for source in recipe.data.all_sources),
+            checkpoint.sound_format,
         )
 
     @property
@@ -156,6 +166,8 @@ class Encoding:
         if self.has_masks:
             mask = sample.clip.mask
             facts["mask"] = [self.digests.media(mask.media), mask.alpha] if mask else None
+        if self.sound is not None:
+            facts["sound"] = {"decode": SOUND_VERSION, **asdict(self.sound)}
         if mirrored:
             facts["mirrored"] = True
 
@@ -185,7 +197,24 @@ class Encoding:
         if mirrored:
             video, references = video.flip(-1), tuple(one.flip(-1) for one in references)
             mask = None if mask is None else mask.flip(-1)
-        return DecodedSample(video, image, references, mask)
+        return DecodedSample(video, image, references, mask, self._sound(sample))
+
+    def _sound(self, sample: BucketedSample) -> Sound | None:
+        if self.sound is None:
+            return None
+        frames, fps = sample.shape.frames, self.recipe.data.fps
+        assert fps is not None  # data.sound needs it
+        waveform = read_sound(
+            sample.clip.media, self.sound, frames=frames, fps=fps, start=sample.start
+        )
+        return Sound(waveform, self.sound.rate)
+
+    def silence(self, shape: VideoShape) -> Sound | None:
+        """Return sound as long as that of a sample of this shape."""
+        if self.sound is None or self.recipe.data.fps is None:
+            return None
+        samples = self.sound.samples(shape.frames, self.recipe.data.fps)
+        return Sound(torch.zeros(self.sound.channels, samples), self.sound.rate)
 
     def _mask(self, sample: BucketedSample) -> torch.Tensor | None:
         if not self.has_masks:

@@ -65,11 +65,15 @@ class LiveTexts:
         return _spec(self.read(keys[0], {})[0])
 
     def read(self, key: str, spec: Spec) -> Read:
-        return self._read(key)
+        tensors, fault = self._read(key)
+        return tensors or _placeholder(spec), fault
 
     def _encoded(self, key: str) -> Read:
         job = self._jobs[key]
-        tensors = {name: one.cpu() for name, one in job.make(self._encode).items()}
+        try:
+            tensors = {name: one.cpu() for name, one in job.make(self._encode).items()}
+        except ClipError as error:
+            return {}, f"{job.sample}: {error}"
         bad = describe_all(tensors, MAX_ABS)
         return tensors, f"{job.sample}: {bad}" if bad else None
 
@@ -107,18 +111,14 @@ class LiveVideos:
             _black(shape),
             references=tuple(_black(one) for one in shape.references),
             mask=torch.ones(shape.height, shape.width) if self.decoder.encoding.has_masks else None,
+            sound=self.decoder.encoding.silence(shape),
         )
         return _spec(black.encoded(self._encode, shape))
 
     def read(self, key: str, spec: Spec) -> Read:
         pixels = self.decoded.pop(key, None) or self.decoder(key)
         if isinstance(pixels, str):
-            # A bad sample keeps its shape, for the batch to be collated; the guard leaves it out by name.
-            placeholder = {
-                name: torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
-                for name, (shape, dtype) in spec.items()
-            }
-            return placeholder, pixels
+            return _placeholder(spec), pixels
         encoded = pixels.encoded(self._encode, self.decoder.samples[key][0].shape)
         tensors = {name: tensor.detach().cpu() for name, tensor in encoded.items()}
         return tensors, describe_all(tensors, MAX_ABS)
@@ -175,6 +175,14 @@ class LiveLoader:
     def _encode(self, pick: Pick, pixels: DecodedSample | str) -> Batch:
         self.clips.videos.decoded[pick.entry.video_key_of(pick.draw)] = pixels
         return self.clips.read(*pick)
+
+
+def _placeholder(spec: Spec) -> Tensors:
+    """Return what stands for a bad sample, in its shape for the batch to be collated; the guard leaves it out by name."""
+    return {
+        name: torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
+        for name, (shape, dtype) in spec.items()
+    }
 
 
 def _black(shape: VideoShape) -> torch.Tensor:

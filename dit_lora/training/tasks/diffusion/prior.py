@@ -117,13 +117,14 @@ class _Sampler:
             fps=recipe.data.fps,
         )
         conditions = self.checkpoint.conditions(source.caption or "")
-        video = self.checkpoint.generate(self.pipeline, conditions, how)
+        made = self.checkpoint.generated(self.pipeline, conditions, how)
+        video = made.frames
         if video.min() == video.max():  # NaN in a picture is black
             raise DitLoraError(
                 f"the model's own sample of {source.caption!r} is one flat colour, as NaN gives; sample it with "
                 f"dit-lora sample, and try another model.dtype than {self.session.precision.dtype}"
             )
-        write_sample(_folder(source) / _stem(index), video, recipe.data.fps)
+        write_sample(_folder(source) / _stem(index), video, recipe.data.fps, made.sound)
 
 
 def _folder(source: SourceConfig) -> Path:

@@ -33,7 +33,7 @@ def refuse_all(checkpoint: Opened, clips: Sequence[Clip]) -> None:
     if takes is None and given:
         raise DitLoraError(
             f"{checkpoint.path.name} takes no references, and {len(given)} of {len(clips)} samples have some, such as "
-            f"{given[0].id}; take a model that edits, or name another column than references"
+            f"{given[0].id}; take a model that edits, or set data.reference_columns to [] to leave them out"
         )
     if takes is not None and takes.least and clips and not given:
         raise DitLoraError(

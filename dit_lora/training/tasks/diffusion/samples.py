@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dit_lora.config.data import VideoShape
+from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.judge import judge
 from dit_lora.data.audit.probe import probe
@@ -16,6 +16,7 @@ from dit_lora.data.buckets.report import BucketReport
 from dit_lora.data.media.headers import Headers
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.references import wrong_mask
+from dit_lora.data.media.sound import unusable_sound
 from dit_lora.data.media.video import ClipError, VideoHeader, too_short
 from dit_lora.data.sources.scan import Clip, scan
 from dit_lora.families.base import Opened
@@ -112,6 +113,12 @@ def check_headers(
             short = too_short(header, frames=frames, fps=data.fps, start=start)
             if short:
                 unusable[sample.id] = f"{sample.clip.media.name}: {short}"
+                continue
+        if data.sound:
+            deaf = _without_sound(sample, header, data)
+            if deaf:
+                unusable[sample.id] = f"{sample.clip.media.name}: {deaf}"
+                continue
         if sample.clip.mask is not None and not sample.clip.mask.alpha:
             masked[sample.id] = (sample.clip.mask.media, header)
     read = read_headers([media for media, _ in masked.values()], recipe, quiet=quiet)
@@ -121,6 +128,11 @@ def check_headers(
         elif wrong := wrong_mask((header.height, header.width), (own.height, own.width)):
             unusable[sample_id] = wrong
     return unusable
+
+
+def _without_sound(sample: BucketedSample, header: VideoHeader, data: DataConfig) -> str | None:
+    assert data.fps is not None  # data.sound needs it
+    return unusable_sound(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
 
 
 def in_words(media: Media, error: ClipError) -> str:

@@ -32,6 +32,7 @@ def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
     try:
         # Without the recipe: what refuses to be trained, such as a distilled checkpoint, is what is sampled from here.
         second: Checkpoint = get_family(recipe.model.family).open(model)
+        second = second.with_header(checkpoint.header())
         second.check_shape(VideoShape.of(recipe.data))
     except DitLoraError as error:
         words = str(error).removeprefix("model.path: ")

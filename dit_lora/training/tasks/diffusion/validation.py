@@ -107,10 +107,11 @@ def _write(
     adapter = other_adapter(setup.recipe, setup.checkpoint)
     with both_experts(pipeline, checkpoint, transformer, adapter):
         for index, (conditions, how) in enumerate(bar):
-            video = checkpoint.generate(pipeline, conditions, how)
+            made = checkpoint.generated(pipeline, conditions, how)
             if session.is_main:
                 name = f"step_{step:06d}/prompt_{index:02d}"
-                write_sample(session.dir / "samples" / name, video, session.recipe.data.fps)
+                fps = session.recipe.data.fps
+                write_sample(session.dir / "samples" / name, made.frames, fps, made.sound)
 
 
 def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:

@@ -1,7 +1,7 @@
 """Z-Image's own facts: time and sign, captions of several lengths, guidance, signs of Turbo, what is refused."""
 
-import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,20 @@ from diffusers import ZImagePipeline
 from family_cases.subject import CPU
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from z_image_cases import CAPTIONS, changed, opened, some_batch
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import parse_recipe
-from dit_lora.config.recipe import LoraConfig, ModelConfig, Recipe
-from dit_lora.data.loading.batch import Batch
+from dit_lora.config.recipe import LoraConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.text.mask import own_tokens
 from dit_lora.families.z_image.checkpoint import sign_of_turbo
 from dit_lora.numerics.streams import Streams, generator
+from dit_lora.planning.search import subject_of
 
 SEED, POSITIONS = 11, [3, 400, 21]
-CAPTIONS = ("A red cat on\na mat", "", "a longer caption, of a green square below a blue disc")
 
 
 class Recorder(nn.Module):
@@ -41,35 +40,6 @@ class Recorder(nn.Module):
         assert not return_dict
         self.asked = x, t, cap_feats
         return (list(self.answer.unsqueeze(2)),)
-
-
-@pytest.fixture
-def path(tiny_checkpoints: dict[str, Path]) -> Path:
-    return tiny_checkpoints["z-image"]
-
-
-def opened(path: Path | str) -> Any:
-    return get_family("z_image").open(ModelConfig(family="z_image", path=str(path)))
-
-
-def changed(tiny: Path, out: Path, component: str, **values: Any) -> Path:
-    """A copy of a checkpoint with other values in one config."""
-    shutil.copytree(tiny, out)
-    names = {"": "model_index.json", "scheduler": "scheduler/scheduler_config.json"}
-    file = out / names.get(component, f"{component}/config.json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-    return out
-
-
-def some_batch(lengths: tuple[int, ...] = (3, 512, 77)) -> dict[str, torch.Tensor]:
-    """Three samples of 4 x 6 latents, and captions of these lengths with noise where they have pads."""
-    g = torch.Generator().manual_seed(0)
-    return {
-        "latent_mean": torch.randn(3, 4, 4, 6, generator=g),
-        "latent_logvar": torch.randn(3, 4, 4, 6, generator=g),
-        "prompt_embeds": torch.randn(3, 512, 16, generator=g),
-        "prompt_attention_mask": torch.arange(512) < torch.tensor(lengths)[:, None],
-    }
 
 
 def own_draws(shape: tuple[int, ...], stream: str) -> torch.Tensor:
@@ -185,77 +155,6 @@ def test_a_trained_pad_is_attended_to(path: Path) -> None:
             pad.neg_()
 
 
-def test_the_mask_is_looked_at_on_the_host_alone(path: Path) -> None:
-    """A step's masks stay there; to read one that lies on a device, the host would wait."""
-    batch = Batch(("a", "b", "c"), (0, 1, 2), some_batch()).to(torch.device("meta"))
-    assert batch.tensors["prompt_embeds"].is_meta
-    tokens = own_tokens(batch.tensors["prompt_embeds"], batch.tensors["prompt_attention_mask"])
-    assert [(len(one), one.is_meta) for one in tokens] == [(3, True), (512, True), (77, True)]
-
-
-def test_captions_are_the_pipelines_and_the_callers_list_is_left_alone(path: Path) -> None:
-    """`_encode_prompt` writes the chat template into the list that it is given: a second call would have it twice."""
-    checkpoint = opened(path)
-    captions = list(CAPTIONS)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    encoded = encode(captions)
-    assert captions == list(CAPTIONS)
-    again = encode(captions)
-    assert all(torch.equal(again[name], tensor) for name, tensor in encoded.items())
-    spec = checkpoint.text_spec(torch.float32)
-    assert {n: (t.shape[1:], t.dtype) for n, t in encoded.items()} == spec
-    pipeline = ZImagePipeline.from_pretrained(path)
-    theirs = list(CAPTIONS)
-    with torch.no_grad():
-        for row, caption in enumerate(CAPTIONS):
-            (stock,), _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
-            mask = encoded["prompt_attention_mask"][row]
-            assert torch.equal(encoded["prompt_embeds"][row][mask], stock)
-            assert not encoded["prompt_embeds"][row][~mask].any()
-            assert not mask[len(stock) :].any()
-        pipeline.encode_prompt(theirs, do_classifier_free_guidance=False)
-    assert theirs[1] == "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
-    half = checkpoint.load_text_encoder(torch.bfloat16, CPU)(captions)
-    assert half["prompt_embeds"].dtype is torch.bfloat16
-
-
-def test_the_last_hidden_state_but_one_of_a_prompt_that_thinks_is_kept(path: Path) -> None:
-    pipeline = ZImagePipeline.from_pretrained(path)
-    tokens = pipeline.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "a cat"}],
-        add_generation_prompt=True,
-        enable_thinking=True,
-        return_tensors="pt",
-    )["input_ids"]
-    with torch.no_grad():
-        states = pipeline.text_encoder(tokens, output_hidden_states=True).hidden_states
-    encoded = opened(path).load_text_encoder(torch.float32, CPU)(["a cat"])
-    found = encoded["prompt_embeds"][0][encoded["prompt_attention_mask"][0]]
-    assert len(states) == 4
-    torch.testing.assert_close(found, states[2][0], rtol=1e-5, atol=1e-5)
-    assert opened(path).text_facts()["tokens"] == 512
-
-
-def test_the_chat_template_leaves_a_caption_the_room_that_is_said(path: Path) -> None:
-    """A token more, and the end of the template is cut off."""
-    checkpoint = opened(path)
-    room, pipeline = (
-        checkpoint.text_limit().max_tokens,
-        checkpoint.text_pipeline(torch.float32, CPU),
-    )
-    seen: list[list[int]] = []
-    pipeline.text_encoder.register_forward_pre_hook(
-        lambda _m, _args, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
-    )
-    for length in (room, room + 1):
-        pipeline.encode_prompt("a" * length, do_classifier_free_guidance=False)
-    pad = pipeline.tokenizer.pad_token_id
-    assert [len(ids) for ids in seen] == [512, 512]
-    assert pad not in seen[0] + seen[1]
-    assert seen[1][-1] == seen[0][-2]
-    assert seen[1][-1] != seen[0][-1]
-
-
 def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(path: Path) -> None:
     """The paper's scale is w + 1; at 0 nothing is predicted for "", and at 1 it is."""
     checkpoint = opened(path)
@@ -293,12 +192,13 @@ def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(pat
     torch.testing.assert_close(steps[0][0], -expected[:, 0], rtol=1e-6, atol=1e-6)
 
 
-def test_several_prompts_have_an_empty_one_each(path: Path) -> None:
-    checkpoint = opened(path)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    given = checkpoint.conditions(encode(CAPTIONS[:2]), encode([""]))
-    lengths = {name: [len(one) for one in captions] for name, captions in given.items()}
-    assert lengths == {"prompt_embeds": [37, 19], "negative_prompt_embeds": [19, 19]}
+def test_a_plan_counts_guidance_from_above_0_on(path: Path, recipe_values: dict[str, Any]) -> None:
+    recipes = [
+        recipe_for(path, recipe_values, validation={"guidance_scale": w}) for w in (0.0, 0.5)
+    ]
+    subject = subject_of(recipes[0], gpu=False)
+    without, guided = (subject.inference_peak(recipe) for recipe in recipes)
+    assert guided > 1.5 * without
 
 
 def test_targets_are_attention_in_every_layer_and_refiner(path: Path) -> None:
@@ -310,6 +210,21 @@ def test_targets_are_attention_in_every_layer_and_refiner(path: Path) -> None:
     blocks = ("noise_refiner.0", "context_refiner.0", "layers.0", "layers.1")
     layers = ("to_q", "to_k", "to_v", "to_out.0")
     assert found == {f"{block}.attention.{layer}" for block in blocks for layer in layers}
+
+
+def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
+    """Those of its `z_image_to_diffusers` (comfy/utils.py at b3be02d); a layer that it lacks would be passed over."""
+    known = re.compile(
+        r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.to_([qkv]|out\.0)|feed_forward\.w[123]"
+        r"|adaLN_modulation\.0)|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|all_x_embedder\.2-1"
+        r"|cap_embedder\.1|t_embedder\.mlp\.[02]"
+    )
+    model = opened(path).load_transformer(torch.float32)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert len(linear) == 4 * 7 + 3 + 6
+    comfyui = get_family("z_image").comfyui
+    assert [name for name in linear if not known.fullmatch(name)] == []
+    assert [comfyui.of(name) for name in linear] == [f"transformer.{name}" for name in linear]
 
 
 @pytest.mark.parametrize(

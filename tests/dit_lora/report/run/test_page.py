@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from report_runs import HOSTILE, metrics_line, report, write_lines
 
-from dit_lora.data.media.video import write_sample, write_video
+from dit_lora.data.media.video import Sound, write_sample, write_video
 from dit_lora.errors import DitLoraError
 from dit_lora.report.run import samples
 from dit_lora.report.run.page import write_report
@@ -124,6 +124,10 @@ def test_all_videos_are_embedded_byte_for_byte_and_can_be_chosen(run_dir: Path) 
     expected = [run_dir / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 10, 20)]
     assert decoded == [path.read_bytes() for path in expected]
     assert all({"muted", "loop", "playsinline", "controls"} <= set(v) for v in videos)
+    sound = Sound(torch.zeros(2, 48_000), 48_000)
+    write_video(expected[1], torch.zeros(9, 32, 48, 3, dtype=torch.uint8), 8, sound)
+    muted = ["muted" in video for video in report(run_dir).all("video")]
+    assert muted == [True, False, True]  # what has sound is heard
     options = [(o["value"], "selected" in o) for o in page.all("option") if "value" in o]
     assert options[:6] == [
         ("0", True),

@@ -150,7 +150,7 @@ def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) ->
     shown = "[...document.querySelectorAll('.pair figure:not([hidden])')].map((one) => one.dataset.step)"
     assert page.evaluate(shown) == ["0", "10"]
     page.select_option("#mode", "slider")
-    boxes = [one.bounding_box() for one in page.query_selector_all(".sample figure:not([hidden])")]
+    boxes = [one.bounding_box() for one in page.query_selector_all(".pair figure:not([hidden])")]
     assert boxes[0] == boxes[1]
     page.select_option("#mode", "all")
     assert page.evaluate(shown) == ["0", "10", "20"]

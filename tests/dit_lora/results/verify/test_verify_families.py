@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from chat_runs import common, write_data
+from family_cases.qwen_image import small_references
 from launching import on_ranks
 from topologies import Case, run_all
 from typer.testing import CliRunner
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.thorough
 
 Main = Callable[[list[str]], None]
 DATA = {"sana": ("--frames=1",), "dit": ("--classes",), "video_dit": ("--classes", "--frames=9")}
+PAIRS = ("flux-kontext", "qwen-image-edit", "qwen-image-edit-plus")
+"""Variants that make pictures from references."""
 
 
 @pytest.mark.parametrize(
@@ -27,10 +30,17 @@ DATA = {"sana": ("--frames=1",), "dit": ("--classes",), "video_dit": ("--classes
     [(name, one) for name in DIFFUSION_FAMILIES for one in get_family(name).tiny_variants],
 )
 def test_every_diffusion_family_verifies_what_it_saves(
-    family: str, variant: str, lora_main: Main, tiny_checkpoints: dict[str, Path], tmp_path: Path
+    family: str,
+    variant: str,
+    lora_main: Main,
+    tiny_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A base of another seed is told apart, whatever the model is conditioned on."""
+    small_references(monkeypatch)
     classes = ("--frames=9",) if variant == "video-dit-text" else DATA.get(family, ())
+    classes = ("--pairs",) if variant in PAIRS else classes
     made = CliRunner().invoke(app, ["shapes", str(tmp_path / "data"), *classes])
     assert made.exit_code == 0, made.output
     recipe = [str(SMOKES / f"{family}.yaml"), f"model.path={tiny_checkpoints[variant]}"]

@@ -24,6 +24,9 @@ class _Decoding:
 
     has_masks = False
 
+    def silence(self, shape: VideoShape) -> None:
+        return None
+
     def decode(self, sample: BucketedSample, *, mirrored: bool) -> DecodedSample:
         if sample.id == "torn":
             raise ClipError("torn cannot be decoded")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampling
-from dit_lora.families.ltx2 import SOUND_ATTENTIONS
+from dit_lora.families.ltx2.layers import SOUND_ATTENTIONS
 from dit_lora.numerics.streams import Streams
 from dit_lora.results.export.export import ExportRequest, export
 

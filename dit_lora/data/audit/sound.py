@@ -1,0 +1,89 @@
+"""Sound of a video: measured once, and judged for recipes that train it.
+
+Nothing here needs torch, so that the audit's processes start quickly.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import av
+import numpy as np
+
+from dit_lora.data.audit.finding import Finding, JudgedSample
+from dit_lora.data.media.media import Media
+from dit_lora.data.media.opened import message_of, open_media
+from dit_lora.data.media.sound_stream import no_sound, sound_frames, sound_too_short
+
+# One step of 16 bits is 3e-5: dithered silence, and what AAC makes of silence, is below.
+_SILENT = 1e-4
+# A cut-off wave stays at the full level; a whole one of 100 Hz at 44.1 kHz touches it for less than three samples.
+_FULL, _RUN = 0.9999, 3
+_CLIPPED_SHARE = 1e-3
+
+
+def measure_sound(media: Media, origin: float, alive: Callable[[], None]) -> dict[str, Any] | None:
+    """Return facts of a video's sound, None if it has none; `origin` is the time of its first frame."""
+    facts: dict[str, Any] = {}
+    samples = clipped = 0
+    peak = 0.0
+    try:
+        with open_media(media) as container:
+            to_floats = av.AudioResampler(format="fltp")
+            for frame in sound_frames(container):
+                alive()
+                if not facts:
+                    begins = (frame.time or 0.0) - origin
+                    rate, channels = frame.sample_rate, frame.layout.nb_channels
+                    facts |= {"rate": rate, "channels": channels, "begins": round(begins, 3)}
+                    ends = begins
+                at = ends if frame.time is None else frame.time - origin
+                ends = at + frame.samples / frame.sample_rate
+                facts["ends"] = round(ends, 3)
+                for one in to_floats.resample(frame):
+                    loud = np.abs(one.to_ndarray()).max(axis=0)
+                    peak, samples = max(peak, float(loud.max())), samples + len(loud)
+                    clipped += _clipped(loud)
+    except (av.error.FFmpegError, OSError, ValueError) as error:
+        facts["fault"] = message_of(error)
+    if not facts:
+        return None
+    return {**facts, "peak": round(peak, 5), "clipped": round(clipped / max(1, samples), 5)}
+
+
+def _clipped(loud: np.ndarray) -> int:
+    """Count the samples that begin a run at the full level."""
+    flat = np.concatenate([loud >= _FULL, np.zeros(_RUN - 1, bool)])
+    return int(np.lib.stride_tricks.sliding_window_view(flat, _RUN).all(axis=1).sum())
+
+
+def judge_sound(facts: Mapping[str, Any], frames: int, fps: float) -> Iterator[Finding]:
+    """Yield findings about the sound of so many frames, for a recipe that trains it."""
+    sound = facts.get("sound")
+    if not sound:
+        yield _reject(no_sound("seconds" not in facts), "remove it, or add its sound")
+        return
+    if "fault" in sound:
+        message = f"sound_corrupt: its sound cannot be decoded: {sound['fault']}"
+        yield _reject(message, "encode it anew, or remove it")
+        return
+    short = sound_too_short(sound["ends"], frames, fps)
+    if short:
+        yield _reject(short, "lower data.frames, or remove it")
+    if sound["peak"] < _SILENT:
+        message = "its sound is silence from beginning to end, and silence is learned"
+        yield Finding("sound_silent", message, "warn", "remove it, unless it is meant")
+    if sound["clipped"] > _CLIPPED_SHARE:
+        message = f"its sound is cut off at the full level for {sound['clipped']:.1%} of its time"
+        yield Finding("sound_clipped", message, "warn", "fetch a quieter copy, or remove it")
+
+
+def _reject(words: str, remedy: str) -> Finding:
+    code, _, message = words.partition(": ")
+    return Finding(code, message, "reject", remedy)
+
+
+def sound_note(judged: Sequence[JudgedSample]) -> list[str]:
+    """Return a line that says how many clips of a set have sound; none where there are no clips."""
+    clips = [one for one in judged if "seconds" in one.facts]
+    heard = sum(1 for one in clips if one.facts.get("sound"))
+    return [f"sound: {heard:,} of {len(clips):,} clips have some"] if clips else []

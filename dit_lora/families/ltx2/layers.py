@@ -1,0 +1,39 @@
+"""Layers of LTX-2's blocks by name: of the video, and of its sound."""
+
+from dit_lora.config.recipe import Recipe
+from dit_lora.errors import DitLoraError
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+"""Layers of every attention: with sound, all of them are adapted (Lightricks/LTX-2, ltx-trainer, docs/configuration-reference.md)."""
+SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+
+
+def _layers(attentions: tuple[str, ...], feed_forward: str) -> tuple[str, ...]:
+    return (
+        *(f"{attn}.{layer}" for attn in attentions for layer in (*ATTENTION, "to_gate_logits")),
+        *(f"{feed_forward}.{layer}" for layer in ("net.0.proj", "net.2")),
+    )
+
+
+_OF_SOUND = _layers(SOUND_ATTENTIONS, "audio_ff")
+OF_BLOCKS = (*_layers(("attn1", "attn2"), "ff"), *_OF_SOUND)
+
+
+def refuse_what_hears(recipe: Recipe) -> None:
+    """Raise `DitLoraError` if layers of sound would train where no sound is: no gradient reaches them."""
+    groups = recipe.optim.groups
+    if recipe.train.mode == "full" or groups.connector is not None or groups.backbone is not None:
+        raise DitLoraError(
+            "train.mode: full and optim.groups.connector or backbone train the layers of sound too, which get no gradient "
+            "without it; set data.sound: true, or train an adapter alone"
+        )
+    deaf = [
+        target
+        for target in recipe.lora.targets or ()
+        if any(f".{layer}".endswith(f".{target}") for layer in _OF_SOUND)
+    ]
+    if deaf:
+        raise DitLoraError(
+            f"lora.targets: {', '.join(deaf)} adapts layers of sound too, which get no gradient without it; name the video's "
+            f"(attn1.to_q, attn2.to_q, ff.net.2), or set data.sound: true"
+        )

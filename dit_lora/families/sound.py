@@ -1,0 +1,33 @@
+"""Sound of samples: what a family that trains it beside the video encodes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from dit_lora.families.references import VideoEncoding
+
+Tensors = dict[str, torch.Tensor]
+
+
+@runtime_checkable
+class SoundEncoder(Protocol):
+    """A `VideoEncoder` of a family that trains sound."""
+
+    def sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
+        """Encode float32 (channels, N) from -1 to 1, of so many samples a second."""
+
+
+@dataclass(frozen=True)
+class HearingEncoder:
+    """A `VideoEncoder` of clips, and of their sound."""
+
+    encode: VideoEncoding
+    encode_sound: Callable[[torch.Tensor, int], Tensors]
+
+    def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+        return self.encode(pixels, image)
+
+    def sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
+        return self.encode_sound(waveform, rate)

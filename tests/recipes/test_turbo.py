@@ -1,0 +1,103 @@
+"""Z-Image-Turbo over a frozen adapter, as its recipe trains it: on in training, off in samples, and watched by the guard."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from launching import ROOT
+from runs import adapter
+from safetensors.torch import save_file
+from smoke_recipes import captioned_images
+
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.data.media.video import write_sample
+from dit_lora.families import get_family
+from dit_lora.families.base import Sampling
+from dit_lora.faults.arms import parameter
+from dit_lora.faults.fault import Expected, between_steps
+from dit_lora.faults.site import site_of
+from dit_lora.faults.triggers import Element
+from dit_lora.faults.world import World
+
+Main = Callable[[list[str]], None]
+PLANTED = "layers.1.attention.to_q.lora_B.under_0"
+
+
+@pytest.fixture
+def under(tmp_path: Path, tiny_checkpoints: dict[str, Path]) -> Path:
+    """An adapter of the layers' attention and feed-forward, by the names of the model's own authors, as ai-toolkit writes."""
+    family = get_family("z_image")
+    path = str(tiny_checkpoints["z-image-turbo"])
+    model = family.open(ModelConfig(family="z_image", path=path)).load_transformer(torch.float32)
+    generator, tensors = torch.Generator().manual_seed(4), {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name.startswith("layers."):
+            for matrix, size in (("A", (3, module.in_features)), ("B", (module.out_features, 3))):
+                drawn = 0.2 * torch.randn(size, generator=generator)
+                tensors[f"diffusion_model.{name}.lora_{matrix}.weight"] = drawn
+    assert len(tensors) == 2 * 2 * 8
+    save_file(tensors, tmp_path / "training_adapter.safetensors")
+    return tmp_path / "training_adapter.safetensors"
+
+
+def test_turbo_trains_over_what_takes_the_distillation_back_and_samples_without_it(
+    lora_main: Main, tiny_checkpoints: dict[str, Path], under: Path, tmp_path: Path, capsys: Any
+) -> None:
+    base, run = tiny_checkpoints["z-image-turbo"], tmp_path / "run"
+    captioned_images(tmp_path / "images")
+    common = [
+        str(ROOT / "recipes" / "smoke" / "z_image.yaml"),
+        f"model.path={base}",
+        f"data.path={tmp_path / 'images'}",
+        f"data.cache={tmp_path / 'cache'}",
+        "validation.prompts=[a red disc]",
+        "validation.inference_steps=2",
+        "validation.guidance_scale=0",
+        "train.steps=3",
+    ]
+    lora_main([*common, f"run.dir={tmp_path / 'alone'}"])
+    assert "distilled: " in capsys.readouterr().err
+    lora_main([*common, f"lora.under=[{json.dumps(str(under))}]", f"run.dir={run}"])
+    assert "distilled: " not in capsys.readouterr().err
+
+    first = [json.loads((one / "held_out.jsonl").read_text().splitlines()[0]) for one in
+             (run, tmp_path / "alone")]  # fmt: skip
+    assert first[0]["held_out_loss"] != pytest.approx(first[1]["held_out_loss"], rel=1e-4)
+    trained = run / "adapter" / ADAPTER_FILE
+    assert not any("under" in name or "feed_forward" in name for name in adapter(run))
+    assert read_provenance(trained)["under"][0]["name"] == under.name
+    assert json.loads((run / "verification.json").read_text())["passed"]
+    # Samples are the stock pipeline's, with what trained and nothing else.
+    checkpoint = get_family("z_image").open(ModelConfig(family="z_image", path=str(base)))
+    pipeline = checkpoint.pipeline(torch.float32)
+    how = Sampling(VideoShape(1, 64, 96), 2, 0.0, 0)
+    for step in (0, 3):
+        if step:
+            pipeline.load_lora_weights(trained.parent, weight_name=trained.name)
+        made = checkpoint.generate(pipeline, checkpoint.conditions("a red disc"), how)
+        shown = run / "samples" / f"step_{step:06d}" / "prompt_00.png"
+        assert shown.read_bytes() == write_sample(tmp_path / f"{step}", made, 8).read_bytes()
+
+
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(3e38, marks=pytest.mark.thorough)])
+def test_what_is_planted_in_the_frozen_adapter_is_named(
+    under: Path, tmp_path: Path, value: float
+) -> None:
+    """The guard stops: no step, no batch and no kernel is blamed for it."""
+    world = World(tmp_path / "world", Accelerator(cpu=True), site_of("z-image-turbo"))
+    world.reference("clean", ())  # encodes what it trains on
+    expected = Expected("weights", "stop", ("frozen weight",), module=PLANTED, exit_code=3)
+    overrides = (("lora.under", [{"path": str(under)}]),)
+    sound = world.observe("sound", None, overrides)
+    assert (sound.error, sound.events) == (None, [])
+    find, change = parameter(f"{PLANTED}.weight"), Element(value)
+    fault = between_steps("planted", "base", expected, find, change, overrides=overrides)
+    result = fault.judge(world)
+    assert result.passed, result
+    assert f"{PLANTED}.weight" in result.verdict
