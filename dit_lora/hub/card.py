@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -15,11 +14,11 @@ from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERTS
 from dit_lora.families import get_family
 from dit_lora.hub.contents import VERIFICATION, Contents
+from dit_lora.hub.data_words import data_lines, one_line, plain
 from dit_lora.hub.usage import install_line, needs_ours, reference_files, sample_line, usage_code
-from dit_lora.redact import redacted_words, without_tokens
+from dit_lora.redact import without_tokens
 from dit_lora.results.experts import pair_file
 
-_SPECIAL = re.compile(r"([\\`*_\[\]<>|~$&])")
 # huggingface.js, packages/tasks/src/pipelines.ts; what has classes in place of prompts has no task there.
 _TASKS = {
     (False, "images"): "text-to-image",
@@ -52,9 +51,9 @@ def write_card(contents: Contents, repo_id: str) -> str:
         notes=list(_notes(contents)),
         verifications=sorted(name for name in contents.files if name.endswith(VERIFICATION)),
         commands=[
-            without_tokens(line) for line in sample_line(contents, repo_id, _one_line(prompt))
+            without_tokens(line) for line in sample_line(contents, repo_id, one_line(prompt))
         ],
-        data=list(_data(contents)),
+        data=list(data_lines(contents)),
         values=list(_values(contents)),
         result=list(_result(contents)),
         checks=list(_checks(contents)),
@@ -62,15 +61,6 @@ def write_card(contents: Contents, repo_id: str) -> str:
         licence=_licence(contents),
     )
     return str(card)
-
-
-def plain(text: object) -> str:
-    """Return the text on one line that Markdown shows as it is, in a paragraph and in a table."""
-    return _SPECIAL.sub(r"\\\1", redacted_words(_one_line(str(text))))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def task_of(contents: Contents) -> str | None:
@@ -248,53 +238,6 @@ def _about_references(pipeline: Mapping[str, Any]) -> str:
         return f"{named} {what}, in the order of training."
     most = f"scaled to {side} x {side} pixels' worth where they had more"
     return f"{named} {what}, in the order of training, in which they were {most}."
-
-
-def _data(contents: Contents) -> Iterator[str]:
-    data = contents.facts["data"]
-    samples = f"{data['samples']:,}"
-    if data["kind"] == "conversations":
-        media = ", ".join(
-            f"{count:,} about {_about(kind)}" for kind, count in data["by_media"].items()
-        )
-        yield f"{samples} conversations: {media}; {data['answer_tokens']['sum']:,} answer tokens"
-    else:
-        cut = "" if data["samples"] == data["clips"] else f", cut into {samples} samples"
-        yield f"{data['clips']:,} {data['kind']}{cut}"
-    if data["seconds"]:
-        yield f"seconds of a clip: {_spread(data['seconds'])}; {data['seconds']['sum']:,g} in all"
-    if data.get("shapes"):
-        shapes = [f"{shape} ({count:,})" for shape, count in data["shapes"].items()]
-        more = f" and {len(shapes) - 12} more" if len(shapes) > 12 else ""
-        yield f"frames x height x width, with their samples: {', '.join(shapes[:12])}{more}"
-    if data.get("caption_words"):
-        distinct = data["distinct_captions"]
-        yield f"words of a caption: {_spread(data['caption_words'])}; {distinct:,} captions are distinct"
-    if data.get("references"):
-        counts = [f"{number} ({count:,})" for number, count in data["references"].items()]
-        yield f"references of a clip, with their clips: {', '.join(counts)}"
-    if data.get("masked"):
-        yield f"{data['masked']:,} have a mask: what it leaves out counts {_floor(contents):g} times in the loss"
-    if data.get("classes"):
-        yield f"{data['classes']:,} classes"
-    for name in data["datasets"]:
-        yield f"dataset: [{plain(name)}](https://huggingface.co/datasets/{name})"
-    if data["left_out"]:
-        yield f"{data['left_out']:,} samples could not be used and were left out before training"
-
-
-def _floor(contents: Contents) -> float:
-    return float(contents.run.config["data"].get("mask_floor", 0.0))
-
-
-def _about(kind: str) -> str:
-    return {"image": "an image", "video": "a video", "text": "text alone"}[kind]
-
-
-def _spread(values: Mapping[str, float]) -> str:
-    if values["least"] == values["most"]:
-        return f"{values['least']:g}"
-    return f"{values['least']:g} to {values['most']:g}, median {values['median']:g}"
 
 
 def _values(contents: Contents) -> Iterator[tuple[str, str]]:

@@ -120,7 +120,8 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
         )
         for index, steps in chosen.items()
     ]
-    shown = [clip.source for one in samples for clip in (*one.clips, *one.references)]
+    shown = [clip.source for one in samples for clip in one.clips]
+    shown += [reference.source for one in samples for reference in one.references]
     linked = sum(1 for one in shown if not one.startswith("data:"))
     return Sampled(samples, _find_answers(folder), linked, hidden)
 
