@@ -89,8 +89,9 @@ def sample(request: SampleRequest) -> list[Path]:
     if out.exists() and not out.is_dir():
         raise DitLoraError(f"--out {out} is a file; give a folder")
     for prompt in request.prompts:
-        made = sampler.generated(pipeline, sampler.conditions(prompt), how)
-        paths.append(write_sample(out / _file_name(prompt, how), made.frames, fps, made.sound))
+        made = sampler.generate_with_sound(pipeline, sampler.conditions(prompt), how)
+        frames, sound = made
+        paths.append(write_sample(out / _file_name(prompt, how), frames, fps, sound))
     return paths
 
 

@@ -20,19 +20,14 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.media.sound import SoundFormat
-from dit_lora.data.media.video import Sound
+from dit_lora.data.media.sound import Sound, SoundFormat
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.opening import load_or_init
 from dit_lora.families.pictures import read_pictures
-from dit_lora.families.references import (
-    References,
-    read_references,
-    scaled,
-    wrong_references,
-)
+from dit_lora.families.references import References, read_references, scaled, wrong_references
 from dit_lora.families.refusals import refuse_options
+from dit_lora.families.sampling import Sampling
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Draws, Streams
@@ -63,33 +58,6 @@ class Trained(Protocol):
     def losses(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput: ...
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The settings that one video is sampled with."""
-
-    shape: VideoShape
-    inference_steps: int
-    guidance_scale: float
-    seed: int
-    image: Path | None = None
-    """The first frame, for families that start from an image."""
-    last_image: Path | None = None
-    """The last frame, for those that are given one too."""
-    references: tuple[Path, ...] = ()
-    """The references, for families that take some."""
-    fps: float | None = None
-    """Frames a second, for families that are told them."""
-
-
-@dataclass(frozen=True)
-class Generated:
-    """One sample that a pipeline made."""
-
-    frames: torch.Tensor
-    """uint8 (frames, height, width, 3)."""
-    sound: Sound | None = None
 
 
 @dataclass(frozen=True)
@@ -322,10 +290,6 @@ class Sampler(Opened):
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """Make one video, or an image of one frame: uint8 (frames, height, width, 3)."""
-        return self.generated(pipeline, conditions, how).frames
-
-    def generated(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> Generated:
-        """Make one video with its sound where that was trained, or an image of one frame."""
         given = {"image": how.image, "last_image": how.last_image}
         made = pipeline(
             **conditions,
@@ -338,12 +302,13 @@ class Sampler(Opened):
             output_type="np",
         )
         frames = made.images if self.output == "images" else made.frames[0]
-        pixels = torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
-        return Generated(pixels, self.sound_of(made))
+        return torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
 
-    def sound_of(self, made: Any) -> Sound | None:
-        """Return the sound in a pipeline's output; None where none was trained."""
-        return None
+    def generate_with_sound(
+        self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling
+    ) -> tuple[torch.Tensor, Sound | None]:
+        """Make a video as `generate` does, and the sound that it was trained with, if any."""
+        return self.generate(pipeline, conditions, how), None
 
 
 class Checkpoint(Encoders, Denoiser, Sampler):

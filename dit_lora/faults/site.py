@@ -6,6 +6,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.opened import open_picture
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.errors import DitLoraError
@@ -28,7 +30,9 @@ def write_pairs(folder: Path) -> None:
     write_images(folder)
     lines = []
     for file in sorted(folder.glob("*.png")):
-        picture, caption = Image.open(file), file.with_suffix(".txt")
+        caption = file.with_suffix(".txt")
+        with open_picture(MediaFile(file)) as opened:
+            picture = opened.convert("RGB")
         mask = Image.new("L", picture.size)
         mask.paste(255, (0, 0, picture.width // 2, picture.height))
         row = {"file_name": file.name, "text": caption.read_text("utf-8").strip()}

@@ -14,7 +14,8 @@ from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERTS
 from dit_lora.families import get_family
 from dit_lora.hub.contents import VERIFICATION, Contents
-from dit_lora.hub.data_words import data_lines, one_line, plain
+from dit_lora.hub.licence import licence_of
+from dit_lora.hub.markdown import one_line, plain
 from dit_lora.hub.usage import install_line, needs_ours, reference_files, sample_line, usage_code
 from dit_lora.redact import without_tokens
 from dit_lora.results.experts import pair_file
@@ -53,12 +54,12 @@ def write_card(contents: Contents, repo_id: str) -> str:
         commands=[
             without_tokens(line) for line in sample_line(contents, repo_id, one_line(prompt))
         ],
-        data=list(data_lines(contents)),
+        data=list(_data(contents)),
         values=list(_values(contents)),
         result=list(_result(contents)),
         checks=list(_checks(contents)),
         versions=list(_versions(contents)),
-        licence=_licence(contents),
+        licence=licence_of(contents),
     )
     return str(card)
 
@@ -240,6 +241,53 @@ def _about_references(pipeline: Mapping[str, Any]) -> str:
     return f"{named} {what}, in the order of training, in which they were {most}."
 
 
+def _data(contents: Contents) -> Iterator[str]:
+    data = contents.facts["data"]
+    samples = f"{data['samples']:,}"
+    if data["kind"] == "conversations":
+        media = ", ".join(
+            f"{count:,} about {_about(kind)}" for kind, count in data["by_media"].items()
+        )
+        yield f"{samples} conversations: {media}; {data['answer_tokens']['sum']:,} answer tokens"
+    else:
+        cut = "" if data["samples"] == data["clips"] else f", cut into {samples} samples"
+        yield f"{data['clips']:,} {data['kind']}{cut}"
+    if data["seconds"]:
+        yield f"seconds of a clip: {_spread(data['seconds'])}; {data['seconds']['sum']:,g} in all"
+    if data.get("shapes"):
+        shapes = [f"{shape} ({count:,})" for shape, count in data["shapes"].items()]
+        more = f" and {len(shapes) - 12} more" if len(shapes) > 12 else ""
+        yield f"frames x height x width, with their samples: {', '.join(shapes[:12])}{more}"
+    if data.get("caption_words"):
+        distinct = data["distinct_captions"]
+        yield f"words of a caption: {_spread(data['caption_words'])}; {distinct:,} captions are distinct"
+    if data.get("references"):
+        counts = [f"{number} ({count:,})" for number, count in data["references"].items()]
+        yield f"references of a clip, with their clips: {', '.join(counts)}"
+    if data.get("masked"):
+        yield f"{data['masked']:,} have a mask: what it leaves out counts {_floor(contents):g} times in the loss"
+    if data.get("classes"):
+        yield f"{data['classes']:,} classes"
+    for name in data["datasets"]:
+        yield f"dataset: [{plain(name)}](https://huggingface.co/datasets/{name})"
+    if data["left_out"]:
+        yield f"{data['left_out']:,} samples could not be used and were left out before training"
+
+
+def _floor(contents: Contents) -> float:
+    return float(contents.run.config["data"].get("mask_floor", 0.0))
+
+
+def _about(kind: str) -> str:
+    return {"image": "an image", "video": "a video", "text": "text alone"}[kind]
+
+
+def _spread(values: Mapping[str, float]) -> str:
+    if values["least"] == values["most"]:
+        return f"{values['least']:g}"
+    return f"{values['least']:g} to {values['most']:g}, median {values['median']:g}"
+
+
 def _values(contents: Contents) -> Iterator[tuple[str, str]]:
     config = contents.run.config
     train, optim = config["train"], config["optim"]
@@ -341,17 +389,3 @@ def _versions(contents: Contents) -> Iterator[str]:
         spent = sum(seconds)
         told = f"{spent / 3600:.1f} hours" if spent > 5400 else f"{spent / 60:.1f} minutes"
         yield f"{told} in steps"
-
-
-def _licence(contents: Contents) -> str:
-    licence = get_family(contents.made["family"]).license_of(contents.base)
-    if contents.base is None:
-        return "Not stated: the base model was a local folder. What is derived from it is under its licence."
-    where = f"[{plain(contents.base)}](https://huggingface.co/{contents.base})"
-    if licence is None:
-        return (
-            f"Not stated: see the licence of the base model, {where}, from which this is derived."
-        )
-    name = plain(licence.name or licence.id)
-    named = f"[{name}]({licence.link})" if licence.link else name
-    return f"{named}, the licence of the base model, {where}, from which this is derived."

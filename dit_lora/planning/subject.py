@@ -17,7 +17,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.buckets.buckets import buckets_of
 from dit_lora.data.cache.cache import Spec
-from dit_lora.data.media.video import Sound
+from dit_lora.data.media.sound import Sound
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.without_weights import data_is_here, from_configs, text_encoders
 from dit_lora.fuse import api, fp8, kernel_support

@@ -269,7 +269,7 @@ const chooseHeat = () => {
 
 // Samples: two steps beside each other, played together.
 const value = (id) => document.getElementById(id)?.value;
-const shownVideos = () => all('.sample figure:not([hidden]) video');
+const shownVideos = () => all('.pair figure:not([hidden]) video');
 const chooseSamples = () => {
   const mode = value('mode');
   const steps = [value('left'), value('right')];

@@ -3,12 +3,13 @@
 Shapes: C cells along a side, A angles, G areas along a side.
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
+
+from dit_lora.data.media.opened import own_jpeg
 
 ALIKE, UNLIKE = 0.2, 0.07
 """Likeness from which on a picture is surely made from another one in place, and below which it hardly is.
@@ -94,7 +95,7 @@ def likeness(target: Sequence[str], reference: Sequence[str]) -> float | None:
 
 def looks_copied(picture: bytes, other: bytes) -> bool:
     """Return True if two thumbnails (JPEG) are of one picture, stored twice."""
-    pictures = [Image.open(io.BytesIO(data)).convert("RGB") for data in (picture, other)]
+    pictures = [own_jpeg(data) for data in (picture, other)]
     small, large = sorted(pictures, key=lambda image: image.size)
     # A thumbnail is no larger than its picture.
     if abs(large.width * small.height / (large.height * small.width) - 1) > _ROUNDED:

@@ -16,6 +16,9 @@ HEAVY_CROP = 0.25
 _SHOWN = 6
 
 
+_SIZES = ("frames", "height", "width")
+
+
 @dataclass(frozen=True)
 class BucketRow:
     """Clips of one bucket. Crops are shares of the picture, `share` one of all samples."""
@@ -70,7 +73,11 @@ class BucketReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as values that JSON can hold."""
         return {
-            "buckets": [asdict(row) for row in self.rows],
+            "buckets": [
+                # References are no part of a bucket: they come once samples have their places.
+                {**asdict(row), "shape": {n: getattr(row.shape, n) for n in _SIZES}}
+                for row in self.rows
+            ],
             "dropped": [{"id": name, **asdict(clip)} for name, clip in self.dropped],
             "advice": list(self.advice),
         }

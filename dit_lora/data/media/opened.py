@@ -3,6 +3,7 @@
 Nothing here needs torch, so that the audit's processes start quickly.
 """
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,3 +104,9 @@ def open_picture(media: Media) -> Iterator[Image.Image]:
         if too_large:
             raise Image.DecompressionBombError(too_large)
         yield image
+
+
+def own_jpeg(data: bytes) -> Image.Image:
+    """Return a picture of which this library made the JPEG, such as an audit's small one; RGB."""
+    with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+        return image.convert("RGB")

@@ -25,6 +25,7 @@ from dit_lora.data.media.decode import (
 from dit_lora.data.media.media import Media, as_media, is_image, require_readable
 from dit_lora.data.media.opened import message_of, open_media
 from dit_lora.data.media.pictures import DAMAGED, cover, image_size, open_image, planes, upright
+from dit_lora.data.media.sound import Sound, sound_packets
 from dit_lora.data.media.sound_stream import sound_ends, sound_stream
 from dit_lora.errors import DitLoraError
 
@@ -34,16 +35,6 @@ DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, c
 
 # x264's macroblock tree, and more than one thread, made equal frames differ by some grey levels (docs/log.md).
 _H264 = {"crf": "17", "x264-params": "mbtree=0"}
-
-
-@dataclass(frozen=True)
-class Sound:
-    """Sound beside a video."""
-
-    waveform: torch.Tensor
-    """Floating point (channels, N) from -1 to 1, of one or two channels."""
-    rate: int
-    """Samples a second."""
 
 
 class ClipError(DitLoraError):
@@ -115,7 +106,10 @@ def _open_image(media: Media) -> Image.Image:
 def write_sample(
     path: Path, video: torch.Tensor, fps: float | None, sound: Sound | None = None
 ) -> Path:
-    """Write uint8 (F, H, W, 3) to `path` with .png added for one frame, else .mp4; returns the path written."""
+    """Write uint8 (F, H, W, 3) to `path` with .png added for one frame, else .mp4; returns the path written.
+
+    A picture has no sound.
+    """
     if len(video) > 1:
         whole = path.with_name(f"{path.name}.mp4")
         write_video(whole, video, fps or 8.0, sound)
@@ -130,7 +124,7 @@ def write_sample(
 
 
 def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None = None) -> None:
-    """Write uint8 (F, H, W, 3) as H.264 that browsers and players take, sound as AAC; H and W must be even.
+    """Write uint8 (F, H, W, 3) as H.264, and sound as AAC, that browsers and players take; H and W must be even.
 
     Equal frames and sound give equal bytes.
     """
@@ -142,30 +136,12 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
         stream = container.add_stream("libx264", rate=rate, options=_H264)
         stream.thread_count = 1
         stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
-        # All streams have to be there before the first packet.
-        encode_sound = None if sound is None else _sound_encoder(container, sound)
+        packets = [] if sound is None else sound_packets(container, sound)
         for pixels in video.numpy():
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
-        if encode_sound is not None:
-            container.mux(encode_sound())
+        container.mux(packets)
     partial.replace(path)
-
-
-def _sound_encoder(
-    container: av.container.OutputContainer, sound: Sound
-) -> Callable[[], list["av.Packet[av.AudioStream]"]]:
-    """Add a stream of AAC; return what makes its packets."""
-    layout = "mono" if len(sound.waveform) == 1 else "stereo"
-    stream = container.add_stream("aac", rate=sound.rate, layout=layout)
-
-    def encode() -> list["av.Packet[av.AudioStream]"]:
-        values = sound.waveform.detach().cpu().float().clamp(-1, 1).contiguous().numpy()
-        frame = av.AudioFrame.from_ndarray(values, format="fltp", layout=layout)
-        frame.sample_rate, frame.time_base, frame.pts = sound.rate, Fraction(1, sound.rate), 0
-        return [*stream.encode(frame), *stream.encode(None)]
-
-    return encode
 
 
 @dataclass(frozen=True)

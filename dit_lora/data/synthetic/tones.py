@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from dit_lora.data.media.video import Sound
+from dit_lora.data.media.sound import Sound
 
 RATE = 44_100
 _LOW, _HIGH = 220.0, 880.0

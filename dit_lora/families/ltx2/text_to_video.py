@@ -23,12 +23,10 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.media.sound import SoundFormat
-from dit_lora.data.media.video import Sound
+from dit_lora.data.media.sound import Sound
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
-    Generated,
     Sampling,
     Tensors,
     TensorSpec,
@@ -37,14 +35,14 @@ from dit_lora.families.base import (
     VideoEncoder,
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.flow_scheduler import require_steps
 from dit_lora.families.loss_mask import loss_weights
+from dit_lora.families.ltx2.guidance import guidances
+from dit_lora.families.ltx2.hearing import HearingCheckpoint
 from dit_lora.families.ltx2.layers import ATTENTION, refuse_what_hears
-from dit_lora.families.ltx2.sound import SOUND_TRANSFORM, AudioEncoder, audio_encoder
 from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
-from dit_lora.families.opening import read_component_config
 from dit_lora.families.posterior import encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
-from dit_lora.families.sound import HearingEncoder
 from dit_lora.families.text.limit import text_limit
 from dit_lora.families.text.mask import cut_text
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
@@ -52,31 +50,18 @@ from dit_lora.numerics.objectives import LossOutput, mean_squared_error
 from dit_lora.numerics.streams import Draws, Streams, moved, normal
 
 PIPELINE_MULTIPLE = 32  # check_inputs of both pipelines, whatever the autoencoder
-_NO_GUIDANCE = {
-    "guidance_rescale": 0.0,
-    "stg_scale": 0.0,
-    "modality_scale": 1.0,
-    "audio_guidance_scale": 1.0,
-    "audio_guidance_rescale": 0.0,
-    "audio_stg_scale": 0.0,
-    "audio_modality_scale": 1.0,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LTX2Checkpoint(FlowCheckpoint):
+class LTX2Checkpoint(HearingCheckpoint):
     """One LTX-2 or LTX-2.3 checkpoint as text-to-video."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled up with its defaults."""
     connectors: Mapping[str, Any]
     """The connectors' config."""
-    audio_vae: Mapping[str, Any]
-    """The audio VAE's config."""
     fps: float | None = None
     """Frames a second: positions are in seconds. None for the pipeline's default."""
-    sound: bool = False
-    """True if sound is trained beside the video (`data.sound`)."""
     task_given: bool = False
     """True where the recipe chose another task than the checkpoint's own pipeline has."""
     pipeline_class: ClassVar[Any] = LTX2Pipeline
@@ -125,6 +110,8 @@ class LTX2Checkpoint(FlowCheckpoint):
                 "train its base, whose adapter loads into both, and sample from this one with validation.model; or give an "
                 "adapter that undoes it in lora.under"
             )
+        steps = recipe.validation.inference_steps
+        require_steps(self.scheduler, steps, "validation.inference_steps")
         if not data.sound:
             refuse_what_hears(recipe)
         return replace(fitting, fps=data.fps, sound=data.sound)
@@ -133,17 +120,17 @@ class LTX2Checkpoint(FlowCheckpoint):
         """Return attention's layers of the video alone, or with sound all of them."""
         return ATTENTION if self.sound else tuple(defaults)
 
-    def header(self) -> dict[str, Any]:
-        return super().header() | ({"sound": True} if self.sound else {})
-
     def with_header(self, made: Mapping[str, Any]) -> Self:
         fps = made.get("video", {}).get("fps", self.fps)
-        return replace(super().with_header(made), fps=fps, sound=made.get("sound", self.sound))
+        return replace(super().with_header(made), fps=fps)
 
     def notes(self, recipe: Recipe) -> list[str]:
         said = super().notes(recipe)
         if self.sound:
-            return [*said, "sound: trained beside the video, at noise levels of its own"]
+            return [
+                *said,
+                "sound: trained beside the video, at noise levels of its own; samples have it",
+            ]
         return [
             *said,
             "sound: not trained (data.sound). Video does not attend to sound in training, and does in the pipeline, whose "
@@ -208,41 +195,12 @@ class LTX2Checkpoint(FlowCheckpoint):
         )
         return {"latent_mean": whole[0]}
 
-    @property
-    def sound_format(self) -> SoundFormat | None:
-        """The audio VAE's, where sound is trained."""
-        config = self.audio_vae
-        return SoundFormat(config["sample_rate"], config["in_channels"]) if self.sound else None
-
-    def video_facts(self) -> Mapping[str, Any]:
-        facts = super().video_facts()
-        if not self.sound:
-            return facts
-        return {**facts, "audio_vae": self.path / "audio_vae", "audio_transform": SOUND_TRANSFORM}
-
-    def hearing(self, encode: VideoEncoder, device: torch.device) -> VideoEncoder:
-        """Return an encoder of clips that encodes their sound too, where that is trained."""
-        return HearingEncoder(encode, audio_encoder(self.path, device)) if self.sound else encode
-
-    def sound_of(self, made: Any) -> Sound | None:
-        if not self.sound:
-            return None
-        vocoder = read_component_config(self.path, "vocoder")
-        return Sound(made.audio[0].float().cpu(), vocoder["output_sampling_rate"])
-
-    def load_audio_encoder(self, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
-        """Load the audio VAE; it encodes in fp32 whatever `dtype` is."""
-        return audio_encoder(self.path, device)
-
     def mu(self, size: torch.Size) -> float:
-        return self._mu_of(prod(size[1:]))
-
-    def _mu_of(self, tokens: int) -> float:
         # The pipeline's line goes on beyond its second point; the trainer's ends there, where its stretched density would
         # be no density any more (timestep_samplers.py).
         base, most = (self.scheduler[f"{name}_image_seq_len"] for name in ("base", "max"))
         shifts = self.scheduler["base_shift"], self.scheduler["max_shift"]
-        return float(calculate_shift(min(tokens, most), base, most, *shifts))
+        return float(calculate_shift(min(prod(size[1:]), most), base, most, *shifts))
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         """Return the draws of any flow matching, with noise for tokens (S, C); those of sound beside them.
@@ -400,21 +358,31 @@ class LTX2Checkpoint(FlowCheckpoint):
         }
 
     def settings(self, how: Sampling) -> dict[str, Any]:
-        """Frames a second, and the other guidances: the pipeline's own, all or none.
-
-        Above 1, `guidance_scale` is the video's, in the space of clean latents, beside the pipeline's defaults for sound,
-        modalities and perturbed attention; else there is one call a step, as distilled checkpoints want.
-        """
-        given: dict[str, Any] = {} if how.fps is None else {"frame_rate": float(how.fps)}
-        if how.guidance_scale <= 1:
-            return given | _NO_GUIDANCE
-        # 2.0 has no perturbed attention: its call for that would be the same once more.
+        """Return frames a second, and the guidances beside `guidance_scale`; refuse a single step where that gives NaN."""
+        require_steps(self.scheduler, how.inference_steps, f"{self.path.name}: inference steps")
+        given = {} if how.fps is None else {"frame_rate": float(how.fps)}
         perturbed = self.transformer_config["perturbed_attn"]
-        return given | ({} if perturbed else {"stg_scale": 0.0, "audio_stg_scale": 0.0})
+        return given | guidances(how.guidance_scale, perturbed=perturbed)
 
-    def generated(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> Generated:
+    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         with connectors_passed(pipeline, conditions, self._text_width("video")):
-            return super().generated(pipeline, conditions, how)
+            return super().generate(pipeline, conditions, how)
+
+    def generate_with_sound(
+        self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling
+    ) -> tuple[torch.Tensor, Sound | None]:
+        if not self.sound:
+            return super().generate_with_sound(pipeline, conditions, how)
+        heard: list[torch.Tensor] = []
+
+        def called(**arguments: Any) -> Any:
+            made = pipeline(**arguments)
+            heard.extend(made.audio)
+            return made
+
+        with connectors_passed(pipeline, conditions, self._text_width("video")):
+            video = super().generate(called, conditions, how)
+        return video, Sound(heard[0], pipeline.vocoder.config.output_sampling_rate)
 
     def index_changes(self) -> dict[str, Any]:
         """The pipeline, where another task was trained than the checkpoint's own."""

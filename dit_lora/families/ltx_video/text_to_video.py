@@ -20,7 +20,6 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
-    Generated,
     Sampling,
     Tensors,
     TensorSpec,
@@ -216,12 +215,12 @@ class LTXVideoCheckpoint(FlowCheckpoint):
             )
         return {} if how.fps is None else {"frame_rate": how.fps}
 
-    def generated(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> Generated:
+    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """Make one video; 0.9.1's decoder draws noise of torch's own generator, which is seeded for it and left as it was."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(how.seed)
-            return super().generated(pipeline, conditions, how)
+            return super().generate(pipeline, conditions, how)
 
     def index_changes(self) -> dict[str, Any]:
         """Return the pipeline, where another task was trained than the checkpoint's own."""

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import (
-    Generated,
     Sampling,
     Tensors,
     TensorSpec,
@@ -136,7 +135,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
             return {"prompt": prompt, "negative_prompt": ""}
         return _embedded("", prompt) | (_embedded("negative_", empty) if empty else {})
 
-    def generated(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> Generated:
+    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """Make one image; the guidance scale is the pipeline's `true_cfg_scale`.
 
         Its own `guidance_scale` is for an embedding that no published checkpoint has.
@@ -148,7 +147,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
                 arguments = {n: a for n, a in arguments.items() if not n.startswith("negative_")}
             return pipeline(**arguments, true_cfg_scale=guidance_scale)
 
-        return super().generated(called, conditions, how)
+        return super().generate(called, conditions, how)
 
 
 def bare(pipeline_class: Any) -> Any:

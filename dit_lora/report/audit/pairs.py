@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from dit_lora.data.audit.finding import JudgedSample
+from dit_lora.data.media.opened import own_jpeg
 from dit_lora.report.pages import PagePictures
 
 _TINT = (122, 90, 245)
@@ -46,8 +47,7 @@ def some_pairs(judged: Sequence[JudgedSample], most: int) -> list[JudgedSample]:
 
 def tinted(picture: bytes, mask: bytes) -> bytes:
     """Return a JPEG of frames side by side, in which what the mask, a JPEG of one frame, leaves out is tinted."""
-    shown = Image.open(io.BytesIO(picture)).convert("RGB")
-    grey = Image.open(io.BytesIO(mask)).convert("L")
+    shown, grey = own_jpeg(picture), own_jpeg(mask).convert("L")
     # A mask has its frames' shape.
     frames = max(1, round(shown.width * grey.height / (shown.height * grey.width)))
     one = np.asarray(grey.resize((max(1, shown.width // frames), shown.height)), np.float32) / 255

@@ -121,9 +121,17 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
         for index, steps in chosen.items()
     ]
     shown = [clip.source for one in samples for clip in one.clips]
-    shown += [reference.source for one in samples for reference in one.references]
+    shown += [one.source for sample in samples for one in sample.references]
     linked = sum(1 for one in shown if not one.startswith("data:"))
     return Sampled(samples, _find_answers(folder), linked, hidden)
+
+
+def _has_sound(path: Path) -> bool:
+    """Return if a sample was written with its sound."""
+    try:
+        return read_header(path).has_sound
+    except DitLoraError:  # it went away meanwhile, or is written no further
+        return False
 
 
 def _find_references(folder: Path) -> dict[int, list[Path]]:
@@ -146,14 +154,6 @@ def _shown(references: Sequence[Path], source: Callable[[Path], str]) -> list[Sh
 
 def _kind(path: Path) -> str:
     return "video" if path.suffix == ".mp4" else "image"
-
-
-def _has_sound(path: Path) -> bool:
-    """Return if a sample was written with its sound."""
-    try:
-        return read_header(path).has_sound
-    except DitLoraError:  # it went away meanwhile, or is written no further
-        return False
 
 
 def when(step: int) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from dit_lora.config.data import VideoShape
@@ -234,10 +233,6 @@ class _Recorder:
     def frames(self) -> np.ndarray:
         self.output = "frames"
         return np.zeros((1, 1, 8, 8, 3), dtype=np.float32)
-
-    @property
-    def audio(self) -> torch.Tensor:
-        return torch.zeros(1, 2, 1)
 
     @property
     def images(self) -> np.ndarray:

@@ -16,7 +16,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.families import get_family
 from dit_lora.hub.card import write_card
 from dit_lora.hub.contents import CardSample, Contents, collect
-from dit_lora.hub.data_words import plain
+from dit_lora.hub.markdown import plain
 from dit_lora.training.tasks.facts import common_prefix
 
 REPO = "me/kitten-lora"

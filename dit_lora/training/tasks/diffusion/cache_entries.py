@@ -13,10 +13,11 @@ from dit_lora.data.audit.judge import judge_frames
 from dit_lora.data.cache.cache import entry_key
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.cache.fill import Job
+from dit_lora.data.media.clip_sound import SOUND_VERSION, read_sound
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.references import read_mask, read_reference
-from dit_lora.data.media.sound import SOUND_VERSION, SoundFormat, read_sound
-from dit_lora.data.media.video import DECODE_VERSION, ClipError, Sound, read_frames
+from dit_lora.data.media.sound import Sound, SoundFormat
+from dit_lora.data.media.video import DECODE_VERSION, ClipError, read_frames
 from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
 from dit_lora.families.loss_mask import LOSS_MASK, mask_of_latents
 from dit_lora.families.references import EditTextEncoder, ReferenceEncoder, References

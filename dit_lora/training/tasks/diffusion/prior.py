@@ -117,14 +117,13 @@ class _Sampler:
             fps=recipe.data.fps,
         )
         conditions = self.checkpoint.conditions(source.caption or "")
-        made = self.checkpoint.generated(self.pipeline, conditions, how)
-        video = made.frames
+        video, sound = self.checkpoint.generate_with_sound(self.pipeline, conditions, how)
         if video.min() == video.max():  # NaN in a picture is black
             raise DitLoraError(
                 f"the model's own sample of {source.caption!r} is one flat colour, as NaN gives; sample it with "
                 f"dit-lora sample, and try another model.dtype than {self.session.precision.dtype}"
             )
-        write_sample(_folder(source) / _stem(index), video, recipe.data.fps, made.sound)
+        write_sample(_folder(source) / _stem(index), video, recipe.data.fps, sound)
 
 
 def _folder(source: SourceConfig) -> Path:

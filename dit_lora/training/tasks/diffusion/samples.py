@@ -13,10 +13,10 @@ from dit_lora.data.audit.judge import judge
 from dit_lora.data.audit.probe import probe
 from dit_lora.data.buckets.buckets import Dropped, Placed, buckets_of, place, window_id
 from dit_lora.data.buckets.report import BucketReport
+from dit_lora.data.media.clip_sound import unusable_sound
 from dit_lora.data.media.headers import Headers
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.references import wrong_mask
-from dit_lora.data.media.sound import unusable_sound
 from dit_lora.data.media.video import ClipError, VideoHeader, too_short
 from dit_lora.data.sources.scan import Clip, scan
 from dit_lora.families.base import Opened

@@ -107,11 +107,10 @@ def _write(
     adapter = other_adapter(setup.recipe, setup.checkpoint)
     with both_experts(pipeline, checkpoint, transformer, adapter):
         for index, (conditions, how) in enumerate(bar):
-            made = checkpoint.generated(pipeline, conditions, how)
+            video, sound = checkpoint.generate_with_sound(pipeline, conditions, how)
             if session.is_main:
-                name = f"step_{step:06d}/prompt_{index:02d}"
-                fps = session.recipe.data.fps
-                write_sample(session.dir / "samples" / name, made.frames, fps, made.sound)
+                path = session.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}"
+                write_sample(path, video, session.recipe.data.fps, sound)
 
 
 def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:

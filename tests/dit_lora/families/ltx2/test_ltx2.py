@@ -304,3 +304,16 @@ def test_the_names_of_sounds_layers_are_all(tiny_checkpoints: dict[str, Path]) -
     model = opened(tiny_checkpoints["ltx-2"]).load_transformer(torch.float32)
     attentions = [n for n, m in model.transformer_blocks[0].named_children() if hasattr(m, "to_q")]
     assert set(attentions) == {"attn1", "attn2", *SOUND_ATTENTIONS}
+
+
+def test_one_step_is_refused_where_the_scheduler_makes_nan_of_it(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    path = tiny_checkpoints["ltx-2.3"]
+    how = Sampling(NATIVE, 1, 1.0, seed=0)
+    with pytest.raises(DitLoraError, match="inference steps must be 2 or more"):
+        opened(path).generate(None, {}, how)
+    settings = {"prompts": ["a"], "inference_steps": 1}
+    with pytest.raises(DitLoraError, match=r"validation\.inference_steps must be 2 or more"):
+        for_recipe(path, validation=settings)
+    for_recipe(path, validation={**settings, "inference_steps": 2})

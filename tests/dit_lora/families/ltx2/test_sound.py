@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,8 @@ from family_cases.subject import CPU
 from ltx2_cases import CAPTIONS, FPS, batch_of, for_recipe, opened
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
+from dit_lora.adapters.diffusers_format import save_adapter
+from dit_lora.commands.sample import SampleRequest, sample
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -212,3 +215,65 @@ def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path])
     assert opened(path).header() == {}
     assert opened(path).with_header(checkpoint.header()).sound
     assert not opened(path).with_header({}).sound
+
+
+def test_samples_have_the_sound_that_was_trained(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """The pipeline's own, bit by bit, beside the same video; without sound there is none."""
+    path, how = tiny_checkpoints["ltx-2.3"], Sampling(NATIVE, 2, 3.0, seed=5, fps=FPS)
+    checkpoint = with_sound(path, "t2v")
+    pipeline, stock = checkpoint.pipeline(torch.float32), checkpoint.pipeline(torch.float32)
+    for one in (pipeline, stock):
+        one.set_progress_bar_config(disable=True)
+    given = checkpoint.conditions(CAPTIONS[1])
+    video, sound = checkpoint.generate_with_sound(pipeline, given, how)
+    expected = stock(
+        **given,
+        **checkpoint.arguments(NATIVE),
+        num_inference_steps=2,
+        guidance_scale=3.0,
+        generator=torch.Generator("cpu").manual_seed(5),
+        output_type="np",
+    )
+    assert torch.equal(sound.waveform, expected.audio[0])
+    assert sound.waveform.std() > 0
+    assert sound.rate == stock.vocoder.config.output_sampling_rate
+    assert torch.equal(video, checkpoint.generate(pipeline, given, how))
+    same, none = opened(path).generate_with_sound(pipeline, given, how)
+    assert none is None
+    assert torch.equal(video, same)
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_the_command_writes_the_sound_of_an_adapter_that_has_some(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, sound: bool
+) -> None:
+    path = tiny_checkpoints["ltx-2.3"]
+    checkpoint = with_sound(path, "t2v") if sound else for_recipe(path)
+    model = checkpoint.load_transformer(torch.float32)
+    targets = checkpoint.lora_targets(get_family("ltx2").lora_targets)
+    attach_lora(model, LoraConfig(rank=2), targets, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_lora_b(name):
+                parameter.fill_(0.01)
+    video = {"frames": NATIVE.frames, "height": NATIVE.height, "width": NATIVE.width, "fps": FPS}
+    made = {
+        "family": "ltx2",
+        "base_model": path.name,
+        "transformer_digest": "",
+        "video": video,
+        **checkpoint.header(),
+    }
+    save_adapter(model, checkpoint.pipeline_class, tmp_path, made)
+    request = SampleRequest(
+        tmp_path, ("a",), model=str(path), inference_steps=2, guidance_scale=1.0
+    )
+    (file,) = sample(request)
+    with av.open(file) as container:
+        tracks = container.streams.audio
+        assert len(tracks) == sound
+        if sound:
+            seconds = float(tracks[0].duration * tracks[0].time_base)
+            assert seconds == pytest.approx(NATIVE.frames / FPS, abs=0.1)

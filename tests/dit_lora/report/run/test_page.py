@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 from report_runs import HOSTILE, metrics_line, report, write_lines
 
-from dit_lora.data.media.video import Sound, write_sample, write_video
+from dit_lora.data.media.sound import Sound
+from dit_lora.data.media.video import write_sample, write_video
 from dit_lora.errors import DitLoraError
 from dit_lora.report.run import samples
 from dit_lora.report.run.page import write_report

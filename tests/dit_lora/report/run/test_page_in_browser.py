@@ -20,7 +20,7 @@ from dit_lora.report.run.serve import ReportServer
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-VIDEOS = "[...document.querySelectorAll('.sample figure:not([hidden]) video')]"
+VIDEOS = "[...document.querySelectorAll('.pair figure:not([hidden]) video')]"
 INK = """(canvas) => {
   const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
   return data.filter((value, index) => index % 4 === 3 && value > 200).length;

@@ -14,8 +14,8 @@ from sound_files import FPS, Tones, write_clip
 from dit_lora.commands.audit import audit_folder, audit_recipe
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import Recipe
+from dit_lora.data.media.clip_sound import read_sound
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.media.sound import read_sound
 from dit_lora.data.media.video import read_frames
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family

@@ -1,0 +1,49 @@
+"""Sound of an LTX-2 checkpoint: what its samples' sound is encoded as, and what is made of it again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from dit_lora.data.media.sound import SoundFormat
+from dit_lora.families.base import VideoEncoder
+from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.ltx2.sound import SOUND_TRANSFORM, AudioEncoder, audio_encoder
+from dit_lora.families.sound import HearingEncoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class HearingCheckpoint(FlowCheckpoint):
+    """A checkpoint that may train sound beside video."""
+
+    audio_vae: Mapping[str, Any]
+    """The audio VAE's config."""
+    sound: bool = False
+    """True if sound is trained beside the video (`data.sound`)."""
+
+    @property
+    def sound_format(self) -> SoundFormat | None:
+        """The audio VAE's, where sound is trained."""
+        config = self.audio_vae
+        return SoundFormat(config["sample_rate"], config["in_channels"]) if self.sound else None
+
+    def video_facts(self) -> Mapping[str, Any]:
+        facts = super().video_facts()
+        if not self.sound:
+            return facts
+        return {**facts, "audio_vae": self.path / "audio_vae", "audio_transform": SOUND_TRANSFORM}
+
+    def load_audio_encoder(self, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
+        """Load the audio VAE; it encodes in fp32 whatever `dtype` is."""
+        return audio_encoder(self.path, device)
+
+    def hearing(self, encode: VideoEncoder, device: torch.device) -> VideoEncoder:
+        """Return an encoder of clips that encodes their sound too, where that is trained."""
+        return HearingEncoder(encode, audio_encoder(self.path, device)) if self.sound else encode
+
+    def header(self) -> dict[str, Any]:
+        return super().header() | ({"sound": True} if self.sound else {})
+
+    def with_header(self, made: Mapping[str, Any]) -> Self:
+        return replace(super().with_header(made), sound=made.get("sound", self.sound))

@@ -1,0 +1,20 @@
+"""The licence of a result, as its card says it."""
+
+from dit_lora.families import get_family
+from dit_lora.hub.contents import Contents
+from dit_lora.hub.markdown import plain
+
+
+def licence_of(contents: Contents) -> str:
+    """Return the licence of the base, as far as it is known here."""
+    licence = get_family(contents.made["family"]).license_of(contents.base)
+    if contents.base is None:
+        return "Not stated: the base model was a local folder. What is derived from it is under its licence."
+    where = f"[{plain(contents.base)}](https://huggingface.co/{contents.base})"
+    if licence is None:
+        return (
+            f"Not stated: see the licence of the base model, {where}, from which this is derived."
+        )
+    name = plain(licence.name or licence.id)
+    named = f"[{name}]({licence.link})" if licence.link else name
+    return f"{named}, the licence of the base model, {where}, from which this is derived."
