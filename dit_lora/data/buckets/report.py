@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -105,6 +105,24 @@ class BucketReport:
         for name, clip in self.dropped:
             lines.append(f"left out ({clip.code}): {name}: {clip.words}")
         return lines + [f"advice: {advice}" for advice in self.advice]
+
+
+def advice_on_references(shapes: Sequence[VideoShape], group: int) -> list[str]:
+    """Return advice if references split samples into shapes with fewer of them than a step takes; one shape a sample."""
+    counts = Counter(shapes)
+    alike = {replace(shape, references=()) for shape in counts}
+    rare = sorted((shape for shape in counts if counts[shape] < group), key=counts.__getitem__)
+    # Where references do not split samples further, the buckets' own advice says it.
+    if not rare or len(counts) == len(alike):
+        return []
+    shown = [
+        f"{shape} ({_counted(counts[shape], 'sample')}, every {_epochs(group / counts[shape])})"
+        for shape in rare
+    ]
+    return [
+        f"with their references, samples have {len(counts)} shapes, and a step takes {group} samples of one; these "
+        f"do not come in every epoch: {_few(shown)}; give references fewer sizes, or lower train.batch_size or accumulate"
+    ]
 
 
 def _row(shape: VideoShape, clips: Sequence[Placed], samples: int) -> BucketRow:

@@ -12,7 +12,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.judge import judge
 from dit_lora.data.audit.probe import probe
 from dit_lora.data.buckets.buckets import Dropped, Placed, buckets_of, place, window_id
-from dit_lora.data.buckets.report import BucketReport
+from dit_lora.data.buckets.report import BucketReport, advice_on_references
 from dit_lora.data.media.clip_sound import unusable_sound
 from dit_lora.data.media.headers import Headers
 from dit_lora.data.media.media import Media
@@ -41,7 +41,7 @@ class Samples:
     report: BucketReport | None = None
     """The report on buckets; None where there are neither buckets nor windows."""
     notes: tuple[str, ...] = field(default=())
-    """Lines on buckets that the model cannot take."""
+    """Lines on buckets that the model cannot take, and on shapes of references."""
 
 
 def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool) -> Samples:
@@ -65,7 +65,9 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
         shape = VideoShape.of(data)
         alone = [BucketedSample(clip.id, clip, shape) for clip in clips]
         found, unfit = with_references(alone, checkpoint, _reader(recipe, quiet))
-        return Samples(found, rejected | unfit, (shape,), tuple(sources.clips))
+        advice = advice_on_references([one.shape for one in found], group)
+        clips_found = tuple(sources.clips)
+        return Samples(found, rejected | unfit, (shape,), clips_found, notes=tuple(advice))
     notes: list[str] = []
     shapes = buckets_of(data, checkpoint.side_step, checkpoint.refusal, notes.append)
     # A bucket is chosen by size and length, which headers have; decoding would take hours.
@@ -87,6 +89,7 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
         ]
     report = BucketReport.of(placed, shapes, data, group)
     found, unfit = with_references(all_samples, checkpoint, _reader(recipe, quiet))
+    notes += advice_on_references([one.shape for one in found], group)
     clips_found = tuple(sources.clips)
     return Samples(found, rejected | unfit, shapes, clips_found, report, tuple(notes))
 

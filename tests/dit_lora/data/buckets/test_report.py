@@ -1,13 +1,14 @@
 """What a report makes of a data set's buckets: its numbers, and advice that comes from them."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.buckets.buckets import buckets_of, place
-from dit_lora.data.buckets.report import BucketReport
+from dit_lora.data.buckets.report import BucketReport, advice_on_references
 from dit_lora.data.media.video import VideoHeader
 
 
@@ -135,3 +136,22 @@ def test_advice_names_some_of_many_buckets() -> None:
     (words,) = [one for one in report(GOOD, given).advice if "no clip goes to" in one]
     assert words.count("x") == 2 * 6
     assert "and 34 more" in words
+
+
+def test_references_of_many_sizes_split_samples_into_rare_shapes() -> None:
+    """Only where they do: samples of several buckets with references of one size are the buckets' own matter."""
+    wide, tall = VideoShape(1, 64, 96), VideoShape(1, 96, 64)
+
+    def made_from(shape: VideoShape, *heights: int) -> VideoShape:
+        return replace(shape, references=tuple(VideoShape(1, height, 96) for height in heights))
+
+    alike = [made_from(wide, 64)] * 3 + [made_from(tall, 64)]
+    assert advice_on_references(alike, 4) == []
+    assert advice_on_references([wide] * 3, 4) == []
+    many = [*[made_from(wide, 64)] * 4, made_from(wide, 80), *[made_from(wide, 80, 96)] * 2]
+    assert advice_on_references(many, 1) == []
+    (advice,) = advice_on_references(many, 4)
+    assert advice.startswith(
+        "with their references, samples have 3 shapes, and a step takes 4 samples of one; these do not come in every "
+        "epoch: 1x64x96 + 1x80x96 (1 sample, every 4.0 epochs), 1x64x96 + 1x80x96 + 1x96x96 (2 samples, every 2.0 epochs);"
+    )
