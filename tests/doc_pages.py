@@ -342,6 +342,7 @@ EXAMPLES: dict[str, list[str]] = {
         "a part of a recipe",
         "needs the published checkpoint",
         "a part of a recipe",
+        "a part of a recipe",
     ],
     "docs/numerics.md": ["a checkpoint made so"],
     "docs/scaling.md": ["a run on a slow disk", "the same"],

@@ -21,7 +21,8 @@ from dit_lora.families.base import Checkpoint, Tensors
 from dit_lora.numerics.streams import Streams
 
 CPU = torch.device("cpu")
-VARIANTS = {case.variant: case for case in CASES}
+# The blocks of what is encoded with references are those of the variant that is not.
+VARIANTS = {case.variant: case for case in CASES if not case.variant.startswith("qwen-image-edit")}
 
 
 @dataclass

@@ -41,7 +41,9 @@ class DataFault(Fault):
     """The sites that train on such samples know this fault."""
 
     def fits(self, site: Site, ranks: int = 1, engine: Engine = "ddp") -> bool:
-        return super().fits(site, ranks, engine) and site.samples == self.samples
+        # Pairs are images with files beside them.
+        samples = "images" if site.pairs else site.samples
+        return super().fits(site, ranks, engine) and samples == self.samples
 
     def judge(self, world: World) -> FaultResult:
         """Judge a run that refuses the sample, one that leaves out it and its peers, one that never had them;

@@ -20,6 +20,7 @@ from transformers import Qwen2VLProcessor
 from dit_lora.families.chat.tiny import TEXT_WIDTH, VARIANTS, tiny_chat
 from dit_lora.families.qwen_image.checkpoint import bare
 from dit_lora.families.tiny.vae import qwen_image_vae
+from dit_lora.parsing import read_json
 
 _LATENTS = 16
 # Every word of a template with the space before it, the roles, and these signs: one token each in Qwen's vocabulary.
@@ -77,7 +78,7 @@ def _write_processor(tokenizer: Any, out: Path) -> None:
     for file, values in files.items():
         _write(out / "processor" / file, values)
     index = out / "model_index.json"
-    _write(index, {**json.loads(index.read_text("utf-8")), "processor": ["transformers", name]})
+    _write(index, {**read_json(index), "processor": ["transformers", name]})
 
 
 def _write(file: Path, values: dict[str, Any]) -> None:

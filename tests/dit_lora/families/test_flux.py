@@ -124,7 +124,7 @@ def test_the_timestep_is_rounded_before_it_is_divided(
     """In bf16 another order gives other bits: the pipelines' is t.to(bf16) / 1000."""
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     batch = some_batch(checkpoint, torch.bfloat16)
-    model, t = Recorder(torch.zeros(1)), torch.tensor([371.3, 804.9, 5.99])
+    model, t = Recorder(torch.zeros(3, 6, 16)), torch.tensor([371.3, 804.9, 5.99])
     checkpoint.predict(model, torch.randn(3, 6, 16), t, batch)
     asked = model.asked["timestep"]
     assert torch.equal(asked, t.bfloat16() / 1000)
@@ -237,7 +237,7 @@ def test_a_distilled_klein_is_refused_by_name_and_still_samples(
     [
         ("scheduler", {"_class_name": "DDIMScheduler"}, "scheduler DDIMScheduler is not the one"),
         ("scheduler", {"time_shift_type": "linear"}, "time_shift_type=linear"),
-        ("", {"_class_name": "FluxKontextPipeline"}, "a FluxKontextPipeline checkpoint"),
+        ("", {"_class_name": "FluxFillPipeline"}, "a FluxFillPipeline checkpoint"),
     ],
 )
 def test_a_checkpoint_that_contradicts_the_family_is_refused(

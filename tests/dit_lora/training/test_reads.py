@@ -192,10 +192,7 @@ class Sends(TorchFunctionMode):
 # Of one family another recipe serves.
 TRIED = (
     *("cogvideox", "dit", "flux", "flux2", "latte", "sana", "sana_video", "video_dit_lora"),
-    *("qwen_image", "wan_5b_i2v", "z_image"),
-    "ltx_video_i2v",
-    "sd3",
-    "wan_5b_i2v",
+    *("krea2", "ltx2", "ltx_video_i2v", "qwen_image", "sd3", "wan_5b_i2v", "z_image"),
 )
 
 
