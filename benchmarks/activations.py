@@ -24,6 +24,7 @@ from diffusers.models.transformers.transformer_flux2 import (
     Flux2TransformerBlock,
 )
 from diffusers.models.transformers.transformer_krea2 import Krea2TransformerBlock
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from diffusers.models.transformers.transformer_sana_video import (
     SanaVideoTransformerBlock,
@@ -170,6 +171,34 @@ def z_image() -> tuple[nn.Module, Arguments]:
     return ZImageTransformerBlock(0, 3840, 30, 30, 1e-5, qk_norm=True), given
 
 
+def ltx2() -> tuple[nn.Module, Arguments]:
+    """LTX-2.3's, as it trains without sound: one token of that, and neither attends to the other."""
+    widths = (4096, 2048)
+    block = LTX2VideoTransformerBlock(
+        *(4096, 32, 128, 4096, 2048, 32, 64, 2048),
+        video_gated_attn=True,
+        video_cross_attn_adaln=True,
+        audio_gated_attn=True,
+        audio_cross_attn_adaln=True,
+        rope_type="split",
+        perturbed_attn=True,
+    )
+
+    def rotary(tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.randn(1, 32, tokens, half)
+        return angles.cos(), angles.sin()
+
+    def given(frames: int) -> tuple[Sequence[Any], int]:
+        x = noise(1, frames * 256, 4096)
+        text = [noise(1, 26, width) for width in widths]
+        rows = [noise(1, 1, count * width) for count in (9, 4, 1, 2) for width in widths]
+        rotations = [rotary(x.shape[1], 64), rotary(1, 32), None, None]
+        masks_and_use = [None] * 6 + [False, False]
+        return (x, noise(1, 1, 2048), *text, *rows, *rotations, *masks_and_use), x.numel()
+
+    return block, given
+
+
 BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
     "CogVideoX-5B": cogvideox,
     "Sana-1.6B": sana,
@@ -179,6 +208,7 @@ BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
     "FLUX.2 klein 9B, double": flux2_double,
     "FLUX.2 klein 9B, single": flux2_single,
     "Krea 2": krea2,
+    "LTX-2.3, video alone": ltx2,
     "Z-Image": z_image,
     "Qwen-Image": qwen_image,
 }

@@ -20,6 +20,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
+from dit_lora.families.ltx2.sound import audio_tokens
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 RECIPES = ROOT / "recipes" / "ltx2"
@@ -30,6 +31,7 @@ PUBLISHED = {"LTX-2": (18_876_174_592, 15), "LTX-2.3-Diffusers": (18_988_838_144
 KINDS = {
     "2_t2v": ("LTX-2", "LTX2Checkpoint"),
     "2.3_t2v": ("LTX-2.3-Diffusers", "LTX2Checkpoint"),
+    "2.3_t2v_sound": ("LTX-2.3-Diffusers", "LTX2Checkpoint"),
     "2.3_i2v": ("LTX-2.3-Diffusers", "LTX2ImageCheckpoint"),
 }
 SOUND = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
@@ -130,6 +132,9 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     grid = torch.Size((128, (shape.frames - 1) // 8 + 1, shape.height // 32, shape.width // 32))
     assert grid[1:].numel() == 6144
     assert "6,144 video tokens" in (RECIPES / f"{stem}.yaml").read_text()
+    assert checkpoint.sound == stem.endswith("_sound")
+    heard = audio_tokens(checkpoint.audio_vae, shape.frames / checkpoint.frame_rate)
+    assert not checkpoint.sound or f"and {heard} of sound" in (RECIPES / f"{stem}.yaml").read_text()
     assert (checkpoint.frame_rate, checkpoint.text_tokens) == (24, 1024)
     # Where the trainer's line ends; a sixth of those tokens are its other end.
     assert checkpoint.mu(grid) == pytest.approx(2.05)
