@@ -77,6 +77,7 @@ def test_an_audit_of_a_folder_says_what_is_one_frame_and_obeys_no_name(tmp_path:
     assert told.splitlines() == [
         f"reject  {shown}: empty_file: the file has no bytes",
         "warn    too_short: 1",
+        "note    sound: 0 of 2 clips have some",
         "3 samples: 1 ok, 1 warn, 1 reject",
     ]
     assert verdicts(report) == {"one.mp4": "warn", "nine.mp4": "ok", evil: "reject"}
