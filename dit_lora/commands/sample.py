@@ -52,6 +52,7 @@ class SampleRequest:
 def sample(request: SampleRequest) -> list[Path]:
     """Write one mp4 (of an image model: png) a prompt, each from the same seed, and return their paths."""
     quiet_libraries()
+    _require_files(request)
     request = _from_hub(request)
     # Of a checkpoint with two experts, one or both were trained.
     sources = [find_source(target) for target in targets_of(request.target)]
@@ -93,6 +94,22 @@ def sample(request: SampleRequest) -> list[Path]:
         frames, sound = made
         paths.append(write_sample(out / _file_name(prompt, how), frames, fps, sound))
     return paths
+
+
+def _require_files(request: SampleRequest) -> None:
+    given = {
+        "--image": [request.image],
+        "--last-image": [request.last_image],
+        "--reference": request.references,
+    }
+    missing = [
+        f"{option} {file}"
+        for option, files in given.items()
+        for file in files
+        if file is not None and not file.is_file()
+    ]
+    if missing:
+        raise DitLoraError(f"no such file: {', '.join(missing)}")
 
 
 def _from_hub(request: SampleRequest) -> SampleRequest:

@@ -28,7 +28,7 @@ def card(one: JudgedSample, pictures: PagePictures) -> Card:
     """Return a sample's card, with as many of its pictures as the page has room for."""
     shown = one.thumbnail
     if shown is not None and one.mask is not None:
-        shown = tinted(shown, one.mask)
+        shown = tinted(shown, one.mask, is_video="seconds" in one.facts)
     references = [pictures.uri(reference) for reference in one.references]
     return Card(one, pictures.uri(shown), references)
 
@@ -45,11 +45,12 @@ def some_pairs(judged: Sequence[JudgedSample], most: int) -> list[JudgedSample]:
     return [pairs[round(place)] for place in np.linspace(0, len(pairs) - 1, most)]
 
 
-def tinted(picture: bytes, mask: bytes) -> bytes:
-    """Return a JPEG of frames side by side, in which what the mask, a JPEG of one frame, leaves out is tinted."""
+def tinted(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:
+    """Return a JPEG of a picture, or of frames side by side, in which what the mask, also a JPEG, leaves out is tinted."""
     shown, grey = own_jpeg(picture), own_jpeg(mask).convert("L")
-    # A mask has its frames' shape.
-    frames = max(1, round(shown.width * grey.height / (shown.height * grey.width)))
+    # A mask has the shape of one frame.
+    ratio = shown.width * grey.height / (shown.height * grey.width)
+    frames = max(1, round(ratio)) if is_video else 1
     one = np.asarray(grey.resize((max(1, shown.width // frames), shown.height)), np.float32) / 255
     learned = np.pad(
         np.tile(one, frames), ((0, 0), (0, shown.width - one.shape[1] * frames)), mode="edge"

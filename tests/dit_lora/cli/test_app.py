@@ -111,6 +111,18 @@ def test_pairs_are_images_by_default_and_exclude_other_kinds(tmp_path: Path) -> 
     assert not (tmp_path / "other").exists()
 
 
+def test_files_that_samples_are_made_from_are_looked_for_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "there.png").write_bytes(b"a picture")
+    given = ["--reference", "there.png", "--reference", "gone.png", "--image", "lost.png"]
+    files = [str(tmp_path / word) if word.endswith(".png") else word for word in given]
+    result = runner.invoke(app, ["sample", "no run", "--prompt", "x", *files])
+    assert str(result.exception) == (
+        f"no such file: --image {tmp_path / 'lost.png'}, --reference {tmp_path / 'gone.png'}"
+    )
+
+
 def test_tiny_checkpoints_are_listed_as_the_families_name_them() -> None:
     said = invoke("families").splitlines()
     assert [line.split(":")[0] for line in said] == list(FAMILIES)

@@ -157,7 +157,8 @@ def test_what_a_mask_leaves_out_is_tinted_in_every_frame(tmp_path: Path) -> None
     levels[:, 12:] = 255
     stream = io.BytesIO()
     Image.fromarray(levels).save(stream, "JPEG", quality=95)
-    judged = [JudgedSample("a.mp4", (), {}, jpeg(200, (96, 16)), (), stream.getvalue())]
+    facts = {"seconds": 2.0}
+    judged = [JudgedSample("a.mp4", (), facts, jpeg(200, (96, 16)), (), stream.getvalue())]
     page = write(tmp_path, judged)
     (image,) = page.all("img")
     shown = decoded(image["src"])
@@ -168,6 +169,12 @@ def test_what_a_mask_leaves_out_is_tinted_in_every_frame(tmp_path: Path) -> None
         assert (differs[24 * frame + 2 : 24 * frame + 10] > 40).all()
         assert (differs[24 * frame + 14 : 24 * frame + 22] < 12).all()
     assert page.section("Pairs").startswith("One sample without a finding")
+    # Of a picture, a mask of another shape is drawn once.
+    judged = [JudgedSample("a.png", (), {}, jpeg(200, (96, 16)), (), stream.getvalue())]
+    (image,) = write(tmp_path, judged).all("img")
+    differs = np.abs(decoded(image["src"]) - plain).max(-1).mean(0)
+    assert (differs[2:44] > 40).all()
+    assert (differs[52:] < 12).all()
 
 
 def test_of_many_pairs_some_are_shown_from_first_to_last(tmp_path: Path) -> None:
