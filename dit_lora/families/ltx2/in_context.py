@@ -115,8 +115,9 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
             scale_factors=tuple(config["vae_scale_factors"]),
             causal_offset=config["causal_offset"],
         )
+        frames, height, width = latents.shape[-3:]
         places = LTX2AudioVideoRotaryPosEmbed.prepare_video_coords(
-            rope, 1, *latents.shape[-3:], torch.device("cpu"), fps=self.frame_rate
+            rope, 1, frames, height, width, torch.device("cpu"), fps=self.frame_rate
         )
         places[:, 1:] *= factor
         return places
