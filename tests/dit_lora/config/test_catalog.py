@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[3]
 TASKS = {
     "text-to-video",
     "image-to-video",
+    "image-to-image",
+    "video-to-video",
     "text-to-image",
     "class-to-image",
     "class-to-video",
