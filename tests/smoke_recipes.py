@@ -25,8 +25,8 @@ class Smoke:
     """Or a class's name."""
     pictures: tuple[str, ...] = ()
     """The pictures that its samples start from, as `validation` names them."""
-    references: bool = False
-    """True if its samples are made from a reference."""
+    references: int = 0
+    """Frames of the reference that its samples are made from; 0 for none."""
     prepare: Callable[[pytest.MonkeyPatch], None] = as_it_is
     """Makes it cheap."""
 
@@ -51,6 +51,10 @@ def edit_pairs(folder: Path) -> None:
     write_edit_pairs(folder, pairs=4, height=64, width=64)
 
 
+def edit_clips(folder: Path) -> None:
+    write_edit_pairs(folder, pairs=4, height=64, width=64, frames=9)
+
+
 SMOKES = {
     "cogvideox": Smoke("cogvideox-5b"),
     "cogvideox_1.5": Smoke("cogvideox-1.5"),
@@ -62,14 +66,12 @@ SMOKES = {
     "dit": Smoke("dit-tiny", class_folders, ("data.flip=true",), prompt="red disc"),
     "dit_scratch": Smoke("dit-tiny", class_folders, prompt="blue square"),
     "flux": Smoke("flux-dev", captioned_images),
-    "flux_kontext": Smoke("flux-kontext", edit_pairs, references=True),
+    "flux_kontext": Smoke("flux-kontext", edit_pairs, references=1),
     "flux2": Smoke("flux2-klein", captioned_images),
-    "flux2_edit": Smoke("flux2-klein", edit_pairs, references=True),
+    "flux2_edit": Smoke("flux2-klein", edit_pairs, references=1),
     "krea2": Smoke("krea2-raw", captioned_images),
     "qwen_image": Smoke("qwen-image", captioned_images),
-    "qwen_image_edit": Smoke(
-        "qwen-image-edit", edit_pairs, references=True, prepare=small_references
-    ),
+    "qwen_image_edit": Smoke("qwen-image-edit", edit_pairs, references=1, prepare=small_references),
     "ltx_video": Smoke("ltx-video-0.9.1"),
     "ltx_video_i2v": Smoke(
         "ltx-video", overrides=("data.image_dropout=0.5",), pictures=("images",)
@@ -77,6 +79,7 @@ SMOKES = {
     "ltx2": Smoke("ltx-2.3"),
     "ltx2_sound": Smoke("ltx-2.3", clips_with_sound),
     "ltx2_i2v": Smoke("ltx-2", overrides=("data.image_dropout=0.5",), pictures=("images",)),
+    "ltx2_ic_lora": Smoke("ltx-2.3", edit_clips, references=9),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
     "sd3": Smoke("sd3.5-medium", captioned_images),

@@ -24,9 +24,9 @@ class ModelConfig(Section):
     low noise, `both` one after the other, each in a folder of its own below run.dir."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
-    task: Literal["t2v", "i2v"] | None = None
-    """The task to train of a checkpoint that makes videos of text alone, and from a first image too (Wan 2.2 TI2V-5B); null
-    for what its own pipeline does."""
+    task: Literal["t2v", "i2v", "ic_lora"] | None = None
+    """The task to train of a checkpoint that makes videos of text alone, from a first image too (Wan 2.2 TI2V-5B), and from a
+    reference clip (LTX-2, `ic_lora`); null for what its own pipeline does."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of frozen weights and compute. `auto`: bf16 where the device computes in it, fp32 on a CPU."""
     quantize: Literal["nf4", "int8", "fp8"] | None = None

@@ -141,10 +141,31 @@ def read_references(
         if files:
             raise DitLoraError(f"{model} takes no references; leave --reference out")
         return []
+    _require_number(model, takes, files)
+    return as_pictures([read_reference(MediaFile(file), None, 0.0) for file in files])
+
+
+def read_clips(
+    model: str, takes: References, files: Sequence[Path], shape: VideoShape, fps: float
+) -> list[torch.Tensor]:
+    """Return the references of one sample to make, uint8 (frames, 3, height, width): of a clip, clips as training reads them.
+
+    Raises `DitLoraError` for what the model does not take, and for a file that is too short.
+    """
+    _require_number(model, takes, files)
+    media = [MediaFile(file) for file in files]
+    pictures = [one.name for one in media if is_image(one)]
+    if shape.frames > 1 and pictures:
+        raise DitLoraError(
+            f"{model}: {', '.join(pictures)}: no clip; the reference of a clip is a clip, give one with --reference"
+        )
+    return [read_reference(one, shape, fps) for one in media]
+
+
+def _require_number(model: str, takes: References, files: Sequence[Path]) -> None:
     wrong = takes.wrong_number(len(files))
     if wrong is not None:
         raise DitLoraError(f"{model}: {wrong}; give them with --reference")
-    return as_pictures([read_reference(MediaFile(file), None, 0.0) for file in files])
 
 
 def wrong_references(recipe: Recipe, takes: References | None) -> list[str]:
@@ -177,9 +198,10 @@ def wrong_references(recipe: Recipe, takes: References | None) -> list[str]:
         fault = takes.wrong_number(len(files))
         if fault is not None:
             wrong.append(f"validation.references of {prompt!r}: {fault}")
-        not_pictures = [one for one in files if not is_image(MediaFile(Path(one)))]
-        if not_pictures and not takes.clips:
-            wrong.append(
-                f"validation.references of {prompt!r}: no picture: {', '.join(not_pictures)}"
-            )
+        # A model of clips makes pictures too, from a clip's first frame.
+        clips = takes.clips and data.frames > 1
+        other = [one for one in files if is_image(MediaFile(Path(one))) == clips]
+        if other and (clips or not takes.clips):
+            kind = "clip" if clips else "picture"
+            wrong.append(f"validation.references of {prompt!r}: no {kind}: {', '.join(other)}")
     return wrong

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from dit_lora.config.data import VideoShape
-from dit_lora.config.recipe import Recipe
+from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
 
 
@@ -77,4 +77,13 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
     if wrong:
         raise DitLoraError(
             f"{', '.join(wrong)}: family {recipe.model.family} has nothing that this applies to; remove it"
+        )
+
+
+def refuse_in_context(model: ModelConfig) -> None:
+    """Raise for `model.task: ic_lora` of a family without reference clips."""
+    if model.task == "ic_lora":
+        raise DitLoraError(
+            f"model.task: ic_lora: family {model.family} makes nothing from reference clips; leave it out, or take LTX-2 "
+            "(family ltx2)"
         )

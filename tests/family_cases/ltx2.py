@@ -1,5 +1,6 @@
 """LTX-2 and LTX-2.3."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ def denormalised(pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
     )
 
 
-def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
-    return pipeline.vae.decode(unpacked(pipeline, clean), None, return_dict=False)[0]
+def decode(pipeline: Any, clean: torch.Tensor, shape: VideoShape = NATIVE) -> torch.Tensor:
+    return pipeline.vae.decode(unpacked(pipeline, clean, shape), None, return_dict=False)[0]
 
 
 def vae_decode(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
@@ -54,11 +55,21 @@ def of_the_sample(call: Call) -> torch.Tensor:
     return call["sigma"]
 
 
+def of_the_video(call: Call) -> torch.Tensor:
+    """The tokens in front of the reference's."""
+    tokens: torch.Tensor = call["hidden_states"]
+    return tokens[:, : call["num_frames"] * call["height"] * call["width"]]
+
+
 SIDES = (
     (VideoShape(9, 48, 96), "height must be a multiple of 32; got 48, nearest 32 and 64"),
     (VideoShape(9, 64, 7), "width must be a multiple of 32; got 7, nearest 32"),
     (VideoShape(8, 64, 96), r"frames must be 8n \+ 1; got 8, nearest 1 and 9"),
     (VideoShape(23, 64, 96), r"frames must be 8n \+ 1; got 23, nearest 17 and 25"),
+)
+HALVED = VideoShape(17, 64, 128)
+HALVES = (
+    (VideoShape(9, 64, 96), "references 2 times smaller than 96 x 64, .* be multiples of 64"),
 )
 ONE = ((VideoShape(1, 64, 96), "frames must be 9 or more, as the first is given; got 1"),)
 
@@ -91,5 +102,17 @@ CASES = (
         vae_decode=vae_decode_rest,
         timesteps=of_the_sample,
         refused=(*SIDES, *ONE),
+    ),
+    case(
+        "ltx-2.3",
+        model={"task": "ic_lora"},
+        native=HALVED,
+        off_native=VideoShape(9, 128, 64),
+        references=(VideoShape(17, 80, 120),),
+        reference_resolution=48,
+        decode=partial(decode, shape=HALVED),
+        noisy=of_the_video,
+        timesteps=of_the_sample,
+        refused=(*SIDES, *HALVES),
     ),
 )

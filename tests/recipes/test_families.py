@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from family_cases.subject import TAKES
 from fuse_checks import by
 from launching import ROOT
@@ -17,7 +18,7 @@ from smoke_recipes import SMOKES
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.commands.sample import SampleRequest, sample
 from dit_lora.config.load import load_recipe
-from dit_lora.data.media.video import read_header
+from dit_lora.data.media.video import read_header, write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES
 
@@ -35,8 +36,7 @@ ALIKE = (
     *("cogvideox_1.5", "cogvideox_i2v", "sana_video", "dit_scratch", "video_dit_lora"),
     "flux_kontext",
     *("wan_i2v", "wan_flf2v", "wan_2.2", "wan_5b"),
-    "ltx_video_i2v",
-    "ltx2",
+    *("ltx_video_i2v", "ltx2", "ltx2_ic_lora"),
 )
 
 
@@ -72,9 +72,8 @@ def trains_resumes_and_samples(
     images = {field: tmp_path / f"{field}.png" for field in smoke.pictures}
     for image in images.values():
         Image.new("RGB", (120, 80), "navy").save(image)
-    references = (tmp_path / "reference.png",) if smoke.references else ()
-    for file in references:
-        Image.new("RGB", (120, 80), "olive").save(file)
+    olive = torch.tensor([128, 128, 0]).byte().expand(smoke.references, 80, 120, 3)
+    references = (write_sample(tmp_path / "reference", olive, 8),) if smoke.references else ()
     path = ROOT / "recipes" / "smoke" / f"{name}.yaml"
     recipe = load_recipe(path)
     ops = TAKES[recipe.model.family] - ({"lora_linear"} if recipe.train.mode == "full" else set())

@@ -1,4 +1,4 @@
-"""LTX-2 and LTX-2.3: text-to-video and image-to-video, without sound or with it."""
+"""LTX-2 and LTX-2.3: text-to-video, image-to-video and video-to-video in context (IC-LoRA), without sound or with it."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
-    pipeline_names=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    pipeline_names=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2InContextPipeline"),
     default_recipe="ltx2/2.3_t2v",
     licenses={
         "Lightricks/LTX-2*": _LICENSE,

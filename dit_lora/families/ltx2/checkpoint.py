@@ -8,6 +8,7 @@ from diffusers import (
     AutoencoderKLLTX2Audio,
     AutoencoderKLLTX2Video,
     LTX2ImageToVideoPipeline,
+    LTX2InContextPipeline,
     LTX2VideoTransformer3DModel,
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
@@ -17,6 +18,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_scheduler import flow_scheduler
+from dit_lora.families.ltx2.in_context import LTX2InContextCheckpoint
 from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
 from dit_lora.families.opening import (
     local_checkpoint,
@@ -28,7 +30,10 @@ from dit_lora.families.opening import (
 from dit_lora.numerics.noise_levels import NoiseLevels
 from dit_lora.numerics.objectives import FlowMatching
 
-_IMAGE = LTX2ImageToVideoPipeline.__name__
+_TASKS = {
+    LTX2ImageToVideoPipeline.__name__: "i2v",
+    LTX2InContextPipeline.__name__: "ic_lora",
+}
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoint:
@@ -48,7 +53,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoi
     _require_fitting(model, fields)
     require_whole_weights(model, path, "vae", "audio_vae", "vocoder", "connectors", "text_encoder")
     scheduler = flow_scheduler(model, path)
-    own = "i2v" if index["_class_name"] == _IMAGE else "t2v"
+    own = _TASKS.get(index["_class_name"], "t2v")
     task = model.task or own
     return _kind(task)(
         **fields,
@@ -59,9 +64,11 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoi
 
 
 def _kind(task: str) -> type[LTX2Checkpoint]:
-    """Return what does a task; both pipelines take the same files."""
+    """Return what does a task; all pipelines take the same files."""
     if task == "t2v":
         return LTX2Checkpoint
+    if task == "ic_lora":
+        return LTX2InContextCheckpoint
     # Not before: it needs PyAV, as the pipeline does for its picture alone.
     from dit_lora.families.ltx2.image_to_video import LTX2ImageCheckpoint
 

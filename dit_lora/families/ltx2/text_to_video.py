@@ -309,27 +309,32 @@ class LTX2Checkpoint(HearingCheckpoint):
             channels = self.transformer_config["audio_in_channels"]
             audio = noisy.new_zeros(len(noisy), 1, channels)
             of_sound = of_sound[:, :1]
-        found: tuple[torch.Tensor, torch.Tensor] = transformer(
-            hidden_states=noisy.to(text.dtype),
-            audio_hidden_states=audio.to(text.dtype),
-            encoder_hidden_states=text,
-            audio_encoder_hidden_states=of_sound,
-            timestep=self.token_timesteps(timesteps, batch, given),
-            audio_timestep=timesteps if audio_timesteps is None else audio_timesteps,
-            sigma=timesteps,
-            audio_sigma=audio_timesteps,
-            encoder_attention_mask=mask,
-            audio_encoder_attention_mask=None if alone else mask,
-            num_frames=frames,
-            height=height,
-            width=width,
-            fps=self.frame_rate,
-            audio_num_frames=audio.shape[1],
-            isolate_modalities=alone,
-            use_cross_timestep=self.default_of("use_cross_timestep"),
-            return_dict=False,
-        )
-        return found
+        call: dict[str, Any] = {
+            "hidden_states": noisy.to(text.dtype),
+            "audio_hidden_states": audio.to(text.dtype),
+            "encoder_hidden_states": text,
+            "audio_encoder_hidden_states": of_sound,
+            "timestep": self.token_timesteps(timesteps, batch, given),
+            "audio_timestep": timesteps if audio_timesteps is None else audio_timesteps,
+            "sigma": timesteps,
+            "audio_sigma": audio_timesteps,
+            "encoder_attention_mask": mask,
+            "audio_encoder_attention_mask": None if alone else mask,
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            "fps": self.frame_rate,
+            "audio_num_frames": audio.shape[1],
+            "isolate_modalities": alone,
+            "use_cross_timestep": self.default_of("use_cross_timestep"),
+            "return_dict": False,
+        }
+        video, sound = transformer(**self.in_context(call, batch))
+        return video[:, : noisy.shape[1]], sound
+
+    def in_context(self, call: dict[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the transformer's arguments with what stands behind the video's tokens."""
+        return call
 
     def token_timesteps(
         self,

@@ -18,11 +18,13 @@ from dit_lora.families.opening import (
     stored_fields,
     with_defaults,
 )
+from dit_lora.families.refusals import refuse_in_context
 from dit_lora.numerics.objectives import FlowMatching
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoCheckpoint:
     """Read the configs; refuse another pipeline or scheduler, parts that do not fit, and torn weights."""
+    refuse_in_context(model)
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
     require_whole_weights(model, path, "vae", "text_encoder")

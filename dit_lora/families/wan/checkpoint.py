@@ -22,6 +22,7 @@ from dit_lora.families.opening import (
     stored_fields,
     with_defaults,
 )
+from dit_lora.families.refusals import refuse_in_context
 from dit_lora.families.wan.text_to_video import WanCheckpoint
 from dit_lora.numerics.objectives import FlowMatching
 
@@ -69,6 +70,7 @@ def _own_task(index: Mapping[str, Any]) -> str:
 
 def _kind(model: ModelConfig, index: Mapping[str, Any]) -> tuple[str, type[WanCheckpoint]]:
     """Return the task that is trained, and what does it; TI2V-5B, whose timesteps are expanded, can do both."""
+    refuse_in_context(model)
     own, both = _own_task(index), bool(index.get("expand_timesteps"))
     task = model.task or own
     if task != own and not both:

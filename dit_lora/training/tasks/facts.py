@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.chat.conversation import Conversation
-from dit_lora.data.media.video import VideoHeader
+from dit_lora.data.media.video import VideoHeader, write_sample
 from dit_lora.data.sources.clips import Clip
 from dit_lora.data.sources.hf_datasets import name_on_hub
 from dit_lora.data.sources.scan import scan
@@ -253,9 +254,13 @@ def _called(
         for file in pictures.values():
             Image.new("RGB", (shape.width, shape.height)).save(file)
         steps, guidance = settings.inference_steps, settings.guidance_scale
-        files = [Path(folder) / f"reference_{number}.png" for number in range(references)]
-        for file in files:
-            Image.new("RGB", (shape.width, shape.height)).save(file)
+        takes = checkpoint.references
+        frames = shape.frames if takes and takes.clips else 1
+        black = torch.zeros(frames, shape.height, shape.width, 3, dtype=torch.uint8)
+        files = [
+            write_sample(Path(folder) / f"reference_{number}", black, setup.recipe.data.fps)
+            for number in range(references)
+        ]
         given: dict[str, Any] = {
             **pictures,
             "references": tuple(files),

@@ -18,6 +18,7 @@ TASKS = {
     "text-to-video",
     "image-to-image",
     "image-to-video",
+    "video-to-video",
     "text-to-image",
     "class-to-image",
     "class-to-video",

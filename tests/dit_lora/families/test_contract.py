@@ -24,6 +24,9 @@ from PIL import Image
 from dit_lora.adapters.attach import is_lora_a, is_lora_b
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, load_adapter, save_adapter
 from dit_lora.config.data import VideoShape
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.references import read_reference
+from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint, Sampling
@@ -47,6 +50,8 @@ OF_PROMPTS = (
 )
 ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
 """Variants whose pipeline takes one image for one prompt alone."""
+FPS = 24.0
+"""Of references that are clips: what pipelines take where they are told none."""
 
 
 def test_every_variant_of_every_family_is_under_the_contract() -> None:
@@ -218,10 +223,14 @@ def pictures_of(
     for name, file in images.items():
         picture = pixels[-1 if name == "last_image" else 0]
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file)
-    references = tuple(pixels_of(one, generator) for one in case.references)
-    files = tuple(folder / f"{shape.height}_{index}.png" for index in range(len(references)))
-    for file, reference in zip(files, references, strict=True):
-        Image.fromarray(reference[0].permute(1, 2, 0).numpy()).save(file)
+    files = tuple(
+        write_sample(
+            folder / f"{shape.height}_{index}", pixels_of(one, generator).permute(0, 2, 3, 1), FPS
+        )
+        for index, one in enumerate(case.references)
+    )
+    clip = shape if any(one.frames > 1 for one in case.references) else None
+    references = tuple(read_reference(MediaFile(file), clip, FPS) for file in files)
     return {**images, "references": files}, DecodedSample(pixels, references=references)
 
 

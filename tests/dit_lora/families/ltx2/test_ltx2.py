@@ -200,7 +200,6 @@ NEWER = {
     ),
 }
 OTHERS = {
-    "references": ("", {"_class_name": "LTX2InContextPipeline"}, "is a LTX2InContextPipeline"),
     "conditions": ("", {"_class_name": "LTX2ConditionPipeline"}, "is a LTX2ConditionPipeline"),
     "channels": ("transformer", {"in_channels": 4}, "in_channels must be 8; got 4"),
     "sound": ("transformer", {"audio_in_channels": 4}, "audio_in_channels must be 16; got 4"),

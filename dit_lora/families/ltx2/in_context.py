@@ -1,0 +1,183 @@
+"""LTX-2 in context, as an IC-LoRA is trained: a reference clip's latents stand behind the video's, as tokens with places of their own.
+
+They are clean, with a timestep of 0 and no loss there. Clips are made ready, placed and denoised by the stock pipeline
+(diffusers/pipelines/ltx2/pipeline_ltx2_ic_lora.py). Noise levels depend on the video's own tokens alone, as in the vendor's
+trainer (training_strategies/video_to_video.py).
+
+Shapes: B batch, C latent channels, F latent frames, H and W latent size, S video tokens (F H W), R tokens of the reference.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
+
+import torch
+from diffusers import AutoencoderKLLTX2Video, LTX2InContextPipeline
+from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
+from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
+from diffusers.video_processor import VideoProcessor
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
+from dit_lora.families.base import Sampling, Tensors, VideoEncoder
+from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
+from dit_lora.families.pictures import as_picture
+from dit_lora.families.references import References, latents_of, named, read_clips
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.streams import moved
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTX2InContextCheckpoint(LTX2Checkpoint):
+    """One LTX-2 or LTX-2.3 checkpoint that makes a video from a reference clip."""
+
+    pipeline_class: ClassVar[Any] = LTX2InContextPipeline
+
+    @property
+    def references(self) -> References:
+        return References(1, 1, self._reference_shape, clips=True)
+
+    def downscale(self, shape: VideoShape) -> int:
+        """Return the pipeline's `reference_downscale_factor`: the least that `data.reference_resolution` leaves."""
+        factor, side = 1, self.reference_resolution
+        while side is not None and shape.height * shape.width > (side * factor) ** 2:
+            factor += 1
+        return factor
+
+    def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
+        factor = self.downscale(shape)
+        return VideoShape(shape.frames, shape.height // factor, shape.width // factor)
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        """Refuse sides that the downscale does not divide into whole tokens: the reference's places would not be the video's."""
+        wrong, factor = super().wrong_shape(shape), self.downscale(shape)
+        step = self.side_step * factor
+        if wrong or not (shape.height % step or shape.width % step):
+            return wrong
+        return [
+            f"data.reference_resolution {self.reference_resolution} makes references {factor} times smaller than "
+            f"{shape.width} x {shape.height}, whose sides must then be multiples of {step}"
+        ]
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        """Check the shape with `data.reference_resolution` too."""
+        fitting = super().for_recipe(recipe)
+        fitting.check_shape(VideoShape.of(recipe.data))
+        return fitting
+
+    def notes(self, recipe: Recipe) -> list[str]:
+        factor = self.downscale(VideoShape.of(recipe.data))
+        said = f"references: one clip a sample, with reference_downscale_factor={factor} in the pipeline"
+        return [*super().notes(recipe), said]
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """The clip's latents, and those of its reference; both normalised, in fp32."""
+        vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
+        return _Encoder(self, vae)
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {**super().arguments(shape), "reference_downscale_factor": self.downscale(shape)}
+
+    def reference_arguments(self, how: Sampling) -> dict[str, Any]:
+        """Return the clip, read as a training sample's is: the pipeline scales it down by itself."""
+        fps = how.fps or self.frame_rate
+        clips = read_clips(self.path.name, self.references, how.references, how.shape, fps)
+        given = [LTX2ReferenceCondition(frames=_pictures(clip)) for clip in clips]
+        return {"reference_conditions": given}
+
+    def in_context(self, call: dict[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the transformer's arguments with the reference's tokens behind the video's (B, S + R, C)."""
+        latents, tokens, timesteps = latents_of(batch), call["hidden_states"], call["timestep"]
+        given = [self.pipeline_class._pack_latents(one.float()) for one in latents]
+        behind = torch.cat(given, dim=1).to(tokens.dtype)
+        places = [self._places(batch["latent_mean"], 1)]
+        # Their own sizes say how many times smaller they are.
+        width = batch["latent_mean"].shape[-1]
+        places += [self._places(one, width // one.shape[-1]) for one in latents]
+        rows = len(tokens)
+        own = timesteps[:, None].expand(-1, tokens.shape[1])
+        return {
+            **call,
+            "hidden_states": torch.cat([tokens, behind], dim=1),
+            "timestep": torch.cat([own, own.new_zeros(rows, behind.shape[1])], dim=1),
+            "video_coords": moved(torch.cat(places, dim=2), tokens.device).expand(rows, -1, -1, -1),
+        }
+
+    def _places(self, latents: torch.Tensor, factor: int) -> torch.Tensor:
+        """Return where tokens begin and end in seconds and the video's pixels, (1, 3, F H W, 2); by the transformer's own rule."""
+        config = self.transformer_config
+        rope: Any = SimpleNamespace(
+            patch_size=config["patch_size"],
+            patch_size_t=config["patch_size_t"],
+            scale_factors=tuple(config["vae_scale_factors"]),
+            causal_offset=config["causal_offset"],
+        )
+        frames, height, width = latents.shape[-3:]
+        places = LTX2AudioVideoRotaryPosEmbed.prepare_video_coords(
+            rope, 1, frames, height, width, torch.device("cpu"), fps=self.frame_rate
+        )
+        places[:, 1:] *= factor
+        return places
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """Encodes clips, and their references as the pipeline does."""
+
+    checkpoint: LTX2InContextCheckpoint
+    vae: Any
+
+    @torch.no_grad()
+    def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+        return self.checkpoint.encoded(self.vae, pixels)
+
+    @torch.no_grad()
+    def references(self, given: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
+        return named([self._latents(one, shape) for one in given])
+
+    def _latents(self, clip: torch.Tensor, shape: VideoShape) -> torch.Tensor:
+        """Return what the pipeline puts behind the video (C, F, H, W), by its own method."""
+        vae, pipeline = self.vae, self.checkpoint.pipeline_class
+        ratio, kept = vae.spatial_compression_ratio, []
+
+        def keep(latents: torch.Tensor, *_sizes: int) -> torch.Tensor:
+            kept.append(latents)
+            return pipeline._pack_latents(latents)
+
+        facts: Any = SimpleNamespace(
+            vae=vae,
+            # As its constructor makes it.
+            video_processor=VideoProcessor(vae_scale_factor=ratio, resample="bilinear"),
+            transformer_spatial_patch_size=1,
+            transformer_temporal_patch_size=1,
+            _normalize_latents=pipeline._normalize_latents,
+            _pack_latents=keep,
+            transformer=SimpleNamespace(rope=_NoPlaces()),
+        )
+        pipeline._encode_reference_conditions(
+            facts,
+            [LTX2ReferenceCondition(frames=_pictures(clip))],
+            shape.height,
+            shape.width,
+            shape.frames,
+            reference_downscale_factor=self.checkpoint.downscale(replace(shape, references=())),
+            dtype=torch.float32,
+            device=next(vae.parameters()).device,
+        )
+        (latents,) = kept
+        return latents[0]
+
+
+class _NoPlaces:
+    """Stands in the place of the transformer's rope where a reference is encoded: a batch finds places when it is used."""
+
+    def prepare_video_coords(self, **_sizes: Any) -> torch.Tensor:
+        return torch.zeros(1, 3, 0, 2)
+
+
+def _pictures(clip: torch.Tensor) -> list[Any]:
+    """Return uint8 (frames, 3, height, width) as the pipeline takes frames."""
+    return [as_picture(frame) for frame in clip]
