@@ -43,7 +43,9 @@ class DataFault(Fault):
     def fits(self, site: Site, ranks: int = 1, engine: Engine = "ddp") -> bool:
         # Pairs are images with files beside them.
         samples = "images" if site.pairs else site.samples
-        return super().fits(site, ranks, engine) and samples == self.samples
+        # Its files have no sound, for which a run that trains it would refuse them first.
+        fits = samples == self.samples and not site.sound
+        return fits and super().fits(site, ranks, engine)
 
     def judge(self, world: World) -> FaultResult:
         """Judge a run that refuses the sample, one that leaves out it and its peers, one that never had them;

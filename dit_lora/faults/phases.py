@@ -22,7 +22,7 @@ from dit_lora.patching import Patches
 
 
 class _BadEncoder:
-    """A video encoder that gives one bad value for the target; of references it gives what the other gives."""
+    """A video encoder that gives one bad value for the target; of references and sound it gives what the other gives."""
 
     def __init__(self, encode: Any, world: World, value: float) -> None:
         self._encode, self._world, self._value = encode, world, value
@@ -36,6 +36,10 @@ class _BadEncoder:
 
     def references(self, given: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
         latents: Tensors = self._encode.references(given, shape)
+        return latents
+
+    def sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
+        latents: Tensors = self._encode.sound(waveform, rate)
         return latents
 
 
