@@ -27,7 +27,8 @@ def test_bad_images_and_labels_are_named_and_left_out(variant: str, count: int) 
 
 
 def test_every_site_with_files_of_its_own_knows_a_bad_sample() -> None:
-    for site in SITES.values():
+    # The bad files are silent: a run that trains sound refuses them for that.
+    for site in (one for one in SITES.values() if not one.sound):
         assert any(isinstance(fault, DataFault) for fault in catalog(site)), site.variant
 
 
