@@ -14,6 +14,7 @@ from dit_lora.adapters.diffusers_format import (
     BASE_FILE,
     load_adapter,
 )
+from dit_lora.data.media.sound import unplayable
 from dit_lora.data.media.video import write_sample
 from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import DitLoraError
@@ -22,6 +23,7 @@ from dit_lora.families.base import Sampler, Sampling, VideoShape
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.results.experts import PAIR_PATTERNS, targets_of
 from dit_lora.results.source import find_source
+from dit_lora.terminal import echo
 from dit_lora.training.session.session import quiet_libraries
 
 
@@ -90,8 +92,11 @@ def sample(request: SampleRequest) -> list[Path]:
     if out.exists() and not out.is_dir():
         raise DitLoraError(f"--out {out} is a file; give a folder")
     for prompt in request.prompts:
-        made = sampler.generate_with_sound(pipeline, sampler.conditions(prompt), how)
-        frames, sound = made
+        frames, sound = sampler.generate_with_sound(pipeline, sampler.conditions(prompt), how)
+        wrong = unplayable(sound)
+        if wrong:
+            echo(f"{prompt!r} is written without sound: {wrong}", err=True)
+            sound = None
         paths.append(write_sample(out / _file_name(prompt, how), frames, fps, sound))
     return paths
 

@@ -25,6 +25,13 @@ def wrong_sides(shape: VideoShape, step: int) -> list[str]:
     return wrong_multiples({"height": (shape.height, step), "width": (shape.width, step)})
 
 
+def too_few_frames(frames: int, step: int) -> list[str]:
+    """Say if there is no latent frame of `step` frames behind a first one that is given."""
+    if frames > step:
+        return []
+    return [f"data.frames must be {step + 1} or more, as the first is given; got {frames}"]
+
+
 def wrong_frames(frames: int, step: int) -> list[str]:
     """Say what is wrong with a number of frames that must be a multiple of `step` and one more."""
     if (frames - 1) % step == 0:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import av
 import torch
 
+from dit_lora.numerics.finite import describe_bad
+
 _LAYOUTS = ("mono", "stereo")
 
 
@@ -16,12 +18,17 @@ class Sound(NamedTuple):
     rate: int
 
 
+def unplayable(sound: Sound | None) -> str | None:
+    """Return what of a sound is not finite, in words; None where all of it is, or there is none."""
+    return None if sound is None else describe_bad("sound", sound.waveform)
+
+
 def sound_packets(container: av.container.OutputContainer, sound: Sound) -> list[av.Packet]:
     """Add a track to a container that nothing was written to yet, and return what belongs into it.
 
-    Equal sound gives equal packets. NaN is silence, as it is black in a picture.
+    Equal sound gives equal packets.
     """
-    waveform = sound.waveform.float().nan_to_num(0.0).clamp(-1, 1)
+    waveform = sound.waveform.float().clamp(-1, 1)
     layout = _LAYOUTS[len(waveform) - 1]
     track = container.add_stream("aac", rate=sound.rate, layout=layout)
     track.codec_context.thread_count = 1

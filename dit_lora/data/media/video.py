@@ -25,7 +25,7 @@ from dit_lora.data.media.decode import (
 from dit_lora.data.media.media import Media, as_media, is_image, require_readable
 from dit_lora.data.media.opened import message_of, open_media
 from dit_lora.data.media.pictures import DAMAGED, cover, image_size, open_image, planes, upright
-from dit_lora.data.media.sound import Sound, sound_packets
+from dit_lora.data.media.sound import Sound, sound_packets, unplayable
 from dit_lora.data.media.sound_stream import sound_ends, sound_stream
 from dit_lora.errors import DitLoraError
 
@@ -126,8 +126,11 @@ def write_sample(
 def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None = None) -> None:
     """Write uint8 (F, H, W, 3) as H.264, and sound as AAC, that browsers and players take; H and W must be even.
 
-    Equal frames and sound give equal bytes.
+    Equal frames and sound give equal bytes. Raises `DitLoraError` for sound that is not finite.
     """
+    wrong = unplayable(sound)
+    if wrong:
+        raise DitLoraError(f"{path.name}: its {wrong}")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     # NTSC's rates are multiples of 1000/1001.

@@ -9,7 +9,7 @@ Shapes: B batch, C latent channels, F latent frames, H and W latent size, S vide
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,12 +20,11 @@ from PIL import Image
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.config.recipe import Recipe
-from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Tensors, VideoEncoder
-from dit_lora.families.first_frame import FirstFrameCheckpoint
+from dit_lora.families.first_frame import FirstTokensCheckpoint
 from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
-from dit_lora.families.pictures import as_picture, wrong_pictures
+from dit_lora.families.pictures import as_picture
+from dit_lora.families.refusals import too_few_frames
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 _CRF = resolve_default_image_crf(None)
@@ -33,33 +32,15 @@ IMAGE_TRANSFORM = f"ltx2-i2v-1: H.264 at CRF {_CRF}, the pipeline's preprocessin
 
 
 @dataclass(frozen=True, kw_only=True)
-class LTX2ImageCheckpoint(FirstFrameCheckpoint, LTX2Checkpoint):
+class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
     """One LTX-2 or LTX-2.3 checkpoint as image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTX2ImageToVideoPipeline
-    takes: ClassVar[tuple[str, ...]] = (
-        *LTX2Checkpoint.takes,
-        "data.image_column",
-        "data.image_dropout",
-        "validation.images",
-    )
-
-    @property
-    def pictures(self) -> tuple[str, ...]:
-        return ("image",)
+    takes: ClassVar[tuple[str, ...]] = (*LTX2Checkpoint.takes, *FirstTokensCheckpoint.takes)
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        least = self.transformer_config["vae_scale_factors"][0] + 1
-        few = f"data.frames must be {least} or more, as the first is given; got {shape.frames}"
-        return [*super().wrong_shape(shape), *([few] if shape.frames < least else [])]
-
-    def for_recipe(self, recipe: Recipe) -> Self:
-        """Refuse prompts without their pictures."""
-        fitting = super().for_recipe(recipe)
-        wrong = wrong_pictures(recipe.validation, self.pictures)
-        if wrong:
-            raise DitLoraError(listed(f"{self.path.name} is image-to-video", wrong))
-        return fitting
+        step = self.transformer_config["vae_scale_factors"][0]
+        return [*super().wrong_shape(shape), *too_few_frames(shape.frames, step)]
 
     def video_facts(self) -> Mapping[str, Any]:
         return {**super().video_facts(), "image": IMAGE_TRANSFORM}
@@ -110,16 +91,7 @@ class LTX2ImageCheckpoint(FirstFrameCheckpoint, LTX2Checkpoint):
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """The clip's own, with the picture's in front where it is given."""
-        return self._with_picture(super().clean_latents(batch, given), batch, given)
-
-    def known(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Return (B, S, 1): 1 at the tokens of the first frame of samples whose picture is given."""
-        frames, height, width = batch["latent_mean"].shape[2:]
-        kept = self.has_picture(batch, given)
-        first = torch.arange(frames * height * width, device=kept.device) < height * width
-        return (kept.view(-1, 1, 1) & first.view(1, -1, 1)).float()
+        return self.with_picture(super().clean_latents(batch, given), batch, given)
 
     def predict(
         self,
@@ -129,22 +101,11 @@ class LTX2ImageCheckpoint(FirstFrameCheckpoint, LTX2Checkpoint):
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Return the velocity behind the picture's tokens; one call equals one of the stock pipeline's."""
-        return super().predict(transformer, self._with_picture(noisy, batch, {}), timesteps, batch)
+        return super().predict(transformer, self.with_picture(noisy, batch, {}), timesteps, batch)
 
-    def token_timesteps(
-        self,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        return timesteps[:, None] * (1 - self.known(batch, given).squeeze(-1))
-
-    def _with_picture(
-        self,
-        tokens: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+    def picture_tokens(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         latents = batch["image_latents"].float().expand_as(batch["latent_mean"])
-        picture = self.pipeline_class._pack_latents(latents)
-        return torch.where(self.known(batch, given) > 0, picture, tokens)
+        tokens: torch.Tensor = self.pipeline_class._pack_latents(latents)
+        return tokens

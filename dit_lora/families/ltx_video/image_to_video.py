@@ -8,7 +8,7 @@ Shapes: B batch, C latent channels, F latent frames, H and W latent size, S vide
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLLTXVideo, LTXImageToVideoPipeline
@@ -16,13 +16,12 @@ from diffusers.video_processor import VideoProcessor
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.config.recipe import Recipe
-from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Tensors, VideoEncoder
-from dit_lora.families.first_frame import FirstFrameCheckpoint
+from dit_lora.families.first_frame import FirstTokensCheckpoint
 from dit_lora.families.ltx_video.text_to_video import LTXVideoCheckpoint, normalised, packed
-from dit_lora.families.pictures import as_picture, wrong_pictures
+from dit_lora.families.pictures import as_picture
 from dit_lora.families.posterior import drawn
+from dit_lora.families.refusals import too_few_frames
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Draws, normal
 
@@ -30,33 +29,15 @@ IMAGE_TRANSFORM = "ltx-video-i2v-1: the pipeline's preprocessing, posterior of o
 
 
 @dataclass(frozen=True, kw_only=True)
-class LTXVideoImageCheckpoint(FirstFrameCheckpoint, LTXVideoCheckpoint):
+class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
     """One LTX-Video checkpoint as image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTXImageToVideoPipeline
-    takes: ClassVar[tuple[str, ...]] = (
-        *LTXVideoCheckpoint.takes,
-        "data.image_column",
-        "data.image_dropout",
-        "validation.images",
-    )
-
-    @property
-    def pictures(self) -> tuple[str, ...]:
-        return ("image",)
+    takes: ClassVar[tuple[str, ...]] = (*LTXVideoCheckpoint.takes, *FirstTokensCheckpoint.takes)
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        least = self.temporal_factor + 1
-        few = f"data.frames must be {least} or more, as the first is given; got {shape.frames}"
-        return [*super().wrong_shape(shape), *([few] if shape.frames < least else [])]
-
-    def for_recipe(self, recipe: Recipe) -> Self:
-        """Refuse prompts without their pictures."""
-        fitting = super().for_recipe(recipe)
-        wrong = wrong_pictures(recipe.validation, self.pictures)
-        if wrong:
-            raise DitLoraError(listed(f"{self.path.name} is image-to-video", wrong))
-        return fitting
+        few = too_few_frames(shape.frames, self.temporal_factor)
+        return [*super().wrong_shape(shape), *few]
 
     def video_facts(self) -> Mapping[str, Any]:
         return {**super().video_facts(), "image": IMAGE_TRANSFORM}
@@ -89,16 +70,7 @@ class LTXVideoImageCheckpoint(FirstFrameCheckpoint, LTXVideoCheckpoint):
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """The clip's own, with the picture's in front where it is given."""
-        return self._with_picture(super().clean_latents(batch, given), batch, given)
-
-    def known(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Return (B, S, 1): 1 at the tokens of the first frame of samples whose picture is given."""
-        frames, height, width = batch["latent_mean"].shape[2:]
-        kept = self.has_picture(batch, given)
-        first = torch.arange(frames * height * width, device=kept.device) < height * width
-        return (kept.view(-1, 1, 1) & first.view(1, -1, 1)).float()
+        return self.with_picture(super().clean_latents(batch, given), batch, given)
 
     def drawn_prediction(
         self,
@@ -108,7 +80,7 @@ class LTXVideoImageCheckpoint(FirstFrameCheckpoint, LTXVideoCheckpoint):
         batch: Mapping[str, torch.Tensor],
         given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        by_token = timesteps[:, None] * (1 - self.known(batch, given).squeeze(-1))
+        by_token = self.token_timesteps(timesteps, batch, given)
         return self.call(transformer, noisy, by_token, batch)
 
     def predict(
@@ -119,19 +91,15 @@ class LTXVideoImageCheckpoint(FirstFrameCheckpoint, LTXVideoCheckpoint):
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Return the velocity behind the picture's mean latent; one call equals one of the stock pipeline's."""
-        behind = self._with_picture(noisy, batch, {})
+        behind = self.with_picture(noisy, batch, {})
         return self.drawn_prediction(transformer, behind, timesteps, batch, {})
 
-    def _with_picture(
-        self,
-        tokens: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+    def picture_tokens(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         latent, noise = batch["image_latent_mean"].float(), given.get("image_posterior")
         if noise is not None:
             latent = drawn(latent, batch["image_latent_logvar"], noise)
         # The pipeline leaves the VAE's scaling factor out here, which is 1.
         frames = batch["latent_mean"].shape[2]
-        picture = packed(normalised(latent, batch).expand(-1, -1, frames, -1, -1))
-        return torch.where(self.known(batch, given) > 0, picture, tokens)
+        return packed(normalised(latent, batch).expand(-1, -1, frames, -1, -1))

@@ -27,6 +27,7 @@ from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.first_frame import FirstFrameCheckpoint
 from dit_lora.families.pictures import as_picture, wrong_pictures
 from dit_lora.families.posterior import encode_video
+from dit_lora.families.refusals import too_few_frames
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.families.wan.text_to_video import WanCheckpoint
 
@@ -69,12 +70,7 @@ class WanImageCheckpoint(WanCheckpoint):
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
         wrong = super().wrong_shape(shape)
-        least = self.vae_config["scale_factor_temporal"] + 1
-        if shape.frames < least:
-            wrong.append(
-                f"data.frames must be {least} or more, as the first is given; got {shape.frames}"
-            )
-        return wrong
+        return [*wrong, *too_few_frames(shape.frames, self.vae_config["scale_factor_temporal"])]
 
     def for_recipe(self, recipe: Recipe) -> Self:
         """Refuse prompts without their pictures, and pictures of its own where the clip's last frame is given too."""

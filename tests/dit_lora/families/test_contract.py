@@ -51,7 +51,7 @@ OF_PROMPTS = (
 ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
 """Variants whose pipeline takes one image for one prompt alone."""
 FPS = 24.0
-"""Of references that are clips: what pipelines take where they are told none."""
+"""Frames a second of references that are clips: pipelines take these where they are told none."""
 
 
 def test_every_variant_of_every_family_is_under_the_contract() -> None:

@@ -92,7 +92,7 @@ def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
 def test_the_34_tokens_before_a_caption_are_dropped_and_those_behind_it_kept(
     checkpoint: Any, tiny: Path
 ) -> None:
-    """By the language model alone: its last hidden state of the whole template, from the caption on."""
+    """Encode by the language model alone: its last hidden state of the whole template, from the caption on."""
     pipeline = DiffusionPipeline.from_pretrained(tiny)
     template = (
         "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "

@@ -226,7 +226,7 @@ def test_references_are_refused_by_number_and_by_sides(tiny_checkpoints: dict[st
 def test_no_picture_has_more_tokens_than_there_is_room_for(
     tiny_checkpoints: dict[str, Path], area: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of any ratio up to 8, scaled by the pipeline's own function; some picture fills the room."""
+    """Pictures of any ratio up to 8 are scaled by the pipeline's own function; some picture fills the room."""
     monkeypatch.undo()
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
 

@@ -18,7 +18,7 @@ from dit_lora.numerics.streams import Drawn, Streams
 
 SHAPE, CAPTIONS = VideoShape(1, 48, 80), ("make it red", "", "move the green square to the left")
 SIDES = {"": ((128, 128), (128, 128)), "-plus": ((128, 128), (64, 64))}
-"""Of a reference of 72 x 72 for the VAE and for the text encoder: 1/64 of 1024 x 1024 and, to whole 32s, of 384 x 384."""
+"""Sides that a reference of 72 x 72 has for the VAE and for the text encoder: 1/64 of 1024 x 1024 and, to whole 32s, of 384 x 384."""
 
 
 def latents_of(pipe: Any, pixels: torch.Tensor, drawn: torch.Tensor | float) -> torch.Tensor:

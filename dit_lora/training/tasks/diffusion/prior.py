@@ -13,6 +13,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.config.data import SourceConfig, VideoShape
+from dit_lora.data.media.sound import unplayable
 from dit_lora.data.media.video import write_sample
 from dit_lora.data.sources.folders import media_in
 from dit_lora.errors import DitLoraError
@@ -123,6 +124,9 @@ class _Sampler:
                 f"the model's own sample of {source.caption!r} is one flat colour, as NaN gives; sample it with "
                 f"dit-lora sample, and try another model.dtype than {self.session.precision.dtype}"
             )
+        wrong = unplayable(sound)
+        if wrong:
+            raise DitLoraError(f"the model's own sample of {source.caption!r}: {wrong}")
         write_sample(_folder(source) / _stem(index), video, recipe.data.fps, sound)
 
 

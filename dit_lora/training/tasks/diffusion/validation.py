@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from dit_lora.adapters.under import under_off
 from dit_lora.config.data import VideoShape
+from dit_lora.data.media.sound import unplayable
 from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling, Tensors
@@ -108,6 +109,10 @@ def _write(
     with both_experts(pipeline, checkpoint, transformer, adapter):
         for index, (conditions, how) in enumerate(bar):
             video, sound = checkpoint.generate_with_sound(pipeline, conditions, how)
+            wrong = unplayable(sound)
+            if wrong:
+                session.say(f"sample {index} of step {step} is written without sound: {wrong}")
+                sound = None
             if session.is_main:
                 path = session.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}"
                 write_sample(path, video, session.recipe.data.fps, sound)

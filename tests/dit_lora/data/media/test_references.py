@@ -51,7 +51,7 @@ def test_a_reference_keeps_its_size_and_is_upright(tmp_path: Path) -> None:
 
 
 def test_of_a_video_a_reference_is_the_frame_at_its_samples_start(tmp_path: Path) -> None:
-    """Of a clip it is as many frames, scaled to the sample's shape."""
+    """A clip's reference has as many frames, scaled to the sample's shape."""
     video = torch.arange(8, dtype=torch.uint8).view(8, 1, 1, 1) * 30
     write_video(tmp_path / "a.mp4", video.expand(8, 32, 48, 3).contiguous(), 8)
     media = MediaFile(tmp_path / "a.mp4")

@@ -163,7 +163,7 @@ def test_time_is_rounded_after_it_is_divided(raw: Path) -> None:
 def test_noise_levels_are_shifted_as_the_pipeline_samples(
     request: pytest.FixtureRequest, kind: str, shape: VideoShape
 ) -> None:
-    """By the image's tokens; of Turbo alike at every size."""
+    """Raw's shift goes by the image's tokens; Turbo's is alike at every size."""
     checkpoint = opened(request.getfixturevalue(kind))
     pipeline = checkpoint.pipeline(torch.float32)
     calls = calls_of(pipeline)

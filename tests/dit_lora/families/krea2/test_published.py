@@ -93,7 +93,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(checkpoint: Any) -> No
 
 
 def test_the_default_layers_are_attentions_with_its_gate(checkpoint: Any) -> None:
-    """Of 28 blocks and four of the text fusion; the feed-forward's gate is another layer."""
+    """The layers are those of 28 blocks and four of the text fusion; the feed-forward's gate is another layer."""
     report, names = attached(checkpoint, checkpoint.lora_targets(FAMILY.lora_targets))
     blocks = [f"transformer_blocks.{i}" for i in range(28)]
     blocks += [

@@ -140,7 +140,7 @@ def test_neighbours_and_what_lies_behind_a_caption_do_not_matter(path: Path) -> 
 
 
 def test_a_trained_pad_is_attended_to(path: Path) -> None:
-    """Of the picture and of the caption, whose lengths are no multiple of 32: a tiny one's must not be nothing."""
+    """Picture and caption are padded, as their lengths are no multiple of 32: a tiny checkpoint's pads must not be nothing."""
     checkpoint, batch = opened(path), some_batch()
     transformer = checkpoint.load_transformer(torch.float32).eval()
     noisy, t = torch.randn(3, 4, 4, 6), torch.tensor([371.3, 804.9, 5.99])
@@ -213,7 +213,7 @@ def test_targets_are_attention_in_every_layer_and_refiner(path: Path) -> None:
 
 
 def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
-    """Those of its `z_image_to_diffusers` (comfy/utils.py at b3be02d); a layer that it lacks would be passed over."""
+    """The names are those of its `z_image_to_diffusers` (comfy/utils.py at b3be02d); a layer that it lacks would be passed over."""
     known = re.compile(
         r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.to_([qkv]|out\.0)|feed_forward\.w[123]"
         r"|adaLN_modulation\.0)|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|all_x_embedder\.2-1"

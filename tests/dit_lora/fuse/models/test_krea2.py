@@ -110,7 +110,7 @@ class TestKrea2(Contract):
         assert sorted(found) == ["_hidden"] * 4 + ["_norm_again"] * 5
 
     def test_padding_in_the_middle_is_left_out(self) -> None:
-        """By the fused processors as by the stock ones: what pads hold changes nothing."""
+        """Pads change nothing, whatever they hold, by the fused processors as by the stock ones."""
         model, given = fuse_all(self.build()), self.inputs("masked")
         expected = self.run(model, given)["output 0"]
         text = given["encoder_hidden_states"].detach().clone()
@@ -123,7 +123,7 @@ class TestKrea2(Contract):
 
 
 def test_norms_of_q_and_k_start_backward_from_what_they_multiply_by() -> None:
-    """As they are published weights lie around zero, which nothing could be divided by."""
+    """Published weights lie around zero, by which nothing could be divided."""
     model = build()
     fuse(model, {"qk_norm_rope": "on"}, check=False)
     attention = model.transformer_blocks[0].attn

@@ -55,7 +55,7 @@ class Joint(Contract):
     module = streams
     variants = ("a sample", "a token, masked")
     widths: ClassVar[tuple[int, int]] = (12, 12)
-    """Of the text, for video and for sound."""
+    """Widths of the text, for video and for sound."""
 
     def inputs(self, variant: str) -> Inputs:
         sigma, sound = torch.tensor([17.0, 803.0]), torch.tensor([611.0, 94.0])
