@@ -9,18 +9,20 @@ from typing import Any
 
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.cache.shards import StoredEntry
-from dit_lora.data.media.media import VIDEO_SUFFIXES
+from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from dit_lora.families.family import Site
 from dit_lora.faults.fault import Expected, Fault, FaultResult, equal
 from dit_lora.faults.media.all import KINDS
 from dit_lora.faults.media.archives import member, write_tar
 from dit_lora.faults.media.cache import cut, scramble
+from dit_lora.faults.media.encode import tone_beside
 from dit_lora.faults.media.kind import Kind, write_good
 from dit_lora.faults.world import Engine, Observation, Overrides, Stage, World, poisoned_files
 
 Change = Callable[[Path], None]
 """Changes a run's folder of data."""
 _METADATA = "metadata.jsonl"
+_LISTED = VIDEO_SUFFIXES | IMAGE_SUFFIXES
 
 
 def _leave(folder: Path) -> None:
@@ -43,9 +45,7 @@ class DataFault(Fault):
     def fits(self, site: Site, ranks: int = 1, engine: Engine = "ddp") -> bool:
         # Pairs are images with files beside them.
         samples = "images" if site.pairs else site.samples
-        # Its files have no sound, for which a run that trains it would refuse them first.
-        fits = samples == self.samples and not site.sound
-        return fits and super().fits(site, ranks, engine)
+        return samples == self.samples and super().fits(site, ranks, engine)
 
     def judge(self, world: World) -> FaultResult:
         """Judge a run that refuses the sample, one that leaves out it and its peers, one that never had them;
@@ -77,29 +77,30 @@ class DataFault(Fault):
         """Return the good data, changed; written by one rank."""
 
         def put(folder: Path) -> None:
-            for change in changes:
-                change(folder)
+            with tone_beside(world.site.sound):
+                for change in changes:
+                    change(folder)
 
         return world.copy_data(world.root / "data" / name, put)
 
-    @property
-    def peers(self) -> tuple["DataFault", ...]:
-        """The faults whose samples one run leaves out together, this one among them."""
+    def peers(self, site: Site) -> tuple["DataFault", ...]:
+        """Return the site's faults whose samples one run leaves out together, this one among them."""
         like = [
             fault
             for fault in _SAMPLES
-            if fault.file and (fault.layout, fault.samples) == (self.layout, self.samples)
+            if fault.file and fault.layout == self.layout and fault.fits(site)
         ]
         return tuple(dict.fromkeys([*like, self]))
 
     def left_out(self, world: World) -> Observation:
         """Return the run that goes on without them; one for all."""
-        if self.peers not in world.shared:
+        peers = self.peers(world.site)
+        if peers not in world.shared:
             name = f"all left out {len(world.shared)}"
-            data = self.folder(world, name, self.layout, *(peer.put for peer in self.peers))
+            data = self.folder(world, name, self.layout, *(peer.put for peer in peers))
             skip = (*self.given(data), ("data.rejects", "skip"))
-            world.shared[self.peers] = self.run(world, name, skip)
-        return world.shared[self.peers]
+            world.shared[peers] = self.run(world, name, skip)
+        return world.shared[peers]
 
     def lacks(self, world: World, left_out: Observation) -> list[str]:
         """Return what is missing in the run that should have gone on without the sample."""
@@ -108,7 +109,7 @@ class DataFault(Fault):
         events = [event for event in left_out.events if event.get("kind") == "data_rejected"]
         ids = sorted(sample for event in events for sample in event["sample_ids"])
         lacks = []
-        if ids != sorted(peer.file for peer in self.peers):
+        if ids != sorted(peer.file for peer in self.peers(world.site)):
             lacks.append(f"events name {ids}")
         if self.file not in left_out.said:
             lacks.append(f"not said: {self.file} is left out")
@@ -168,18 +169,20 @@ def _put(kind: Kind) -> Change:
         before = {*folder.rglob("*.*")}
         kind.make(folder)
         for path in sorted({*folder.rglob("*.*")} - before):
-            if path.suffix.lower() in VIDEO_SUFFIXES:
+            if path.suffix.lower() in _LISTED and (folder / _METADATA).exists():
                 _list(folder, path.relative_to(folder).as_posix())
 
     return put
 
 
 def _list(folder: Path, file: str) -> None:
-    """Add a line to metadata.jsonl with the caption that is beside the file, or with none."""
-    beside = (folder / file).with_suffix(".txt")
-    row = {"file_name": file, "text": beside.read_text("utf-8") if beside.exists() else "a clip"}
-    with (folder / _METADATA).open("a", encoding="utf-8") as listing:
-        listing.write(json.dumps(row) + "\n")
+    """Add a line to metadata.jsonl with the caption beside the file, or with none, and the first line's reference."""
+    listing, beside = folder / _METADATA, (folder / file).with_suffix(".txt")
+    lines = listing.read_text("utf-8").splitlines(keepends=True)
+    text = beside.read_text("utf-8") if beside.exists() else "a clip"
+    row = json.loads(lines[0]) | {"file_name": file, "text": text}
+    row.pop("masks", None)  # it has the shape of its own picture
+    listing.write_text("".join([*lines, json.dumps(row) + "\n"]), "utf-8")
 
 
 def _into_tar(folder: Path) -> None:
@@ -204,6 +207,13 @@ def _climbing_member(folder: Path) -> None:
     write_tar(folder / _TAR, [member("../clip.mp4", clip.read_bytes())], "a")
     clip.unlink()
     clip.with_suffix(".txt").unlink()
+
+
+def _silent_clip(folder: Path) -> None:
+    """Add a clip that has no sound."""
+    with tone_beside(False):
+        write_good(folder / "silent.mp4")
+    _list(folder, "silent.mp4")
 
 
 def _unknown_label(folder: Path) -> None:
@@ -275,7 +285,7 @@ _SAMPLES: tuple[DataFault, ...] = (
     _of("damaged in the middle", _DECODE),
     _of("sound only", "no_video_stream: "),
     _of("one frame", "too short"),
-    _of("all black", "black"),
+    _of("all black", "black: "),
     _of("an empty caption", "its caption is empty"),
     _bad("a missing file", "gone.mp4", "no such file", lambda folder: _list(folder, "gone.mp4")),
     _bad(
@@ -285,13 +295,14 @@ _SAMPLES: tuple[DataFault, ...] = (
         _climbing_member,
         layout=_into_tar,
     ),
+    _bad("a clip without sound", "silent.mp4", "no_sound: ", _silent_clip, needs=("sound",)),
     _odd("two clips of one stem", "one/clip.mp4", "two/clip.mp4"),
     _odd("a variable frame rate", "vfr.mp4"),
     _odd("a rotation flag", "turned.mp4"),
     _of("no bytes in an image", "empty_file: the file has no bytes", "images"),
     _of("an error page named .jpg", "not_media: ", "images"),
     _of("a jpeg cut in half", _DECODE, "images"),
-    _of("a black image", "black", "images"),
+    _of("a black image", "black: ", "images"),
     _unknown("an image", "classes", ".png"),
     _unknown("a clip", "class_clips", ".mp4"),
 )

@@ -16,8 +16,16 @@ from dit_lora.faults.suite import catalog, judge_all
 from dit_lora.faults.world import World
 
 
-@pytest.mark.parametrize(("variant", "count"), [("sana-600m", 4), ("dit-tiny", 1)])
-def test_bad_images_and_labels_are_named_and_left_out(variant: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("variant", "count"),
+    [
+        ("sana-600m", 4),
+        ("dit-tiny", 1),
+        pytest.param("flux-kontext", 4, marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3", 15, marks=pytest.mark.thorough),
+    ],
+)
+def test_bad_samples_are_named_and_left_out(variant: str, count: int) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     site = SITES[variant]
     faults = [fault for fault in catalog(site) if fault in FAULTS and fault.place == "data"]
@@ -27,8 +35,7 @@ def test_bad_images_and_labels_are_named_and_left_out(variant: str, count: int) 
 
 
 def test_every_site_with_files_of_its_own_knows_a_bad_sample() -> None:
-    # The bad files are silent: a run that trains sound refuses them for that.
-    for site in (one for one in SITES.values() if not one.sound):
+    for site in SITES.values():
         assert any(isinstance(fault, DataFault) for fault in catalog(site)), site.variant
 
 
@@ -58,7 +65,7 @@ def test_the_judge_can_say_no(tmp_path: Path) -> None:
     assert "the adapter is not that of a run that never had the sample" in judged.why
 
     vague = replace(a_fault("no bytes"), expected=Expected("refused", "left out", ("too dark",)))
-    world.shared[vague.peers] = world.shared[fine.peers]
+    world.shared[vague.peers(world.site)] = world.shared[fine.peers(world.site)]
     judged = vague.judge(world)
     assert (judged.named, judged.why[0]) == (False, "not said: too dark")
 

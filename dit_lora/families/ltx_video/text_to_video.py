@@ -18,7 +18,6 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
     Sampling,
     Tensors,
@@ -28,7 +27,7 @@ from dit_lora.families.base import (
     VideoEncoder,
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import mu_by_tokens
+from dit_lora.families.flow_scheduler import mu_by_tokens, require_steps
 from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.opening import default_of
 from dit_lora.families.posterior import drawn, encode_video
@@ -89,7 +88,10 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         ]
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Take frames a second."""
+        """Take frames a second; refuse samples of a single step where that gives NaN."""
+        require_steps(
+            self.scheduler, recipe.validation.inference_steps, "validation.inference_steps"
+        )
         return replace(super().for_recipe(recipe), fps=recipe.data.fps)
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
@@ -208,11 +210,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
     def settings(self, how: Sampling) -> dict[str, Any]:
         """Return frames a second; refuse a single step, of which the scheduler makes NaN where it ends at a given level."""
-        if how.inference_steps == 1 and self.scheduler["shift_terminal"]:
-            raise DitLoraError(
-                f"inference_steps=1: {self.path.name} needs 2 or more: its scheduler stretches the steps until the last is at "
-                f"noise level {self.scheduler['shift_terminal']:g} (shift_terminal), and one cannot be"
-            )
+        require_steps(self.scheduler, how.inference_steps, f"{self.path.name}: inference steps")
         return {} if how.fps is None else {"frame_rate": how.fps}
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:

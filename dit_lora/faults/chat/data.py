@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dit_lora.families.family import Site
 from dit_lora.faults.data import DataFault
 from dit_lora.faults.fault import Expected
 from dit_lora.faults.site import CONVERSATIONS
@@ -21,8 +22,7 @@ class ChatDataFault(DataFault):
     def given(self, data: Path) -> Overrides:
         return (*self.overrides, ("data.path", str(data / CONVERSATIONS)))
 
-    @property
-    def peers(self) -> tuple[DataFault, ...]:
+    def peers(self, site: Site) -> tuple[DataFault, ...]:
         return tuple(dict.fromkeys([*FAULTS, self]))
 
 

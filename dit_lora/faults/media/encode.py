@@ -3,7 +3,9 @@
 Shapes: F frames, H and W pixels, C channels.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
@@ -12,10 +14,14 @@ from zlib import crc32
 import av
 import numpy as np
 
+from dit_lora.data.media.sound import sound_packets
+from dit_lora.data.synthetic.tones import tone
+
 FPS = 8
 FRAMES = 16
 HEIGHT, WIDTH = 32, 48
 _WAVES = 24
+_TONE: ContextVar[bool] = ContextVar("tone", default=False)
 
 Video = np.ndarray
 """uint8 (F, H, W, C)."""
@@ -45,6 +51,16 @@ def flat(level: int, frames: int = FRAMES) -> Video:
     return np.full((frames, HEIGHT, WIDTH, 3), level, np.uint8)
 
 
+@contextmanager
+def tone_beside(given: bool = True) -> Iterator[None]:
+    """Give every video that is encoded within a tone as its sound, if `given`."""
+    before = _TONE.set(given)
+    try:
+        yield
+    finally:
+        _TONE.reset(before)
+
+
 def encode(
     path: Path,
     video: Video,
@@ -72,6 +88,8 @@ def encode(
         for name, value in (tags or {}).items():
             setattr(stream.codec_context, name, value)
         display(stream)
+        if _TONE.get() and len(video) > 1:
+            container.mux(sound_packets(container, tone("disc", True, len(video) / fps)))
         for number, picture in enumerate(video):
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format=layout)
             if times is not None:

@@ -167,7 +167,7 @@ def test_one_step_is_refused_of_which_its_scheduler_makes_nan(
     with pytest.raises(IndexError):  # the stock pipeline, which looks for a level among NaN
         pipeline("a cat", **checkpoint.arguments(SHAPE), num_inference_steps=1)
     how = Sampling(SHAPE, inference_steps=1, guidance_scale=3.0, seed=3)
-    with pytest.raises(DitLoraError, match=r"inference_steps=1: ltx-video needs 2 or more: .*0\.1"):
+    with pytest.raises(DitLoraError, match=r"ltx-video: inference steps must be 2 or more, .*0\.1"):
         checkpoint.generate(pipeline, checkpoint.conditions("a cat"), how)
 
 
