@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from dit_lora.adapters.diffusers_format import load_adapter
     from dit_lora.adapters.groups import parameter_groups
     from dit_lora.adapters.lora_mixins import with_lora
-    from dit_lora.config.recipe import LadderConfig
+    from dit_lora.config.ladder import LadderConfig
     from dit_lora.fuse.api import fuse, unfuse
     from dit_lora.guard.plugin.guard import Guard
     from dit_lora.guard.plugin.trainer_callback import GuardCallback
@@ -29,7 +29,7 @@ __all__ = [
 _HOMES = {
     "Guard": "dit_lora.guard.plugin.guard",
     "GuardCallback": "dit_lora.guard.plugin.trainer_callback",
-    "LadderConfig": "dit_lora.config.recipe",
+    "LadderConfig": "dit_lora.config.ladder",
     "fuse": "dit_lora.fuse.api",
     "unfuse": "dit_lora.fuse.api",
     "parameter_groups": "dit_lora.adapters.groups",

@@ -1,11 +1,22 @@
-"""Methods of somebody else's objects, wrapped for a while."""
+"""Somebody else's objects: what they are, and their methods wrapped for a while."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 # As `owner.__class__ = other`, also where a class of Accelerate's hides its own behind a property of that name.
 _SET_CLASS = vars(object)["__class__"].__set__
+
+
+def is_a(value: object, class_path: str) -> bool:
+    """Return True for an instance of a class, `module:Class`, of a package that may not be installed.
+
+    Nothing is imported: what nobody has imported has no instances.
+    """
+    module, _, name = class_path.partition(":")
+    made_by = sys.modules.get(module)
+    return made_by is not None and isinstance(value, getattr(made_by, name))
 
 
 class Patches:

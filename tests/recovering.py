@@ -90,7 +90,7 @@ class Guarded:
             suspects=Suspects(
                 self.model, lambda: optimizer_state(self.optimizer).items(), [switch]
             ),
-            policy=Policy(GuardConfig(**guard)),
+            policy=Policy(GuardConfig(**guard).ladder),
             state=recovery_module.GuardState(),
             quarantine=quarantine,
             order=Order(SAMPLES, seed=0, quarantine=quarantine),

@@ -207,6 +207,7 @@ def test_modules_found_by_a_made_up_name_are_of_registries_alone() -> None:
         "dit_lora.cli.app",
         "dit_lora.families",
         "dit_lora.families.family",
+        "dit_lora.guard",
         "dit_lora.training.optim.build",
         "dit_lora.training.trackers.trackers",
     }

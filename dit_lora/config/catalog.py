@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dit_lora.config.yaml_parsing import parse_yaml
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.parsing import parse_yaml
 
 
 def stock_files() -> Path:

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from dit_lora.config.data import DataConfig, Layout
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.remedies import recipe_remedy
+from dit_lora.config.yaml_parsing import parse_yaml, read_yaml
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.parsing import parse_yaml, read_yaml
 
 _SHOWN = 200  # characters of a value in a message
 

@@ -1,6 +1,7 @@
 """The sections of a recipe, typed; `dit_lora.config.load` reads them."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import DataConfig
+from dit_lora.config.ladder import LadderConfig, Rung, ladder_fault
 from dit_lora.config.lora import LoraConfig
 from dit_lora.config.optim import GroupsConfig, OptimConfig, TrainConfig
 from dit_lora.config.section import Count, Positive, Section
@@ -129,37 +131,19 @@ class ValidationConfig(Section):
         return [[one] if isinstance(one, str) else one for one in given]
 
 
-Rung = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
-
-
-class LadderConfig(Section):
-    """The ladder of answers to a step that tripped, with their budgets."""
-
-    on_nonfinite: tuple[Rung, ...] = ("skip", "quarantine", "fallback", "rollback", "stop")
+class GuardConfig(Section):
+    on_nonfinite: tuple[Rung, ...] = LadderConfig.on_nonfinite
     """Answers to a step that tripped, in order of preference; the first that fits its cause and has budget left is
     taken, and the run stops where none does. `skip`: take the step again, once without the sample. `quarantine`:
     leave the sample out for good. `fallback`: switch the kernel or attention backend off. `rollback`: go back to a
     snapshot. `[stop]` never goes on."""
-    max_skips: Annotated[int, Field(ge=0)] = 10
+    max_skips: Annotated[int, Field(ge=0)] = LadderConfig.max_skips
     """Tripped steps that skip and quarantine may answer in one run; then it stops."""
-    max_rollbacks: Annotated[int, Field(ge=0)] = 2
-    rollback_lr: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    max_rollbacks: Annotated[int, Field(ge=0)] = LadderConfig.max_rollbacks
+    rollback_lr: Annotated[float, Field(gt=0, lt=1)] = LadderConfig.rollback_lr
     """Learning rates are multiplied by this when a rollback did not help the first time, or when the
     verdict is that they are too high."""
-    snapshot_every: Annotated[int, Field(ge=0)] = 50
-    """Steps between snapshots of adapter and optimizer in host memory; the first is of the start. 0 takes none, in
-    loops that are not ours: what only a rollback can mend then stops them, with nothing to go back to."""
-
-    @field_validator("on_nonfinite")
-    @classmethod
-    def _a_ladder(cls, rungs: tuple[Rung, ...]) -> tuple[Rung, ...]:
-        if not rungs or len(set(rungs)) != len(rungs):
-            raise ValueError("name each rung once, and at least one; [stop] stops at every fault")
-        return rungs
-
-
-class GuardConfig(LadderConfig):
-    snapshot_every: Count = 50
+    snapshot_every: Count = LadderConfig.snapshot_every
     """Steps between snapshots of adapter and optimizer in host memory."""
     monitor_every: Annotated[int, Field(ge=0)] = 50
     """Steps between statistics of every module in metrics.jsonl; 0 for none."""
@@ -183,6 +167,18 @@ class GuardConfig(LadderConfig):
     """Events of which a bundle for `dit-lora replay` is kept, per process."""
     bundle_mib: Positive = 512
     """Largest size of one bundle; what does not fit is left out, and said."""
+
+    @property
+    def ladder(self) -> LadderConfig:
+        names = (field.name for field in fields(LadderConfig))
+        return LadderConfig(**{name: getattr(self, name) for name in names})
+
+    @field_validator("on_nonfinite")
+    @classmethod
+    def _a_ladder(cls, rungs: tuple[Rung, ...]) -> tuple[Rung, ...]:
+        if fault := ladder_fault(rungs):
+            raise ValueError(fault)
+        return rungs
 
     @model_validator(mode="after")
     def _clip_needs_a_threshold(self) -> "GuardConfig":

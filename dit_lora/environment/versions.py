@@ -304,7 +304,7 @@ def default_launch_config() -> Path:
 
 def read_launch_config(path: Path) -> dict[str, Any]:
     """Return the values of an Accelerate config file."""
-    from dit_lora.parsing import read_yaml  # which brings PyYAML
+    from dit_lora.config.yaml_parsing import read_yaml  # which brings PyYAML
 
     try:
         values = read_yaml(path)  # reads JSON too

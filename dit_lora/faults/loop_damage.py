@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dit_lora.config.recipe import LadderConfig
+from dit_lora.config.ladder import LadderConfig
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.loops import Batch, Spoil, Toy, ToyLoop, at, played
 from dit_lora.faults.triggers import Element, times

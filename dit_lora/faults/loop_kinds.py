@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dit_lora.config.recipe import LadderConfig
+from dit_lora.config.ladder import LadderConfig
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.loops import forget, observed, spoil_gradient_once
 from dit_lora.faults.triggers import Element

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 from torch import nn
 
-from dit_lora.config.recipe import LadderConfig
+from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.triggers import Change, Element, write

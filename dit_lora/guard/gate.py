@@ -6,11 +6,9 @@ reads them with the step's metrics, so a healthy step pays no synchronisation fo
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 
 from dit_lora.config.optimizers import OPTIMIZERS
@@ -18,6 +16,14 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.verdict import Verdict
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import magnitudes
+from dit_lora.patching import is_a
+
+if TYPE_CHECKING:  # the guard needs torch alone
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+
+ACCELERATED = "accelerate.optimizer:AcceleratedOptimizer"
 
 
 class NonFiniteError(DitLoraError):
@@ -64,7 +70,7 @@ class Trip:
 class Gate:
     """The flags of one optimizer step. Every rank calls the same methods in the same order."""
 
-    accelerator: Accelerator
+    accelerator: "Accelerator"
     _bad: list[torch.Tensor] = field(default_factory=list)
 
     def losses(self, losses: torch.Tensor, *, bad_data: bool = False) -> None:
@@ -91,13 +97,17 @@ class Gate:
         return flag
 
 
-def gated_step(optimizer: torch.optim.Optimizer | AcceleratedOptimizer, bad: torch.Tensor) -> None:
+def gated_step(
+    optimizer: "torch.optim.Optimizer | AcceleratedOptimizer", bad: torch.Tensor
+) -> None:
     """Take the optimizer's step unless `bad`; weights, moments and step counts then stay bit for bit.
 
     Fused optimizers decide on the device (the mechanism is GradScaler's `found_inf`). Others, and sharded
     parameters, cost one read by the host.
     """
-    inner: Any = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    inner: Any = optimizer
+    if is_a(optimizer, ACCELERATED):
+        inner = inner.optimizer
     if not gates_on_device(inner):
         if not bad:
             optimizer.step()

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +24,7 @@ from dit_lora.guard.replay import cuda_devices
 from dit_lora.guard.switches import COMPILE, Switch, eager, model_switches
 from dit_lora.numerics.dtensors import needs_all_ranks, whole
 from dit_lora.numerics.opaque import called_modules
+from dit_lora.numerics.ranks import gather_object
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dit_lora.config.recipe import LadderConfig
+from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.verdict import Verdict
 
 # Data that is bad where it is stored will be bad again; a draw of noise or timestep, or a place in the run, will not.

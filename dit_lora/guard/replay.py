@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 
 from dit_lora.guard.probe import Probe, Trace
 from dit_lora.guard.switches import eager
 from dit_lora.numerics.dtensors import local, needs_all_ranks
 from dit_lora.numerics.objectives import LossOutput
+from dit_lora.numerics.ranks import gather_object
 
 
 # A sample may come twice: it is itself alone, and comparing tensors gives no one answer.

@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 
 from dit_lora.config.optimizers import of_all
 from dit_lora.guard.frozen import untrained
@@ -14,6 +13,7 @@ from dit_lora.guard.verdict import Cause, Verdict
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import abs_max, describe_bad, has_values
 from dit_lora.numerics.outliers import altered
+from dit_lora.numerics.ranks import gather_object
 
 # A trained weight this many times above where it started has diverged; LoRA's grow a few times.
 _DIVERGED = 100.0

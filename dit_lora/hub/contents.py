@@ -18,9 +18,10 @@ from dit_lora.adapters.diffusers_format import (
 from dit_lora.adapters.own_files import INDEX, own_files, require_inside
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERTS
+from dit_lora.config.yaml_parsing import read_yaml
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.hub.cleaning import clean_config, clean_json
-from dit_lora.parsing import parse_json, read_json, read_yaml
+from dit_lora.parsing import parse_json, read_json
 from dit_lora.redact import redacted, redacted_words
 from dit_lora.report.run.files import RunFiles, RunReader
 from dit_lora.results.experts import pair_file, runs_of

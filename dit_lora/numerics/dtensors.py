@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dit_lora.numerics.ranks import gather_object
 
 Describe = Callable[[str, torch.Tensor], str | None]
 """Says what is wrong with the tensor of a name, or None."""

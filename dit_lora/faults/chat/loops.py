@@ -12,7 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dit_lora.config.recipe import LadderConfig
+from dit_lora.config.ladder import LadderConfig
 from dit_lora.data.loading.batch import collate
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault

@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
-from dit_lora.config.recipe import LadderConfig
+from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.guard.plugin.checks import CHECKS, checked
 from dit_lora.guard.plugin.host import Host
@@ -29,6 +28,9 @@ from dit_lora.guard.plugin.steps import Steps
 from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.suspects import Suspects
 from dit_lora.patching import Patches
+
+if TYPE_CHECKING:  # the guard needs torch alone
+    from accelerate import Accelerator
 
 _LOG = logging.getLogger("dit_lora")
 
@@ -60,7 +62,7 @@ class Guard:
     @classmethod
     def attach(
         cls,
-        accelerator: Accelerator | None,
+        accelerator: "Accelerator | None",
         model: nn.Module | Sequence[nn.Module],
         optimizer: Any,
         *,

@@ -1,15 +1,19 @@
 """The surroundings of a loop that is not ours: Accelerate, or nobody, in plain PyTorch."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, extract_model_from_parallel
 from torch import distributed, nn
 
 from dit_lora.errors import DitLoraError
+from dit_lora.numerics.ranks import gather_object, process_count, process_index
+from dit_lora.patching import is_a
+
+if TYPE_CHECKING:  # the guard needs torch alone
+    from accelerate import Accelerator
 
 T = TypeVar("T")
 
@@ -17,8 +21,8 @@ T = TypeVar("T")
 class Host:
     """Facts about the loop's surroundings; `accelerator` is None in plain PyTorch."""
 
-    def __init__(self, accelerator: Accelerator | None, device: torch.device) -> None:
-        if accelerator is not None and not isinstance(accelerator, Accelerator):
+    def __init__(self, accelerator: "Accelerator | None", device: torch.device) -> None:
+        if accelerator is not None and not is_a(accelerator, "accelerate:Accelerator"):
             raise DitLoraError(
                 "Guard.attach: the first argument is an accelerate.Accelerator, or None for a loop in plain "
                 f"PyTorch; got {type(accelerator).__name__}"
@@ -28,15 +32,11 @@ class Host:
 
     @property
     def ranks(self) -> int:
-        if self.accelerator is not None:
-            return self.accelerator.num_processes
-        return distributed.get_world_size() if _spread() else 1
+        return process_count()
 
     @property
     def rank(self) -> int:
-        if self.accelerator is not None:
-            return self.accelerator.process_index
-        return distributed.get_rank() if _spread() else 0
+        return process_index()
 
     @property
     def syncs_gradients(self) -> bool:
@@ -50,8 +50,8 @@ class Host:
 
     @property
     def under_deepspeed(self) -> bool:
-        kind = self.accelerator.distributed_type if self.accelerator is not None else None
-        return kind is DistributedType.DEEPSPEED
+        # A DistributedType of Accelerate's, which is a string.
+        return self.accelerator is not None and self.accelerator.distributed_type == "DEEPSPEED"
 
     @property
     def folder(self) -> Path:
@@ -82,21 +82,19 @@ class Host:
 
     def gathered(self, objects: Sequence[T]) -> list[T]:
         """Return what all ranks have, in the order of ranks; collective."""
-        if self.ranks == 1:
-            return list(objects)
-        of_ranks: list[Any] = [None] * self.ranks
-        distributed.all_gather_object(of_ranks, list(objects))
-        return [item for of_rank in of_ranks for item in of_rank]
+        return gather_object(list(objects))
 
 
 def bare_model(model: nn.Module) -> nn.Module:
     """Return the model without DDP around it."""
+    if "accelerate" not in sys.modules:
+        while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        return model
+    from accelerate.utils import extract_model_from_parallel
+
     # With its autocast and compilation: a replay must run what the loop runs.
     bare: nn.Module = extract_model_from_parallel(
         model, keep_fp32_wrapper=True, keep_torch_compile=True
     )
     return bare
-
-
-def _spread() -> bool:
-    return distributed.is_available() and distributed.is_initialized()

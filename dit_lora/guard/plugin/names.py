@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils._pytree import tree_leaves
 
-from dit_lora.patching import Patches
+from dit_lora.patching import Patches, is_a
 
 _LOG = logging.getLogger("dit_lora")
+_DISPATCHER = "accelerate.data_loader:DataLoaderDispatcher"
 _MOST = 256  # batches that a loop takes before it runs the first of them
 _NUMBERED = re.compile(r"sample \d+ of micro-batch \d+")
 
@@ -59,7 +59,7 @@ class Names:
         Not from one that hands batches out in another order, or cuts them for other ranks.
         """
         sampler = loader.batch_sampler
-        if sampler is None or not loader.in_order or isinstance(loader, DataLoaderDispatcher):
+        if sampler is None or not loader.in_order or is_a(loader, _DISPATCHER):
             return
         asked: deque[tuple[object, ...]] = deque()
 

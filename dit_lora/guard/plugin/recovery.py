@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dit_lora.config.recipe import LadderConfig
+from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.files import append_line
 from dit_lora.guard.event import event_of

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 
 from dit_lora.files import write_whole
 from dit_lora.numerics.dtensors import gathered
@@ -15,7 +14,7 @@ def save_trained(
 ) -> str:
     """Write trained weights to a safetensors file and say where; collective where weights are sharded.
 
-    A disk that cannot be written is said and does not hide why the run stopped.
+    A disk that cannot be written, or want of the safetensors package, is said and does not hide why the run stopped.
     """
     # All ranks gather before one of them returns: the call is collective.
     whole = gathered(weights, keep=is_main)
@@ -23,6 +22,10 @@ def save_trained(
     if not is_main:
         return ""
     tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in whole.items()}
+    try:
+        from safetensors.torch import save
+    except ImportError:
+        return "they are not written to the disk, for which safetensors has to be installed"
     try:
         write_whole(path, save(tensors, metadata={"format": "pt", "step": str(step)}))
     except OSError as error:

@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 
-from dit_lora.guard.gate import NonFiniteError, any_not_finite
+from dit_lora.guard.gate import ACCELERATED, NonFiniteError, any_not_finite
 from dit_lora.guard.plugin.checks import StepChecks
 from dit_lora.guard.plugin.host import Host
 from dit_lora.guard.plugin.loop_state import LoopState
@@ -24,6 +23,7 @@ from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.state import altered_state, has_run_away, weight_peak
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import is_finite
+from dit_lora.patching import is_a
 
 _LOG = logging.getLogger("dit_lora")
 # Below this a gradient scaler has halved itself 16 times from Accelerate's start at 2**16.
@@ -303,9 +303,7 @@ class Steps:
         itself.
         """
         for optimizer in self._state.optimizers:
-            if isinstance(optimizer, AcceleratedOptimizer) and (
-                self.tripped or self._host.scaler is None
-            ):
+            if is_a(optimizer, ACCELERATED) and (self.tripped or self._host.scaler is None):
                 optimizer._is_overflow = self.tripped
 
     def _forget(self) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
-from dit_lora.config.recipe import LadderConfig
+from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.plugin.checks import CHECKS
 from dit_lora.guard.plugin.guard import Guard
 

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dit_lora.config.yaml_parsing import parse_yaml
 from dit_lora.errors import DitLoraError
-from dit_lora.parsing import parse_json, parse_yaml
+from dit_lora.parsing import parse_json
 from dit_lora.report.run.history import Metrics, Tail, mapping, number_or_nan
 from dit_lora.training.session.run_lock import is_live
 

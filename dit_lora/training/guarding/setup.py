@@ -50,7 +50,7 @@ def start_of_guard(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
     weights = trainable_state(setup.transformer).values()
     return GuardStart(
         state,
-        Policy(setup.recipe.guard, **record.get("policy", {})),
+        Policy(setup.recipe.guard.ladder, **record.get("policy", {})),
         switches,
         _quarantine(setup),
         # Kept from the first start: weights that have grown slowly must not raise what counts as too large.

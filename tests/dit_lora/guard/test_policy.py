@@ -6,12 +6,12 @@ from typing import get_args
 
 import pytest
 
-from dit_lora.config.recipe import GuardConfig
+from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.policy import Action, Policy
 from dit_lora.guard.verdict import Cause, Verdict
 
 Ladder = tuple[str, ...]
-DEFAULT = GuardConfig().on_nonfinite
+DEFAULT: Ladder = LadderConfig.on_nonfinite
 OF_STATE = ("weights", "optimizer", "learning_rate")
 OF_SWITCHES = ("kernel", "attention_backend")
 
@@ -31,7 +31,7 @@ def verdict(cause: Cause, *samples: str, switch: str | None = None, **facts: obj
 
 
 def policy(ladder: Sequence[str] = DEFAULT, **budgets: int) -> Policy:
-    return Policy(GuardConfig.model_validate({"on_nonfinite": tuple(ladder), **budgets}))
+    return Policy(LadderConfig(on_nonfinite=tuple(ladder), **budgets))
 
 
 def chosen(

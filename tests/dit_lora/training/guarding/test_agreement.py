@@ -9,7 +9,7 @@ from runs import lines, same_adapter
 from topologies import Case, Engine, Fault, run_all
 from verified import SMOKES, quick
 
-from dit_lora.config.recipe import LadderConfig
+from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.policy import Action, Policy
 from dit_lora.guard.verdict import Verdict
 from dit_lora.training.ema import AverageBounds
