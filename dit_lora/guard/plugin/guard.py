@@ -1,6 +1,7 @@
 """The guard as a plugin: two lines make a loop safe that somebody else wrote.
 
     guard = dit_lora.Guard.attach(accelerator, model, optimizer)     # after accelerator.prepare
+    guard = dit_lora.Guard.watch(model, optimizer)                   # in plain PyTorch
 
 The loop stays as it is. Its `accelerator.backward`, `accelerator.clip_grad_norm_` and `optimizer.step` are watched;
 a step whose loss or gradient is not finite on any rank is not taken, and `lr_scheduler.step` after it does nothing.
@@ -57,6 +58,7 @@ class Guard:
         )
         self._recovery = PluginRecovery(host, self._state, config, folder, self._watched)
         self._steps = Steps(host, self._watched, self._recovery, checks)
+        self._load_hooks: set[int] = set()
         self._said = False
 
     @classmethod
@@ -73,10 +75,10 @@ class Guard:
         checks: Collection[str] = CHECKS,
         loader: Any = None,
     ) -> "Guard":
-        """Guard a loop whose model and optimizer `accelerator.prepare` has returned, or one in plain PyTorch.
+        """Guard a loop whose model and optimizer `accelerator.prepare` has returned; `watch` is for plain PyTorch.
 
-        Everything that the optimizer holds is guarded, also where it is of other models that Accelerate has
-        prepared; without Accelerate (None) give them as a list. Several optimizers are a list, too.
+        Everything that the optimizer holds is guarded, and every model that a loss of the first step comes through.
+        Several models, optimizers or schedulers are a list.
 
         A learning rate scheduler that Accelerate prepared needs nothing; give another one, and an EMA with a
         `step` method, so that a tripped step does not advance them either. `folder` gets events.jsonl and, at a
@@ -85,16 +87,73 @@ class Guard:
         skipped step is gone: its other samples wait for the next epoch, and `quarantine` cannot take a sample
         out of the loop's dataset: it skips, and names it.
         """
-        models = [model] if isinstance(model, nn.Module) else list(model or ())
+        models = _listed(model)
         wrong_types = [
             type(candidate).__name__ for candidate in models if not isinstance(candidate, nn.Module)
         ]
         if wrong_types or not models:
             received = wrong_types[0] if wrong_types else "none"
             raise DitLoraError(f"Guard.attach: model is a torch.nn.Module; got {received}")
-        device = next((p.device for p in models[0].parameters()), torch.device("cpu"))
-        host = Host(accelerator, device)
-        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        return cls._over(
+            accelerator,
+            models,
+            _listed(optimizer),
+            lr_scheduler=lr_scheduler,
+            ema=ema,
+            config=config,
+            folder=folder,
+            checks=checks,
+            loader=loader,
+        )
+
+    @classmethod
+    def watch(
+        cls,
+        model: nn.Module | Sequence[nn.Module] | None,
+        optimizer: Any,
+        *,
+        lr_scheduler: Any = None,
+        ema: Averages | None = None,
+        config: LadderConfig | None = None,
+        folder: str | Path | None = None,
+        checks: Collection[str] = CHECKS,
+        loader: Any = None,
+    ) -> "Guard":
+        """Guard a loop in plain PyTorch: its `optimizer.step`, with a closure or a gradient scaler too.
+
+        Over a process group, as in DDP, all ranks agree. `model` may be None: then the models are those that a loss of
+        the first step comes through. Everything else is as in `attach`.
+        """
+        return cls._over(
+            None,
+            _listed(model),
+            _listed(optimizer),
+            lr_scheduler=lr_scheduler,
+            ema=ema,
+            config=config,
+            folder=folder,
+            checks=checks,
+            loader=loader,
+        )
+
+    @classmethod
+    def _over(
+        cls,
+        accelerator: "Accelerator | None",
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Any],
+        *,
+        lr_scheduler: Any,
+        ema: Averages | None,
+        config: LadderConfig | None,
+        folder: str | Path | None,
+        checks: Collection[str],
+        loader: Any,
+    ) -> "Guard":
+        held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        if not held:
+            raise DitLoraError("Guard: there is no optimizer that holds a parameter; got none")
+        host = Host(accelerator, held[0].device)
         guard = cls(
             host,
             models,
@@ -104,7 +163,7 @@ class Guard:
             checks=checked(checks),
         )
         guard._require_wide_weights()
-        guard._watch(lr_scheduler, ema, loader)
+        guard._watch(_listed(lr_scheduler), ema, _listed(loader))
         return guard
 
     @property
@@ -161,7 +220,7 @@ class Guard:
         """
         self._steps.require_finite()
 
-    def _watch(self, lr_scheduler: Any, ema: Averages | None, loader: Any) -> None:
+    def _watch(self, schedules: list[Any], ema: Averages | None, loaders: list[Any]) -> None:
         accelerator, patches, steps = self._host.accelerator, self._patches, self._steps
         if accelerator is not None:
             patches.method(accelerator, "backward", steps.backward)
@@ -176,22 +235,27 @@ class Guard:
             # In plain PyTorch nothing else says that a backward has been used up.
             if accelerator is None:
                 patches.method(optimizer, "zero_grad", steps.zero_grad)
-        # Weights may be loaded past Accelerate: what is held from before is then of no use.
-        for module in self._watched.owners():
-            patches.handle(module.register_load_state_dict_post_hook(steps.loaded))
-        for owner in (lr_scheduler, ema):
-            if owner is not None:
-                # A step that is not taken must not move the learning rate or the average.
-                patches.gated_step(owner, lambda: steps.tripped)
+        self._watched.on_survey = self._watch_loads
+        self._watch_loads()
+        for owner in [*schedules, *_listed(ema)]:
+            # A step that is not taken must not move the learning rate or the average.
+            patches.gated_step(owner, lambda: steps.tripped)
         prepared = accelerator._dataloaders if accelerator is not None else []
-        for data_loader in [*prepared, *([loader] if loader is not None else [])]:
+        for data_loader in [*prepared, *loaders]:
             self._names.watch(data_loader, patches)
         self._state.ema = ema
-        schedules = [lr_scheduler] if lr_scheduler else []
         self._state.schedules = [*(accelerator._schedulers if accelerator else []), *schedules]
         # The start is held, so that a fault in the first steps has something to go back to.
         if not self._host.under_deepspeed:  # its optimizer state is the engine's
             self._state.take(0)
+
+    def _watch_loads(self) -> None:
+        # Weights may be loaded past Accelerate: what is held from before is then of no use.
+        for module in self._watched.owners():
+            if id(module) not in self._load_hooks:
+                self._load_hooks.add(id(module))
+                hook = module.register_load_state_dict_post_hook(self._steps.loaded)
+                self._patches.handle(hook)
 
     def _require_wide_weights(self) -> None:
         """Refuse fp16 weights, which cannot be trained: AdamW's eps of 1e-8 is 0 there, and 0 / 0 is NaN."""
@@ -225,3 +289,10 @@ class Guard:
         loader = original(*args, **kwargs)
         self._names.watch(loader, self._patches)
         return loader
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return one or several as a list; None is none."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -9,38 +9,55 @@ from dit_lora.errors import DitLoraError
 from dit_lora.numerics.dtensors import stock_class
 
 Models = dict[str, nn.Module]
-"""Models by the prefix of their parameters' names: empty for one that is alone."""
+"""Models by the prefix of their parameters' names, which is empty for one that is alone."""
 
 
 def trained_models(
-    given: nn.Module, others: Sequence[nn.Module], optimizers: Sequence[Any]
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    *,
+    through: Sequence[nn.Module] = (),
+    required: nn.Module | None = None,
 ) -> Models:
-    """Return the models of which the optimizers hold a parameter, `given` first.
+    """Return the models of which the optimizers hold a parameter, and those that a loss comes `through`, in their order.
 
     What they hold of no model (a textual inversion's vector, say) makes one more, which is never called.
-    Raises `DitLoraError` if they hold nothing of `given`.
+    Raises `DitLoraError` if they hold nothing of the one that is `required`.
     """
     held = {id(p): p for one in optimizers for group in one.param_groups for p in group["params"]}
-    trained: list[nn.Module] = []
-    for model in [given, *others]:
+    named: list[nn.Module] = []
+    for model in models:
         own_ids = {id(p) for p in model.parameters()} & held.keys()
-        if own_ids:
-            trained.append(model)
-        elif model is given:
+        if own_ids or any(model is one for one in through):
+            named.append(model)
+        elif model is required:
             raise DitLoraError(
                 f"Guard.attach: the optimizer holds no parameter of the {_name(model)}; give the model and the "
                 "optimizer that trains it, both as accelerator.prepare returned them"
             )
         # A parameter that models share counts for the first of them.
         held = {key: p for key, p in held.items() if key not in own_ids}
-    models = {f"{name}.": model for name, model in zip(_unique(trained), trained, strict=True)}
+    named_models = {f"{name}.": model for name, model in zip(_unique(named), named, strict=True)}
     if held:
         loose = nn.Module()
         for number, parameter in enumerate(held.values()):
             # In a module, which is never called, they have names as all others do.
             loose.register_parameter(f"parameter_{number}", parameter)
-        models["optimizer."] = loose
-    return models if len(models) > 1 else {"": given}
+        named_models["optimizer."] = loose
+    if len(named_models) > 1:
+        return named_models
+    return dict(zip([""], named_models.values(), strict=False))
+
+
+def parts_of(models: Models, called: Sequence[nn.Module]) -> Models:
+    """Return what is called by itself and is a part of one of the models, by the prefix of its parameters' names."""
+    wanted = {id(module) for module in called} - {id(model) for model in models.values()}
+    return {
+        f"{prefix}{name}.": module
+        for prefix, model in models.items()
+        for name, module in model.named_modules()
+        if id(module) in wanted
+    }
 
 
 def held_parameters(models: Models, optimizers: Sequence[Any]) -> dict[str, nn.Parameter]:

@@ -174,12 +174,14 @@ class Recorder:
     """Called before the model runs."""
     ends: Callable[[], None] = lambda: None
     """Called when the model has run."""
+    has_gradient: bool = False
+    """True once an output could be trained through."""
     _open: list[CapturedCall] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
 
     def start(self) -> None:
         self._handles = [
-            self.model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self.model.register_forward_pre_hook(self.before, with_kwargs=True),
             self.model.register_forward_hook(self._after),
         ]
 
@@ -187,6 +189,11 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def drop(self) -> None:
+        """Stop, and forget the model's calls."""
+        self.stop()
+        self.calls[:] = [call for call in self.calls if call.owner is not self.model]
 
     def out_of_range(self) -> list[str]:
         """Return samples of the last call whose integers no embedding table of the model has, in words."""
@@ -207,8 +214,9 @@ class Recorder:
             if int(values.max()) >= size
         ]
 
-    def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _is_training():
+    def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a call; hooks call it before the model runs."""
+        if not is_recorded():
             return
         # Detached: what is kept must not hold a graph in memory.
         kept_args, kept_kwargs = tree_map(_detached, (args, dict(kwargs)))
@@ -239,7 +247,7 @@ class Recorder:
         return last + any(caller is self.model for caller in callers)
 
     def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if not _is_training():
+        if not is_recorded():
             return
         self.ends()
         # Calls may nest: the last that began is the first to end.
@@ -249,6 +257,7 @@ class Recorder:
             return
         call.output = tensor.detach()
         if tensor.requires_grad:
+            self.has_gradient = True
 
             def keep(gradient: torch.Tensor) -> None:
                 call.output_gradient = gradient.detach()
@@ -271,7 +280,8 @@ def main_output(output: Any) -> torch.Tensor | None:
     return next((t for t in tensors if t.requires_grad), tensors[0] if tensors else None)
 
 
-def _is_training() -> bool:
+def is_recorded() -> bool:
+    """Return True where a call of a model may be a part of a training step."""
     # A checkpointed model is not called again as a whole: recomputation is inside it.
     return torch.is_grad_enabled()
 

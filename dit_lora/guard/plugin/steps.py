@@ -177,6 +177,8 @@ class Steps:
         if self._watched.has_changed():
             self._watched.survey()
             self._was_loaded = True
+        # The first step shows which models the loss comes through; they are held from here on.
+        self._was_loaded |= self._watched.find_models()
         if self._was_loaded:
             self._start_from_here()
         # Else torch's scaler decides, in the optimizer.

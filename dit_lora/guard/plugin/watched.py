@@ -1,22 +1,24 @@
 """The models of a loop that is not ours: the part of them that is trained, and the calls since the last step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from dit_lora.guard.plugin.host import Host
+from dit_lora.guard.plugin.host import Host, bare_model
 from dit_lora.guard.plugin.loop_state import LoopState
 from dit_lora.guard.plugin.models import (
     Models,
     held_parameters,
+    parts_of,
     trainable_parameters,
     trained_models,
 )
 from dit_lora.guard.plugin.names import Names
 from dit_lora.guard.plugin.record import LoopRecord
 from dit_lora.guard.plugin.recorded_calls import CapturedCall, Recorder
+from dit_lora.guard.plugin.roots import Roots
 from dit_lora.guard.state import weight_peak
 from dit_lora.guard.suspects import Suspects
 from dit_lora.guard.switches import all_switches
@@ -47,51 +49,79 @@ class Watched:
         self.switched_off: set[str] = set()
         """Switches that verdicts have turned off."""
         self.names = names
+        self.on_survey: Callable[[], None] = lambda: None
+        """Called when other models are watched than before."""
         self._host = host
         self._given = list(given)
         self._state = state
         self._compares_frozen = compares_frozen
         self._models: Models = {}
+        self._parts: Models = {}
+        self._found: list[nn.Module] = []
         self._recorders: list[Recorder] = []
+        self._roots = Roots(
+            self._recorder, self.calls, lambda: {id(one.model) for one in self._recorders}
+        )
         self._held = (0, 0)
         self.survey()
+        self._roots.look()
 
     def survey(self) -> None:
         """Find what the optimizers train, and what it is part of."""
-        given, *others = self._host.models(self._given)
+        known = self._host.models(self._given)
+        found = [one for one in self._found if not any(one is other for other in known)]
+        inside = {id(module) for model in known for module in model.modules()}
+        models = [*known, *(one for one in found if id(one) not in inside)]
         if self._host.under_deepspeed:  # its optimizer holds copies
-            self._models = {"": given}
+            self._models = {"": models[0]}
             self._state.parameters = trainable_parameters(self._models)
         else:
-            self._models = trained_models(given, others, self._state.optimizers)
-            self._state.parameters = held_parameters(self._models, self._state.optimizers)
+            required = bare_model(self._given[0]) if self._given else None
+            optimizers = self._state.optimizers
+            self._models = trained_models(models, optimizers, through=found, required=required)
+            self._state.parameters = held_parameters(self._models, optimizers)
             self._held = self._fingerprint()
-        self.stop()
-        self._recorders = [
-            Recorder(
-                model,
-                self.names.ids,
-                self.calls,
-                sees=self.names.see,
-                begins=self._call_begins,
-                ends=self._call_ends,
-            )
-            for model in self._models.values()
-        ]
+        self._parts = parts_of(self._models, found)
+        self._pause()
+        called = [*self._models.values(), *self._parts.values()]
+        self._recorders = [self._recorder(model) for model in called]
         self._start()
         self.suspect()
+        self.on_survey()
+
+    def find_models(self) -> bool:
+        """End the search for models once some were called; return True if there are any that were not known."""
+        if not self._roots.is_looking or not self.calls:
+            return False
+        new = self._roots.found()
+        self._found += new
+        if new:
+            self.survey()
+        return bool(new)
+
+    def _recorder(self, model: nn.Module) -> Recorder:
+        return Recorder(
+            model,
+            self.names.ids,
+            self.calls,
+            sees=self.names.see,
+            begins=self._call_begins,
+            ends=self._call_ends,
+        )
 
     def suspect(self) -> None:
         """Note weights, buffers and switches as those that training begins with."""
         models = self._models
-        self.prefixes = {id(model): prefix for prefix, model in models.items()}
+        called = models | self._parts
+        self.prefixes = {id(model): prefix for prefix, model in called.items()}
         # One module whose parameters have the names that they have here, for what is judged over all models.
         parts = {prefix.removesuffix("."): model for prefix, model in models.items()}
-        whole = nn.ModuleDict(parts) if len(models) > 1 else next(iter(models.values()))
+        alone = next(iter(models.values()), nn.Module())
+        whole = nn.ModuleDict(parts) if len(models) > 1 else alone
         self.record = LoopRecord(whole) if self._compares_frozen else None
         self.together = self._suspects(whole, "", self.record)
         self.suspects = {
-            id(model): self._suspects(model, prefix, None) for prefix, model in models.items()
+            id(model): self._suspects(model, prefix, None) for prefix, model in called.items()
         }
 
     def _suspects(self, model: nn.Module, prefix: str, record: LoopRecord | None) -> Suspects:
@@ -130,13 +160,18 @@ class Watched:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        self.stop()
+        self._pause()
         try:
             yield
         finally:
             self._start()
 
     def stop(self) -> None:
+        """Look for models no more, and record no calls."""
+        self._roots.stop()
+        self._pause()
+
+    def _pause(self) -> None:
         for recorder in self._recorders:
             recorder.stop()
 

@@ -1,0 +1,186 @@
+"""`Guard.watch`: plain PyTorch loops, and the models that a loss comes through though nobody names them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dit_lora.errors import DitLoraError
+from dit_lora.guard import Guard, LadderConfig
+
+Batch = dict[str, torch.Tensor]
+
+
+class Text(nn.Module):
+    """An encoder that is trained beside the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(tokens))
+
+
+class Denoiser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, 4)
+        self.leave = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, *, text: torch.Tensor) -> torch.Tensor:
+        return self.leave(torch.tanh(self.enter(x)) * text)
+
+
+class Pair:
+    """A denoiser and an encoder in one loop, with a frozen critic that the loss comes through, and a frozen encoder."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.text, self.denoiser = Text(), Denoiser()
+        self.critic = nn.Sequential(nn.Linear(5, 3), nn.Tanh()).requires_grad_(False)
+        self.encoder = nn.Linear(5, 5).requires_grad_(False)
+        trained = [*self.text.parameters(), *self.denoiser.parameters()]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
+
+    def step(self, batch: Batch, rows: int = 2) -> None:
+        """Take a step of two micro-batches."""
+        self.optimizer.zero_grad()
+        for at in range(0, len(batch["x"]), rows):
+            x, tokens = batch["x"][at : at + rows], batch["tokens"][at : at + rows]
+            given = self.denoiser(self.encoder(x), text=self.text(tokens))
+            (self.critic(given).square().mean() + (given - x).square().mean()).backward()
+        self.optimizer.step()
+
+    def modules(self) -> nn.ModuleDict:
+        return nn.ModuleDict({"text": self.text, "denoiser": self.denoiser, "critic": self.critic})
+
+
+def batch(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "x": torch.randn(4, 5, generator=generator),
+        "tokens": torch.randint(0, 7, (4,), generator=generator),
+    }
+
+
+def guarded(
+    pair: Pair, model: Any, folder: Path, steps: int, at: Callable[[int, Batch], None]
+) -> Guard:
+    config = LadderConfig(snapshot_every=1)
+    guard = Guard.watch(model, pair.optimizer, folder=folder, config=config)
+    for step in range(1, steps + 1):
+        given = batch(step)
+        at(step, given)
+        pair.step(given)
+    guard.require_finite()
+    return guard
+
+
+@pytest.mark.parametrize("named", ["nothing", "the denoiser"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_bad_row_is_named_in_the_first_step_too(named: str, step: int, tmp_path: Path) -> None:
+    pair = Pair()
+
+    def spoil(now: int, given: Batch) -> None:
+        if now == step:
+            given["x"][3, 2] = torch.nan
+
+    model = None if named == "nothing" else pair.denoiser
+    (event,) = guarded(pair, model, tmp_path, 4, spoil).events
+    assert (event["step"], event["verdict"]["cause"]) == (step, "data")
+    assert event["sample_ids"] == ["sample 1 of micro-batch 1"]
+    assert all(bool(p.isfinite().all()) for p in pair.modules().parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "described"),
+    [
+        ("text.out.weight", "Text.out.weight"),
+        ("denoiser.leave.bias", "Denoiser.leave.bias"),
+        ("critic.0.weight", "Sequential.0.weight"),
+    ],
+)
+def test_a_bad_weight_of_any_model_is_named_though_one_alone_is_given(
+    name: str, described: str, tmp_path: Path
+) -> None:
+    pair = Pair()
+    weight = dict(pair.modules().named_parameters())[name]
+
+    def spoil(now: int, _given: Batch) -> None:
+        if now == 3:
+            with torch.no_grad():
+                weight.view(-1)[1] = torch.nan
+
+    if name.startswith("critic"):
+        with pytest.raises(DitLoraError, match=f"weight {described} has 1 NaN"):
+            guarded(pair, pair.denoiser, tmp_path, 5, spoil)
+        assert all(bool(p.isfinite().all()) for p in pair.text.parameters())
+        return
+    guard = guarded(pair, pair.denoiser, tmp_path, 5, spoil)
+    (event,) = guard.events
+    assert event["verdict"]["cause"] == "weights"
+    assert f"trained weight {described} has 1 NaN" in event["verdict"]["words"]
+    assert all(bool(p.isfinite().all()) for p in pair.modules().parameters())
+
+
+def test_an_encoder_whose_output_has_no_gradient_is_not_watched(tmp_path: Path) -> None:
+    pair = Pair()
+    guard = guarded(pair, None, tmp_path, 2, lambda step, given: None)
+    watched = {type(suspects.model).__name__ for suspects in guard._watched.suspects.values()}
+    assert watched == {"Text", "Denoiser", "Sequential"}
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+    assert not guard.events
+
+
+def test_a_model_of_which_the_loop_calls_parts_alone_is_watched_by_its_parts(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    whole = nn.ModuleDict({"enter": nn.Linear(3, 4), "leave": nn.Linear(4, 2)})
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    guard = Guard.watch(whole, optimizer, folder=tmp_path)
+    for step in range(1, 4):
+        x = torch.randn(3, 3)
+        if step == 2:
+            x[2, 0] = torch.inf
+        optimizer.zero_grad(set_to_none=False)
+        whole["leave"](whole["enter"](x).tanh()).square().mean().backward()
+        optimizer.step()
+    (event,) = guard.events
+    assert (event["step"], event["sample_ids"]) == (2, ["sample 2 of micro-batch 0"])
+
+
+def test_healthy_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    alone, watched = Pair(), Pair()
+    for step in range(1, 5):
+        alone.step(batch(step))
+    guard = guarded(watched, None, tmp_path, 4, lambda step, given: None)
+    assert not guard.events
+    pairs = zip(alone.modules().parameters(), watched.modules().parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_gradient_scaler_keeps_its_own_check(tmp_path: Path) -> None:
+    pair = Pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    guard = Guard.watch(None, pair.optimizer, folder=tmp_path)
+    for step in range(1, 9):
+        pair.optimizer.zero_grad()
+        given = batch(step)
+        loss = pair.denoiser(given["x"], text=pair.text(given["tokens"])).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(pair.optimizer)
+        scaler.update()
+    assert scaler.get_scale() < 2.0**127
+    assert not guard.events
+    assert {int(state["step"]) for state in pair.optimizer.state.values()} <= set(range(1, 9))
+
+
+def test_no_optimizer_is_one_line() -> None:
+    with pytest.raises(DitLoraError, match="no optimizer that holds a parameter"):
+        Guard.watch(nn.Linear(2, 2), None)
