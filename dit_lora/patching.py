@@ -43,6 +43,11 @@ class Patches:
         setattr(owner, name, wrapped)
         self._undo.append(restore)
 
+    def attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute that the owner has not of its own."""
+        setattr(owner, name, value)
+        self._undo.append(lambda: delattr(owner, name))
+
     def gated_step(self, owner: Any, is_shut: Callable[[], bool]) -> None:
         """Let `owner.step` do nothing while the gate is shut, by a class of its own.
 

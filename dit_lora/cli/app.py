@@ -15,7 +15,7 @@ from dit_lora.version import __version__
 PANELS = {
     "Start": ("doctor", "init.recipes", "init", "tiny", "shapes"),
     "Data": ("audit", "show", "cache"),
-    "Train": ("plan", "replay", "quarantine", "faults"),
+    "Train": ("plan", "guard", "replay", "quarantine", "faults"),
     "Use what was trained": ("report", "sample", "verify", "export", "push", "chat", "evaluate"),
     "Reference": ("tiny.families", "schema", "convert"),
 }
@@ -23,6 +23,13 @@ PANELS = {
 
 EXAMPLES: dict[str, Sequence[str]] = {}
 """Commands to type, after `dit-lora`, by verb."""
+
+# What is behind the script's name is the script's, also where it looks like an option of ours.
+_PASSES_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
 
 _EPILOG = """Type first:
   dit-lora doctor
@@ -73,7 +80,10 @@ def _add(place: str, panel: str) -> None:
             verb, name=name, no_args_is_help=True, rich_help_panel=panel, epilog=_epilog(name)
         )
     else:
-        app.command(name, rich_help_panel=panel, epilog=_epilog(name))(verb)
+        settings = _PASSES_ON if name == "guard" else None
+        app.command(name, rich_help_panel=panel, epilog=_epilog(name), context_settings=settings)(
+            verb
+        )
 
 
 def _epilog(verb: str) -> str:

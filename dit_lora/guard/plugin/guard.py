@@ -48,10 +48,11 @@ class Guard:
         config: LadderConfig,
         folder: Path | None,
         checks: frozenset[str],
+        names: Names | None = None,
     ) -> None:
         self._host = host
         self._patches = Patches()
-        self._names = Names()
+        self._names = names or Names()
         self._state = LoopState({}, optimizers, every=config.snapshot_every)
         self._watched = Watched(
             host, models, self._state, self._names, compares_frozen="frozen" in checks
@@ -94,7 +95,7 @@ class Guard:
         if wrong_types or not models:
             received = wrong_types[0] if wrong_types else "none"
             raise DitLoraError(f"Guard.attach: model is a torch.nn.Module; got {received}")
-        return cls._over(
+        return cls.over(
             accelerator,
             models,
             _listed(optimizer),
@@ -124,7 +125,7 @@ class Guard:
         Over a process group, as in DDP, all ranks agree. `model` may be None: then the models are those that a loss of
         the first step comes through. Everything else is as in `attach`.
         """
-        return cls._over(
+        return cls.over(
             None,
             _listed(model),
             _listed(optimizer),
@@ -137,19 +138,21 @@ class Guard:
         )
 
     @classmethod
-    def _over(
+    def over(
         cls,
         accelerator: "Accelerator | None",
         models: Sequence[nn.Module],
         optimizers: Sequence[Any],
         *,
-        lr_scheduler: Any,
-        ema: Averages | None,
-        config: LadderConfig | None,
-        folder: str | Path | None,
-        checks: Collection[str],
-        loader: Any,
+        lr_scheduler: Any = None,
+        ema: Averages | None = None,
+        config: LadderConfig | None = None,
+        folder: str | Path | None = None,
+        checks: Collection[str] = CHECKS,
+        loader: Any = None,
+        names: Names | None = None,
     ) -> "Guard":
+        """Guard a loop with an accelerator or without, and models that are named or not; `names` knows its loaders."""
         held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
         if not held:
             raise DitLoraError("Guard: there is no optimizer that holds a parameter; got none")
@@ -161,6 +164,7 @@ class Guard:
             config=config or LadderConfig(),
             folder=Path(folder) if folder is not None else None,
             checks=checked(checks),
+            names=names,
         )
         guard._require_wide_weights()
         guard._watch(_listed(lr_scheduler), ema, _listed(loader))

@@ -1,4 +1,5 @@
-"""Names for the rows of a batch: those that the loop gives, or the dataset's indices from the loader's batch sampler.
+"""Names for the rows of a batch: those that the loop gives, those in a column of the batch, or the dataset's indices
+from the loader's batch sampler.
 
 A loader asks its sampler ahead of the loop, workers further still, but batches come in the sampler's order: each batch
 that is handed out has the oldest list of indices that none had yet.
@@ -8,7 +9,7 @@ import logging
 import re
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from dit_lora.patching import Patches, is_a
 
 _LOG = logging.getLogger("dit_lora")
 _DISPATCHER = "accelerate.data_loader:DataLoaderDispatcher"
+# Columns of a batch by which people know their samples; `__key__` is WebDataset's.
+_NAMES = ("id", "ids", "path", "paths", "file_name", "file_names", "__key__")
 _MOST = 256  # batches that a loop takes before it runs the first of them
 _NUMBERED = re.compile(r"sample \d+ of micro-batch \d+")
 
@@ -28,10 +31,11 @@ def identifies(sample: str) -> bool:
 
 
 class _Batch:
-    """The indices of one batch in the dataset, and its tensors, which are the loop's."""
+    """The names of one batch's samples, and its tensors, which are the loop's."""
 
     def __init__(self, indices: tuple[object, ...], batch: Any) -> None:
-        self.indices = indices
+        self.indices = tuple(f"dataset index {index}" for index in indices)
+        self.names = _names_in(batch)
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         # Weak references: memory that the loop has freed must not be held for a name.
         self._tensors = [weakref.ref(leaf) for leaf in leaves]
@@ -41,12 +45,24 @@ class _Batch:
         return any(id(tensor) in wanted for ref in self._tensors if (tensor := ref()) is not None)
 
 
+def _names_in(batch: Any) -> tuple[str, ...]:
+    """Return the samples' names by the first column of the batch that holds such."""
+    columns = batch if isinstance(batch, Mapping) else {}
+    for column in _NAMES:
+        values = columns.get(column)
+        if isinstance(values, (list, tuple)) and all(isinstance(one, (str, int)) for one in values):
+            return tuple(f"{column} {one}" for one in values)
+    return ()
+
+
 class Names:
     """Says which samples a call of a model has; where that is not certain, rows are numbered."""
 
     def __init__(self) -> None:
         self.given: tuple[str, ...] = ()
         """Names of the samples in the forward passes under way, as the loop gives them."""
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Loaders that names are learned from."""
         self._handed_out: deque[_Batch] = deque(maxlen=_MOST)
         self._current: _Batch | None = None
         self._seen: Sequence[torch.Tensor] = ()
@@ -54,13 +70,22 @@ class Names:
         self._warned = False
 
     def watch(self, loader: Any, patches: Patches) -> None:
-        """Learn indices from a loader with a batch sampler.
+        """Learn names from a loader, if it is not followed already."""
+        follow = self.follow(loader, patches)
+        if follow is not None:
+            patches.iterated(loader, follow)
 
-        Not from one that hands batches out in another order, or cuts them for other ranks.
+    def follow(
+        self, loader: Any, patches: Patches
+    ) -> Callable[[Iterator[Any]], Iterator[Any]] | None:
+        """Return what notes a loader's batches as the loop takes them; None where it is followed already.
+
+        Indices in the dataset come from its batch sampler. Not from one that hands batches out in another order, or
+        cuts them for other ranks, and not of a stream, which has no indices: names in the batch itself are left.
         """
         sampler = loader.batch_sampler
-        if sampler is None or not loader.in_order or is_a(loader, _DISPATCHER):
-            return
+        if loader in self._followed:
+            return None
         asked: deque[tuple[object, ...]] = deque()
 
         def noted(indices_of_batches: Iterator[Any]) -> Iterator[Any]:
@@ -76,8 +101,11 @@ class Names:
                 self._handed_out.append(_Batch(asked.popleft() if asked else (), batch))
                 yield batch
 
-        if patches.iterated(sampler, noted):
-            patches.iterated(loader, handed_out)
+        has_order = sampler is not None and loader.in_order and not is_a(loader, _DISPATCHER)
+        if has_order:
+            patches.iterated(sampler, noted)
+        self._followed.add(loader)
+        return handed_out
 
     def see(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note what a call is given, before its names are asked for."""
@@ -97,9 +125,10 @@ class Names:
             _LOG.warning(
                 "guard.microbatch: %d ids for %d rows; rows are numbered", len(self.given), count
             )
-        indices = self._current.indices if self._current is not None and not self.given else ()
-        if indices and len(indices) == count:
-            return tuple(f"dataset index {index}" for index in indices)
+        batch = self._current if not self.given else None
+        for names in (batch.names, batch.indices) if batch is not None else ():
+            if names and len(names) == count:
+                return names
         return tuple(f"sample {row} of micro-batch {micro_step}" for row in range(count))
 
     def next_step(self) -> None:

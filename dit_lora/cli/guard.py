@@ -1,0 +1,39 @@
+"""The verb `dit-lora guard`: a script that knows nothing of it, guarded."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_lora.config.ladder import LadderConfig
+
+EXAMPLES = {
+    "guard": (
+        "guard train.py --lr 1e-4",
+        "guard --folder runs/mine -m my_package.train --config train.yaml",
+    )
+}
+
+
+def guard(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A Python script, or with -m a module.")],
+    folder: Annotated[
+        Path, typer.Option(help="Gets events.jsonl and, at a stop, the last good weights.")
+    ] = Path("dit_lora_guard"),
+    max_skips: Annotated[
+        int, typer.Option(help="Tripped steps that skips may answer; then the script is stopped.")
+    ] = LadderConfig.max_skips,
+    snapshot_every: Annotated[
+        int, typer.Option(help="Steps between snapshots of what is trained; 0 for none.")
+    ] = LadderConfig.snapshot_every,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
+) -> None:
+    """Run a training script with every optimizer watched; what is behind SCRIPT are its own arguments.
+
+    On several processes: accelerate launch -m dit_lora guard SCRIPT, or torchrun -m dit_lora guard SCRIPT.
+    """
+    from dit_lora.guard.plugin.script import run_script
+
+    config = LadderConfig(max_skips=max_skips, snapshot_every=snapshot_every)
+    run_script(script, context.args, config=config, folder=folder, module=module)

@@ -1,0 +1,181 @@
+"""The guard around a script that knows nothing of it: `dit-lora guard SCRIPT.py ARGS`.
+
+Optimizers, schedules and loaders are noted as they are made. The first call of a model that one of the optimizers
+trains begins the guard, with Accelerate where the loop uses it, before anything has been trained.
+"""
+
+import gc
+import runpy
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from dit_lora.config.ladder import LadderConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.guard.plugin.guard import Guard
+from dit_lora.guard.plugin.loaders import Loaders
+from dit_lora.guard.plugin.names import Names
+from dit_lora.guard.plugin.outermost import leave, listen
+from dit_lora.numerics.ranks import process_index
+from dit_lora.patching import Patches, is_a
+from dit_lora.terminal import echo
+
+Say = Callable[[str], None]
+
+
+def run_script(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    config: LadderConfig,
+    folder: Path,
+    module: bool = False,
+) -> list[Guard]:
+    """Run a script, or with `module` a module by its name, as `python` does, and guard all that it trains.
+
+    Returns the guards. Raises what the script raises; `NonFiniteError` where the guard stops it.
+    """
+    if not module and not Path(script).is_file():
+        raise DitLoraError(f"guard: no such script: {script}")
+    overseer = Overseer(config, folder, _say)
+    argv, path = sys.argv[:], sys.path[:]
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path.cwd() if module else Path(script).resolve().parent)
+    try:
+        with overseer.overseeing():
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+            overseer.end()
+    finally:
+        sys.argv[:], sys.path[:] = argv, path
+    return overseer.guards
+
+
+class Overseer:
+    """Notes what a loop is made of, and guards it from the first call of a model that is trained."""
+
+    def __init__(self, config: LadderConfig, folder: Path, say: Say) -> None:
+        self.guards: list[Guard] = []
+        self._config = config
+        self._folder = folder
+        self._say = say
+        self._names = Names()
+        self._patches = Patches()
+        self._loaders = Loaders(self._names, self._patches)
+        self._waiting: list[weakref.ref[torch.optim.Optimizer]] = []
+        """Optimizers that are not guarded yet."""
+        self._schedules: list[weakref.ref[LRScheduler]] = []
+
+    @contextmanager
+    def overseeing(self) -> Iterator[None]:
+        """Note what is made within."""
+        self._patches.method(torch.optim.Optimizer, "__init__", self._optimizer)
+        self._patches.method(LRScheduler, "__init__", self._schedule)
+        self._loaders.follow_all(DataLoader)
+        try:
+            yield
+        finally:
+            leave(self._around)
+            for guard in self.guards:
+                guard.detach()
+            self._patches.undo()
+
+    def end(self) -> None:
+        """Look once more at what was trained, and say what was not guarded."""
+        for guard in self.guards:
+            guard.require_finite()
+        for optimizer in filter(None, (one() for one in self._waiting)):
+            self._say(f"not guarded: {_named(optimizer)}, for no model that it trains was called")
+        if not self.guards and not self._waiting:
+            self._say("nothing was guarded: the script made no torch.optim.Optimizer")
+
+    def _optimizer(
+        self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        original(optimizer, *args, **kwargs)
+        self._waiting.append(weakref.ref(optimizer))
+        listen(self._around)
+
+    def _schedule(
+        self, original: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        original(schedule, *args, **kwargs)
+        self._schedules.append(weakref.ref(schedule))
+
+    @contextmanager
+    def _around(self, model: nn.Module) -> Iterator[None]:
+        """Begin to guard if the model is one that an optimizer trains."""
+        waiting = [one for one in (ref() for ref in self._waiting) if one is not None]
+        own = {id(parameter) for parameter in model.parameters()}
+        if not any(id(p) in own for one in waiting for p in _held(one)):
+            yield
+            return
+        self._waiting.clear()
+        leave(self._around)
+        self._guard(waiting)
+        yield
+
+    def _guard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        accelerator = _accelerator_of(optimizers)
+        prepared = [one.scheduler for one in accelerator._schedulers] if accelerator else []
+        schedules = [
+            one
+            for one in (ref() for ref in self._schedules)
+            if one is not None and one.optimizer in optimizers and one not in prepared
+        ]
+        names = ", ".join(map(_named, optimizers))
+        try:
+            guard = Guard.over(
+                accelerator,
+                [],
+                optimizers,
+                lr_scheduler=schedules,
+                config=self._config,
+                folder=self._folder,
+                names=self._names,
+            )
+        except DitLoraError as problem:
+            self._say(f"not guarded: {names}: {problem}")
+            return
+        self.guards.append(guard)
+        count = sum(parameter.numel() for one in optimizers for parameter in _held(one))
+        loop = "an Accelerate loop" if accelerator is not None else "a plain PyTorch loop"
+        self._say(
+            f"watching {names} with {count:,} trained numbers in {loop}; events go to {self._folder}"
+        )
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _named(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _accelerator_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+    """Return the Accelerator that has prepared one of the optimizers, or None.
+
+    It keeps no list of itself, so it is looked for among all objects, once.
+    """
+    for candidate in gc.get_objects():
+        if is_a(candidate, "accelerate:Accelerator"):
+            wrapped = [wrapper.optimizer for wrapper in candidate._optimizers]
+            if any(one is other for one in wrapped for other in optimizers):
+                return candidate
+    return None
+
+
+def _say(words: str) -> None:
+    if process_index() == 0:
+        echo(f"guard: {words}", err=True)
