@@ -28,6 +28,7 @@ class Host:
                 f"PyTorch; got {type(accelerator).__name__}"
             )
         self.accelerator = accelerator
+        self._rank = process_index()
         self.device = accelerator.device if accelerator is not None else device
 
     @property
@@ -36,7 +37,9 @@ class Host:
 
     @property
     def rank(self) -> int:
-        return process_index()
+        # A loop may end its process group before the guard has said all.
+        self._rank = max(self._rank, process_index())
+        return self._rank
 
     @property
     def syncs_gradients(self) -> bool:

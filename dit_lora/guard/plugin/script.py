@@ -25,7 +25,7 @@ from dit_lora.guard.plugin.loaders import Loaders
 from dit_lora.guard.plugin.names import Names
 from dit_lora.guard.plugin.outermost import leave, listen
 from dit_lora.numerics.ranks import process_index
-from dit_lora.patching import Patches, is_a
+from dit_lora.patching import Patches
 from dit_lora.terminal import echo
 
 Say = Callable[[str], None]
@@ -168,8 +168,11 @@ def _accelerator_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
 
     It keeps no list of itself, so it is looked for among all objects, once.
     """
-    for candidate in gc.get_objects():
-        if is_a(candidate, "accelerate:Accelerator"):
+    accelerate = sys.modules.get("accelerate")
+    kind = getattr(accelerate, "Accelerator", None)
+    for candidate in gc.get_objects() if kind is not None else ():
+        # By its type: proxies among the objects act when they are asked what they are.
+        if issubclass(type(candidate), kind):
             wrapped = [wrapper.optimizer for wrapper in candidate._optimizers]
             if any(one is other for one in wrapped for other in optimizers):
                 return candidate

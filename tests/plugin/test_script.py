@@ -1,0 +1,234 @@
+"""`dit-lora guard SCRIPT`: scripts that know nothing of it, run as their authors run them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launching import launch_environment
+
+PLAIN = """
+import argparse
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from beside import width
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--nan", type=int, default=-1)
+parser.add_argument("--fault", default="")
+parser.add_argument("--epochs", type=int, default=2)
+args = parser.parse_args()
+torch.manual_seed(0)
+
+class Data(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        if index == args.nan:
+            x[1] = float("nan")
+        return {"x": x, "y": x.sum()[None]}
+
+body = nn.Sequential(nn.Linear(4, width), nn.Tanh())
+head = nn.Linear(width, 1)
+optimizers = [torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(head.parameters(), lr=0.1)]
+schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
+step = 0
+for epoch in range(args.epochs):
+    for batch in DataLoader(Data(), batch_size=4, shuffle=True):
+        step += 1
+        if args.fault == "weight" and step == 3:
+            body[0].weight.data[1, 2] = float("nan")
+        if args.fault == "moment" and step == 3:
+            optimizers[1].state[head.bias]["exp_avg"][0] = float("inf")
+        loss = nn.functional.mse_loss(head(body(batch["x"])), batch["y"])
+        for one in optimizers:
+            one.zero_grad()
+        loss.backward()
+        if args.fault == "gradient" and step == 3:
+            body[0].weight.grad[0, 0] = float("inf")
+        for one, schedule in zip(optimizers, schedules):
+            one.step()
+            schedule.step()
+torch.save({"body": body.state_dict(), "head": head.state_dict()}, "out.pt")
+print("steps", step, "rate", schedules[0].get_last_lr()[0], __name__)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(PLAIN)
+    (tmp_path / "beside.py").write_text("width = 8\n")
+    return path
+
+
+def python(folder: Path, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=launch_environment(),
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def weights(folder: Path) -> list[torch.Tensor]:
+    saved = torch.load(folder / "out.pt", weights_only=True)
+    return [tensor for part in saved.values() for tensor in part.values()]
+
+
+def events(folder: Path) -> list[dict[str, object]]:
+    path = folder / "guarded" / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+GUARD = ("-m", "dit_lora.guard", "--folder", "guarded")
+
+
+@pytest.mark.parametrize(
+    ("options", "cause", "named"),
+    [
+        (("--nan", "5"), "data", "dataset index 5"),
+        (("--fault", "weight"), "weights", "Sequential.0.weight"),
+        pytest.param(
+            ("--fault", "moment"),
+            "optimizer",
+            "Linear.bias/exp_avg",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            ("--fault", "gradient"),
+            "transient",
+            "finite when it was run again",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_a_plain_loop_of_two_optimizers_survives_without_a_line(
+    script: Path, options: tuple[str, ...], cause: str, named: str
+) -> None:
+    folder = script.parent
+    python(folder, script.name, *options)
+    assert not all(bool(one.isfinite().all()) for one in weights(folder))
+    done = python(folder, *GUARD, script.name, *options)
+    assert all(bool(one.isfinite().all()) for one in weights(folder))
+    assert {event["verdict"]["cause"] for event in events(folder)} == {cause}  # type: ignore[index]
+    assert named in done.stderr
+    assert "watching SGD, AdamW with 49 trained numbers in a plain PyTorch loop" in done.stderr
+    assert "__main__" in done.stdout
+
+
+def test_a_skipped_step_moves_no_schedule(script: Path) -> None:
+    done = python(script.parent, *GUARD, script.name, "--nan", "5")
+    rate = float(done.stdout.split()[3])
+    assert rate == pytest.approx(0.1 * 0.9**6)  # 8 steps, 2 of them skipped
+
+
+def test_healthy_training_is_the_same_bit_for_bit(script: Path) -> None:
+    folder = script.parent
+    bare = python(folder, script.name)
+    alone = weights(folder)
+    guarded = python(folder, *GUARD, script.name)
+    assert guarded.stdout == bare.stdout
+    assert all(torch.equal(a, b) for a, b in zip(alone, weights(folder), strict=True))
+    assert not events(folder)
+
+
+def test_the_command_ends_with_what_the_guard_stops_it_with(script: Path) -> None:
+    folder = script.parent
+    options = ["--max-skips", "0", "--folder", "guarded", script.name, "--nan", "5"]
+    done = python(folder, "-m", "dit_lora", "guard", *options, code=3)
+    assert "error: guard: step" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((folder / "guarded").glob("last_good_step_*.safetensors"))
+    assert not (folder / "out.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print('nothing to train')", "nothing was guarded: the script made no torch.optim"),
+        (
+            "import torch\nheld = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1)",
+            "not guarded: SGD, for no model that it trains was called",
+        ),
+        (
+            "import torch\nm = torch.nn.Linear(2, 2).half()\nheld = torch.optim.SGD(m.parameters(), lr=1)\n"
+            "m(torch.ones(1, 2).half())",
+            "not guarded: SGD: 2 trained parameters are fp16",
+        ),
+    ],
+)
+def test_what_is_not_guarded_is_said(tmp_path: Path, code: str, said: str) -> None:
+    (tmp_path / "other.py").write_text(code)
+    assert said in python(tmp_path, *GUARD, "other.py").stderr
+
+
+def test_a_module_runs_by_its_name_and_errors_are_the_scripts_own(script: Path) -> None:
+    folder = script.parent
+    done = python(folder, *GUARD, "-m", "train", "--epochs", "1")
+    assert "steps 4" in done.stdout
+    done = python(folder, *GUARD, script.name, "--epochs", "x", code=2)
+    assert "train.py: error: argument --epochs" in done.stderr
+    done = python(folder, *GUARD, "nowhere.py", code=2)
+    assert done.stderr == "error: guard: no such script: nowhere.py\n"
+
+
+RANKS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+
+class Data(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        if index == int(sys.argv[1]):
+            x[1] = float("nan")
+        return x
+
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+data = Data()
+sampler = DistributedSampler(data)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for x in DataLoader(data, batch_size=4, sampler=sampler):
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+others = [torch.empty_like(weights) for _ in range(2)]
+dist.all_gather(others, weights)
+if dist.get_rank() == 0:
+    print("finite", bool(weights.isfinite().all()), "equal", torch.equal(*others))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_of_ddp_agree(tmp_path: Path) -> None:
+    (tmp_path / "ddp.py").write_text(RANKS)
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
+    done = python(tmp_path, *torchrun, *GUARD, "ddp.py", "5")
+    assert "finite True equal True" in done.stdout
+    (first, second) = events(tmp_path)
+    for event in (first, second):
+        assert event["sample_ids"] == ["dataset index 5"]
+    assert done.stderr.count("2 of 4 optimizer steps were not taken") == 1
