@@ -222,6 +222,75 @@ dist.destroy_process_group()
 """
 
 
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+fault = sys.argv[1]
+
+class Data(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return x * 1e30 if fault == "overflow" and index == 5 else x
+
+class FourthPower(torch.nn.Module):
+    def forward(self, x):
+        return x.square().square()
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), FourthPower(), torch.nn.Linear(8, 1))
+for layer in (model[0], model[2]):
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data, step = Data(), 0
+sampler = DistributedSampler(data)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for x in DataLoader(data, batch_size=4, sampler=sampler):
+        step += 1
+        if fault == "weight" and step == 3 and dist.get_rank() == 1:
+            model[0].weight.data._local_tensor[0, 0] = float("nan")
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+finite = all(bool(p.full_tensor().isfinite().all()) for p in model.parameters())
+if dist.get_rank() == 0:
+    print("finite", finite)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("overflow", ("dataset index 5 (rank 1): it fails whatever", "first inf in the forward")),
+        pytest.param(
+            "weight",
+            ("rank 1: the trained weight 0.weight has 1 NaN among 32 values",),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_ranks_that_share_weights_diagnose_together(
+    tmp_path: Path, fault: str, told: tuple[str, ...]
+) -> None:
+    """A rank alone cannot run a model of `fully_shard`: all run the micro-batch of the one that failed."""
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
+    done = python(tmp_path, *torchrun, *GUARD, "sharded.py", fault)
+    assert "finite True" in done.stdout
+    assert all(words in done.stderr for words in told), done.stderr
+
+
 @pytest.mark.slow
 def test_two_ranks_of_ddp_agree(tmp_path: Path) -> None:
     (tmp_path / "ddp.py").write_text(RANKS)

@@ -1,6 +1,6 @@
 """Find the causes of a tripped step in a loop that is not ours, over every model that is trained."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -9,6 +9,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.plugin.names import identifies
 from dit_lora.guard.plugin.recorded_calls import CapturedCall
+from dit_lora.guard.plugin.shared_calls import RankCalls
 from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.state import bad_state, run_away
@@ -26,18 +27,9 @@ def state_verdict(watched: Watched, kind: str, step: int, rank: int) -> Verdict 
     return verdict
 
 
-def call_verdicts(
-    calls: Sequence[CapturedCall],
-    watched: Watched,
-    controls: Mapping[int, CapturedCall],
-    kind: str,
-    step: int,
-    rank: int,
-) -> list[Verdict]:
-    """Return one verdict a micro-batch, on the call that what is wrong comes from.
-
-    `controls` are calls that were healthy in an earlier step, by id of the model.
-    """
+def call_verdicts(of_rank: RankCalls, watched: Watched, kind: str, step: int) -> list[Verdict]:
+    """Return one verdict a micro-batch, on the call that what is wrong comes from. Collective in lockstep."""
+    calls, controls, rank = of_rank.calls, of_rank.controls, of_rank.rank
 
     def verdict(call: CapturedCall) -> Verdict:
         suspects, control = watched.suspects[id(call.owner)], controls.get(id(call.owner))

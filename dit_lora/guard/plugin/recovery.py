@@ -112,7 +112,9 @@ class PluginRecovery:
 
     def _agreed_verdicts(self, trip: PluginTrip) -> list[Verdict]:
         here = [_with_gradients(verdict, trip.gradients) for verdict in self._verdicts_here(trip)]
-        verdicts = self.host.gathered(here) or [unseen(trip.step, self.host.rank)]
+        # In lockstep all ranks have diagnosed the same calls: gathering would repeat each verdict.
+        verdicts = here if self.watched.lockstep else self.host.gathered(here)
+        verdicts = verdicts or [unseen(trip.step, self.host.rank)]
         # A rank whose run was healthy again has nothing to say beside one that found a cause.
         telling = [verdict for verdict in verdicts if verdict.cause != "transient"]
         return telling or verdicts[:1]
@@ -125,7 +127,11 @@ class PluginRecovery:
             return [state]
         if trip.kind in (*OF_WEIGHTS, OF_FROZEN) and not trip.calls:
             return [state] if state is not None else []  # none: it is another rank's
-        verdicts = call_verdicts(trip.calls, self.watched, trip.controls, trip.kind, step, rank)
+        verdicts = [
+            verdict
+            for of_rank in self.watched.shared(trip.calls, trip.controls)
+            for verdict in call_verdicts(of_rank, self.watched, trip.kind, step)
+        ]
         if state is None:
             return verdicts or [unseen(step, rank)]
         # A bad sample leaves its NaN in a buffer that the model writes to; it is the buffer where no sample is bad.

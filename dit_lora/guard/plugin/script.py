@@ -155,6 +155,10 @@ class Overseer:
         )
 
 
+class _NoAccelerator:
+    """Stands for the class where Accelerate is not imported."""
+
+
 def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -169,8 +173,8 @@ def _accelerator_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     It keeps no list of itself, so it is looked for among all objects, once.
     """
     accelerate = sys.modules.get("accelerate")
-    kind = getattr(accelerate, "Accelerator", None)
-    for candidate in gc.get_objects() if kind is not None else ():
+    kind: type = getattr(accelerate, "Accelerator", _NoAccelerator)
+    for candidate in gc.get_objects() if accelerate is not None else ():
         # By its type: proxies among the objects act when they are asked what they are.
         if issubclass(type(candidate), kind):
             wrapped = [wrapper.optimizer for wrapper in candidate._optimizers]

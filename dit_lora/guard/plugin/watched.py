@@ -1,6 +1,6 @@
 """The models of a loop that is not ours: the part of them that is trained, and the calls since the last step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,9 +19,11 @@ from dit_lora.guard.plugin.names import Names
 from dit_lora.guard.plugin.record import LoopRecord
 from dit_lora.guard.plugin.recorded_calls import CapturedCall, Recorder
 from dit_lora.guard.plugin.roots import Roots
+from dit_lora.guard.plugin.shared_calls import RankCalls, shared_calls
 from dit_lora.guard.state import weight_peak
 from dit_lora.guard.suspects import Suspects
 from dit_lora.guard.switches import all_switches
+from dit_lora.numerics.dtensors import needs_all_ranks
 
 
 class Watched:
@@ -46,6 +48,8 @@ class Watched:
         """Suspects of all models as one, whose weights have the names that they have here."""
         self.record: LoopRecord | None
         """Frozen weights and buffers as they began; None if they are not to be compared."""
+        self.lockstep = False
+        """True if a model is sharded, which no rank can run alone: all diagnose together."""
         self.switched_off: set[str] = set()
         """Switches that verdicts have turned off."""
         self.names = names
@@ -118,6 +122,7 @@ class Watched:
         parts = {prefix.removesuffix("."): model for prefix, model in models.items()}
         alone = next(iter(models.values()), nn.Module())
         whole = nn.ModuleDict(parts) if len(models) > 1 else alone
+        self.lockstep = needs_all_ranks(whole)
         self.record = LoopRecord(whole) if self._compares_frozen else None
         self.together = self._suspects(whole, "", self.record)
         self.suspects = {
@@ -133,12 +138,23 @@ class Watched:
             model=model,
             optimizer_state=lambda: self._state.optimizer_tensors().items(),
             switches=all_switches(model),
-            start_peak=weight_peak([p for p in model.parameters() if p.requires_grad]),
+            start_peak=weight_peak(
+                [p for p in model.parameters() if p.requires_grad], together=self.lockstep
+            ),
+            lockstep=self.lockstep,
             frozen=record,
             peaks=peaks,
             switched_off=self.switched_off,
             decay=self._state.largest_decay,
         )
+
+    def shared(
+        self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall]
+    ) -> list[RankCalls]:
+        """Return the calls that this rank is to diagnose: its own or, in lockstep, those of all ranks. Collective."""
+        models = [recorder.model for recorder in self._recorders]
+        shared = shared_calls(calls, controls, models, self._host.device) if self.lockstep else None
+        return shared if shared is not None else [RankCalls(self._host.rank, calls, controls)]
 
     def has_changed(self) -> bool:
         """Return True if an optimizer was given more to train, or some of what it has was frozen or freed."""

@@ -1,0 +1,93 @@
+"""Shares calls among ranks whose models are sharded: no rank can run one alone, so all run each together."""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from dit_lora.guard.plugin.recorded_calls import CapturedCall
+from dit_lora.numerics.finite import is_finite
+from dit_lora.numerics.ranks import gather_object, process_index
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """The calls of one rank in the step that tripped."""
+
+    rank: int
+    calls: Sequence[CapturedCall]
+    controls: Mapping[int, CapturedCall]
+    """The last healthy call of each model, by the model's id."""
+
+
+def shared_calls(
+    calls: Sequence[CapturedCall],
+    controls: Mapping[int, CapturedCall],
+    models: Sequence[nn.Module],
+    device: torch.device,
+) -> list[RankCalls] | None:
+    """Return the calls of every rank on which something is not finite, equal on all ranks; of all ranks where none is.
+
+    None where what a model was given cannot be sent to another rank. Collective.
+    """
+    numbers = {id(model): number for number, model in enumerate(models)}
+    bad = _micro_batches_with_bad_values(calls)
+    wanted = list(calls)
+    if any(gather_object([bool(bad)])):
+        wanted = [call for call in calls if call.micro_step in bad]
+    # Controls stand beside calls alone.
+    beside = [controls[id(call.owner)] for call in wanted if id(call.owner) in controls]
+    try:
+        packed = pickle.dumps(
+            [[_packed(call, numbers) for call in part] for part in (wanted, beside)]
+        )
+    except (AttributeError, TypeError, pickle.PicklingError):
+        packed = None
+    every = gather_object([(process_index(), packed)])
+    contents = {rank: content for rank, content in every if content is not None}
+    if len(contents) < len(every):
+        return None
+    shared = []
+    for rank, content in contents.items():
+        theirs, others = pickle.loads(content)  # made by the ranks of this very run
+        unpacked = [_unpacked(call, number, models, device) for call, number in theirs]
+        healthy = [_unpacked(call, number, models, device) for call, number in others]
+        if unpacked:
+            by_model = {id(call.owner): call for call in healthy}
+            shared.append(RankCalls(rank, unpacked, by_model))
+    return shared
+
+
+def _micro_batches_with_bad_values(calls: Sequence[CapturedCall]) -> set[int]:
+    return {
+        call.micro_step
+        for call in calls
+        for tensor in (call.output, call.output_gradient)
+        if tensor is not None and not is_finite(tensor)
+    }
+
+
+def _packed(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:
+    """Return the call on the host, without the model, which every rank has, and without a generator of the loop's own."""
+    sent = _moved(call, torch.device("cpu"))
+    return replace(sent, owner=None, generator=None), numbers[id(call.owner)]
+
+
+def _unpacked(
+    call: CapturedCall, number: int, models: Sequence[nn.Module], device: torch.device
+) -> CapturedCall:
+    return replace(_moved(call, device), owner=models[number])
+
+
+def _moved(call: CapturedCall, device: torch.device) -> CapturedCall:
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    args, kwargs, output, gradient = tree_map(
+        moved, (call.args, call.kwargs, call.output, call.output_gradient)
+    )
+    return replace(call, args=args, kwargs=kwargs, output=output, output_gradient=gradient)
