@@ -18,6 +18,8 @@ from dit_lora.numerics.finite import has_values, read_scalars
 
 _FAR = 1e3
 """Factor beyond the largest of the others. Moments of gradients differ by less between elements of a tensor."""
+_NOTHING = 1e-30
+"""What is smaller moves no weight, and gradients that vanish come to it: some of their elements round to 0 first."""
 _FEW = 200
 """At most one element in so many is taken as altered, and at least one of any tensor."""
 
@@ -37,7 +39,7 @@ def altered(now: Mapping[str, Tensor], before: Mapping[str, float]) -> list[str]
         # Second moments are squares, and so is the factor between them.
         far = _FAR**2 if name.endswith(squares) else _FAR
         others = max(before.get(name, 0.0), usual[_kind(name)])
-        if not far * others < peak < float("inf"):
+        if not max(far * others, _NOTHING) < peak < float("inf"):
             continue
         magnitudes = tensors[name].abs().flatten().float()
         # Where more than a few are large, memory has not done it.

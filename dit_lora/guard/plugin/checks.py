@@ -1,12 +1,13 @@
 """Check each step of a loop that is not ours; flags stay on the device until the step is judged."""
 
 from collections.abc import Callable, Collection, Mapping
+from math import isfinite
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.gate import any_not_finite
 from dit_lora.guard.plugin.host import Host
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import magnitudes
@@ -34,7 +35,7 @@ class StepChecks:
         self._losses: list[torch.Tensor] = []
         self._peaks: torch.Tensor | None = None
         self._names: list[str] = []
-        self._bad_weights: torch.Tensor | None = None
+        self._weight_peaks: list[torch.Tensor] = []
 
     @property
     def has_losses(self) -> bool:
@@ -52,45 +53,56 @@ class StepChecks:
         """
         if self._peaks is not None or not self._checks & {"gradient", "zero_gradient"}:
             return
-        grads = {n: local(p.grad) for n, p in parameters.items() if p.grad is not None}
-        self._names = [name for name, gradient in grads.items() if gradient.numel()]
-        self._peaks = magnitudes([grads[name] for name in self._names], self._host.device)
+        grads = {n: g for n, p in parameters.items() if (g := p.grad) is not None}
+        self._names, parts = _parts(grads)
+        self._peaks = magnitudes(parts, self._host.device)
 
     def weights(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Note after a step whether a trained weight is not finite."""
+        """Note after a step each trained weight's largest magnitude."""
         if "weights" in self._checks:
-            bad = any_not_finite(parameters.values(), self._host.device)
-            self._bad_weights = bad if self._bad_weights is None else self._bad_weights | bad
+            _, parts = _parts({name: weight.detach() for name, weight in parameters.items()})
+            # Of the last step alone: what is bad then stays so.
+            self._weight_peaks = [magnitudes(parts, self._host.device)]
 
     def tripped_by(self, asked: Callable[[], bool]) -> str | None:
-        """Return what is wrong with this step on any rank, or None: one all-reduce and one read by the host.
+        """Return what is wrong with this step on any rank, or None: one read by the host, and among ranks one all-reduce.
 
         `asked` says whether anything came back to a model's output on this rank: it is called where no trained
         weight has a gradient. If nothing did, the loss wants no change, and the step is as it should be.
         """
-        false = torch.tensor(False, device=self._host.device)
-        losses = [loss.to(self._host.device) for loss in self._losses]
-        bad_loss = (
-            torch.stack([~torch.isfinite(x).all() for x in losses]).any() if losses else false
-        )
-        # A loss of zero asks for no gradient.
-        says_something = torch.stack([(x != 0).any() for x in losses]).any() if losses else ~false
-        peaks = self._peaks
-        bad_gradient = ~torch.isfinite(peaks).all() if peaks is not None else false
-        some_gradient = (peaks != 0).any() if peaks is not None else ~false
-        bad_weights = false if self._bad_weights is None else self._bad_weights
-        flags = torch.stack([bad_loss, bad_weights, bad_gradient, some_gradient, says_something])
-        flagged = [bool(count) for count in self._host.summed(flags.float())]
+        bad_weights, bad_loss, bad_gradient, some_gradient, says_something = self._agreed()
         # In the order of causes: bad weights make the loss bad, and a bad loss its gradients.
-        if flagged[1]:
+        if bad_weights:
             return "non_finite_weights"
-        if flagged[0] and "loss" in self._checks:
+        if bad_loss and "loss" in self._checks:
             return "non_finite_loss"
-        if flagged[2] and "gradient" in self._checks:
+        if bad_gradient and "gradient" in self._checks:
             return "non_finite_gradient"
-        if flagged[3] or not flagged[4] or "zero_gradient" not in self._checks:
+        if some_gradient or not says_something or "zero_gradient" not in self._checks:
             return None
         return "zero_gradient" if self._host.any_rank(asked()) else None
+
+    def _agreed(self) -> list[bool]:
+        """Return whether weights, losses and gradients are bad, any gradient is not zero, and any loss asks for one."""
+        peaks, device = self._peaks, self._host.device
+        losses = [loss.reshape(-1).to(device) for loss in self._losses]
+        parts = [*losses, *([] if peaks is None else [peaks]), *self._weight_peaks]
+        # Values are judged by the host, which has to wait for them anyway: an operation for each question costs more.
+        values = torch.cat(parts).tolist() if parts else []
+        of_losses = values[: sum(map(len, losses))]
+        of_gradients = values[len(of_losses) :][: 0 if peaks is None else len(peaks)]
+        of_weights = values[len(of_losses) + len(of_gradients) :]
+        flags = [
+            not all(map(isfinite, of_weights)),
+            not all(map(isfinite, of_losses)),
+            not all(map(isfinite, of_gradients)),
+            peaks is None or any(of_gradients),
+            # A loss of zero asks for no gradient.
+            not losses or any(of_losses),
+        ]
+        if self._host.ranks == 1:
+            return flags
+        return list(map(bool, self._host.summed(torch.tensor(flags, device=device).float())))
 
     def bad_gradients(self) -> list[str]:
         """Return the parameters whose gradient is not finite; none where clipping has already spread it to all."""
@@ -106,5 +118,14 @@ class StepChecks:
         self._peaks = None
 
     def forget_weights(self) -> None:
-        """Forget flags of weights that are others now."""
-        self._bad_weights = None
+        """Forget peaks of weights that are others now."""
+        self._weight_peaks = []
+
+
+def _parts(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+    """Return the names and this rank's parts of tensors that have any."""
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        return list(tensors), list(tensors.values())
+    # FSDP2 leaves some ranks nothing of a weight that has fewer rows than there are ranks.
+    parts = {name: part for name, tensor in tensors.items() if (part := local(tensor)).numel()}
+    return list(parts), list(parts.values())
