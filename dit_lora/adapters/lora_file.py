@@ -35,7 +35,7 @@ _MATRIX = re.compile(
 _ALPHA = re.compile(r"(.+)\.alpha")
 _IS_A = ("lora_A", "lora_down", "lora.down")
 # What Diffusers' converters raise of names that they do not know, and of sides: FLUX's are written into its one.
-_OF_CONVERTERS = (
+OF_CONVERTERS = (
     ValueError,
     LookupError,
     AttributeError,
@@ -178,7 +178,7 @@ def _converted(tensors: Tensors, pipeline_class: Any) -> dict[str, torch.Tensor]
     wants_alphas = "return_alphas" in inspect.signature(read).parameters
     try:
         state = read(dict(tensors), **({"return_alphas": True} if wants_alphas else {}))
-    except _OF_CONVERTERS:
+    except OF_CONVERTERS:
         return None
     state, alphas = state if isinstance(state, tuple) else (state, None)
     return {**state, **{key: torch.as_tensor(one) for key, one in (alphas or {}).items()}}
