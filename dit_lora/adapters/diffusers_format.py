@@ -27,6 +27,9 @@ from dit_lora.parsing import parse_json, read_json
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
 BASE_FILE = "base_weights.safetensors"
 PROVENANCE_KEY = "dit_lora"
+# Of a LoRA that is trained in context: Lightricks/LTX-2 (ltx_pipelines/ic_lora.py) and Lightricks/ComfyUI-LTXVideo (iclora.py)
+# read it from the header by this name, as a number in text, and take 1 where it is not there.
+DOWNSCALE = "reference_downscale_factor"
 # The file of a whole pipeline; an adapter has its provenance in the header.
 PROVENANCE_FILE = "dit_lora.json"
 
@@ -65,7 +68,7 @@ def save_adapter(
     with safe_open(staged / ADAPTER_FILE, framework="pt") as file:
         metadata = dict(file.metadata())
     # Diffusers has written rank and alpha into the metadata.
-    metadata[PROVENANCE_KEY] = json.dumps(dict(provenance), sort_keys=True)
+    metadata |= header_lines(provenance)
     tensors = load_file(staged / ADAPTER_FILE)
     save_file(tensors, staged / ADAPTER_FILE, metadata=metadata)
     if base:
@@ -73,6 +76,12 @@ def save_adapter(
         save_file(host, staged / BASE_FILE, metadata=metadata)
     unstage(staged, out, (BASE_FILE, ADAPTER_FILE))
     return out / ADAPTER_FILE
+
+
+def header_lines(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a file's header says of its making: ours whole, and what other programs look for by its own name."""
+    lines = {PROVENANCE_KEY: json.dumps(dict(provenance), sort_keys=True)}
+    return lines | {key: str(provenance[key]) for key in (DOWNSCALE,) if key in provenance}
 
 
 def unstage(staged: Path, out: Path, names: Sequence[str]) -> None:
