@@ -29,7 +29,8 @@ from sklearn.svm import SVC
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from dit_lora.adapters.diffusers_format import load_adapter, read_provenance
+from dit_lora.adapters.diffusers_format import read_provenance
+from dit_lora.adapters.load import load_adapter
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from dit_lora.version import __version__
 
 if TYPE_CHECKING:
-    from dit_lora.adapters.diffusers_format import load_adapter
     from dit_lora.adapters.groups import parameter_groups
+    from dit_lora.adapters.load import load_adapter
     from dit_lora.adapters.lora_mixins import with_lora
     from dit_lora.config.ladder import LadderConfig
     from dit_lora.fuse.api import fuse, unfuse
@@ -33,7 +33,7 @@ _HOMES = {
     "fuse": "dit_lora.fuse.api",
     "unfuse": "dit_lora.fuse.api",
     "parameter_groups": "dit_lora.adapters.groups",
-    "load_adapter": "dit_lora.adapters.diffusers_format",
+    "load_adapter": "dit_lora.adapters.load",
     "with_lora": "dit_lora.adapters.lora_mixins",
 }
 

@@ -14,6 +14,7 @@ TASKS = (
     "image-to-image",
     "text-to-video",
     "image-to-video",
+    "video-to-video",
     "video-text-to-text",
 )
 RELATIONS = ("adapter", "finetune", "merge", "quantized")

@@ -79,6 +79,9 @@ SMOKES = {
     "ltx2": Smoke("ltx-2.3"),
     "ltx2_sound": Smoke("ltx-2.3", clips_with_sound),
     "ltx2_i2v": Smoke("ltx-2", overrides=("data.image_dropout=0.5",), pictures=("images",)),
+    "ltx2_i2v_sound": Smoke(
+        "ltx-2", clips_with_sound, overrides=("data.image_dropout=0.5",), pictures=("images",)
+    ),
     "ltx2_ic_lora": Smoke("ltx-2.3", edit_clips, references=9),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),

@@ -18,9 +18,8 @@ from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config, is_lora_b
 from dit_lora.adapters.groups import base_parameters
-from dit_lora.adapters.lora_mixins import lora_pipeline_class, with_lora
+from dit_lora.adapters.lora_mixins import lora_pipeline_class
 from dit_lora.adapters.own_files import copy_own
-from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.numerics.dtensors import stock_class
 from dit_lora.parsing import parse_json, read_json
@@ -28,6 +27,9 @@ from dit_lora.parsing import parse_json, read_json
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
 BASE_FILE = "base_weights.safetensors"
 PROVENANCE_KEY = "dit_lora"
+# Of a LoRA that is trained in context: Lightricks/LTX-2 (ltx_pipelines/ic_lora.py) and Lightricks/ComfyUI-LTXVideo (iclora.py)
+# read it from the header by this name, as a number in text, and take 1 where it is not there.
+DOWNSCALE = "reference_downscale_factor"
 # The file of a whole pipeline; an adapter has its provenance in the header.
 PROVENANCE_FILE = "dit_lora.json"
 
@@ -66,7 +68,7 @@ def save_adapter(
     with safe_open(staged / ADAPTER_FILE, framework="pt") as file:
         metadata = dict(file.metadata())
     # Diffusers has written rank and alpha into the metadata.
-    metadata[PROVENANCE_KEY] = json.dumps(dict(provenance), sort_keys=True)
+    metadata |= header_lines(provenance)
     tensors = load_file(staged / ADAPTER_FILE)
     save_file(tensors, staged / ADAPTER_FILE, metadata=metadata)
     if base:
@@ -74,6 +76,12 @@ def save_adapter(
         save_file(host, staged / BASE_FILE, metadata=metadata)
     unstage(staged, out, (BASE_FILE, ADAPTER_FILE))
     return out / ADAPTER_FILE
+
+
+def header_lines(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a file's header says of its making: ours whole, and what other programs look for by its own name."""
+    lines = {PROVENANCE_KEY: json.dumps(dict(provenance), sort_keys=True)}
+    return lines | {key: str(provenance[key]) for key in (DOWNSCALE,) if key in provenance}
 
 
 def unstage(staged: Path, out: Path, names: Sequence[str]) -> None:
@@ -161,55 +169,3 @@ def read_provenance(file: Path) -> dict[str, Any]:
             return parse_json((opened.metadata() or {}).get(PROVENANCE_KEY, "{}"))
     except (OSError, ValueError, SafetensorError) as error:
         raise DitLoraError(f"{file} is not a safetensors adapter: {error}") from error
-
-
-def load_adapter(pipeline: Any, adapter: str | Path) -> None:
-    """Load an adapter from a folder, a file or the Hub as stock pipelines do, with what was trained beside it.
-
-    That is base weights, and classes that are new to a model with a class table, names included. A pipeline
-    without a LoRA loader gets one (`with_lora`). An adapter that was trained on the second expert of a pipeline goes
-    there, as `load_into_transformer_2=True` says to Diffusers. Raises `DitLoraError` if the adapter does not fit.
-    """
-    with_lora(pipeline)
-    adapter = result_folder(adapter, (ADAPTER_FILE, BASE_FILE))
-    file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
-    if not file.is_file():
-        raise DitLoraError(f"no adapter at {file}")
-    made = read_provenance(file)
-    part = made.get("part", "transformer")
-    model = getattr(pipeline, part, None)
-    if model is None:
-        raise DitLoraError(
-            f"{file} was trained on {part}, which this {type(pipeline).__name__} does not have; load it into a pipeline "
-            "with both experts"
-        )
-    base = file.with_name(BASE_FILE)
-    if base.is_file():
-        # Base weights go first, because PEFT renames the weights of the layers that it wraps.
-        weights = load_file(base)
-        _grow_tables(model, weights)
-        _, unexpected = model.load_state_dict(weights, strict=False)
-        if unexpected:
-            raise DitLoraError(listed(f"{base}: the model has no such weights", unexpected))
-    where = {} if part == "transformer" else {f"load_into_{part}": True}
-    pipeline.load_lora_weights(file.parent, weight_name=file.name, **where)
-    labels = (made.get("index") or {}).get("id2label", {})
-    # DiTPipeline splits names in this way: a class may have several.
-    if labels and hasattr(pipeline, "labels"):
-        pipeline.labels = {
-            name.strip(): int(row) for row, names in labels.items() for name in names.split(",")
-        }
-
-
-def _grow_tables(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """Make room for the rows that training added to embedding tables, for classes new to the model."""
-    for name, module in model.named_modules():
-        weight = weights.get(f"{name}.weight")
-        if not isinstance(module, nn.Embedding) or weight is None:
-            continue
-        if len(weight) > module.num_embeddings:
-            module.num_embeddings = len(weight)
-            module.weight = nn.Parameter(weight.to(module.weight), requires_grad=False)
-            # DiT's pipeline looks there for the null row.
-            if "num_embeds_ada_norm" in model.config:
-                model.register_to_config(num_embeds_ada_norm=len(weight) - 1)

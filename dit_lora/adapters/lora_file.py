@@ -1,7 +1,7 @@
 """Reads a LoRA's file, whoever wrote it: Diffusers' form, PEFT's, ComfyUI's or kohya's; each layer by Diffusers' name.
 
-Rank is a matrix's size. Alpha is what the file's `.alpha` tensors say, else PEFT's config in its header or beside it,
-else the rank. Text encoders' layers, DoRA's magnitudes and full differences belong to no LoRA of a transformer, and
+Rank is a matrix's size. Alpha is what the file's `.alpha` tensors say, else PEFT's config in its header or beside it, or
+the run's where the file is of a checkpoint, else the rank. Text encoders' layers, DoRA's magnitudes and full differences belong to no LoRA of a transformer, and
 are refused by name: a file is read whole or not at all.
 """
 
@@ -35,13 +35,15 @@ _MATRIX = re.compile(
 _ALPHA = re.compile(r"(.+)\.alpha")
 _IS_A = ("lora_A", "lora_down", "lora.down")
 # What Diffusers' converters raise of names that they do not know, and of sides: FLUX's are written into its one.
-_OF_CONVERTERS = (
+OF_CONVERTERS = (
     ValueError,
     LookupError,
     AttributeError,
     RuntimeError,
     AssertionError,
 )
+WEIGHTS_FILE, STATE_FILE = "trainable.safetensors", "state.json"
+"""Files of a run's checkpoint: what trains, and what run it is of."""
 _METADATA = "lora_adapter_metadata"  # the key of PEFT's config in a header that Diffusers wrote
 
 
@@ -85,6 +87,10 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     config = read_json(beside) if in_peft_format else _config_in(header, file)
     names = [name for name, _ in model.named_modules() if name]
     found = _by_layer(file, tensors, layers_by_spelling(names, comfyui), pipeline_class)
+    alpha = _alpha_of_checkpoint(file)
+    if alpha is not None:
+        for own in found.values():
+            own["alpha"] = torch.tensor(alpha)
     what = f"{file} was trained on another model than this {type(model).__name__}"
     _require_pairs(file, found)
     mismatches = [words for name, own in found.items() for words in _misfits(model, name, own)]
@@ -123,6 +129,24 @@ def _config_in(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:
     prefix = "transformer."
     own = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
     return own or None
+
+
+def _alpha_of_checkpoint(file: Path) -> float | None:
+    """Return alpha of the run whose checkpoint a file is of: the tensors do not say it. None for any other file.
+
+    Raises `DitLoraError` where the checkpoint does not say it either.
+    """
+    beside = file.with_name(STATE_FILE)
+    if file.name != WEIGHTS_FILE or not beside.is_file():
+        return None
+    identity = read_json(beside).get("identity", {})
+    if "lora.rank" not in identity:
+        run = file.absolute().parents[2]
+        raise DitLoraError(
+            f"{file} is of a checkpoint that does not say its alpha, for its run started from a LoRA's file or trained "
+            f"none; end the run, and give its folder: {run}"
+        )
+    return float(identity.get("lora.alpha") or identity["lora.rank"])
 
 
 Found = dict[str, dict[str, torch.Tensor]]
@@ -178,7 +202,7 @@ def _converted(tensors: Tensors, pipeline_class: Any) -> dict[str, torch.Tensor]
     wants_alphas = "return_alphas" in inspect.signature(read).parameters
     try:
         state = read(dict(tensors), **({"return_alphas": True} if wants_alphas else {}))
-    except _OF_CONVERTERS:
+    except OF_CONVERTERS:
         return None
     state, alphas = state if isinstance(state, tuple) else (state, None)
     return {**state, **{key: torch.as_tensor(one) for key, one in (alphas or {}).items()}}

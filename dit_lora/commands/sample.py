@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 
-from dit_lora.adapters.diffusers_format import (
-    ADAPTER_FILE,
-    BASE_FILE,
-    load_adapter,
-)
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
+from dit_lora.adapters.load import load_adapter
 from dit_lora.data.media.sound import unplayable
 from dit_lora.data.media.video import write_sample
 from dit_lora.environment.hub_files import result_folder
@@ -62,7 +59,8 @@ def sample(request: SampleRequest) -> list[Path]:
     model = source.base(request.model)
     # What was trained may add classes.
     index = None if source.is_pipeline else source.made.get("index")
-    sampler: Sampler = get_family(model.family).open(model, index=index).with_header(source.made)
+    family = get_family(model.family)
+    sampler: Sampler = family.open(model, index=index).with_header(source.made)
     video = source.made.get("video", {})
     shape = VideoShape(
         *(_value(name, getattr(request, name), video) for name in ("frames", "height", "width"))
@@ -72,7 +70,7 @@ def sample(request: SampleRequest) -> list[Path]:
     pipeline = sampler.pipeline(choose_precision("auto", device).dtype)
     for one in sources:
         if not one.is_pipeline:
-            load_adapter(pipeline, one.file)
+            load_adapter(pipeline, one.file, family.comfyui)
     sampler.place(pipeline, device)
     fps = None if shape.frames == 1 else _value("fps", request.fps, video)
     how = Sampling(

@@ -21,6 +21,7 @@ from dit_lora.redact import without_tokens
 from dit_lora.results.experts import pair_file
 
 # huggingface.js, packages/tasks/src/pipelines.ts; what has classes in place of prompts has no task there.
+_FROM_CLIPS = "video-to-video"
 _TASKS = {
     (False, "images"): "text-to-image",
     (False, "clips"): "text-to-video",
@@ -72,7 +73,8 @@ def task_of(contents: Contents) -> str | None:
     if pipeline["condition"] == "class_labels":
         return None
     kind = contents.facts["data"]["kind"]
-    # The list has no task from clips to clips.
+    if kind == "clips" and pipeline.get("reference_clips"):
+        return _FROM_CLIPS
     edits = kind == "images" and pipeline.get("references", 0) > 0
     return _TASKS.get((pipeline["from_image"] or edits, kind))
 
@@ -229,11 +231,14 @@ def _notes(contents: Contents) -> Iterator[str]:
 
 
 def _about_references(pipeline: Mapping[str, Any]) -> str:
-    files = reference_files(pipeline["references"])
+    files = reference_files(pipeline)
     named = ", ".join(f"`{file}`" for file in files)
     what = (
         "is what the sample is made from" if len(files) == 1 else "are what the sample is made from"
     )
+    if pipeline.get("reference_clips"):
+        frames, fps = pipeline["arguments"]["num_frames"], pipeline["fps"]
+        return f"{named} {what}: a clip of {frames} frames or more at {fps:g} frames a second."
     side = pipeline.get("reference_resolution")
     if side is None:
         return f"{named} {what}, in the order of training."

@@ -1,7 +1,7 @@
 """Write the code that loads a published result and samples from it as the run's validation did; it runs as pasted."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -53,7 +53,8 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     template = resources.files("dit_lora.hub").joinpath(name).read_text(encoding="utf-8")
     code = environment.from_string(template).render(
         facts={"to_image": False, **contents.facts["pipeline" if is_pipeline else "model"]},
-        references=reference_files(contents.facts.get("pipeline", {}).get("references", 0)),
+        references=reference_files(contents.facts.get("pipeline", {})),
+        clips=contents.facts.get("pipeline", {}).get("reference_clips", False),
         repo_id=repo_id,
         prompt=prompt,
         base=_base(contents),
@@ -71,9 +72,10 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     return code.rstrip()
 
 
-def reference_files(number: int) -> list[str]:
-    """Return the names that code and commands give to so many references."""
-    return [f"reference_{place}.png" for place in range(1, number + 1)]
+def reference_files(pipeline: Mapping[str, Any]) -> list[str]:
+    """Return the names that code and commands give to a pipeline's references."""
+    suffix = "mp4" if pipeline.get("reference_clips") else "png"
+    return [f"reference_{place}.{suffix}" for place in range(1, pipeline.get("references", 0) + 1)]
 
 
 def literal(text: str) -> str:
@@ -118,6 +120,6 @@ def sample_line(contents: Contents, repo_id: str, prompt: str) -> Sequence[str]:
         return ()
     quoted = "'" + prompt.replace("'", "'\\''") + "'"
     model = "" if contents.base or contents.kind == "pipeline" else f" --model {_LOCAL_BASE}"
-    given = reference_files(contents.facts["pipeline"].get("references", 0))
+    given = reference_files(contents.facts["pipeline"])
     references = "".join(f" --reference {file}" for file in given)
     return (f"dit-lora sample {repo_id}{model} --prompt {quoted}{references}",)

@@ -119,7 +119,8 @@ def is_chat(target: Path, model: str | None) -> bool:
         return base.family in CHAT_FAMILIES if base else (target / "config.json").is_file()
     if file.name == ADAPTER_FILE:
         return False
-    family = read_provenance(file).get("family")
+    run = model_of_run(target, file)
+    family = read_provenance(file).get("family") or (run.family if run else None)
     if family:
         return family in CHAT_FAMILIES
     # PEFT's format alone does not say: a diffusion adapter exported to it looks the same.
@@ -134,6 +135,8 @@ def model_of_run(target: Path, file: Path | None) -> ModelConfig | None:
     # An adapter's file given by itself still lies in its run.
     if file and file.parent.name == "adapter":
         run = file.parent.parent
+    if file and file.parent.parent.name == "checkpoints":
+        run = file.parent.parent.parent
     config = run / "config.yaml"
     return load_recipe(config).model if config.is_file() else None
 

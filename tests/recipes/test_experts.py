@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from samples import apart
 from typer.testing import CliRunner
 
-from dit_lora.adapters.diffusers_format import load_adapter, read_provenance
+from dit_lora.adapters.diffusers_format import read_provenance
+from dit_lora.adapters.load import load_adapter
 from dit_lora.cli.app import app
 from dit_lora.commands.sample import SampleRequest, sample
 from dit_lora.commands.verify import verify_adapter

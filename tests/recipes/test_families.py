@@ -36,7 +36,7 @@ ALIKE = (
     *("cogvideox_1.5", "cogvideox_i2v", "sana_video", "dit_scratch", "video_dit_lora"),
     "flux_kontext",
     *("wan_i2v", "wan_flf2v", "wan_2.2", "wan_5b"),
-    *("ltx_video_i2v", "ltx2", "ltx2_ic_lora"),
+    *("ltx_video_i2v", "ltx2", "ltx2_i2v_sound", "ltx2_ic_lora"),
 )
 
 

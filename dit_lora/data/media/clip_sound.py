@@ -3,6 +3,12 @@
 Shapes: N samples of sound.
 """
 
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import av
 import numpy as np
 import torch
@@ -43,7 +49,8 @@ def read_sound(
     """Return the sound from `start` seconds after the first frame to the end of the last one taken, float32 (channels, N).
 
     Values are from -1 to 1. Where the file has none before or between, it is silent. It is decoded from the file's beginning
-    to the span's end: what a decoder gives depends on the packets before. Raises `ClipError` if there is no sound, or it
+    to the span's end, since what a decoder gives depends on the packets before; where the last call was for the same file and
+    no later span, from where that ended, which is the same to the last bit (`close_sound` closes it). Raises `ClipError` if there is no sound, or it
     ends before the last frame; `UnreadableError` where that is the disk's fault.
     """
     if is_image(media):
@@ -73,33 +80,106 @@ _Piece = tuple[float, list[av.AudioFrame]]
 """Sound without a gap: its first frame's seconds since the first picture, and its frames."""
 
 
+def close_sound() -> None:
+    """Close the clip that stays open between windows, of this thread."""
+    _LAST.reading = None
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A frame of sound with its times in seconds since the first picture."""
+
+    frame: av.AudioFrame
+    seconds: float
+    ends: float
+    jumps: bool
+    """True if it does not follow the frame before."""
+
+
+class _Reading:
+    """The sound of one clip, decoded once from its beginning, for windows one after the other."""
+
+    def __init__(self, media: Media) -> None:
+        self.media, self.stamp = media, media.stamp()
+        with open_media(media) as container:
+            self._origin = first_time(container, video_stream(container))
+        self._decoded = self._timed()
+        self._kept: deque[_Timed] = deque()
+        """The frames that this window or a later one may take, and the one after them."""
+        self._ends: float | None = None
+        """When the last frame that was let go ended."""
+        self._window = (-math.inf, -math.inf)
+
+    def serves(self, media: Media, start: float, end: float) -> bool:
+        """Return true if a window is of this clip and begins and ends no earlier than the one before."""
+        before = self._window
+        same = media == self.media and media.stamp() == self.stamp
+        return same and start >= before[0] and end >= before[1]
+
+    def pieces(self, start: float, end: float) -> tuple[list[_Piece], float | None]:
+        """Return the sound near a span, and when the sound decoded ends; None where there is none."""
+        self._window = (start, end)
+        while self._kept and self._kept[0].ends <= start - _MARGIN:
+            self._ends = self._kept.popleft().ends
+        pieces: list[_Piece] = []
+        ends = self._ends
+        for one in self._from_kept():
+            ends = one.ends
+            if one.seconds >= end + _MARGIN:
+                break
+            if one.ends <= start - _MARGIN:
+                continue
+            if one.jumps or not pieces:
+                pieces.append((one.seconds, []))
+            pieces[-1][1].append(one.frame)
+        return pieces, ends
+
+    def _from_kept(self) -> Iterator[_Timed]:
+        """Yield the frames that are kept, then decode on, keeping what is not before the window."""
+        yield from tuple(self._kept)
+        for one in self._decoded:
+            if self._kept or one.ends > self._window[0] - _MARGIN:
+                self._kept.append(one)
+            else:
+                self._ends = one.ends
+            yield one
+
+    def _timed(self) -> Iterator[_Timed]:
+        ends: float | None = None
+        with open_media(self.media) as container:
+            for frame in sound_frames(container):
+                if frame.time is None:
+                    if ends is None:
+                        raise ValueError("its sound has no time stamps")
+                    seconds = ends
+                else:
+                    seconds = frame.time - self._origin
+                length = frame.samples / frame.sample_rate
+                jumps = ends is None or abs(seconds - ends) > _JUMP
+                if not jumps and ends is not None:
+                    seconds = ends
+                ends = seconds + length
+                yield _Timed(frame, seconds, ends, jumps)
+
+
+class _Last(threading.local):
+    """The clip that was read last: a long one is cut into many windows, which are read in order."""
+
+    reading: _Reading | None = None
+
+
+_LAST = _Last()
+
+
 def _pieces(media: Media, start: float, end: float) -> tuple[list[_Piece], float | None]:
     """Return the sound near a span, and when the sound decoded ends; None where there is none."""
-    with open_media(media) as container:
-        origin = first_time(container, video_stream(container))
-    pieces: list[_Piece] = []
-    ends: float | None = None
-    with open_media(media) as container:
-        for frame in sound_frames(container):
-            if frame.time is None:
-                if ends is None:
-                    raise ValueError("its sound has no time stamps")
-                seconds = ends
-            else:
-                seconds = frame.time - origin
-            length = frame.samples / frame.sample_rate
-            jumps = ends is None or abs(seconds - ends) > _JUMP
-            if not jumps and ends is not None:
-                seconds = ends
-            ends = seconds + length
-            if seconds >= end + _MARGIN:
-                break
-            if ends <= start - _MARGIN:
-                continue
-            if jumps or not pieces:
-                pieces.append((seconds, []))
-            pieces[-1][1].append(frame)
-    return pieces, ends
+    reading, _LAST.reading = _LAST.reading, None
+    if reading is None or not reading.serves(media, start, end):
+        reading = _Reading(media)
+    found = reading.pieces(start, end)
+    # Not where it raised: the next window begins anew, and finds the same fault.
+    _LAST.reading = reading
+    return found
 
 
 def _resampled(frames: list[av.AudioFrame], how: SoundFormat) -> np.ndarray:

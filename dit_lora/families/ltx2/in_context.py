@@ -18,6 +18,7 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryP
 from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
 from diffusers.video_processor import VideoProcessor
 
+from dit_lora.adapters.diffusers_format import DOWNSCALE
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Sampling, Tensors, VideoEncoder
@@ -33,6 +34,8 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
     """One LTX-2 or LTX-2.3 checkpoint that makes a video from a reference clip."""
 
     pipeline_class: ClassVar[Any] = LTX2InContextPipeline
+    trained: VideoShape | None = None
+    """The recipe's shape; None outside of training."""
 
     @property
     def references(self) -> References:
@@ -63,8 +66,14 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
     def for_recipe(self, recipe: Recipe) -> Self:
         """Check the shape with `data.reference_resolution` too."""
         fitting = super().for_recipe(recipe)
-        fitting.check_shape(VideoShape.of(recipe.data))
-        return fitting
+        shape = VideoShape.of(recipe.data)
+        fitting.check_shape(shape)
+        return replace(fitting, trained=shape)
+
+    def header(self) -> dict[str, Any]:
+        """Say too how many times smaller references were, by the name that other programs look for."""
+        said = super().header()
+        return said if self.trained is None else {**said, DOWNSCALE: self.downscale(self.trained)}
 
     def notes(self, recipe: Recipe) -> list[str]:
         factor = self.downscale(VideoShape.of(recipe.data))
@@ -79,7 +88,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         return _Encoder(self, vae)
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
-        return {**super().arguments(shape), "reference_downscale_factor": self.downscale(shape)}
+        return {**super().arguments(shape), DOWNSCALE: self.downscale(shape)}
 
     def reference_arguments(self, how: Sampling) -> dict[str, Any]:
         """Return the clip, read as a training sample's is: the pipeline scales it down by itself."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from dit_lora.adapters.diffusers_format import base_weights
+from dit_lora.adapters.diffusers_format import DOWNSCALE, base_weights
 from dit_lora.config.experts import EXPERTS
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, listed
@@ -33,7 +33,10 @@ from dit_lora.training.tasks.diffusion.samples import bar
 Form = LoraForm | Literal["merged"]
 Say = Callable[[str], None]
 
-_OF_MODEL = ("version", "family", "base_model", "revision", "transformer_digest", "index", "video")
+_OF_MODEL = (
+    *("version", "family", "base_model", "revision", "transformer_digest", "index", "video"),
+    *("task", "reference_resolution", DOWNSCALE),
+)
 _OF_TRAINING = ("rank", "alpha", "steps", "ema", "seed", "dtype", "quantize")
 
 

@@ -1,6 +1,5 @@
 """Forms of a LoRA's files: Diffusers', PEFT's, ComfyUI's, kohya's; each is read back once it is written."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from dit_lora.adapters.diffusers_format import (
     BASE_FILE,
-    PROVENANCE_KEY,
     Tensors,
     base_weights,
+    header_lines,
     save_adapter,
 )
 from dit_lora.adapters.peft_format import save_chat_adapter
@@ -114,7 +113,7 @@ def _write_layout(
                 sorted(trained),
             )
         )
-    metadata = {"format": "pt", PROVENANCE_KEY: json.dumps(dict(made), sort_keys=True)}
+    metadata = {"format": "pt", **header_lines(made)}
     if form == "kohya":
         metadata |= _kohya_facts(updates, made)
     file.parent.mkdir(parents=True, exist_ok=True)

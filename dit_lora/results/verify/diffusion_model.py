@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.adapters.diffusers_format import load_adapter
-from dit_lora.adapters.lora_mixins import lora_pipeline_class
+from dit_lora.adapters.load import load_as_stock, missing_names, stock_state
+from dit_lora.adapters.lora_file import OF_CONVERTERS
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec
 from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.loss_mask import LOSS_MASK
 from dit_lora.families.opening import read_component_config
@@ -81,14 +82,23 @@ class DiffusionStock(ReferenceModel):
 
         Raises what Diffusers, PEFT and PyTorch raise for files that do not fit.
         """
-        load_adapter(self._pipeline(model), file)
+        load_as_stock(self._pipeline(model), file)
         return model
 
     def stored(self, file: Path) -> dict[str, torch.Tensor]:
-        """Return the adapter's tensors by the names that a loaded one has, as Diffusers reads the file."""
-        loader = lora_pipeline_class(self.checkpoint.pipeline_class)
-        loaded = loader.lora_state_dict(file.parent, weight_name=file.name)
-        state = loaded[0] if isinstance(loaded, tuple) else loaded
+        """Return the adapter's tensors by the names that a loaded one has, as Diffusers reads the file.
+
+        Raises `DitLoraError` with all that its loader misses in a file of another program's form.
+        """
+        pipeline_class = self.checkpoint.pipeline_class
+        try:
+            state = stock_state(pipeline_class, file)
+        except OF_CONVERTERS as error:
+            missing = missing_names(pipeline_class, file)
+            reason = str(error).strip().partition("\n")[0]
+            why = "take the file without these tensors" if missing else f"read the file: {reason}"
+            remedy = f"dit-lora export {file} --to diffusers --out OUT writes what it takes"
+            raise DitLoraError(listed(f"{self.name} does not {why}; {remedy}", missing)) from error
         return {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
 
     def weight_files(self) -> list[Path]:

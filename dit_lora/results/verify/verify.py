@@ -36,6 +36,7 @@ from dit_lora.results.verify.output import NOT_RECORDED, WRONG, compare_output
 from dit_lora.results.verify.reference_model import ReferenceModel
 
 VERIFICATION_FILE = "verification.json"
+_NOT_LOADED = "not known: the file is not loaded as it is"
 # What Diffusers, Transformers, PEFT and PyTorch raise of a file that does not fit the model.
 _REFUSALS = (
     ValueError,
@@ -165,11 +166,16 @@ def check_pipeline(
 
 def check_adapter(result: Result, fresh: nn.Module) -> Verification:
     """Return the checks of an adapter, and of base weights beside it, in a fresh model of its base."""
-    config, stored, base = result.config(), _stored(result), tensors_of(result.base_file)
+    header_of(result.file)  # of a file that cannot be read, in one line
+    config, base = result.config(), tensors_of(result.base_file)
+    try:
+        stored = result.stock.stored(result.file)
+    except DitLoraError as error:
+        return _unread(result, error)
     expected = _expected(config, fresh)
     layers: Mapping[str, LoadedLayer] = {}
     updates: list[ModuleUpdate] = []
-    effects = output = Check(False, "not known: the file is not loaded as it is")
+    effects = output = Check(False, _NOT_LOADED)
     key_check = _refusal(result, fresh)
     if key_check is None:
         key_check = keys(result.stock.name, stored, _loaded(fresh), expected, [*base])
@@ -192,9 +198,15 @@ def check_adapter(result: Result, fresh: nn.Module) -> Verification:
     return Verification(result.name, result.base_name, checks, updates)
 
 
-def _stored(result: Result) -> dict[str, torch.Tensor]:
-    header_of(result.file)  # of a file that cannot be read, in one line
-    return result.stock.stored(result.file)
+def _unread(result: Result, error: DitLoraError) -> Verification:
+    """Return the checks of a file whose form the library does not take as it is."""
+    tensors = tensors_of(result.file)
+    checks = {
+        "keys": Check(False, str(error)),
+        "finite": finite(not_finite([*tensors.items()]), len(tensors)),
+        **dict.fromkeys(("effect", "scale", "output"), Check(False, _NOT_LOADED)),
+    }
+    return Verification(result.name, result.base_name, checks)
 
 
 def _refusal(result: Result, fresh: nn.Module) -> Check | None:

@@ -205,6 +205,7 @@ def _pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
         "from_image": "image" in checkpoint.pictures,
         "to_image": "last_image" in called,
         "references": references,
+        "reference_clips": bool(checkpoint.references and checkpoint.references.clips),
         "reference_resolution": recipe.data.reference_resolution,
         "arguments": {
             name: value

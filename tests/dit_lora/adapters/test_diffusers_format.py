@@ -13,12 +13,12 @@ from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
-    load_adapter,
     read_provenance,
     save_adapter,
     save_pipeline,
 )
 from dit_lora.adapters.groups import parameter_groups
+from dit_lora.adapters.load import load_adapter
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import get_family

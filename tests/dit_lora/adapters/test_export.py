@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
-    load_adapter,
     read_provenance,
 )
 from dit_lora.adapters.layer_names import UNKNOWN
+from dit_lora.adapters.load import load_adapter
 from dit_lora.adapters.lora_mixins import with_lora
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.results.export import formats

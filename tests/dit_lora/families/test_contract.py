@@ -22,7 +22,8 @@ from family_cases.subject import (
 from PIL import Image
 
 from dit_lora.adapters.attach import is_lora_a, is_lora_b
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, load_adapter, save_adapter
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, save_adapter
+from dit_lora.adapters.load import load_adapter
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.references import read_reference

@@ -12,7 +12,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
-from dit_lora.adapters.diffusers_format import load_adapter, save_adapter, save_pipeline
+from dit_lora.adapters.diffusers_format import save_adapter, save_pipeline
+from dit_lora.adapters.load import load_adapter
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import LoraConfig, ModelConfig

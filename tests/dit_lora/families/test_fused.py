@@ -11,7 +11,8 @@ from fuse_checks import Values, assert_equal, by, fuse_all
 from kernel_checks import saved_bytes
 from torch import nn
 
-from dit_lora.adapters.diffusers_format import load_adapter, save_adapter
+from dit_lora.adapters.diffusers_format import save_adapter
+from dit_lora.adapters.load import load_adapter
 from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.patches import fusion_of
 from dit_lora.guard.block_parity import How

@@ -7,16 +7,20 @@ from typing import Any
 import pytest
 import torch
 from diffusers import LTX2VideoTransformer3DModel
+from exported import trained
 from family_cases.subject import CPU, pixels_of
 from ltx2_cases import CAPTIONS, FPS, for_recipe, opened
 from PIL import Image
+from safetensors import safe_open
 
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, save_adapter
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampling
 from dit_lora.families.loss_mask import LOSS_MASK
 from dit_lora.numerics.streams import Streams
+from dit_lora.results.export.export import ExportRequest, Form, export
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 
 SHAPE = VideoShape(9, 64, 128)
@@ -171,4 +175,25 @@ def test_a_result_says_its_pipeline(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = in_context(tiny_checkpoints["ltx-2.3"])
     assert checkpoint.index_changes() == {"_class_name": "LTX2InContextPipeline"}
     assert checkpoint.header()["reference_resolution"] == 48
+    assert checkpoint.header()["reference_downscale_factor"] == 2
+    assert in_context(tiny_checkpoints["ltx-2.3"], None).header() == {
+        "reference_downscale_factor": 1
+    }
+    assert "reference_downscale_factor" not in opened(tiny_checkpoints["ltx-2.3"], **TASK).header()
     assert checkpoint.arguments(SHAPE)["reference_downscale_factor"] == 2
+
+
+@pytest.mark.parametrize("form", ["diffusers", "comfyui"])
+def test_other_programs_read_the_downscale_from_the_header(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, form: Form
+) -> None:
+    """By the name that Lightricks' pipeline and ComfyUI-LTXVideo look for, as a number in text."""
+    base, checkpoint = tiny_checkpoints["ltx-2.3"], in_context(tiny_checkpoints["ltx-2.3"])
+    model = trained("ltx2", base, tmp_path / "plain").model
+    made = {"family": "ltx2", "task": "ic_lora", **checkpoint.header()}
+    save_adapter(model, checkpoint.pipeline_class, tmp_path / "run", made)
+    export(ExportRequest((tmp_path / "run",), form, tmp_path / "out", model=str(base)))
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    for one in (tmp_path / "run" / ADAPTER_FILE, file):
+        with safe_open(one, framework="pt") as opened_file:
+            assert opened_file.metadata()["reference_downscale_factor"] == "2"

@@ -13,7 +13,8 @@ from diffusers import SanaPipeline
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_a
-from dit_lora.adapters.diffusers_format import load_adapter, save_adapter
+from dit_lora.adapters.diffusers_format import save_adapter
+from dit_lora.adapters.load import load_adapter
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import LoraConfig, ModelConfig

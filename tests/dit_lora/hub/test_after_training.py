@@ -13,6 +13,7 @@ import yaml
 from card_rules import card_problems, metadata
 from fake_hub import Account, FakeHub, Fault
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from dit_lora.config.load import load_recipe
@@ -26,6 +27,7 @@ Main = Callable[[list[str]], None]
 SMOKE = Path(__file__).parents[3] / "recipes" / "smoke"
 REPO = "me/mine"
 EDITS = ("flux_kontext", "flux2_edit")
+EDITED_CLIPS = "ltx2_ic_lora"
 BY_CLASS = ("dit", "dit_scratch", "video_dit", "video_dit_lora")
 
 
@@ -40,6 +42,8 @@ def data_of(name: str, folder: Path) -> Path:
         write_edit_pairs(folder, pairs=2, height=64, width=64)
     elif name in BY_CLASS:
         write_class_folders(folder, images=4, frames=recipe.data.frames, **size)
+    elif name == EDITED_CLIPS:
+        write_edit_pairs(folder, pairs=2, height=64, width=64, frames=9)
     else:
         write_shapes(folder, clips=2, frames=9 if recipe.data.frames > 1 else 1, **size)
     return folder
@@ -69,7 +73,7 @@ def arguments(name: str, hub: FakeHub, bases: dict[str, Path], tmp_path: Path) -
 
 
 def paste(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run the card's Python as it is pasted, and return its names; videos are not encoded."""
+    """Run the card's Python as it is pasted, and return its names; videos are neither read nor encoded."""
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     monkeypatch.chdir(folder)
     for name in ("first_frame.png", "last_frame.png", "reference_1.png"):
@@ -79,7 +83,12 @@ def paste(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     def export(frames: Any, path: str, fps: int) -> None:
         scope["shown"] = (frames, path, fps)
 
+    def read(path: str) -> list[Image.Image]:
+        assert path == "reference_1.mp4"
+        return [Image.new("RGB", (96, 64), "red")] * 9
+
     monkeypatch.setattr(diffusers.utils, "export_to_video", export)
+    monkeypatch.setattr(diffusers.utils, "load_video", read)
     exec(code, scope)
     return scope
 
@@ -102,6 +111,7 @@ def paste(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
                 ("qwen_image", "text-to-image", "adapter"),
                 ("ltx_video", "text-to-video", "adapter"),
                 ("ltx_video_i2v", "image-to-video", "adapter"),
+                ("ltx2_ic_lora", "video-to-video", "adapter"),
                 ("sd3", "text-to-image", "adapter"),
                 ("latte", "text-to-video", "adapter"),
                 ("wan", "text-to-video", "adapter"),
@@ -144,7 +154,17 @@ def test_a_run_that_pushes_has_a_card_whose_code_runs_as_pasted(
         assert "--reference reference_1.png" in card
         assert "`reference_1.png` is what the sample is made from, in the order of training" in card
         assert "references of a clip, with their clips: 1 (2)" in card
-    assert ("reference" in card) == (name in EDITS)
+    if name == EDITED_CLIPS:
+        assert "--reference reference_1.mp4" in card
+        assert "    reference_downscale_factor=1,\n" in card
+        assert (
+            "`reference_1.mp4` is what the sample is made from: a clip of 9 frames or more at 8 frames"
+            in card
+        )
+        adapter = tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors"
+        with safe_open(adapter, framework="pt") as opened:
+            assert opened.metadata()["reference_downscale_factor"] == "1"
+    assert ("reference" in card) == (name in (*EDITS, EDITED_CLIPS))
     scope = paste(card, tmp_path, monkeypatch)
     if "model" in scope:
         return

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, load_adapter, read_provenance
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
+from dit_lora.adapters.load import load_adapter
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import DitLoraError

@@ -21,6 +21,7 @@ from dit_lora.data.cache.cache import TensorCache, entry_key
 from dit_lora.data.cache.fill import Filled, Job, fill
 from dit_lora.data.loading.encoded import CachedClips, EncodedClips, Entry
 from dit_lora.data.loading.training_set import Prepared
+from dit_lora.data.media.clip_sound import close_sound
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Checkpoint, Encoders
 from dit_lora.families.opening import read_component_config
@@ -160,6 +161,7 @@ def _cached(
     jobs = [job for one in wanted for job in one.videos]
     load = partial(checkpoint.load_video_encoder, memory=VaeMemory.of(session.recipe.data))
     bad = _fill(session, videos, jobs, load, "clip")
+    close_sound()
     failed = {one.sample.id: bad[job.key] for one in wanted for job in one.videos if job.key in bad}
     rejects.add(failed, "these clips cannot be used; the others are cached")
     entries = tuple(one.entry for one in rejects.without(wanted, _sample_id))

@@ -2,7 +2,9 @@
 
 import io
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,11 @@ import torch
 from PIL import Image
 from sound_files import FPS, Tones, pitch, write_clip
 
-from dit_lora.data.media.clip_sound import read_sound, unusable_sound
+from dit_lora.data.media import clip_sound
+from dit_lora.data.media.clip_sound import close_sound, read_sound, unusable_sound
 from dit_lora.data.media.media import MediaFile, TarMember
 from dit_lora.data.media.sound import Sound, SoundFormat
+from dit_lora.data.media.sound_stream import sound_frames
 from dit_lora.data.media.video import ClipError, read_header, write_video
 from dit_lora.data.synthetic.tones import RATE, tone
 
@@ -179,6 +183,73 @@ def test_a_video_is_written_with_sound_that_reads_back(tmp_path: Path) -> None:
     one = Sound(wave[None], 24_000)
     write_video(tmp_path / "one.mp4", video, 8, one)
     assert read_header(tmp_path / "one.mp4").has_sound
+
+
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The times of frames that are decoded from here on."""
+    times: list[float] = []
+
+    def counted(container: Any) -> Iterator[Any]:
+        for frame in sound_frames(container):
+            times.append(frame.time)
+            yield frame
+
+    monkeypatch.setattr(clip_sound, "sound_frames", counted)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "gap"),
+    [
+        ("a.mp4", "aac", None),
+        ("a.mkv", "libopus", None),
+        ("a.mkv", "libmp3lame", None),
+        ("a.mov", "pcm_s16le", None),
+        ("a.mkv", "pcm_s16le", (1.4, 1.9)),
+    ],
+)
+def test_windows_of_a_clip_are_decoded_once_and_are_those_of_the_files_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    codec: str,
+    gap: tuple[float, float] | None,
+) -> None:
+    """To the last bit: overlapping, one after the other, over a gap, again, and back to an earlier one."""
+    tones = Tones((300.0, 900.0), codec, 48_000, seconds=6.0, gap=gap)
+    path = write_clip(tmp_path / name, tones, frames=48)
+    starts = [0.0, 0.25, 1.25, 1.25, 2.25, 2.3125, 4.5]
+    expected = []
+    for start in starts:
+        close_sound()
+        expected.append(read(path, start=start))
+    close_sound()
+    times = decoded(monkeypatch)
+    for start, alone in zip(starts, expected, strict=True):
+        assert np.array_equal(read(path, start=start), alone), start
+    assert len(set(times)) == len(times) > 100
+    assert np.array_equal(read(path, start=1.25), expected[2])
+    assert len(set(times)) < len(times)
+
+
+def test_a_clip_that_is_open_is_not_taken_for_another(tmp_path: Path) -> None:
+    low, high = Tones((300.0,), seconds=3.0), Tones((900.0,), seconds=3.0)
+    one, other = write_clip(tmp_path / "a.mov", low), write_clip(tmp_path / "b.mov", high)
+    assert pitch(read(one)[0], 16_000) == pytest.approx(300, abs=1)
+    assert pitch(read(other, start=0.5)[0], 16_000) == pytest.approx(900, abs=1)
+    read(one)
+    write_clip(one, Tones((600.0,), seconds=3.5))  # another file in its place
+    assert pitch(read(one, start=0.5)[0], 16_000) == pytest.approx(600, abs=1)
+
+
+def test_damage_is_found_again_by_the_next_window(tmp_path: Path) -> None:
+    path = write_clip(tmp_path / "a.mkv", Tones(codec="flac", seconds=6.0), frames=48)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    read(path)
+    for start in (4.5, 4.75):
+        with pytest.raises(ClipError, match="sound_too_short"):
+            read(path, start=start)
 
 
 @pytest.mark.parametrize("shape", ["disc", "square"])

@@ -17,9 +17,9 @@ import dit_lora
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
-    load_adapter,
     read_provenance,
 )
+from dit_lora.adapters.load import load_adapter
 from dit_lora.commands.sample import SampleRequest, sample
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import ModelConfig

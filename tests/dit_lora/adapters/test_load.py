@@ -1,0 +1,157 @@
+"""A LoRA's file acts on the pipeline that it is loaded into, in whichever form it is, or is refused in words."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from exported import Trained, assert_same, deltas, trained
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE
+from dit_lora.adapters.load import load_adapter
+from dit_lora.cli.app import app
+from dit_lora.errors import DitLoraError
+from dit_lora.families import DIFFUSION_FAMILIES, get_family
+from dit_lora.results.export.export import ExportRequest, export
+from dit_lora.results.export.updates import updates_of
+
+Tensors = dict[str, torch.Tensor]
+
+
+def musubi(one: Trained, *, without: str = "") -> Tensors:
+    """An adapter's tensors as musubi-tuner writes them for Wan, but for layers whose name has `without` in it."""
+    names, tensors = get_family("wan").comfyui, {}
+    for name, (term,) in updates_of(one.model).items():
+        theirs = (names.of(name) or "").removeprefix(names.prefix).replace(".", "_")
+        if without and without in theirs:
+            continue
+        tensors[f"lora_unet_{theirs}.lora_down.weight"] = term.a.contiguous()
+        tensors[f"lora_unet_{theirs}.lora_up.weight"] = term.b.contiguous()
+        tensors[f"lora_unet_{theirs}.alpha"] = torch.tensor(term.scale * term.rank)
+    return tensors
+
+
+@pytest.fixture
+def wan(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Trained:
+    targets = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+    return trained("wan", tiny_checkpoints["wan-2.1-t2v"], tmp_path / "run", targets=targets)
+
+
+def loaded(one: Trained, family: str, file: Path) -> Tensors:
+    pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+    load_adapter(pipeline, file, get_family(family).comfyui)
+    return deltas(pipeline.transformer)
+
+
+@pytest.mark.parametrize("lacking", ["self_attn_q", "blocks_0", "ffn"])
+def test_musubi_tuners_wan_file_that_lacks_layers_is_loaded(
+    wan: Trained, tmp_path: Path, lacking: str
+) -> None:
+    """The stock loader takes such files whole alone: it fails on the first name that it does not find."""
+    save_file(musubi(wan, without=lacking), tmp_path / "theirs.safetensors")
+    expected = deltas(wan.model)
+    found = loaded(wan, "wan", tmp_path / "theirs.safetensors")
+    assert 0 < len(found) < len(expected)
+    assert_same(found, {name: expected[name] for name in found})
+
+
+def test_verify_says_all_that_the_stock_loader_misses(wan: Trained, tmp_path: Path) -> None:
+    tensors = musubi(wan, without="cross_attn_v")
+    del tensors["lora_unet_blocks_1_ffn_2.alpha"]
+    save_file(tensors, tmp_path / "theirs.safetensors")
+    said = CliRunner().invoke(
+        app, ["verify", str(tmp_path / "theirs.safetensors"), "--model", str(wan.base)]
+    )
+    assert said.exit_code == 1, said.output
+    assert said.exception is None or isinstance(said.exception, SystemExit)
+    named = {line.strip()[2:] for line in said.output.splitlines() if line.strip()[:2] == "- "}
+    parts = ("lora_down.weight", "lora_up.weight", "alpha")
+    assert named == {
+        *(f"lora_unet_blocks_{n}_cross_attn_v.{part}" for n in range(2) for part in parts),
+        "lora_unet_blocks_1_ffn_2.alpha",
+    }
+    assert "WanPipeline does not take the file without these" in said.output
+    assert "dit-lora export" in said.output
+
+
+def comfyui_of(one: Trained) -> Path:
+    out = one.folder.parent / "comfyui"
+    export(ExportRequest((one.folder,), "comfyui", out, model=str(one.base)))
+    (file,) = out.glob("*.safetensors")
+    return file
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in DIFFUSION_FAMILIES if not get_family(name).comfyui.lacking]
+)
+def test_comfyuis_file_acts_on_the_pipeline(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    variant = get_family(family).sites[0].variant
+    one = trained(family, tiny_checkpoints[variant], tmp_path / "run")
+    assert_same(loaded(one, family, comfyui_of(one)), deltas(one.model))
+
+
+def test_sample_applies_a_flux_file_of_comfyui(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    one = trained("flux", tiny_checkpoints["flux-dev"], tmp_path / "run", scale=1.0)
+    shape = ["--height=32", "--width=32", "--frames=1", "--inference-steps=1", "--prompt=a disc"]
+    # As SimpleTuner writes it; of such names the stock loader takes none, and warns.
+    theirs = {}
+    for name, (term,) in updates_of(one.model).items():
+        theirs[f"diffusion_model.{name}.lora_A.weight"] = term.a.contiguous()
+        theirs[f"diffusion_model.{name}.lora_B.weight"] = term.b.contiguous()
+        theirs[f"diffusion_model.{name}.alpha"] = torch.tensor(term.scale * term.rank)
+    save_file(theirs, tmp_path / "theirs.safetensors")
+    made = []
+    for file in (one.folder / ADAPTER_FILE, tmp_path / "theirs.safetensors"):
+        out = tmp_path / file.stem
+        args = [str(file), f"--model={one.base}", f"--out={out}", *shape]
+        said = CliRunner().invoke(app, ["sample", *args])
+        assert said.exit_code == 0, said.output
+        (picture,) = out.glob("*.png")
+        made.append(picture.read_bytes())
+    assert made[0] == made[1]
+
+
+def renamed(tensors: Tensors) -> Tensors:
+    return {name.replace("transformer_blocks", "layers"): one for name, one in tensors.items()}
+
+
+def without_lora(_: Tensors) -> Tensors:
+    return {"transformer.proj_out.weight": torch.ones(2)}
+
+
+@pytest.mark.parametrize("family", ["cogvideox", "flux", "dit"])
+@pytest.mark.parametrize("change", [renamed, without_lora])
+def test_a_file_of_which_nothing_applies_is_refused(
+    tiny_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    family: str,
+    change: Callable[[Tensors], Tensors],
+) -> None:
+    variant = get_family(family).sites[0].variant
+    one = trained(family, tiny_checkpoints[variant], tmp_path / "run")
+    for prefix in ("transformer.", "other."):
+        tensors = change(load_file(one.folder / ADAPTER_FILE))
+        tensors = {n.replace("transformer.", prefix, 1): t for n, t in tensors.items()}
+        save_file(tensors, tmp_path / "theirs.safetensors")
+        with pytest.raises(DitLoraError, match=r"theirs\.safetensors"):
+            loaded(one, family, tmp_path / "theirs.safetensors")
+
+
+def test_layers_that_the_model_lacks_are_all_named(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Diffusers warns of them and loads the others."""
+    one = trained("flux", tiny_checkpoints["flux-dev"], tmp_path / "run")
+    tensors = load_file(one.folder / ADAPTER_FILE)
+    for layer in ("gone.0", "gone.1"):
+        tensors[f"transformer.{layer}.lora_A.weight"] = torch.ones(4, 8)
+        tensors[f"transformer.{layer}.lora_B.weight"] = torch.ones(8, 4)
+    save_file(tensors, tmp_path / "theirs.safetensors")
+    with pytest.raises(DitLoraError, match=r"not in the model\n  - gone\.0\n  - gone\.1$"):
+        loaded(one, "flux", tmp_path / "theirs.safetensors")

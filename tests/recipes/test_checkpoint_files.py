@@ -1,0 +1,68 @@
+"""Weights of a run's checkpoint, given by their file: they act as strongly as in the run, or are refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from exported import deltas
+from launching import ROOT
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+from verified import quick
+
+from dit_lora.cli.app import app
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.families import get_family
+
+Main = Callable[[list[str]], None]
+SMOKE = str(ROOT / "recipes" / "smoke" / "cogvideox.yaml")
+OF_THE_FILE = ("lora.rank=null", "lora.alpha=null", "lora.targets=null")
+LAST = "checkpoints/step_000003/trainable.safetensors"
+
+
+def run(main: Main, base: Path, clips: Path, out: Path, *more: str) -> Path:
+    main([SMOKE, f"model.path={base}", *quick(clips, out, *more)])
+    return out / "run" / LAST
+
+
+def test_alpha_is_the_runs(
+    lora_main: Main, tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path
+) -> None:
+    base = tiny_checkpoints["cogvideox-2b"]
+    file = run(lora_main, base, shape_clips, tmp_path, "lora.rank=4", "lora.alpha=12")
+    done = CliRunner().invoke(
+        app, ["export", str(file), "--to=folded", f"--out={tmp_path / 'out'}"]
+    )
+    assert done.exit_code == 0, done.output
+    pipeline = (
+        get_family("cogvideox")
+        .open(ModelConfig(family="cogvideox", path=str(base)))
+        .pipeline(torch.float32, text=False)
+    )
+    pipeline.load_lora_weights(tmp_path / "out")
+    stored = load_file(file)
+    layers = [name.removesuffix(".lora_A.default.weight") for name in stored if "lora_A" in name]
+    a, b = ({n: stored[f"{n}.lora_{part}.default.weight"] for n in layers} for part in "AB")
+    expected = {n: 3 * b[n].double() @ a[n].double() for n in layers}
+    found = deltas(pipeline.transformer)
+    assert found.keys() == expected.keys()
+    for name, delta in expected.items():
+        torch.testing.assert_close(found[name], delta, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_that_does_not_say_alpha_is_refused_with_the_folder_to_give(
+    lora_main: Main, tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path
+) -> None:
+    """Of a run that continued a file, whose layers can have alphas of their own."""
+    base = tiny_checkpoints["cogvideox-2b"]
+    run(lora_main, base, shape_clips, tmp_path / "one", "lora.rank=4", "lora.alpha=12")
+    init = f"lora.init={tmp_path / 'one' / 'run'}"
+    file = run(lora_main, base, shape_clips, tmp_path / "two", init, *OF_THE_FILE)
+    done = CliRunner().invoke(
+        app, ["export", str(file), "--to=folded", f"--out={tmp_path / 'out'}"]
+    )
+    said = str(done.exception)
+    assert "does not say its alpha" in said
+    assert said.endswith(f"give its folder: {tmp_path / 'two' / 'run'}")
