@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dit_lora.adapters.diffusers_format import load_adapter
-from dit_lora.adapters.lora_mixins import lora_pipeline_class
+from dit_lora.adapters.lora_mixins import lora_pipeline_class, over_narrow_layers
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec
 from dit_lora.environment.pretrained import load_pretrained
@@ -81,7 +81,7 @@ class DiffusionStock(ReferenceModel):
 
         Raises what Diffusers, PEFT and PyTorch raise for files that do not fit.
         """
-        load_adapter(self._pipeline(model), file)
+        load_adapter(over_narrow_layers(self._pipeline(model)), file)
         return model
 
     def stored(self, file: Path) -> dict[str, torch.Tensor]:
