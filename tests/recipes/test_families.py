@@ -70,7 +70,7 @@ def trains_resumes_and_samples(
     images, references = smoke.write_pictures(tmp_path), smoke.write_references(tmp_path)
     args = smoke_args(name, tiny_checkpoints, shape_clips, tmp_path)
     recipe = load_recipe(args[0], args[1:])
-    ops = TAKES[recipe.model.family] - ({"lora_linear"} if recipe.train.mode == "full" else set())
+    ops = TAKES[smoke.variant] - ({"lora_linear"} if recipe.train.mode == "full" else set())
     common = [
         *args,
         *(f"kernels.{op}=on" for op in sorted(ops)),
