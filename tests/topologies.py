@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from family_cases.case import as_it_is
 from launching import SCRIPT
 from quick_runs import quick_runs
 
@@ -52,6 +54,8 @@ class Case:
     args: tuple[str, ...]
     fault: Fault | None = None
     env: dict[str, str] = field(default_factory=dict)
+    prepare: Callable[[pytest.MonkeyPatch], None] = as_it_is
+    """Makes it cheap, on every rank."""
 
     @property
     def folder(self) -> Path:
@@ -88,7 +92,8 @@ def _run(case: Case, main: Callable[[list[str]], None]) -> Seen:
     os.environ.update(given)
     kept: list[Run] = []
     code, error = 0, ""
-    with _kept_run(kept), _fault(case.fault):
+    with _kept_run(kept), _fault(case.fault), pytest.MonkeyPatch.context() as patches:
+        case.prepare(patches)
         try:
             main(list(case.args))
         except DitLoraError as problem:

@@ -6,9 +6,12 @@ them too. Name, config and weights stay as they are, and so do the files that `s
 
 from typing import Any, TypeVar
 
-from diffusers.loaders import CogVideoXLoraLoaderMixin, PeftAdapterMixin
+import torch
+from diffusers.loaders import CogVideoXLoraLoaderMixin, FluxLoraLoaderMixin, PeftAdapterMixin
 from torch import nn
 from transformers import PreTrainedModel
+
+from dit_lora.numerics.quantized_linear import NarrowLinear
 
 Pipeline = TypeVar("Pipeline", bound=Any)
 
@@ -42,7 +45,33 @@ def lora_pipeline_class(pipeline_class: type) -> Any:
     return _composed(pipeline_class, CogVideoXLoraLoaderMixin)
 
 
-def _composed(base: type, mixin: type) -> type:
+def over_narrow_layers(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline, which then loads LoRA into `NarrowLinear` layers too.
+
+    FLUX.1's loader compares the shape of each weight with the file's, and would put a wider layer in the place of one
+    whose codes lie in another shape. Of bitsandbytes' own it knows that.
+    """
+    if isinstance(pipeline, FluxLoraLoaderMixin):
+        shapes = {"_calculate_module_shape": staticmethod(_module_shape)}
+        pipeline.__class__ = _composed(type(pipeline), **shapes)
+    return pipeline
+
+
+def _module_shape(
+    model: nn.Module,
+    base_module: nn.Linear | None = None,
+    base_weight_param_name: str | None = None,
+) -> torch.Size:
+    module: Any = base_module
+    if base_weight_param_name is not None:
+        module = model.get_submodule(base_weight_param_name.removesuffix(".weight"))
+    if isinstance(module, NarrowLinear):
+        return torch.Size((module.out_features, module.in_features))
+    shape: torch.Size = FluxLoraLoaderMixin._calculate_module_shape(model, base_module=module)
+    return shape
+
+
+def _composed(base: type, *mixins: type, **members: Any) -> type:
     # save_pretrained writes the class's name, so the composed class keeps it.
-    members = {"__module__": base.__module__, "__doc__": base.__doc__}
-    return type(base.__name__, (base, mixin), members)
+    members |= {"__module__": base.__module__, "__doc__": base.__doc__}
+    return type(base.__name__, (base, *mixins), members)

@@ -21,8 +21,8 @@ from family_cases import CASES
 from family_cases.case import Case
 
 CPU = torch.device("cpu")
-# Of each family's first case.
-TAKES = {case.family: case.takes for case in reversed(CASES)}
+# Of each variant's first case.
+TAKES = {case.variant: case.takes for case in reversed(CASES)}
 EVERY = {case.name: case for case in CASES}
 
 

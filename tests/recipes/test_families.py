@@ -6,19 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from family_cases.subject import TAKES
 from fuse_checks import by
 from launching import ROOT
-from PIL import Image
 from runs import lines, poison
 from safetensors.torch import load_file
-from smoke_recipes import SMOKES
+from smoke_recipes import OTHERS, RUNS, SMOKES, smoke_args
 
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.commands.sample import SampleRequest, sample
 from dit_lora.config.load import load_recipe
-from dit_lora.data.media.video import read_header, write_sample
+from dit_lora.data.media.video import read_header
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES
 
@@ -42,7 +40,10 @@ ALIKE = (
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.thorough if name in ALIKE else ()) for name in SMOKES],
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in (*ALIKE, *OTHERS) else ())
+        for name in RUNS
+    ],
 )
 def test_a_smoke_recipe_trains_resumes_and_samples(
     name: str,
@@ -53,7 +54,7 @@ def test_a_smoke_recipe_trains_resumes_and_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """3 and 2 resumed steps equal 5, bit for bit, caption dropout, fused ops and all."""
-    SMOKES[name].prepare(monkeypatch)
+    RUNS[name].prepare(monkeypatch)
     with by("reference", monkeypatch):
         trains_resumes_and_samples(name, lora_main, tiny_checkpoints, shape_clips, tmp_path)
 
@@ -65,30 +66,16 @@ def trains_resumes_and_samples(
     shape_clips: Path,
     tmp_path: Path,
 ) -> None:
-    smoke, data = SMOKES[name], shape_clips
-    if smoke.write_data is not None:
-        data = tmp_path / "data"
-        smoke.write_data(data)
-    images = {field: tmp_path / f"{field}.png" for field in smoke.pictures}
-    for image in images.values():
-        Image.new("RGB", (120, 80), "navy").save(image)
-    olive = torch.tensor([128, 128, 0]).byte().expand(smoke.references, 80, 120, 3)
-    references = (write_sample(tmp_path / "reference", olive, 8),) if smoke.references else ()
-    path = ROOT / "recipes" / "smoke" / f"{name}.yaml"
-    recipe = load_recipe(path)
-    ops = TAKES[recipe.model.family] - ({"lora_linear"} if recipe.train.mode == "full" else set())
+    smoke = RUNS[name]
+    images, references = smoke.write_pictures(tmp_path), smoke.write_references(tmp_path)
+    args = smoke_args(name, tiny_checkpoints, shape_clips, tmp_path)
+    recipe = load_recipe(args[0], args[1:])
+    ops = TAKES[smoke.variant] - ({"lora_linear"} if recipe.train.mode == "full" else set())
     common = [
-        str(path),
+        *args,
         *(f"kernels.{op}=on" for op in sorted(ops)),
         "kernels.finite_norm=on",
-        f"model.path={tiny_checkpoints[smoke.variant]}",
-        f"data.path={data}",
-        f"data.cache={tmp_path / 'cache'}",
-        f"validation.prompts=[{smoke.prompt}]",
-        *(f"validation.{field}=[{image}]" for field, image in images.items()),
-        f"validation.references=[{', '.join(map(str, references))}]",
-        "validation.inference_steps=2",
-        *smoke.overrides,
+        *smoke.sampled(images, references),
     ]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     lora_main([*common, f"run.dir={whole}", "train.steps=5"])
@@ -99,7 +86,7 @@ def trains_resumes_and_samples(
     samples = sorted(path.parent.name for path in (parts / "samples").rglob("prompt_00.*"))
     assert samples == ["step_000000", "step_000003", "step_000005"]
     kept = [path.stem for path in (parts / "samples" / "references").glob("*")]
-    assert kept == ["prompt_00_1"] * len(references)
+    assert sorted(kept) == [f"prompt_00_{number + 1}" for number in range(len(references))]
     trained = load_recipe(whole / "config.yaml").train
     result = whole / ("adapter" if trained.mode == "lora" else "model")
     assert any(load_file(path) for path in result.rglob("*.safetensors"))

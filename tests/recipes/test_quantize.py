@@ -8,37 +8,38 @@ import pytest
 import torch
 from chat_runs import common as chat_recipe
 from chat_runs import write_data
-from launching import ROOT
 from peft import PeftModel
 from runs import lines
 from safetensors import safe_open
 from safetensors.torch import load_file
+from smoke_recipes import RUNS, smoke_args
 
 from dit_lora.adapters.groups import base_members
 from dit_lora.adapters.quantize import quantized_bytes
 from dit_lora.config.load import load_recipe
-from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.numerics.quantized_linear import Kind
 
 Main = Callable[[list[str]], None]
-VARIANTS = {
-    "cogvideox": "cogvideox-2b",
-    "sana": "sana-600m",
-    "flux2": "flux2-klein",
-    "krea2": "krea2-raw",
-    "qwen_image": "qwen-image",
-    "wan": "wan-2.1-t2v",
-    "z_image": "z-image",
-    "videochat2": "videochat2-mistral",
-}
+# Of some families other tiny checkpoints than their smoke recipes'.
+VARIANTS = {"cogvideox": "cogvideox-2b", "sana": "sana-600m", "videochat2": "videochat2-mistral"}
+FAMILIES = (
+    *("cogvideox", "sana", "flux", "flux2", "krea2", "ltx2_sound", "ltx_video", "qwen_image"),
+    *("sd3", "wan", "z_image", "videochat2"),
+)
+# Of what those train with other data.
+GIVEN_MORE = (
+    *("flux_kontext_masked", "flux2_dev_edit", "qwen_image_edit_masked", "qwen_image_edit_plus"),
+    *("ltx_video_i2v", "ltx2", "ltx2_i2v", "ltx2_ic_lora", "ltx2_ic_lora_sound"),
+)
 IN_CI = (("cogvideox", "nf4"), ("sana", "fp8"), ("videochat2", "int8"))
 COMBINATIONS = [
-    pytest.param(family, kind, marks=() if (family, kind) in IN_CI else pytest.mark.thorough)
-    for family in VARIANTS
+    pytest.param(name, kind, marks=() if (name, kind) in IN_CI else pytest.mark.thorough)
+    for name in FAMILIES
     for kind in ("nf4", "int8", "fp8")
 ]
+COMBINATIONS += [pytest.param(name, "nf4", marks=pytest.mark.thorough) for name in GIVEN_MORE]
 
 
 @pytest.fixture(autouse=True)
@@ -46,23 +47,22 @@ def bitsandbytes() -> None:
     pytest.importorskip("bitsandbytes")
 
 
-def recipe(family: str, base: Path, clips: Path, tmp_path: Path) -> list[str]:
+def recipe(name: str, paths: dict[str, Path], clips: Path, tmp_path: Path) -> list[str]:
     """A smoke recipe of four steps, with checkpointing, sampling and every check before the first step."""
-    if family in CHAT_FAMILIES:
-        args = chat_recipe(family, base, write_data(tmp_path / "data"), tmp_path)
+    if name in CHAT_FAMILIES:
+        args = chat_recipe(name, paths[VARIANTS[name]], write_data(tmp_path / "data"), tmp_path)
         return [*args, "train.steps=4", "train.save_every=2", "train.checkpointing=full"]
+    smoke = RUNS[name]
+    # LTX-2's VAE decodes two latents a side or more.
+    own_size = smoke.write_data is not None or name.startswith("ltx2")
+    sizes = () if own_size else ("data.height=32", "data.width=64")
     return [
-        str(ROOT / "recipes" / "smoke" / f"{family}.yaml"),
-        f"model.path={base}",
-        f"data.path={clips}",
-        f"data.cache={tmp_path / 'cache'}",
-        "data.height=32",
-        "data.width=64",
+        *smoke_args(name, paths, clips, tmp_path, VARIANTS.get(name)),
+        *smoke.sampled(smoke.write_pictures(tmp_path), smoke.write_references(tmp_path)),
+        *sizes,
         "train.steps=4",
         "train.save_every=2",
         "train.checkpointing=full",
-        "validation.prompts=[a red disc]",
-        "validation.inference_steps=2",
     ]
 
 
@@ -70,16 +70,16 @@ def trained(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step_{step:06d}" / "trainable.safetensors")
 
 
-def stock_lora(family: str, base: Path, run: Path) -> dict[str, torch.Tensor]:
+def stock_lora(run: Path) -> dict[str, torch.Tensor]:
     """LoRA's matrices in the stock model, its base unquantised, by the library's own loader."""
-    if family in CHAT_FAMILIES:
-        checkpoint = get_family(family).open(ModelConfig(family=family, path=str(base)))
+    chosen = load_recipe(run / "config.yaml").model
+    checkpoint, base = get_family(chosen.family).open(chosen), Path(chosen.path)
+    if chosen.family in CHAT_FAMILIES:
         model: Any = checkpoint.model_class.from_pretrained(base)
         model = PeftModel.from_pretrained(model, run / "adapter").base_model.model
     else:
-        from diffusers import DiffusionPipeline
-
-        pipeline = DiffusionPipeline.from_pretrained(base)
+        # Of its text encoders and processors nothing is asked.
+        pipeline = checkpoint.pipeline(torch.float32, text=False)
         pipeline.load_lora_weights(run / "adapter", adapter_name="default")
         model = pipeline.transformer
     return {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
@@ -95,20 +95,23 @@ def computed_bytes(run: Path, kind: Kind | None) -> int:
     return quantized_bytes(model.to("meta"), kind, trained)
 
 
-@pytest.mark.parametrize(("family", "kind"), COMBINATIONS)
+@pytest.mark.parametrize(("name", "kind"), COMBINATIONS)
 def test_a_quantised_run_trains_resumes_and_leaves_an_adapter_for_the_stock_model(
-    family: str,
+    name: str,
     kind: Kind,
     lora_main: Main,
     tiny_checkpoints: dict[str, Path],
     shape_clips: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit, dropout of the adapters and all; the base takes as many bytes as were computed from its shapes."""
-    base, whole, parts = tiny_checkpoints[VARIANTS[family]], tmp_path / "whole", tmp_path / "parts"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    if name in RUNS:
+        RUNS[name].prepare(monkeypatch)
     args = [
-        *recipe(family, base, shape_clips, tmp_path),
+        *recipe(name, tiny_checkpoints, shape_clips, tmp_path),
         f"model.quantize={kind}",
         "lora.dropout=0.1",
     ]
@@ -125,11 +128,11 @@ def test_a_quantised_run_trains_resumes_and_leaves_an_adapter_for_the_stock_mode
     assert [one["step"] for one in lines(parts, "metrics.jsonl")] == [3, 4]
     expected, found = trained(whole, 4), trained(parts, 4)
     assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
 
-    stock = stock_lora(family, base, whole)
-    assert stock.keys() == {name for name in expected if ".lora_" in name}
-    assert all(torch.equal(stock[name], expected[name]) for name in stock)
+    stock = stock_lora(whole)
+    assert stock.keys() == {key for key in expected if ".lora_" in key}
+    assert all(torch.equal(stock[key], expected[key]) for key in stock)
 
 
 def test_a_run_is_not_continued_with_another_quantisation(

@@ -22,6 +22,7 @@ from dit_lora.adapters.diffusers_format import DOWNSCALE
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Sampling, Tensors, VideoEncoder
+from dit_lora.families.ltx2.sound import AudioEncoder
 from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
 from dit_lora.families.pictures import as_picture
 from dit_lora.families.references import References, latents_of, named, read_clips
@@ -85,7 +86,9 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
     ) -> VideoEncoder:
         """The clip's latents, and those of its reference; both normalised, in fp32."""
         vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
-        return _Encoder(self, vae)
+        if not self.sound:
+            return _Encoder(self, vae)
+        return _HearingEncoder(self, vae, self.load_audio_encoder(dtype, device))
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         return {**super().arguments(shape), DOWNSCALE: self.downscale(shape)}
@@ -178,6 +181,16 @@ class _Encoder:
         )
         (latents,) = kept
         return latents[0]
+
+
+@dataclass(frozen=True)
+class _HearingEncoder(_Encoder):
+    """Encodes the clips' own sound too."""
+
+    encode_sound: AudioEncoder
+
+    def sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
+        return self.encode_sound(waveform, rate)
 
 
 class _NoPlaces:

@@ -10,6 +10,7 @@ from torch import nn
 
 from dit_lora.adapters.load import load_as_stock, missing_names, stock_state
 from dit_lora.adapters.lora_file import OF_CONVERTERS
+from dit_lora.adapters.lora_mixins import over_narrow_layers
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec
 from dit_lora.environment.pretrained import load_pretrained
@@ -82,7 +83,7 @@ class DiffusionStock(ReferenceModel):
 
         Raises what Diffusers, PEFT and PyTorch raise for files that do not fit.
         """
-        load_as_stock(self._pipeline(model), file)
+        load_as_stock(over_narrow_layers(self._pipeline(model)), file)
         return model
 
     def stored(self, file: Path) -> dict[str, torch.Tensor]:

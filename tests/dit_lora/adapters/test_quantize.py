@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.diffusers_format import save_adapter
 from dit_lora.adapters.groups import base_members
 from dit_lora.adapters.quantize import quantizable, quantize_base, quantized_bytes, stored_bytes
 from dit_lora.config.load import parse_recipe
@@ -23,6 +24,7 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.state import bad_state
 from dit_lora.guard.suspects import Suspects
 from dit_lora.numerics.quantized_linear import Kind, NarrowLinear
+from dit_lora.results.verify.diffusion_model import DiffusionStock
 from dit_lora.training.tasks.diffusion.model import require_quantization
 
 pytest.importorskip("bitsandbytes")
@@ -41,6 +43,11 @@ def adapted(model: Any, kind: Kind, lora: LoraConfig | None = None) -> Any:
     quantize_base(model, kind)
     targets = get_family("cogvideox").lora_targets
     attach_lora(model, lora or LoraConfig(rank=4, alpha=6), targets, seed=0)
+    return moved(model)
+
+
+def moved(model: Any) -> Any:
+    """Its adapter's B is not zero."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
@@ -160,6 +167,27 @@ def test_damaged_weights_are_refused_before_a_code_hides_them(transformer: Any) 
     found = rf"not finite; (?s:.*){QUERY}.weight has 1 Inf(?s:.*){other} has 1 NaN"
     with pytest.raises(DitLoraError, match=found):
         quantize_base(transformer, "nf4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loader_of_flux_takes_an_adapter_over_a_quantised_base(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, kind: Kind
+) -> None:
+    """It compares shapes of weights with the file's, and widens layers: those in 4 bits stay as they are."""
+    family = get_family("flux")
+    checkpoint = family.open(ModelConfig(family="flux", path=str(tiny_checkpoints["flux-dev"])))
+    trained, fresh = (checkpoint.load_transformer(torch.float32) for _ in range(2))
+    attach_lora(trained, LoraConfig(rank=4), family.lora_targets, seed=0)
+    file = save_adapter(moved(trained), checkpoint.pipeline_class, tmp_path, {"family": "flux"})
+    quantize_base(fresh, kind)
+    layers = [one for one in fresh.modules() if isinstance(one, NarrowLinear)]
+    DiffusionStock(checkpoint).put(fresh, file)
+    assert layers == [one for one in fresh.modules() if isinstance(one, NarrowLinear)]
+    wanted = dict(trained.named_parameters())
+    named = fresh.named_parameters()
+    found = {n.replace(".default_0.", ".default."): p for n, p in named if ".lora_" in n}
+    assert found.keys() == {name for name in wanted if ".lora_" in name}
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
 def test_nothing_left_to_quantise_is_refused(transformer: Any) -> None:

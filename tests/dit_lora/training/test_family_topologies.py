@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, on_ranks
-from runs import adapter, lines
-from smoke_recipes import SMOKES
+from launching import on_ranks
+from runs import adapter, lines, same_adapter
+from smoke_recipes import RUNS, smoke_args
 from topologies import Case, Engine, run_all
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,11 @@ if importlib.util.find_spec("deepspeed") is not None:
 RATE = 1e-3
 
 
-ALIKE = ("flux", "ltx_video_i2v", "sd3", "qwen_image", "krea2", "wan_i2v", "wan_2.2", "z_image")
+ALIKE = (
+    *("flux", "ltx_video_i2v", "sd3", "qwen_image", "krea2", "wan_i2v", "wan_2.2", "z_image"),
+    *("flux_kontext_masked", "flux2_dev_edit", "qwen_image_edit_masked", "qwen_image_edit_plus"),
+    *("ltx_video", "ltx2", "ltx2_i2v", "ltx2_sound", "ltx2_ic_lora", "ltx2_ic_lora_sound"),
+)
 
 
 @pytest.mark.parametrize(
@@ -33,33 +37,38 @@ def test_two_ranks_train_as_one_process(
     lora_main: Callable[[list[str]], None],
     shape_clips: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    smoke, data = SMOKES[name], shape_clips
-    if smoke.write_data is not None:
-        data = tmp_path / "data"
-        smoke.write_data(data)
+    """And resume as they would have gone on, to the last bit."""
+    prepare = RUNS[name].prepare
+    prepare(monkeypatch)
+    common = smoke_args(name, tiny_checkpoints, shape_clips, tmp_path)
 
-    def args(run: str, batch: int, accumulate: int) -> tuple[str, ...]:
+    def args(run: str, batch: int, accumulate: int, *more: str) -> tuple[str, ...]:
         return (
-            str(ROOT / "recipes" / "smoke" / f"{name}.yaml"),
-            *smoke.overrides,
-            f"model.path={tiny_checkpoints[smoke.variant]}",
-            f"data.path={data}",
-            f"data.cache={tmp_path / 'cache'}",
+            *common,
             "train.steps=3",
-            "train.save_every=3",
+            "train.save_every=2",
             f"train.batch_size={batch}",
             f"train.accumulate={accumulate}",
             f"optim.groups.adapter.lr={RATE}",
             "validation.prompts=[]",
+            "validation.references=[]",
             "validation.held_out_draws=0",
+            *more,
             f"run.dir={tmp_path / run}",
         )
 
     lora_main(list(args("one", 8, 1)))
-    cases = [Case(engine, args(engine, 2, 2)) for engine in ENGINES]
-    for seen in on_ranks(2, run_all, cases):
+    cases = [Case(engine, args(engine, 2, 2), prepare=prepare) for engine in ENGINES]
+    for engine in ENGINES:
+        resume = f"train.resume={tmp_path / engine / 'checkpoints' / 'step_000002'}"
+        cases.append(Case(engine, args(f"{engine}_resumed", 2, 2, resume), prepare=prepare))
+    shared = Case("ddp", args("shared", 4, 2, "train.context_parallel=2"), prepare=prepare)
+    for *seen, refused in on_ranks(2, run_all, [*cases, shared], timeout=300):
         assert [(one.exit_code, one.error) for one in seen] == [(0, "")] * len(cases)
+        assert "train.context_parallel=2: " in refused.error
+        assert refused.error.endswith(" has no plan for its tokens; CogVideoX has one")
     expected, losses = adapter(tmp_path / "one"), lines(tmp_path / "one", "metrics.jsonl")
     for engine in ENGINES:
         for own, theirs in zip(lines(tmp_path / engine, "metrics.jsonl"), losses, strict=True):
@@ -67,3 +76,6 @@ def test_two_ranks_train_as_one_process(
             assert own["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-6), engine
         found = adapter(tmp_path / engine)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-2 * RATE)
+        assert same_adapter(tmp_path / f"{engine}_resumed", tmp_path / engine)
+        (last,) = lines(tmp_path / f"{engine}_resumed", "metrics.jsonl")
+        assert last["step"] == 3

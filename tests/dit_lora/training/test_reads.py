@@ -17,7 +17,7 @@ import transformers
 from chat_runs import common, write_data
 from launching import ROOT
 from packaging.version import Version
-from smoke_recipes import SMOKES
+from smoke_recipes import RUNS, smoke_args
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -194,6 +194,11 @@ TRIED = (
     *("cogvideox", "dit", "flux", "flux2", "latte", "sana", "sana_video", "video_dit_lora"),
     *("krea2", "ltx2", "ltx_video_i2v", "qwen_image", "sd3", "wan_5b_i2v", "z_image"),
 )
+# References, masks, sound and first frames, of those families and with each other.
+GIVEN_MORE = (
+    *("flux_kontext_masked", "flux2_dev_edit", "qwen_image_edit_masked", "ltx_video"),
+    *("ltx2_sound", "ltx2_i2v", "ltx2_ic_lora", "ltx2_ic_lora_sound"),
+)
 
 
 def test_a_recipe_of_every_diffusion_family_is_tried() -> None:
@@ -201,7 +206,13 @@ def test_a_recipe_of_every_diffusion_family_is_tried() -> None:
     assert {recipe.model.family for recipe in recipes} == set(DIFFUSION_FAMILIES)
 
 
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(*TRIED, "qwen_image_edit_plus"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in GIVEN_MORE),
+    ],
+)
 def test_a_healthy_step_is_read_once(
     lora_main: Main,
     tiny_checkpoints: dict[str, Path],
@@ -211,15 +222,11 @@ def test_a_healthy_step_is_read_once(
     name: str,
 ) -> None:
     """With two micro-steps, masks of captions, an average of the weights, dropout, clipping, and metrics written."""
-    smoke, data = SMOKES[name], shape_clips
-    if smoke.write_data is not None:
-        data = tmp_path / "data"
-        smoke.write_data(data)
-    args = [str(ROOT / "recipes" / "smoke" / f"{name}.yaml"), *smoke.overrides, *OPTIONS]
-    args += ["lora.dropout=0.1", "train.batch_size=2"]
-    args += [f"model.path={tiny_checkpoints[smoke.variant]}", f"data.path={data}"]
-    args += [f"data.cache={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}"]
-    args += ["validation.prompts=[]", "validation.held_out_draws=0"]
+    RUNS[name].prepare(monkeypatch)
+    args = [*smoke_args(name, tiny_checkpoints, shape_clips, tmp_path), *OPTIONS]
+    args += ["lora.dropout=0.1", "train.batch_size=2", f"run.dir={tmp_path / 'run'}"]
+    args += ["validation.prompts=[]", "validation.references=[]"]
+    args += ["validation.held_out_draws=0"]
     with counted(monkeypatch) as reads:
         lora_main(args)
     assert reads.by_step == ONCE_EACH, "\n".join(reads.where)

@@ -17,6 +17,7 @@ from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.adapters.diffusers_format import save_adapter
 from dit_lora.commands.sample import SampleRequest, sample
 from dit_lora.config.recipe import LoraConfig
+from dit_lora.data.media.video import read_frames, write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
@@ -28,7 +29,11 @@ RATE = 16000
 PUBLISHED = {"sample_rate": RATE, "mel_hop_length": 160, "mel_bins": 64, "in_channels": 2}
 TASKS = pytest.mark.parametrize(
     ("variant", "task"),
-    [pytest.param("ltx-2", "t2v", marks=pytest.mark.thorough), ("ltx-2.3", "i2v")],
+    [
+        pytest.param("ltx-2", "t2v", marks=pytest.mark.thorough),
+        ("ltx-2.3", "i2v"),
+        ("ltx-2.3", "ic_lora"),
+    ],
 )
 
 
@@ -130,6 +135,8 @@ def test_a_samples_loss_is_its_own_and_reaches_every_adapter(
 ) -> None:
     checkpoint = with_sound(tiny_checkpoints[variant], task)
     model, batch = adapted(checkpoint), batch_of(checkpoint, sound=True)
+    if task == "ic_lora":
+        batch["reference_0"] = batch["latent_mean"].roll(1, 0)
     found = checkpoint.losses(model, batch, Streams(0, [4, 5, 6]))
     assert found.losses.dtype is torch.float32
     alone = {name: tensor[1:2] for name, tensor in batch.items()}
@@ -160,9 +167,21 @@ def test_one_call_is_the_stock_pipelines_with_sound(
     pipeline.transformer.register_forward_hook(
         lambda _model, _args, given, output: calls.append((given, output)), with_kwargs=True
     )
-    how = Sampling(NATIVE, 3, 1.0, seed=0, fps=FPS, **pictures)
+    references: tuple[Path, ...] = ()
+    if task == "ic_lora":
+        references = (write_sample(tmp_path / "before", pixels.flip(0).permute(0, 2, 3, 1), FPS),)
+    how = Sampling(NATIVE, 3, 1.0, seed=0, fps=FPS, references=references, **pictures)
     checkpoint.generate(pipeline, checkpoint.conditions(CAPTIONS[1]), how)
-    row = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)
+    encode = checkpoint.load_video_encoder(torch.float32, CPU)
+    row = encode(pixels)
+    if references:
+        given = [
+            read_frames(
+                one, frames=NATIVE.frames, fps=FPS, height=NATIVE.height, width=NATIVE.width
+            )
+            for one in references
+        ]
+        row |= encode.references(given, NATIVE)
     batch = {name: tensor[None] for name, tensor in row.items()}
     batch |= checkpoint.load_text_encoder(torch.float32, CPU)([CAPTIONS[1]])
     model = checkpoint.load_transformer(torch.float32).eval()
@@ -173,10 +192,13 @@ def test_one_call_is_the_stock_pipelines_with_sound(
             "audio_noisy": given["audio_hidden_states"],
             "audio_timestep": given["sigma"],
         }
+        own = given["hidden_states"][:, : math.prod(row["latent_mean"].shape[1:])]
         with torch.no_grad():
-            found = checkpoint.velocities(model, given["hidden_states"], given["sigma"], noised, {})
+            found = checkpoint.velocities(model, own, given["sigma"], noised, {})
         assert not given["isolate_modalities"]
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert (given["hidden_states"].shape[1] > own.shape[1]) == (task == "ic_lora")
+        assert torch.equal(found[0], expected[0][:, : own.shape[1]])
+        assert torch.equal(found[1], expected[1])
 
 
 def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path]) -> None:

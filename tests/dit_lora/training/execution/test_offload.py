@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from diffusers import CogVideoXPipeline
-from launching import ROOT
 from runs import same_adapter, trajectory
+from smoke_recipes import RUNS, smoke_args
 from tiny_steps import CPU, VARIANTS, ChatStep, TinyStep, tiny_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -267,41 +267,34 @@ def test_a_launch_that_places_the_weights_itself_is_refused(
         offload_base(parse_recipe(recipe_values, "test"), nn.Linear(2, 2), launched)
 
 
+# One of each model's blocks, and what is encoded otherwise.
+OFFLOADED = (
+    *("sana", "flux", "flux_kontext_masked", "flux2", "flux2_dev_edit", "krea2", "qwen_image"),
+    *("qwen_image_edit_masked", "qwen_image_edit_plus", "ltx_video", "ltx_video_i2v", "ltx2"),
+    *("ltx2_sound", "ltx2_i2v", "ltx2_ic_lora", "ltx2_ic_lora_sound", "sd3", "wan", "z_image"),
+)
+
+
 @pytest.mark.parametrize(
-    ("recipe", "variant", "given"),
-    [
-        (
-            "cogvideox",
-            "cogvideox-5b",
-            ["data.height=32", "data.width=48", "validation.inference_steps=2"],
-        ),
-        pytest.param("sana", "sana-600m", [], marks=pytest.mark.thorough),
-        pytest.param("flux2", "flux2-dev", [], marks=pytest.mark.thorough),
-        pytest.param("krea2", "krea2-raw", [], marks=pytest.mark.thorough),
-        pytest.param("qwen_image", "qwen-image", [], marks=pytest.mark.thorough),
-        pytest.param("ltx_video", "ltx-video-0.9.1", [], marks=pytest.mark.thorough),
-        pytest.param("sd3", "sd3.5-medium", [], marks=pytest.mark.thorough),
-        pytest.param("wan", "wan-2.1-t2v", [], marks=pytest.mark.thorough),
-        pytest.param("z_image", "z-image", [], marks=pytest.mark.thorough),
-    ],
+    "name",
+    ["cogvideox", *(pytest.param(name, marks=pytest.mark.thorough) for name in OFFLOADED)],
 )
 def test_a_recipe_trains_samples_and_resumes_with_the_same_bits(
     lora_main: Main,
     tiny_checkpoints: dict[str, Path],
     shape_clips: Path,
     tmp_path: Path,
-    recipe: str,
-    variant: str,
-    given: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
+    smoke = RUNS[name]
+    smoke.prepare(monkeypatch)
     common = [
-        str(ROOT / "recipes" / "smoke" / f"{recipe}.yaml"),
-        f"model.path={tiny_checkpoints[variant]}",
-        f"data.path={shape_clips}",
-        f"data.cache={tmp_path / 'cache'}",
+        *smoke_args(name, tiny_checkpoints, shape_clips, tmp_path),
+        *smoke.sampled(smoke.write_pictures(tmp_path), smoke.write_references(tmp_path)),
         "train.checkpointing=auto",
         "train.save_every=2",
-        *given,
+        *(("data.height=32", "data.width=48") if name == "cogvideox" else ()),
     ]
     plain, away = tmp_path / "plain", tmp_path / "away"
     lora_main([*common, "train.steps=4", f"run.dir={plain}"])
@@ -312,8 +305,8 @@ def test_a_recipe_trains_samples_and_resumes_with_the_same_bits(
     assert same_adapter(away, plain)
     for sample in (plain / "samples" / "step_000004").iterdir():
         assert (away / "samples" / "step_000004" / sample.name).read_bytes() == sample.read_bytes()
-    if recipe == "cogvideox":
-        pipe = CogVideoXPipeline.from_pretrained(tiny_checkpoints[variant])
+    if name == "cogvideox":
+        pipe = CogVideoXPipeline.from_pretrained(tiny_checkpoints[smoke.variant])
         pipe.load_lora_weights(away / "adapter")
         assert pipe.get_active_adapters()
 
