@@ -24,6 +24,7 @@ from dit_lora.numerics.finite import describe_all
 from dit_lora.training.session.session import Session
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample, Encoding
 from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample
+from dit_lora.training.tasks.diffusion.long_captions import quiet_about_length
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 
 _CAPTIONS = 256  # embeddings held; of T5-XXL and 226 tokens, 1.8 MiB each
@@ -71,7 +72,8 @@ class LiveTexts:
     def _encoded(self, key: str) -> Read:
         job = self._jobs[key]
         try:
-            tensors = {name: one.cpu() for name, one in job.make(self._encode).items()}
+            with quiet_about_length():
+                tensors = {name: one.cpu() for name, one in job.make(self._encode).items()}
         except ClipError as error:
             return {}, f"{job.sample}: {error}"
         bad = describe_all(tensors, MAX_ABS)

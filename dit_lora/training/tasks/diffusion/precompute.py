@@ -29,6 +29,7 @@ from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.training.session.session import Session, agree, meet
 from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample, make_plan
 from dit_lora.training.tasks.diffusion.live_encoding import live_clips
+from dit_lora.training.tasks.diffusion.long_captions import quiet_about_length, say_what_is_cut
 from dit_lora.training.tasks.diffusion.prior import generate_prior
 from dit_lora.training.tasks.diffusion.samples import check_headers
 from dit_lora.training.tasks.rejects import Rejects
@@ -79,6 +80,7 @@ def precompute(
         clips = _cached(session, checkpoint, plan, rejects, videos, second)
     else:
         _require_one_text_encoder(plan)
+        say_what_is_cut(session, checkpoint, [one.sample.clip for one in plan.wanted])
         clips = live_clips(
             session,
             checkpoint,
@@ -148,9 +150,13 @@ def _cached(
     wanted = rejects.without(plan.wanted, _sample_id)
     is_own = plan.own_text_encoder
     jobs = [empty, *(shown if is_own else ()), *(job for one in wanted for job in one.texts)]
-    bad = _fill(session, texts, jobs, checkpoint.load_text_encoder, "caption")
-    if not is_own and second is not None:
-        bad |= _fill(session, texts, shown, second.load_text_encoder, "prompt")
+    unread = set(texts.missing([one.text.key for one in wanted]))
+    clips = [one.sample.clip for one in wanted if one.text.key in unread]
+    with quiet_about_length():
+        say_what_is_cut(session, checkpoint, clips)
+        bad = _fill(session, texts, jobs, checkpoint.load_text_encoder, "caption")
+        if not is_own and second is not None:
+            bad |= _fill(session, texts, shown, second.load_text_encoder, "prompt")
     reasons = [bad[job.key] for job in shared if job.key in bad]
     agree(session.accelerator, DitLoraError("; ".join(reasons)) if reasons else None)
     rejects.add(

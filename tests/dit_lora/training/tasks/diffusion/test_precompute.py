@@ -1,6 +1,8 @@
 """What an entry's key depends on, and that the entry holds what the recipe asks for."""
 
+import io
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -303,3 +305,36 @@ def test_captions_that_the_audit_rejects_are_refused_whatever_the_cache_holds(
             line.split(": ")[0].removeprefix("  - ") for line in str(error.value).split("\n")[1:]
         }
         assert named == wrong
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_caption_beyond_the_text_limit_is_one_line(
+    encode: Encode,
+    shape_clips: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    stored: bool,
+) -> None:
+    """In place of Transformers' and Diffusers' own, who quote what they cut whole."""
+    clips = Path(shutil.copytree(shape_clips, tmp_path / "clips"))
+    listing = clips / "metadata.jsonl"
+    rows = [json.loads(line) for line in listing.read_text().splitlines()]
+    rows[1]["text"] = "a red disc moves " * 400
+    listing.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    theirs = logging.StreamHandler(io.StringIO())
+    libraries = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    for library in libraries:
+        library.addHandler(theirs)
+    encoded = encode(data__path=str(clips), data__precompute=stored)
+    for entry in encoded.clips.entries:
+        encoded.clips.texts.read(entry.text_key, {})
+    for library in libraries:
+        library.removeHandler(theirs)
+    said = capsys.readouterr()
+    (line,) = [line for line in said.err.splitlines() if line.startswith("captions: ")]
+    assert f"1 of {len(rows)} are longer than the 226 tokens that the text encoder reads" in line
+    assert rows[1]["file_name"] in line
+    assert not theirs.stream.getvalue()
+    if stored:
+        encode(data__path=str(clips))
+        assert "captions: " not in capsys.readouterr().err  # they are not read again
