@@ -9,7 +9,7 @@ import torch
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.loops import Batch, Spoil, Toy, ToyLoop, at, played
+from dit_lora.faults.loops import Batch, Spoil, Toy, ToyLoop, at, in_loops
 from dit_lora.faults.triggers import Element, times
 
 _BLAMING = ("data", "inputs", "labels")
@@ -106,17 +106,20 @@ _TRANSIENT = Expected("transient", "skip")
 _FAR = Expected("learning_rate", "rollback")
 
 
-def _fault(name: str, when: str, expected: Expected, spoil: Spoil, **how: Any) -> Fault:
-    play = played(spoil, nobody_is_blamed, **how)
-    return Fault(f"{name}, in a stock loop", "plugin", when, expected, play=play)
+def _fault(name: str, when: str, expected: Expected, spoil: Spoil, **how: Any) -> tuple[Fault, ...]:
+    return in_loops(f"{name},", when, expected, spoil, nobody_is_blamed, **how)
 
 
-def _altered(name: str, cause: str, find: Callable[[ToyLoop, Batch], torch.Tensor]) -> Fault:
+def _altered(
+    name: str, cause: str, find: Callable[[ToyLoop, Batch], torch.Tensor]
+) -> tuple[Fault, ...]:
     expected = Expected(cause, "rollback", ("altered in memory",), module="last")
     return _fault(name, "before step 4", expected, at(4, find, Element(1e30, 3)))
 
 
-def _base(name: str, module: str | None, spoil: Spoil, *words: str, step: int = 4) -> Fault:
+def _base(
+    name: str, module: str | None, spoil: Spoil, *words: str, step: int = 4
+) -> tuple[Fault, ...]:
     """Return a fault of a frozen base in memory."""
     expected = Expected("weights", "stop", (*words, _DAMAGED), module=module, exit_code=3)
     return _fault(name, f"before step {step}", expected, spoil, change=_frozen_base)
@@ -124,39 +127,40 @@ def _base(name: str, module: str | None, spoil: Spoil, *words: str, step: int = 
 
 _OTHER_SIGN = times(-1.0)
 FAULTS: tuple[Fault, ...] = (
-    _altered("1e30 in one element of a weight", "weights", _weight),
-    _altered("1e30 in one element of exp_avg", "optimizer", _moment("exp_avg")),
-    _altered("1e30 in one element of exp_avg_sq", "optimizer", _moment("exp_avg_sq")),
-    _base("nan in a frozen weight", "first", at(4, _frozen, Element(math.nan, 3))),
-    _base("3e+38 in a frozen weight", "first", at(4, _frozen, Element(3e38, 3))),
-    _base("a class whose frozen embedding is huge", "classes", _huge_class, step=1),
-    _base("a frozen weight with its sign turned", "first", at(4, _frozen, _OTHER_SIGN)),
-    _base(
+    *_altered("1e30 in one element of a weight", "weights", _weight),
+    *_altered("1e30 in one element of exp_avg", "optimizer", _moment("exp_avg")),
+    *_altered("1e30 in one element of exp_avg_sq", "optimizer", _moment("exp_avg_sq")),
+    *_base("nan in a frozen weight", "first", at(4, _frozen, Element(math.nan, 3))),
+    *_base("3e+38 in a frozen weight", "first", at(4, _frozen, Element(3e38, 3))),
+    *_base("a class whose frozen embedding is huge", "classes", _huge_class, step=1),
+    *_base("a frozen weight with its sign turned", "first", at(4, _frozen, _OTHER_SIGN)),
+    *_base(
         "a frozen weight of one rank with its sign turned",
         "first",
         at(4, _frozen, _OTHER_SIGN, on_last_rank=True),
     ),
-    _base("a buffer with its sign turned", None, at(4, _buffer, _OTHER_SIGN), "the buffer scale"),
+    *_base("a buffer with its sign turned", None, at(4, _buffer, _OTHER_SIGN), "the buffer scale"),
     *(
-        _fault(name, "from step 3", _SAID_NOTHING, spoil, change=_frozen_base)
+        fault
         for name, spoil in (
             ("frozen weights that a teacher averages", _averaged),
             ("frozen weights that code writes to", _written),
         )
+        for fault in _fault(name, "from step 3", _SAID_NOTHING, spoil, change=_frozen_base)
     ),
-    _fault(
+    *_fault(
         "NaN in a buffer",
         "before step 4",
         Expected("weights", "stop", ("the buffer scale", _DAMAGED), exit_code=3),
         at(4, _buffer, Element(math.nan, 3)),
     ),
-    _fault(
+    *_fault(
         "a module that gives NaN in one step",
         "step 3, in replays too",
         _SKIPPED,
         _spoiled_passes(lambda step, _: step == 3),
     ),
-    _fault(
+    *_fault(
         "a module that gives NaN in every step",
         "from step 3",
         _STOPPED,
@@ -164,21 +168,22 @@ FAULTS: tuple[Fault, ...] = (
         config=LadderConfig(max_skips=2),
     ),
     *(
-        _fault(
+        fault
+        for p in (0.3, 0.6, 0.9)
+        for fault in _fault(
             f"a module that gives NaN with p = {p:g}",
             "from step 2",
             _TRANSIENT,
             _spoiled_passes(_by_chance(p)),
             config=_PATIENT,
         )
-        for p in (0.3, 0.6, 0.9)
     ),
-    _fault(
+    *_fault(
         "a module whose first pass gives NaN",
         "every step from 3",
         _TRANSIENT,
         _spoiled_passes(lambda step, number: step >= 3 and number == 1),
         config=_PATIENT,
     ),
-    _fault("weights far beyond use", "before step 4", _FAR, _stepped_far),
+    *_fault("weights far beyond use", "before step 4", _FAR, _stepped_far),
 )

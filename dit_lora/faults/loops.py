@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,21 +53,31 @@ class ToyLoop:
         self.accelerator = world.accelerator
         self.accelerator.gradient_accumulation_steps = 1
         trained = [p for p in self.bare.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        prepared = self.accelerator.prepare(self.bare, optimizer, schedule)
-        self.model, self.optimizer, self.schedule = prepared
+        self.model: nn.Module = self.bare
+        self.optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
+        self.schedule: Any = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.schedule_steps = 1
+        """Number of steps of the schedule in one of the optimizer."""
         self.ema = EMAModel(self.bare.parameters())
-        self.guard = Guard.attach(
-            self.accelerator,
-            self.model,
-            self.optimizer,
-            ema=self.ema,
-            config=config,
-            folder=world.root / "guarded",
-        )
+        self.guard = self.guarded(config, world.root / "guarded")
         self.handles: list[Any] = []
         """Hooks that a fault has put in."""
+
+    def guarded(self, config: LadderConfig | None, folder: Path) -> Guard:
+        """Prepare the loop as its kind does, and guard it."""
+        accelerator = self.accelerator
+        prepared = accelerator.prepare(self.bare, self.optimizer, self.schedule)
+        self.model, self.optimizer, self.schedule = prepared
+        # Accelerate steps a prepared schedule once a process.
+        self.schedule_steps = accelerator.num_processes
+        return Guard.attach(
+            accelerator, self.model, self.optimizer, ema=self.ema, config=config, folder=folder
+        )
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Make the gradients, and clip them."""
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.bare.parameters(), 1.0)
 
     def run(self) -> None:
         for step in range(1, _STEPS + 1):
@@ -75,13 +86,32 @@ class ToyLoop:
             ids = [f"step {step} row {row}" for row in range(len(batch["x"]))]
             with self.accelerator.accumulate(self.model), self.guard.microbatch(ids):
                 output = self.model(batch["x"], labels=batch["labels"])
-                self.accelerator.backward((output.float() - batch["y"]).square().mean())
-                self.accelerator.clip_grad_norm_(self.bare.parameters(), 1.0)
+                self.backward((output.float() - batch["y"]).square().mean())
                 self.optimizer.step()
                 self.schedule.step()
                 self.ema.step(self.bare.parameters())
                 self.optimizer.zero_grad()
         self.guard.require_finite()
+
+
+class PlainToyLoop(ToyLoop):
+    """The same loop in plain PyTorch, and in DDP over several ranks."""
+
+    def guarded(self, config: LadderConfig | None, folder: Path) -> Guard:
+        if self.accelerator.num_processes > 1:
+            self.model = nn.parallel.DistributedDataParallel(self.bare)
+        return Guard.watch(
+            self.model,
+            self.optimizer,
+            lr_scheduler=self.schedule,
+            ema=self.ema,
+            config=config,
+            folder=folder,
+        )
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # Without clipping: of that a guard knows nothing here, and it spreads one NaN to all gradients.
+        loss.backward()
 
 
 Batch = dict[str, torch.Tensor]
@@ -127,8 +157,7 @@ def _two_skipped(loop: ToyLoop) -> str | None:
     taken = _STEPS - 1
     counts = {int(state["step"]) for state in loop.optimizer.state.values()}
     rate = loop.schedule.get_last_lr()[0]
-    # Accelerate steps a prepared schedule once a process.
-    expected = 1e-2 * 0.9 ** (taken * loop.accelerator.num_processes)
+    expected = 1e-2 * 0.9 ** (taken * loop.schedule_steps)
     if counts != {taken}:
         return f"the optimizer took {counts} steps, not {taken}"
     if abs(rate - expected) > 1e-9:
@@ -234,6 +263,7 @@ def played(
     check: Check = lambda loop: None,
     *,
     scaled: bool = False,
+    kind: type[ToyLoop] = ToyLoop,
     **how: Any,
 ) -> Callable[[Fault, World], Observation]:
     """Play a fault in a loop; `check` says what is not as it must be at its end."""
@@ -245,7 +275,7 @@ def played(
 
         with _scaled(world.accelerator) if scaled else nullcontext():
             try:
-                loop = ToyLoop(world, spoil, **how)
+                loop = kind(world, spoil, **how)
                 return observed(loop.guard, run)
             except DitLoraError as refused:  # by the guard, which does not attach
                 return Observation([], refused)
@@ -290,9 +320,21 @@ def _moment(loop: ToyLoop, batch: Batch) -> torch.Tensor:
     return moment
 
 
-def _stock(name: str, when: str, expected: Expected, *how: Any, **options: Any) -> Fault:
-    play = played(*how, **options)
-    return Fault(f"{name} in a stock loop", "plugin", when, expected, play=play)
+def in_loops(
+    name: str, when: str, expected: Expected, *how: Any, **options: Any
+) -> tuple[Fault, ...]:
+    """Return the fault in an accelerate loop as published scripts have it, and in a plain one."""
+    kinds = {"stock": ToyLoop, "plain": PlainToyLoop}
+    return tuple(
+        Fault(
+            f"{name} in a {loop} loop",
+            "plugin",
+            when,
+            expected,
+            play=played(*how, kind=kind, **options),
+        )
+        for loop, kind in kinds.items()
+    )
 
 
 def _precision(name: str, expected: Expected, change: Callable[[Toy], None], **how: Any) -> Fault:
@@ -313,7 +355,7 @@ _STOP = LadderConfig(max_skips=1)
 _PIXEL = in_batch(3, "x", 18, math.nan)
 _TARGET = in_batch(3, "y", 33, math.nan, on_last_rank=True)
 FAULTS: tuple[Fault, ...] = (
-    _stock("a NaN pixel", "step 3", _DATA, _PIXEL, _two_skipped),
+    *in_loops("a NaN pixel", "step 3", _DATA, _PIXEL, _two_skipped),
     Fault(
         "a NaN pixel in a stock loop in fp16, with a scaler and clipping",
         "plugin",
@@ -321,15 +363,9 @@ FAULTS: tuple[Fault, ...] = (
         _DATA,
         play=played(_PIXEL, _two_skipped, scaled=True),
     ),
-    Fault(
-        "a NaN target on one rank of a stock loop",
-        "plugin",
-        "step 3, last rank",
-        _OUTPUT,
-        play=played(_TARGET, _two_skipped),
-    ),
-    _stock("a NaN gradient element", "step 3", _TRANSIENT, _nan_gradient, _two_skipped),
-    _stock("a NaN moment", "step 4", _ROLLED, at(4, _moment, Element(math.nan, 0))),
+    *in_loops("a NaN target on one rank", "step 3, last rank", _OUTPUT, _TARGET, _two_skipped),
+    *in_loops("a NaN gradient element", "step 3", _TRANSIENT, _nan_gradient, _two_skipped),
+    *in_loops("a NaN moment", "step 4", _ROLLED, at(4, _moment, Element(math.nan, 0))),
     Fault(
         "a label that the table does not have",
         "labels",
