@@ -180,7 +180,7 @@ def test_a_module_runs_by_its_name_and_errors_are_the_scripts_own(script: Path) 
     done = python(folder, *GUARD, script.name, "--epochs", "x", code=2)
     assert "train.py: error: argument --epochs" in done.stderr
     done = python(folder, *GUARD, "nowhere.py", code=2)
-    assert done.stderr == "error: guard: no such script: nowhere.py\n"
+    assert done.stderr == "error: no such script: nowhere.py\n"
 
 
 RANKS = """

@@ -34,14 +34,23 @@ class Bundles:
     _said: set[str] = field(default_factory=set)
 
     def write(
-        self, call: CapturedCall, event: Mapping[str, Any], facts: Mapping[str, Any], *, all_of: bool
+        self,
+        call: CapturedCall,
+        event: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        *,
+        all_of: bool,
     ) -> str | None:
         """Write what it takes to make the call again; return the bundle's path below the folder, or None.
 
         With `all_of` every rank calls it for the same call, as sharded weights need, and the main process writes. A
         run is worth more than a bundle: what goes wrong is said, and raises nothing.
         """
-        if self.folder is None or self._written >= self.config.bundles or not self._can_be_written():
+        if (
+            self.folder is None
+            or self._written >= self.config.bundles
+            or not self._can_be_written()
+        ):
             return None
         self._written += 1
         assert call.owner is not None  # a call that was recorded has one
@@ -125,16 +134,15 @@ def packed_call(call: CapturedCall, writer: CallWriter) -> dict[str, Any]:
 def unpacked_call(bundle: Bundle, model: nn.Module, device: torch.device) -> CapturedCall:
     """Return the call of a bundle, to be made of this model. Raises `DitLoraError` where the bundle is torn."""
     facts = bundle.facts["call"]
-    here, host = CallReader(bundle.samples, device, None), torch.device("cpu")
-    states = CallReader(bundle.samples, host, None)
+    states = CallReader(bundle.samples, torch.device("cpu"), None)
     try:
         generator, state = None, states.value(facts["generator_state"])
-        # A state of another device's generator is of no use here.
-        if state is not None and facts["generator_device"] == device.type:
-            generator = (torch.Generator(device), state)
-        elif state is not None and facts["generator_device"] == "cpu":
-            generator = (torch.Generator(host), state)
-        here = CallReader(bundle.samples, device, generator[0] if generator else None)
+        if state is not None:
+            # A state of another device's generator is of no use to this device's.
+            kind = facts["generator_device"]
+            generator = torch.Generator(device if kind == device.type else "cpu")
+            state = state if generator.device.type == kind else generator.get_state()
+        here = CallReader(bundle.samples, device, generator)
         cuda = states.value(facts["cuda_random_state"])
         return CapturedCall(
             args=tuple(here.value(node) for node in facts["args"]),
@@ -142,7 +150,7 @@ def unpacked_call(bundle: Bundle, model: nn.Module, device: torch.device) -> Cap
             ids=tuple(bundle.facts["replay"]["ids"]),
             random_state=states.value(facts["random_state"]),
             cuda_random_state=cuda if device.type == "cuda" else None,
-            generator=generator,
+            generator=(generator, state) if generator is not None else None,
             # The output itself is made anew; what counts is whether it was finite.
             output=torch.tensor(0.0 if facts["output_is_finite"] else torch.nan),
             output_gradient=here.value(facts["output_gradient"]),
@@ -160,7 +168,7 @@ def about_model(model: nn.Module) -> dict[str, Any]:
 
 def parameters_in_words(model: nn.Module) -> list[str]:
     # Lines, and no mapping: a key that is called after a token would be taken for a secret.
-    return [f"{name} {'x'.join(map(str, p.shape))}" for name, p in model.named_parameters()]
+    return [f"{n} {'x'.join(map(str, p.shape)) or 'scalar'}" for n, p in model.named_parameters()]
 
 
 def versions() -> dict[str, str]:

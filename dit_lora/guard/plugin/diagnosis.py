@@ -15,6 +15,7 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.state import bad_state, run_away
 from dit_lora.guard.verdict import Verdict
 
+
 @dataclass(frozen=True)
 class Blamed:
     """A verdict, and the call that it is about; none where nothing was run again."""

@@ -61,7 +61,13 @@ class Guard:
         )
         self._file = GuardFile(host, folder)
         self._recovery = PluginRecovery(
-            host, self._state, config, folder, self._watched, note=self._note, guard_id=self._file.id
+            host,
+            self._state,
+            config,
+            folder,
+            self._watched,
+            note=self._note,
+            guard_id=self._file.id,
         )
         self._config, self._checks = config, checks
         self._steps = Steps(host, self._watched, self._recovery, checks)
