@@ -33,10 +33,11 @@ _TICKS = 400
 
 @dataclass(frozen=True)
 class Row:
-    """One event, for the table."""
+    """One event, and those that say the same of the same samples, for the table."""
 
     step: str
-    kind: str
+    again: str
+    """How often it came again, in words; empty where it did not."""
     cause: str
     words: str
     module: str
@@ -88,7 +89,7 @@ def write_guard_report(folder: Path) -> Path:
     clean = redactor()
     events, torn = read_lines(folder / "events.jsonl")
     events, starts = clean(events), clean(starts_in(folder))
-    rows = [_row(event, folder) for event in events[-_MOST:]]
+    rows = [_row(alike, folder) for alike in _alike(events[-_MOST:])]
     state, color = _state(events, starts)
     page = render(
         "guard_page.html",
@@ -100,7 +101,7 @@ def write_guard_report(folder: Path) -> Path:
         starts=_starts(events, starts),
         rows_open=rows[:_SHOWN],
         rows_more=rows[_SHOWN:],
-        earlier=len(events) - len(rows),
+        earlier=max(0, len(events) - _MOST),
         notes=_notes(starts, torn),
         weights=_weights(folder),
         any_bundle=next((row.bundle for row in rows if row.bundle), ""),
@@ -225,14 +226,25 @@ def _lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> Lane:
     return Lane(cause, len(events), ticks)
 
 
-def _row(event: Mapping[str, Any], folder: Path) -> Row:
+def _alike(events: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return events in groups that say the same: a bad sample costs a step in each epoch."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for event in events:
+        words = str(mapping(event.get("verdict")).get("words"))
+        same = (event.get("guard"), _cause(event), event.get("action"), words)
+        groups.setdefault((*map(str, same), *_listed(event.get("sample_ids"))), []).append(event)
+    return list(groups.values())
+
+
+def _row(alike: Sequence[Mapping[str, Any]], folder: Path) -> Row:
+    event = alike[0]
     verdict, told = mapping(event.get("verdict")), event_row(event, _ACTIONS)
     bundle = str(event.get("bundle", ""))
     # Nothing that a stranger wrote becomes an address.
     is_there = _PLACE.fullmatch(bundle) and (folder / bundle / "bundle.json").is_file()
     return Row(
         step=told.step,
-        kind=told.kind,
+        again=f"{len(alike) - 1:,} more, to {alike[-1].get('step')}" if len(alike) > 1 else "",
         cause=_cause(event),
         words=told.words,
         module=in_words(verdict.get("module")),
@@ -252,11 +264,11 @@ def _notes(starts: Sequence[Mapping[str, Any]], torn: int) -> list[str]:
 def _weights(folder: Path) -> list[tuple[str, str]]:
     """Return the files of last good weights, and their sizes in words."""
     found = sorted(folder.glob("last_good_step_*.safetensors"))
-    return [(path.name, f"{path.stat().st_size / 2**20:.1f} MiB") for path in found]
+    return [(path.name, f"{path.stat().st_size / 2**20:.3g} MiB") for path in found]
 
 
 def _cause(event: Mapping[str, Any]) -> str:
-    return str(mapping(event.get("verdict")).get("cause", "unknown"))
+    return str(mapping(event.get("verdict")).get("cause", "unknown")).replace("_", " ")
 
 
 def _listed(value: Any) -> list[str]:
