@@ -135,7 +135,7 @@ def _figures(
     worst = max(named, key=lambda sample: named[sample], default="")
     most = f"most often {worst} ({named[worst]}x)" if worst else ""
     unnamed = len(blamed) - len(named)
-    rows = f"and {unnamed} rows without a name" if unnamed else ""
+    rows = f"and {unnamed} not named" if unnamed else ""
     off = sorted(_switched_off(events, starts))
     return [
         Figure("Steps taken", f"{taken:,}" if starts else NONE, known),

@@ -169,8 +169,10 @@ class PluginRecovery:
                 continue
             event = by_place[place].record()
             # What is switched off before this event's own answer.
-            facts = {"switched_off": sorted(self.watched.switched_off)}
-            facts["start_peak"] = self.watched.suspects[id(blamed.call.owner)].start_peak
+            facts = {
+                "switched_off": sorted(self.watched.switched_off),
+                "start_peak": self.watched.suspects[id(blamed.call.owner)].start_peak,
+            }
             path = self._bundles.write(blamed.call, event, facts, all_of=self.watched.lockstep)
             if path is not None:
                 written[place] = path
