@@ -16,7 +16,7 @@ from dit_lora.guard.plugin.bundles import parameters_in_words, unpacked_call, ve
 from dit_lora.guard.plugin.guard import Guard
 from dit_lora.guard.plugin.outermost import leave, listen
 from dit_lora.guard.plugin.script import run_as_main
-from dit_lora.numerics.dtensors import stock_class
+from dit_lora.numerics.dtensors import fill, stock_class
 from dit_lora.patching import Patches
 from dit_lora.terminal import echo
 
@@ -136,9 +136,8 @@ class _Again:
         bundle, facts = self._bundle, self._bundle.facts["replay"]
         echo(f"replay: {self._class} is called, and has the bundle's weights now", err=True)
         held = dict(model.named_parameters())
-        with torch.no_grad():
-            for name, weight in bundle.weights.items():
-                held[name].copy_(weight)
+        for name, weight in bundle.weights.items():
+            fill(held[name], weight)
         device = next((p.device for p in held.values()), torch.device("cpu"))
         call = unpacked_call(bundle, model, device)
         place = {name: facts[name] for name in ("step", "micro_step", "rank")}

@@ -22,6 +22,7 @@ from dit_lora.guard.switches import (
     kept_attention,
 )
 from dit_lora.guard.verdict import Verdict
+from dit_lora.numerics.dtensors import needs_all_ranks
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,14 @@ def judged(
         for name in [*(n for n in bundle.facts["switched_off"] if n in names), *without]:
             stack.enter_context(find_switch(switches, name).off())
         start = bundle.facts["start_peak"]
-        suspects = Suspects(model, lambda: [], switches, start_peak=start, limit=limit)
+        suspects = Suspects(
+            model,
+            lambda: [],
+            switches,
+            start_peak=start,
+            limit=limit,
+            lockstep=needs_all_ranks(model),
+        )
         if fp32:
             stack.enter_context(in_fp32(model))
         outcome = run(micro_batch, model)
