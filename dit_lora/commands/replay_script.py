@@ -16,7 +16,7 @@ from dit_lora.guard.plugin.bundles import parameters_in_words, unpacked_call, ve
 from dit_lora.guard.plugin.guard import Guard
 from dit_lora.guard.plugin.outermost import leave, listen
 from dit_lora.guard.plugin.script import run_as_main
-from dit_lora.numerics.dtensors import fill, stock_class
+from dit_lora.numerics.dtensors import fill, needs_all_ranks, stock_class
 from dit_lora.patching import Patches
 from dit_lora.terminal import echo
 
@@ -140,7 +140,9 @@ class _Again:
             fill(held[name], weight)
         device = next((p.device for p in held.values()), torch.device("cpu"))
         call = unpacked_call(bundle, model, device)
-        place = {name: facts[name] for name in ("step", "micro_step", "rank")}
+        # Ranks that share weights run it together; what the first one finds is told.
+        rank = 0 if needs_all_ranks(model) else facts["rank"]
+        place = {"step": facts["step"], "micro_step": facts["micro_step"], "rank": rank}
         return judged(
             bundle,
             call.micro_batch(model, **place),
