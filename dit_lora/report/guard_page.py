@@ -37,7 +37,7 @@ class Row:
 
     step: str
     again: str
-    """How often it came again, in words; empty where it did not."""
+    """Words on how often it came again; empty where it did not."""
     cause: str
     words: str
     module: str

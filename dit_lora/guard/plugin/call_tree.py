@@ -1,4 +1,4 @@
-"""What a model was called with, as a tree of plain JSON beside named tensors, and back: no pickle, no code.
+"""Turns what a model was called with into a tree of plain JSON beside named tensors, and back: no pickle, no code.
 
 Tensors are told by a number. Lists, tuples and dicts keep their kind; of a generator that is the loop's own, the state
 of then is kept. Anything else is left out, and said: without it the call cannot be made again.
@@ -35,7 +35,7 @@ class CallWriter:
         self.tensors: dict[str, torch.Tensor] = {}
         """The tensors by their number, each once."""
         self.left_out: list[str] = []
-        """What is neither a tensor nor a plain value, in words."""
+        """Values that are neither a tensor nor a plain value, in words."""
         self._generator = generator
         self._numbers: dict[int, str] = {}
 
