@@ -46,6 +46,8 @@ def replay_in_script(
     again = _Again(bundle, fp32=fp32, without=without)
     with again.waiting():
         run_as_main(script, arguments)
+    if again.problem is not None:
+        raise again.problem
     if again.result is None:
         raise again.nothing_fits(script)
     return again.result
@@ -56,6 +58,8 @@ class _Again:
 
     def __init__(self, bundle: Bundle, *, fp32: bool, without: Sequence[str]) -> None:
         self.result: Replayed | None = None
+        self.problem: DitLoraError | None = None
+        """Why the call could not be made."""
         self._bundle = bundle
         self._how: Mapping[str, Any] = {"fp32": fp32, "without": without}
         self._wanted: list[str] = bundle.facts["model"]["parameters"]
@@ -107,7 +111,10 @@ class _Again:
     def _around(self, outermost: nn.Module) -> Iterator[None]:
         model = self._fitting(outermost)
         if model is not None:
-            self.result = self._replayed(model)
+            try:
+                self.result = self._replayed(model)
+            except DitLoraError as problem:  # a script may catch errors of its own, and train on
+                self.problem = problem
             raise _Enough
         yield
 

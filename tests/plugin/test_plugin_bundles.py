@@ -132,6 +132,16 @@ def test_a_model_that_does_not_fit_is_told_parameter_by_parameter(
     assert not (script.parent / "done").exists()  # it left at the second step
 
 
+def test_a_script_that_catches_errors_is_left_all_the_same(script: Path, bundle: Path) -> None:
+    catching = SCRIPT.replace("    given = model(", "    try:\n        given = model(")
+    catching = catching.replace("    given[", "    except Exception:\n        continue\n    given[")
+    script.write_text(catching)
+    with pytest.raises(DitLoraError, match="nothing is called 'attention:none'"):
+        replay_bundle(bundle, script=str(script), without=["attention:none"])
+    assert replay_bundle(bundle, script=str(script), fp32=True).verdict is not None
+    assert not (script.parent / "done").exists()
+
+
 def test_a_script_that_ends_before_is_told(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("import sys\nsys.exit(0)")
     with pytest.raises(DitLoraError, match=r"called no model to train it; .* of a Inner"):
