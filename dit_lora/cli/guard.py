@@ -19,7 +19,8 @@ def guard(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A Python script, or with -m a module.")],
     folder: Annotated[
-        Path, typer.Option(help="Gets events.jsonl and, at a stop, the last good weights.")
+        Path,
+        typer.Option(help="Gets events.jsonl, bundles and, at a stop, the last good weights."),
     ] = Path("dit_lora_guard"),
     max_skips: Annotated[
         int, typer.Option(help="Tripped steps that skips may answer; then the script is stopped.")
@@ -27,6 +28,9 @@ def guard(
     snapshot_every: Annotated[
         int, typer.Option(help="Steps between snapshots of what is trained; 0 for none.")
     ] = LadderConfig.snapshot_every,
+    bundles: Annotated[
+        int, typer.Option(help="Events of which a process keeps a bundle for dit-lora replay.")
+    ] = LadderConfig.bundles,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
 ) -> None:
     """Run a training script with every optimizer watched; what is behind SCRIPT are its own arguments.
@@ -35,5 +39,5 @@ def guard(
     """
     from dit_lora.guard.plugin.script import run_script
 
-    config = LadderConfig(max_skips=max_skips, snapshot_every=snapshot_every)
+    config = LadderConfig(max_skips=max_skips, snapshot_every=snapshot_every, bundles=bundles)
     run_script(script, context.args, config=config, folder=folder, module=module)

@@ -1,4 +1,4 @@
-"""The verb `dit-lora report`: a run as one page, written or served."""
+"""The verb `dit-lora report`: a run, or what a guard left of any loop, as one page, written or served."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from dit_lora.cli.arguments import RunFolder
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
-EXAMPLES = {"report": ("report runs/kitten", "report runs/kitten --serve")}
+EXAMPLES = {"report": ("report runs/kitten", "report runs/kitten --serve", "report dit_lora_guard")}
 
 
 def report(
@@ -23,13 +23,21 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write report.html of a run, finished or not; or serve it live on 127.0.0.1."""
+    """Write report.html of a run, finished or not, or of a guard's folder; or serve a run live on 127.0.0.1."""
     if port is not None and not serve:
         raise DitLoraError(
             f"--port {port} is for --serve: dit-lora report {run} --serve --port {port}"
         )
+    from dit_lora.report.guard_page import is_guard_folder, write_guard_report
     from dit_lora.results.experts import runs_of
 
+    if is_guard_folder(run):
+        if serve:
+            raise DitLoraError(
+                f"--serve is for a run; {run} is a guard's folder: leave --serve out"
+            )
+        echo(write_guard_report(run))
+        return
     runs = runs_of(run)
     if serve:
         if len(runs) > 1:

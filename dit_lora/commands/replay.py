@@ -1,37 +1,24 @@
 """Runs the micro-batch of a bundle again, on another machine or with something switched off."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from dit_lora.commands.replay_script import replay_in_script
+from dit_lora.commands.replayed import Replayed, judged, other_versions
 from dit_lora.config.load import load_recipe, parse_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.loading.batch import Batch
 from dit_lora.environment.versions import probe_environment
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.guard.bundle import Bundle, read_bundle
-from dit_lora.guard.diagnose import diagnose
-from dit_lora.guard.replay import MicroBatch, Outcome, run
-from dit_lora.guard.state import has_run_away, run_away, weight_peak
-from dit_lora.guard.suspects import Suspects
-from dit_lora.guard.switches import (
-    Switch,
-    all_switches,
-    choose_cudnn,
-    find_switch,
-    in_fp32,
-    kept_attention,
-)
-from dit_lora.guard.verdict import Verdict
+from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.precision import DTYPES, Precision
 from dit_lora.training.execution.activation_checkpointing import least_memory, set_checkpointing
 from dit_lora.training.execution.compiled import compile_blocks
@@ -41,45 +28,6 @@ from dit_lora.training.session.session import quiet_libraries
 from dit_lora.training.tasks.registry import task_of
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """The result of running a bundle again."""
-
-    outcome: Outcome
-    verdict: Verdict | None
-    """The diagnosis; None if the micro-batch was healthy."""
-    ids: tuple[str, ...]
-    """The samples, in the order of the outcome's losses."""
-    recorded: dict[str, Any]
-    """The event, as the run wrote it."""
-    notes: tuple[str, ...]
-
-    def record(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {
-            "healthy": self.verdict is None,
-            "verdict": self.verdict.record() if self.verdict else None,
-            "recorded": self.recorded,
-            "sample_ids": list(self.ids),
-            "losses": [str(loss) for loss in self.outcome.losses],
-            "timesteps": list(self.outcome.timesteps),
-            "notes": list(self.notes),
-        }
-
-    def told(self) -> str:
-        """Return the two verdicts, then each sample's loss and timestep, and the trail to the first bad value."""
-        then = self.recorded["verdict"]
-        lines = [f"recorded: step {self.recorded['step']}: {then['cause']}: {then['words']}"]
-        if self.verdict is None:
-            lines.append("replayed: healthy; the event does not come back here")
-        else:
-            lines.append(f"replayed: {self.verdict.cause}: {self.verdict.words}")
-        rows = zip(self.ids, self.outcome.losses, self.outcome.timesteps, strict=True)
-        lines += [f"  {sample}: loss {loss:g} at timestep {t}" for sample, loss, t in rows]
-        trail = self.verdict.evidence.get("trail", []) if self.verdict else []
-        return "\n".join([*lines, *(f"  {step}" for step in trail), *self.notes])
-
-
 def replay_bundle(
     folder: Path,
     *,
@@ -87,37 +35,37 @@ def replay_bundle(
     device: str | None = None,
     fp32: bool = False,
     without: Sequence[str] = (),
+    script: str | None = None,
+    arguments: Sequence[str] = (),
 ) -> Replayed:
     """Run a bundle's micro-batch again and diagnose it; `without` names switches that stay off.
 
-    Raises `DitLoraError` if the bundle or the base model cannot be used, or nothing has such a name.
+    A bundle of a loop that is not ours needs the `script` with its `arguments`, which makes the model. Raises
+    `DitLoraError` if the bundle, the base model or the script cannot be used, or nothing has such a name.
     """
     quiet_libraries()
     bundle = read_bundle(folder)
+    if "call" in bundle.facts:
+        if model is not None or device is not None:
+            raise DitLoraError(
+                "--model and --device are for a run's bundle; the script decides both here"
+            )
+        return replay_in_script(bundle, folder, script, arguments, fp32=fp32, without=without)
+    if script is not None or arguments:
+        raise DitLoraError(
+            f"--script is for a bundle of another loop; {folder} is of a run of dit-lora's own"
+        )
     recipe = _recipe(bundle, folder, model)
     micro_batch, transformer, digest = _rebuild(bundle, recipe, _device(device))
-    kind = bundle.facts["event"]["kind"]
-    with ExitStack() as stack:
-        stack.enter_context(kept_attention())
-        choose_cudnn(masked=get_family(recipe.model.family).masked_attention)
-        switches: list[Switch] = all_switches(transformer)
-        names = {switch.name for switch in switches}
-        # A recorded name may be missing here: another machine has other kernels and backends.
-        for name in [*(n for n in bundle.facts["switched_off"] if n in names), *without]:
-            stack.enter_context(find_switch(switches, name).off())
-        start = bundle.facts["start_peak"]
-        suspects = Suspects(transformer, lambda: [], switches, start_peak=start, limit=MAX_ABS)
-        if fp32:
-            stack.enter_context(in_fp32(transformer))
-        outcome = run(micro_batch, transformer)
-        # Zero gradients are a fault only where the run tripped by them.
-        healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
-        verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
-        # A step tripped by its weights replays healthy: their size is then the evidence.
-        if verdict is None and has_run_away(weight_peak(bundle.weights.values()), start):
-            verdict = run_away(micro_batch, suspects)
-    return Replayed(
-        outcome, verdict, micro_batch.ids, bundle.facts["event"], _notes(bundle, digest)
+    return judged(
+        bundle,
+        micro_batch,
+        transformer,
+        fp32=fp32,
+        without=without,
+        limit=MAX_ABS,
+        masked_attention=get_family(recipe.model.family).masked_attention,
+        notes=_notes(bundle, digest),
     )
 
 
@@ -198,8 +146,4 @@ def _notes(bundle: Bundle, digest: str) -> tuple[str, ...]:
     notes = []
     if digest != bundle.facts["transformer_digest"]:
         notes.append("the base model's files are not those of the run: results may differ")
-    here, theirs = probe_environment().versions, bundle.facts["packages"]
-    other = [
-        f"{n}: {theirs[n]} then, {here.get(n)} now" for n in theirs if here.get(n) != theirs[n]
-    ]
-    return (*notes, *([listed("other versions", other)] if other else []))
+    return (*notes, *other_versions(bundle, probe_environment().versions))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, get_args
 
 from dit_lora.errors import DitLoraError
@@ -29,17 +30,23 @@ class LadderConfig:
     snapshot_every: int = 50
     """Steps between snapshots in host memory; the first is of the start. 0 takes none, in loops that are not ours:
     what only a rollback can mend then stops them, with nothing to go back to."""
+    bundles: int = 5
+    """Events of which a bundle for `dit-lora replay` is kept, per process."""
+    bundle_mib: float = 512
+    """Largest size of one bundle; what does not fit is left out, and said."""
 
     def __post_init__(self) -> None:
         # A list is as good as a tuple, as in a recipe.
         object.__setattr__(self, "on_nonfinite", tuple(self.on_nonfinite))
         wrong = [
             f"{name}={value!r}: it must be a whole number of 0 or more"
-            for name in ("max_skips", "max_rollbacks", "snapshot_every")
+            for name in ("max_skips", "max_rollbacks", "snapshot_every", "bundles")
             if type(value := getattr(self, name)) is not int or value < 0
         ]
         if not 0 < self.rollback_lr < 1:
             wrong.append(f"rollback_lr={self.rollback_lr!r}: it must be between 0 and 1")
+        if not 0 < self.bundle_mib < inf:
+            wrong.append(f"bundle_mib={self.bundle_mib!r}: it must be above 0")
         if fault := ladder_fault(self.on_nonfinite):
             wrong.append(f"on_nonfinite={list(self.on_nonfinite)}: {fault}")
         if wrong:

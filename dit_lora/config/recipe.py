@@ -163,9 +163,9 @@ class GuardConfig(Section):
     """A quarantine.jsonl of an earlier run, whose samples are left out from the start."""
     allow_extreme_update: bool = False
     """Let a result pass its verification whose update is more than ten times the weight that it is added to."""
-    bundles: Annotated[int, Field(ge=0)] = 5
+    bundles: Annotated[int, Field(ge=0)] = LadderConfig.bundles
     """Events of which a bundle for `dit-lora replay` is kept, per process."""
-    bundle_mib: Positive = 512
+    bundle_mib: Positive = LadderConfig.bundle_mib
     """Largest size of one bundle; what does not fit is left out, and said."""
 
     @property

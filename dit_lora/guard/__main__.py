@@ -14,6 +14,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("dit_lora_guard"))
     parser.add_argument("--max-skips", type=int, default=default.max_skips)
     parser.add_argument("--snapshot-every", type=int, default=default.snapshot_every)
+    parser.add_argument("--bundles", type=int, default=default.bundles)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -21,7 +22,9 @@ def main() -> None:
     with reported_errors():
         from dit_lora.guard.plugin.script import run_script
 
-        config = LadderConfig(max_skips=given.max_skips, snapshot_every=given.snapshot_every)
+        config = LadderConfig(
+            max_skips=given.max_skips, snapshot_every=given.snapshot_every, bundles=given.bundles
+        )
         run_script(
             given.script, given.arguments, config=config, folder=given.folder, module=given.module
         )

@@ -1,25 +1,24 @@
 """One event in one folder that another machine can replay: the micro-batch, the trained weights, the facts.
 
 Holds nothing that identifies a machine or a person beyond the samples' names: no absolute path, no token, no
-environment. The samples themselves are in it, encoded, because without them there is nothing to replay.
+environment. The samples themselves are in it, encoded or as the model was given them, because without them there is
+nothing to replay. safetensors is imported where it is needed: the guard works without it.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 from dit_lora.redact import redacted
 
-_FACTS, _SAMPLES, _WEIGHTS = "bundle.json", "samples.safetensors", "trained.safetensors"
+FACTS, _SAMPLES, WEIGHTS = "bundle.json", "samples.safetensors", "trained.safetensors"
 FORMAT = 1
 
 
@@ -28,7 +27,8 @@ class Bundle:
     """The contents of a bundle's folder."""
 
     facts: Mapping[str, Any]
-    """`event`, `recipe`, `replay` (seed, step, micro-step, rank, ids, draws), `packages`, `left_out`."""
+    """`event`, `replay` (step, micro-step, rank, ids), `packages`, `left_out`; of a run `recipe`, and draws in `replay`;
+    of a loop that is not ours `call` and `model`."""
     samples: Mapping[str, torch.Tensor]
     weights: Mapping[str, torch.Tensor]
 
@@ -40,33 +40,48 @@ def write_bundle(
     weights: Mapping[str, torch.Tensor],
     *,
     limit_mib: float,
+    lacks: Sequence[str] = (),
 ) -> list[str]:
     """Write a bundle of at most `limit_mib`; returns what was left out, which `facts` say too.
 
-    Samples come first; weights that no longer fit are left out whole.
+    Samples come first; weights that no longer fit are left out whole. `lacks` is what the caller has left out.
     """
-    limit, left_out = limit_mib * 2**20, []
+    from safetensors.torch import save
+
+    limit, left_out = limit_mib * 2**20, [*lacks]
     contents: dict[str, Mapping[str, torch.Tensor]] = {}
-    for name, tensors in ((_SAMPLES, samples), (_WEIGHTS, weights)):
+    for name, tensors in ((_SAMPLES, samples), (WEIGHTS, weights)):
         size = sum(tensor.nbytes for tensor in tensors.values())
         if size > limit:
-            left_out.append(f"{name}: {size / 2**20:.0f} MiB, beyond guard.bundle_mib")
+            left_out.append(too_large(name, size))
         else:
             contents[name], limit = tensors, limit - size
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensors in contents.items():
-        on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        # Copies: safetensors takes no two tensors that share memory.
+        on_cpu = {
+            key: tensor.detach().to("cpu", copy=True).contiguous()
+            for key, tensor in tensors.items()
+        }
         write_whole(folder / name, save(on_cpu))
     # The facts come last: a folder without them is no whole bundle.
     public = redacted({**facts, "format": FORMAT, "left_out": left_out})
-    write_whole(folder / _FACTS, json.dumps(public, indent=2, sort_keys=True) + "\n")
+    write_whole(folder / FACTS, json.dumps(public, indent=2, sort_keys=True) + "\n")
     return left_out
+
+
+def too_large(name: str, size: int) -> str:
+    """Return what is said of a part of so many bytes that is left out."""
+    return f"{name}: {size / 2**20:.0f} MiB, beyond guard.bundle_mib"
 
 
 def read_bundle(folder: Path) -> Bundle:
     """Return the bundle in a folder; raises `DitLoraError` if it is none, is torn, or lacks what a replay needs."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     try:
-        facts = parse_json((folder / _FACTS).read_text(encoding="utf-8"))
+        facts = parse_json((folder / FACTS).read_text(encoding="utf-8"))
         version = facts["format"]
         left_out = facts["left_out"]
         if version != FORMAT:
@@ -74,7 +89,7 @@ def read_bundle(folder: Path) -> Bundle:
         if left_out:
             raise DitLoraError(f"{folder} cannot be replayed: it lacks {'; '.join(left_out)}")
         samples = load((folder / _SAMPLES).read_bytes())
-        weights = load((folder / _WEIGHTS).read_bytes())
+        weights = load((folder / WEIGHTS).read_bytes())
     except FileNotFoundError as error:
         raise DitLoraError(
             f"{folder} is not a whole bundle: no {error.filename}; give a folder below a run's bundles/"

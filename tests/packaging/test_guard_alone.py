@@ -22,15 +22,15 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 guard = Guard.attach(None, model, optimizer, config=LadderConfig(max_skips=3), folder="guard")
-for step in range(4):
+for step in range(5):
     x = torch.randn(5, 3)
-    if step == 2:
+    if step in (2, 3):
         x[3, 1] = float("nan")
     optimizer.zero_grad()
     model(x).square().mean().backward()
     optimizer.step()
 guard.require_finite()
-(event,) = guard.events
+event, _ = guard.events
 print(event["step"], *event["sample_ids"], event["verdict"]["cause"])
 print(all(bool(p.isfinite().all()) for p in model.parameters()))
 with torch.no_grad():
@@ -72,3 +72,6 @@ def test_a_loop_is_guarded_where_torch_alone_is_installed(tmp_path: Path) -> Non
     assert told == "3 sample 3 of micro-batch 0 data"
     assert (finite, put_back, last) == ("True", [], "True"), done.stdout
     assert (tmp_path / "guard" / "events.jsonl").exists()
+    assert (tmp_path / "guard" / "guard.json").exists()
+    assert not (tmp_path / "guard" / "bundles").exists()
+    assert done.stderr.count("no bundles are written, for which safetensors has to be") == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import launch_environment
+from safetensors.torch import load_file
 
 PLAIN = """
 import argparse
@@ -180,7 +181,7 @@ def test_a_module_runs_by_its_name_and_errors_are_the_scripts_own(script: Path) 
     done = python(folder, *GUARD, script.name, "--epochs", "x", code=2)
     assert "train.py: error: argument --epochs" in done.stderr
     done = python(folder, *GUARD, "nowhere.py", code=2)
-    assert done.stderr == "error: guard: no such script: nowhere.py\n"
+    assert done.stderr == "error: no such script: nowhere.py\n"
 
 
 RANKS = """
@@ -289,6 +290,16 @@ def test_ranks_that_share_weights_diagnose_together(
     done = python(tmp_path, *torchrun, *GUARD, "sharded.py", fault)
     assert "finite True" in done.stdout
     assert all(words in done.stderr for words in told), done.stderr
+    if fault != "overflow":
+        return  # there is no call to run again
+    # All ranks write one bundle, whose weights are whole; a single process replays it.
+    bundles = [tmp_path / "guarded" / str(event["bundle"]) for event in events(tmp_path)]
+    bundle = bundles[0]
+    assert sorted(bundle.parent.iterdir()) == sorted(bundles)
+    assert load_file(bundle / "trained.safetensors")["0.weight"].shape == (8, 4)
+    replay = ("-m", "dit_lora", "replay", bundle, "--script", "sharded.py", "--", "none")
+    done = python(tmp_path, *torchrun[:-1], "1", *replay, code=1)
+    assert "replayed: inputs: it fails whatever" in done.stdout, done.stdout
 
 
 @pytest.mark.slow
@@ -300,4 +311,7 @@ def test_two_ranks_of_ddp_agree(tmp_path: Path) -> None:
     (first, second) = events(tmp_path)
     for event in (first, second):
         assert event["sample_ids"] == ["dataset index 5"]
+    assert "bundle" not in second, "a sample that is known needs no second one"
+    bundle = tmp_path / "guarded" / str(first["bundle"])
+    assert json.loads((bundle / "bundle.json").read_text())["replay"]["rank"] == first["rank"]
     assert done.stderr.count("2 of 4 optimizer steps were not taken") == 1

@@ -1,7 +1,7 @@
 """Find the causes of a tripped step in a loop that is not ours, over every model that is trained."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +15,16 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.state import bad_state, run_away
 from dit_lora.guard.verdict import Verdict
 
-Diagnose = Callable[[CapturedCall], Verdict]
+
+@dataclass(frozen=True)
+class Blamed:
+    """A verdict, and the call that it is about; none where nothing was run again."""
+
+    verdict: Verdict
+    call: CapturedCall | None = None
+
+
+Diagnose = Callable[[CapturedCall], Blamed]
 
 
 def state_verdict(watched: Watched, kind: str, step: int, rank: int) -> Verdict | None:
@@ -27,11 +36,11 @@ def state_verdict(watched: Watched, kind: str, step: int, rank: int) -> Verdict 
     return verdict
 
 
-def call_verdicts(of_rank: RankCalls, watched: Watched, kind: str, step: int) -> list[Verdict]:
+def call_verdicts(of_rank: RankCalls, watched: Watched, kind: str, step: int) -> list[Blamed]:
     """Return one verdict a micro-batch, on the call that what is wrong comes from. Collective in lockstep."""
     calls, controls, rank = of_rank.calls, of_rank.controls, of_rank.rank
 
-    def verdict(call: CapturedCall) -> Verdict:
+    def verdict(call: CapturedCall) -> Blamed:
         suspects, control = watched.suspects[id(call.owner)], controls.get(id(call.owner))
 
         def batch(captured: CapturedCall, of_step: int) -> MicroBatch:
@@ -42,7 +51,7 @@ def call_verdicts(of_rank: RankCalls, watched: Watched, kind: str, step: int) ->
 
         healthy = batch(_renamed(control), step - 1) if control is not None else None
         model_verdict = diagnose(batch(call, step), suspects, kind=kind, control=healthy)
-        return _of_model(model_verdict, watched.prefixes[id(call.owner)])
+        return Blamed(_of_model(model_verdict, watched.prefixes[id(call.owner)]), call)
 
     micro_batches = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
     return [_of_micro_batch(group, verdict) for group in micro_batches]
@@ -64,7 +73,7 @@ def _of_model(verdict: Verdict, prefix: str) -> Verdict:
     return replace(verdict, words=words, module=module)
 
 
-def _of_micro_batch(calls: Sequence[CapturedCall], verdict: Diagnose) -> Verdict:
+def _of_micro_batch(calls: Sequence[CapturedCall], verdict: Diagnose) -> Blamed:
     """Return the verdict on the call to blame: what one model gives is what the next is given, and in the backward
     the other way round.
     """
@@ -75,7 +84,7 @@ def _of_micro_batch(calls: Sequence[CapturedCall], verdict: Diagnose) -> Verdict
     answer = verdict(calls[-1])
     # The backward goes from the last model to the first: a healthy one passes the question on.
     for call in reversed(calls[:-1]):
-        if answer.cause != "transient":
+        if answer.verdict.cause != "transient":
             break
         answer = verdict(call)
     return answer

@@ -11,6 +11,7 @@ Only then the micro-batch is replayed, and the cause named.
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch import nn
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.guard.plugin.checks import CHECKS, checked
+from dit_lora.guard.plugin.guard_file import GuardFile, models_in_words, optimizers_in_words
 from dit_lora.guard.plugin.host import Host
 from dit_lora.guard.plugin.loop_state import Averages, LoopState
 from dit_lora.guard.plugin.names import Names
@@ -57,7 +59,17 @@ class Guard:
         self._watched = Watched(
             host, models, self._state, self._names, compares_frozen="frozen" in checks
         )
-        self._recovery = PluginRecovery(host, self._state, config, folder, self._watched)
+        self._file = GuardFile(host, folder)
+        self._recovery = PluginRecovery(
+            host,
+            self._state,
+            config,
+            folder,
+            self._watched,
+            note=self._note,
+            guard_id=self._file.id,
+        )
+        self._config, self._checks = config, checks
         self._steps = Steps(host, self._watched, self._recovery, checks)
         self._load_hooks: set[int] = set()
         self._said = False
@@ -82,8 +94,8 @@ class Guard:
         Several models, optimizers or schedulers are a list.
 
         A learning rate scheduler that Accelerate prepared needs nothing; give another one, and an EMA with a
-        `step` method, so that a tripped step does not advance them either. `folder` gets events.jsonl and, at a
-        stop, the last good weights. `checks` are those to make, of `CHECKS`. `loader` is one that Accelerate has
+        `step` method, so that a tripped step does not advance them either. `folder` gets guard.json, events.jsonl,
+        bundles and, at a stop, the last good weights. `checks` are those to make, of `CHECKS`. `loader` is one that Accelerate has
         not prepared: verdicts then name samples by their index in its dataset. In a loop that is not ours a
         skipped step is gone: its other samples wait for the next epoch, and `quarantine` cannot take a sample
         out of the loop's dataset: it skips, and names it.
@@ -212,7 +224,7 @@ class Guard:
 
     def detach(self) -> None:
         """Give the loop its own methods back, and say how many steps were not taken."""
-        self._say_what_was_lost()
+        self._close()
         self._watched.stop()
         self._patches.undo()
 
@@ -223,6 +235,7 @@ class Guard:
         where memory has altered a frozen weight or a buffer, of which no copy is held.
         """
         self._steps.require_finite()
+        self._note()
 
     def _watch(self, schedules: list[Any], ema: Averages | None, loaders: list[Any]) -> None:
         accelerator, patches, steps = self._host.accelerator, self._patches, self._steps
@@ -239,8 +252,8 @@ class Guard:
             # In plain PyTorch nothing else says that a backward has been used up.
             if accelerator is None:
                 patches.method(optimizer, "zero_grad", steps.zero_grad)
-        self._watched.on_survey = self._watch_loads
-        self._watch_loads()
+        self._watched.on_survey = self._survey
+        self._survey()
         for owner in [*schedules, *_listed(ema)]:
             # A step that is not taken must not move the learning rate or the average.
             patches.gated_step(owner, lambda: steps.tripped)
@@ -252,6 +265,21 @@ class Guard:
         # The start is held, so that a fault in the first steps has something to go back to.
         if not self._host.under_deepspeed:  # its optimizer state is the engine's
             self._state.take(0)
+
+    def _survey(self) -> None:
+        self._watch_loads()
+        self._file.note(
+            models=models_in_words(self._watched.models),
+            optimizers=optimizers_in_words(self._state.optimizers),
+            checks=sorted(self._checks),
+            settings=asdict(self._config),
+        )
+
+    def _note(self, **facts: Any) -> None:
+        """Write how many steps were taken and lost so far."""
+        budget = self._recovery.budget
+        off = sorted(self._watched.switched_off)
+        self._file.note(taken=budget.taken, lost=budget.lost, switched_off=off, **facts)
 
     def _watch_loads(self) -> None:
         # Weights may be loaded past Accelerate: what is held from before is then of no use.
@@ -279,10 +307,12 @@ class Guard:
             )
 
     def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._say_what_was_lost()
+        self._close()
         return original(*args, **kwargs)
 
-    def _say_what_was_lost(self) -> None:
+    def _close(self) -> None:
+        """Say and write how many steps were not taken."""
+        self._note(ended=True)
         summary = self._recovery.budget.closing()
         # Once: the end of training and `detach` may both come.
         if summary and not self._said and self._host.rank == 0:

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.files import append_line
-from dit_lora.guard.event import event_of
+from dit_lora.guard.event import Event, event_of
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.guard.plugin.budget import SkipBudget
-from dit_lora.guard.plugin.diagnosis import call_verdicts, state_verdict, unseen
+from dit_lora.guard.plugin.bundles import Bundles
+from dit_lora.guard.plugin.diagnosis import Blamed, call_verdicts, state_verdict, unseen
 from dit_lora.guard.plugin.host import Host
 from dit_lora.guard.plugin.loop_state import LoopState
 from dit_lora.guard.plugin.recorded_calls import CapturedCall
@@ -67,16 +68,21 @@ class PluginRecovery:
     config: LadderConfig
     folder: Path | None
     watched: Watched
+    note: Callable[[], None]
+    """Called when an event was written and acted on."""
+    guard_id: str
     events: list[dict[str, Any]] = field(default_factory=list)
     budget: SkipBudget = field(default_factory=SkipBudget)
 
     def __post_init__(self) -> None:
         self._policy = Policy(self.config)
+        self._bundles = Bundles(self.host, self.config, self.folder)
 
     def recover(self, trip: PluginTrip) -> bool:
         """Act, and return whether weights were put back; raises `NonFiniteError` on every rank if nothing fits."""
         began = time.perf_counter()
-        verdicts = self._agreed_verdicts(trip)
+        here = self._verdicts_here(trip)
+        verdicts = self._agreed(trip, [blamed.verdict for blamed in here])
         spoiled = trip.spoiled(verdicts)
         known_bad = not spoiled and self.budget.knows(verdicts)
         action = self._action(trip, verdicts, known=known_bad)
@@ -84,14 +90,20 @@ class PluginRecovery:
             self.budget.skip(trip.kind, trip.step, verdicts)
         elif not trip.between_steps:
             self.budget.lose()
+        seconds = time.perf_counter() - began
+        events = [event_of(trip.step, trip.kind, v, action.kind, seconds) for v in verdicts]
+        # A bundle holds the weights that the step failed with. What is known has one.
+        bundles = {} if known_bad else self._bundled(here, events)
         # Before a stop too: what a run leaves behind must be good.
         put_back = self._put_back() if spoiled or action.kind == "rollback" else None
         if put_back is None and action.kind == "rollback":
             action = Action("stop", why="the snapshot that is held does not fit any more")
-        facts: dict[str, Any] = {"known": True} if known_bad else {}
+        facts: dict[str, Any] = {"guard": self.guard_id} | ({"known": True} if known_bad else {})
         facts |= {"weights_of_step": put_back} if put_back is not None else {}
-        for verdict in verdicts:
-            self._write(trip, verdict, action, time.perf_counter() - began, facts)
+        for event in events:
+            place = (event.rank, event.micro_step)
+            bundle = {"bundle": bundles[place]} if place in bundles else {}
+            self._write(replace(event, action=action.kind, facts={**facts, **bundle}))
         lines = list(dict.fromkeys(map(self._line, verdicts)))
         head = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}"
         undone = self._undone(trip, put_back)
@@ -101,41 +113,72 @@ class PluginRecovery:
                 state = self._left_behind(trip, put_back, undone)
             if trip.kind == OF_FROZEN:
                 state += f"; {_SINCE_THE_LAST_SAVE}"
+            self.note()
             message = listed(f"{head}; {state}; stopped: {action.why}", lines)
             raise NonFiniteError(message, self.events[-1])
         done = self._done(action, undone)
+        self.note()
         # A sample that is known to be bad, or one more step without a gradient, is no news.
         told = known_bad or (trip.kind == "zero_gradient" and self.budget.in_a_row > 1)
         if self.host.rank == 0 and not told:
             _LOG.warning("%s", listed(f"{head}; {done}", lines))
         return put_back is not None
 
-    def _agreed_verdicts(self, trip: PluginTrip) -> list[Verdict]:
-        here = [_with_gradients(verdict, trip.gradients) for verdict in self._verdicts_here(trip)]
+    def _agreed(self, trip: PluginTrip, here: Sequence[Verdict]) -> list[Verdict]:
+        """Return the verdicts that count, of all ranks. Collective."""
         # In lockstep all ranks have diagnosed the same calls: gathering would repeat each verdict.
-        verdicts = here if self.watched.lockstep else self.host.gathered(here)
+        verdicts = list(here) if self.watched.lockstep else self.host.gathered(here)
         verdicts = verdicts or [unseen(trip.step, self.host.rank)]
         # A rank whose run was healthy again has nothing to say beside one that found a cause.
         telling = [verdict for verdict in verdicts if verdict.cause != "transient"]
         return telling or verdicts[:1]
 
-    def _verdicts_here(self, trip: PluginTrip) -> list[Verdict]:
+    def _verdicts_here(self, trip: PluginTrip) -> list[Blamed]:
+        return [
+            replace(blamed, verdict=_with_gradients(blamed.verdict, trip.gradients))
+            for blamed in self._found_here(trip)
+        ]
+
+    def _found_here(self, trip: PluginTrip) -> list[Blamed]:
         step, rank = trip.step, self.host.rank
         # State first: with bad weights every call fails, and samples would be blamed for it.
         state = state_verdict(self.watched, trip.kind, step, rank)
         if state is not None and not self._is_of_loops_own(state):
-            return [state]
+            return [Blamed(state)]
         if trip.kind in (*OF_WEIGHTS, OF_FROZEN) and not trip.calls:
-            return [state] if state is not None else []  # none: it is another rank's
-        verdicts = [
-            verdict
+            return [Blamed(state)] if state is not None else []  # none: it is another rank's
+        found = [
+            blamed
             for of_rank in self.watched.shared(trip.calls, trip.controls)
-            for verdict in call_verdicts(of_rank, self.watched, trip.kind, step)
+            for blamed in call_verdicts(of_rank, self.watched, trip.kind, step)
         ]
         if state is None:
-            return verdicts or [unseen(step, rank)]
+            return found or [Blamed(unseen(step, rank))]
         # A bad sample leaves its NaN in a buffer that the model writes to; it is the buffer where no sample is bad.
-        return [verdict for verdict in verdicts if verdict.cause in _OF_SAMPLES] or [state]
+        return [one for one in found if one.verdict.cause in _OF_SAMPLES] or [Blamed(state)]
+
+    def _bundled(
+        self, here: Sequence[Blamed], events: Sequence[Event]
+    ) -> dict[tuple[int, int | None], str]:
+        """Write this process's bundles, and return the paths of all by rank and micro-step. Collective."""
+        by_place = {(event.rank, event.micro_step): event for event in events}
+        written = {}
+        for blamed in here:
+            place = (blamed.verdict.rank, blamed.verdict.micro_step)
+            if blamed.call is None or place not in by_place:
+                continue
+            event = by_place[place].record()
+            # What is switched off before this event's own answer.
+            facts = {
+                "switched_off": sorted(self.watched.switched_off),
+                "start_peak": self.watched.suspects[id(blamed.call.owner)].start_peak,
+            }
+            path = self._bundles.write(blamed.call, event, facts, all_of=self.watched.lockstep)
+            if path is not None:
+                written[place] = path
+        # The main process writes the events, and only the rank that wrote a bundle knows of it.
+        everybodys = self.host.gathered([written])
+        return {place: path for one in everybodys for place, path in one.items()}
 
     def _is_of_loops_own(self, verdict: Verdict) -> bool:
         """Return True if all that is wrong are values that the loop itself writes."""
@@ -236,19 +279,11 @@ class PluginRecovery:
             names = f"{names} ({where})"
         return f"{names or where}: {verdict.words}"
 
-    def _write(
-        self,
-        trip: PluginTrip,
-        verdict: Verdict,
-        action: Action,
-        seconds: float,
-        facts: Mapping[str, Any],
-    ) -> None:
-        event = event_of(trip.step, trip.kind, verdict, action.kind, seconds, facts).record()
-        self.events.append(event)
+    def _write(self, event: Event) -> None:
+        self.events.append(event.record())
         if self.folder is not None and self.host.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            append_line(self.folder / "events.jsonl", json.dumps(event))
+            append_line(self.folder / "events.jsonl", json.dumps(self.events[-1]))
 
 
 def _of_what_is_trained(verdict: Verdict) -> bool:

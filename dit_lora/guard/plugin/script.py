@@ -43,22 +43,27 @@ def run_script(
 
     Returns the guards. Raises what the script raises; `NonFiniteError` where the guard stops it.
     """
-    if not module and not Path(script).is_file():
-        raise DitLoraError(f"guard: no such script: {script}")
     overseer = Overseer(config, folder, _say)
+    with overseer.overseeing():
+        run_as_main(script, arguments, module=module)
+        overseer.end()
+    return overseer.guards
+
+
+def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) -> None:
+    """Run a script, or with `module` a module by its name, as `python` does. Raises what it raises."""
+    if not module and not Path(script).is_file():
+        raise DitLoraError(f"no such script: {script}")
     argv, path = sys.argv[:], sys.path[:]
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path.cwd() if module else Path(script).resolve().parent)
     try:
-        with overseer.overseeing():
-            if module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(script, run_name="__main__")
-            overseer.end()
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     finally:
         sys.argv[:], sys.path[:] = argv, path
-    return overseer.guards
 
 
 class Overseer:

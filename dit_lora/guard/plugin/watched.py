@@ -70,6 +70,11 @@ class Watched:
         self.survey()
         self._roots.look()
 
+    @property
+    def models(self) -> Models:
+        """The models by the prefix of their parameters' names."""
+        return self._models
+
     def survey(self) -> None:
         """Find what the optimizers train, and what it is part of."""
         known = self._host.models(self._given)

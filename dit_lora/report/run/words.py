@@ -162,15 +162,16 @@ def _actions(events: Iterable[Mapping[str, Any]]) -> str:
 
 def event_rows(run: RunFiles) -> list[EventRow]:
     """Return the rows of the event table, in the order of events.jsonl."""
-    return [_event(one) for one in run.events]
+    return [event_row(one) for one in run.events]
 
 
-def _event(event: Mapping[str, Any]) -> EventRow:
+def event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTIONS) -> EventRow:
+    """Return the row of one line of events.jsonl; `actions` says what was done by each name of an action."""
     verdict = mapping(event.get("verdict"))
     cause, action = str(verdict.get("cause", "")), str(event.get("action", ""))
     rows = [
         ("Cause", f"{cause}: {_CAUSES[cause]}" if cause in _CAUSES else cause),
-        ("What was done", f"{action}: {_ACTIONS[action]}" if action in _ACTIONS else action),
+        ("What was done", f"{action}: {actions[action]}" if action in actions else action),
         ("Samples", in_words(event.get("sample_ids"))),
         ("Micro-step, rank", _place(event)),
         *((name.capitalize(), in_words(verdict.get(name))) for name in _PLACES),

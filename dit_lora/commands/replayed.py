@@ -1,0 +1,120 @@
+"""The verdict on a bundle's micro-batch that is run again, whoever rebuilt it."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dit_lora.errors import listed
+from dit_lora.guard.bundle import Bundle
+from dit_lora.guard.diagnose import diagnose
+from dit_lora.guard.replay import MicroBatch, Outcome, run
+from dit_lora.guard.state import has_run_away, run_away, weight_peak
+from dit_lora.guard.suspects import Suspects
+from dit_lora.guard.switches import (
+    Switch,
+    all_switches,
+    choose_cudnn,
+    find_switch,
+    in_fp32,
+    kept_attention,
+)
+from dit_lora.guard.verdict import Verdict
+from dit_lora.numerics.dtensors import needs_all_ranks
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The result of running a bundle again."""
+
+    outcome: Outcome
+    verdict: Verdict | None
+    """The diagnosis; None if the micro-batch was healthy."""
+    ids: tuple[str, ...]
+    """The samples, in the order of the outcome's losses."""
+    recorded: dict[str, Any]
+    """The event, as the run wrote it."""
+    notes: tuple[str, ...]
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "healthy": self.verdict is None,
+            "verdict": self.verdict.record() if self.verdict else None,
+            "recorded": self.recorded,
+            "sample_ids": list(self.ids),
+            "losses": [str(loss) for loss in self.outcome.losses],
+            "timesteps": list(self.outcome.timesteps),
+            "notes": list(self.notes),
+        }
+
+    def told(self) -> str:
+        """Return the two verdicts, then each sample's loss and timestep, and the trail to the first bad value."""
+        then = self.recorded["verdict"]
+        lines = [f"recorded: step {self.recorded['step']}: {then['cause']}: {then['words']}"]
+        if self.verdict is None:
+            lines.append("replayed: healthy; the event does not come back here")
+        else:
+            lines.append(f"replayed: {self.verdict.cause}: {self.verdict.words}")
+        rows = zip(self.ids, self.outcome.losses, self.outcome.timesteps, strict=True)
+        lines += [f"  {sample}: loss {loss:g} at timestep {t}" for sample, loss, t in rows]
+        trail = self.verdict.evidence.get("trail", []) if self.verdict else []
+        return "\n".join([*lines, *(f"  {step}" for step in trail), *self.notes])
+
+
+def judged(
+    bundle: Bundle,
+    micro_batch: MicroBatch,
+    model: nn.Module,
+    *,
+    fp32: bool,
+    without: Sequence[str],
+    limit: float | None,
+    masked_attention: bool | None,
+    notes: Sequence[str],
+) -> Replayed:
+    """Run the micro-batch of a bundle on the model that has its weights, and diagnose it.
+
+    `limit` is beyond what values of samples are bad though finite; attention's backends stay as they are where
+    `masked_attention` is None.
+    """
+    kind = bundle.facts["event"]["kind"]
+    with ExitStack() as stack:
+        stack.enter_context(kept_attention())
+        if masked_attention is not None:
+            choose_cudnn(masked=masked_attention)
+        switches: list[Switch] = all_switches(model)
+        names = {switch.name for switch in switches}
+        # A recorded name may be missing here: another machine has other kernels and backends.
+        for name in [*(n for n in bundle.facts["switched_off"] if n in names), *without]:
+            stack.enter_context(find_switch(switches, name).off())
+        start = bundle.facts["start_peak"]
+        suspects = Suspects(
+            model,
+            lambda: [],
+            switches,
+            start_peak=start,
+            limit=limit,
+            lockstep=needs_all_ranks(model),
+        )
+        if fp32:
+            stack.enter_context(in_fp32(model))
+        outcome = run(micro_batch, model)
+        # Zero gradients are a fault only where the run tripped by them.
+        healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
+        verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
+        # A step tripped by its weights replays healthy: their size is then the evidence.
+        if verdict is None and has_run_away(weight_peak(bundle.weights.values()), start):
+            verdict = run_away(micro_batch, suspects)
+    return Replayed(outcome, verdict, micro_batch.ids, bundle.facts["event"], tuple(notes))
+
+
+def other_versions(bundle: Bundle, here: Mapping[str, str]) -> list[str]:
+    """Return a line of the packages that are of another version than the bundle's, or none."""
+    theirs = bundle.facts["packages"]
+    other = [
+        f"{n}: {theirs[n]} then, {here.get(n)} now" for n in theirs if here.get(n) != theirs[n]
+    ]
+    return [listed("other versions", other)] if other else []
