@@ -10,14 +10,16 @@ if TYPE_CHECKING:
     from dit_lora.config.ladder import LadderConfig
     from dit_lora.guard.gate import NonFiniteError
     from dit_lora.guard.plugin.guard import Guard
+    from dit_lora.guard.plugin.lightning_callback import LightningGuard
     from dit_lora.guard.plugin.trainer_callback import GuardCallback
 
-__all__ = ["Guard", "GuardCallback", "LadderConfig", "NonFiniteError"]
+__all__ = ["Guard", "GuardCallback", "LadderConfig", "LightningGuard", "NonFiniteError"]
 
 _HOMES = {
     "Guard": "dit_lora.guard.plugin.guard",
     "GuardCallback": "dit_lora.guard.plugin.trainer_callback",
     "LadderConfig": "dit_lora.config.ladder",
+    "LightningGuard": "dit_lora.guard.plugin.lightning_callback",
     "NonFiniteError": "dit_lora.guard.gate",
 }
 

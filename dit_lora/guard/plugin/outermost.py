@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from dit_lora.guard.plugin.host import bare_model
-from dit_lora.guard.plugin.recorded_calls import is_recorded
+from dit_lora.guard.plugin.recorded_calls import is_recorded, is_redirected
 
 Listener = Callable[[nn.Module], AbstractContextManager[None]]
 """Gives what holds around the call of a module that may be a part of a training step."""
@@ -39,7 +39,7 @@ def leave(listener: Listener) -> None:
 
 def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Wrappers such as DDP are entered: a replay calls what is in them.
-    if not is_recorded() or bare_model(module) is not module:
+    if not is_recorded() or bare_model(module) is not module or is_redirected(module):
         return _CALL(module, *args, **kwargs)
     # What is called within is not looked at, and a compiler that reads it meets nothing of ours.
     _stand_in(_CALL)

@@ -1,9 +1,10 @@
 """Look at one optimizer step of a loop that is not ours, and take it or leave it out."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -52,6 +53,14 @@ class Steps:
         self._checks_weights = "weights" in checks
         self._controls: dict[int, CapturedCall] = {}
         self._stepped: set[int] = set()
+        self._turns: Counter[int] = Counter()
+        """Times that an optimizer, by its id, was to step."""
+        self._left_out: set[int] = set()
+        """Optimizers whose last step was left out."""
+        self._moved_at: dict[int, int] = {}
+        """Turns of its optimizer when a schedule last moved, by the schedule's id."""
+        self._reached = False
+        """True once a gradient scaler of the loop has called an optimizer's step."""
         self._is_due = False
         self._was_loaded = False
         self._noted_in = 0
@@ -97,6 +106,34 @@ class Steps:
             self._note_gradients()
         return original(*args, **kwargs)
 
+    def before_clipping(self) -> None:
+        """Look at the gradients of a plain loop that is about to clip them."""
+        self._note_gradients()
+
+    def scaled_step(
+        self, scaler: Any, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Let a plain loop's own gradient scaler take a step, and judge one that it leaves out.
+
+        Gradients beyond fp16 are the scaler's affair, by a lower scale. An output that is not finite is none of the
+        scale's, which it has not met.
+        """
+        self._reached = False
+        result = original(optimizer, *args, **kwargs)
+        if self._reached:
+            return result
+        outputs = (call.output for call in self._watched.calls)
+        is_bad = any(output is not None and not is_finite(output) for output in outputs)
+        if self._host.any_rank(is_bad):
+            self._recover("non_finite_loss")
+        elif scaler.get_scale() < _SCALE_FLOOR:
+            self._stop_at_scale(scaler.get_scale())
+        else:
+            self.tripped = False  # the schedule moves, as it does without the guard
+        self._close(taken=False)
+        self._count_turn(optimizer)
+        return result
+
     def zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Forget the calls of a plain loop that have had their backward: they are over, also where a scaler left
         the step out.
@@ -106,6 +143,7 @@ class Steps:
         return original(*args, **kwargs)
 
     def step(self, optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._reached = True
         if not self._host.syncs_gradients or self._host.under_deepspeed:
             return original(*args, **kwargs)
         # torch passes a closure first or by name, and None is none.
@@ -120,35 +158,61 @@ class Steps:
             if kind is not None:
                 self._recover(kind)
                 self._close(taken=False)
+        self._count_turn(optimizer)
         return None if self.tripped else self._taken(optimizer, partial(original, *args, **kwargs))
 
     def _step_with_closure(
         self, optimizer: Any, original: Callable[..., Any], closure: Callable[[], Any]
     ) -> Any:
         """Take a step whose closure makes the gradients: they are looked at each time that it has run."""
-        kind, loss = "", None
+        kind, loss, ran = "", None, False
 
         def watched() -> Any:
-            nonlocal kind, loss
-            self._forget()
+            nonlocal kind, loss, ran
+            # What came before the first run is a part of the step: micro-batches that were accumulated or, where
+            # the closure does nothing, as Lightning's may, all of it.
+            if ran:
+                self._forget()
+            ran = True
             loss = closure()
             if isinstance(loss, torch.Tensor) and not self._checks.has_losses:
                 self._checks.loss(loss)
-            kind = self._tripped_by(optimizer) or ""
-            if kind:
+            if self._begins(optimizer):
+                kind = self._tripped_by(optimizer) or ""
+                self.tripped = bool(kind)
+            if self.tripped:
                 raise _GateShutError
             return loss
 
         # An optimizer may call its closure several times and write in between, as LBFGS does.
         before = self._versions()
-        self._stepped = {id(optimizer)}
-        self.tripped = False
         try:
             return self._taken(optimizer, lambda: original(watched))
         except _GateShutError:
-            self._recover(kind, moved=self._versions() != before)
-            self._close(taken=False)
+            if kind:  # else the step was left out at another optimizer's part of it
+                self._recover(kind, moved=self._versions() != before)
+                self._close(taken=False)
             return loss
+        finally:
+            self._count_turn(optimizer)
+
+    def _count_turn(self, optimizer: Any) -> None:
+        key = id(_bare(optimizer))
+        self._turns[key] += 1
+        self._left_out = self._left_out | {key} if self.tripped else self._left_out - {key}
+
+    def shuts(self, owner: Any) -> bool:
+        """Return True if a schedule, or an average, moves for a step that was left out.
+
+        One that moves after several steps moves for all of them, as at the end of an epoch.
+        """
+        optimizer = _bare(vars(owner).get("optimizer"))
+        key, turns = id(optimizer), self._turns[id(optimizer)]
+        if not turns:  # an average has no optimizer
+            return self.tripped
+        since = turns - self._moved_at.get(id(owner), 0)
+        self._moved_at[id(owner)] = turns
+        return key in self._left_out and since <= 1
 
     def _versions(self) -> list[int]:
         """Return the counters that each write to a trained weight raises."""
@@ -247,11 +311,14 @@ class Steps:
         if scaler is None or not optimizer.step_was_skipped:
             return
         if (scale := scaler.get_scale()) < _SCALE_FLOOR:
-            raise NonFiniteError(
-                f"step {self.number}: gradients overflow fp16 at every loss scale down to {scale:g}; use bf16, or "
-                "a lower learning rate",
-                {"step": self.number, "kind": "loss_scale", "action": "stop"},
-            )
+            self._stop_at_scale(scale)
+
+    def _stop_at_scale(self, scale: float) -> NoReturn:
+        raise NonFiniteError(
+            f"step {self.number}: gradients overflow fp16 at every loss scale down to {scale:g}; use bf16, or "
+            "a lower learning rate",
+            {"step": self.number, "kind": "loss_scale", "action": "stop"},
+        )
 
     def _recover(self, kind: str, *, moved: bool = False, between_steps: bool = False) -> None:
         """Recover from the trip. Raises `NonFiniteError` on every rank if leaving the step out, or going back, is
@@ -311,3 +378,8 @@ class Steps:
     def _forget(self) -> None:
         self._watched.forget_calls()
         self._checks.forget()
+
+
+def _bare(optimizer: Any) -> Any:
+    """Return the optimizer without Accelerate's wrapper, which schedules do not know."""
+    return optimizer.optimizer if is_a(optimizer, ACCELERATED) else optimizer
