@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from dit_lora.config.ladder import LadderConfig
     from dit_lora.fuse.api import fuse, unfuse
     from dit_lora.guard.plugin.guard import Guard
-    from dit_lora.guard.plugin.lightning_callback import LightningGuard
+    from dit_lora.guard.plugin.lightning_callback import LightningGuard as LightningGuard
     from dit_lora.guard.plugin.trainer_callback import GuardCallback
 
+# LightningGuard is not among them: `import *` must not ask for Lightning.
 __all__ = [
     "Guard",
     "GuardCallback",
     "LadderConfig",
-    "LightningGuard",
     "__version__",
     "fuse",
     "load_adapter",

@@ -103,6 +103,10 @@ class StepChecks:
     def forget(self) -> None:
         """Begin the next step."""
         self._losses.clear()
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Let gradients be noted anew."""
         self._peaks = None
 
     def forget_weights(self) -> None:

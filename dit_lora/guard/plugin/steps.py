@@ -108,6 +108,7 @@ class Steps:
 
     def before_clipping(self) -> None:
         """Look at the gradients of a plain loop that is about to clip them."""
+        self._checks.forget_gradients()
         self._note_gradients()
 
     def scaled_step(
@@ -194,6 +195,8 @@ class Steps:
                 self._close(taken=False)
             return loss
         finally:
+            if len(self._stepped) > 1:  # judged with another's: what was noted is no next step's
+                self._checks.forget()
             self._count_turn(optimizer)
 
     def _count_turn(self, optimizer: Any) -> None:
