@@ -100,6 +100,10 @@ class StepChecks:
         names = [name for name, is_bad in zip(self._names, bad, strict=True) if is_bad]
         return names if len(names) < len(self._names) or len(names) == 1 else []
 
+    def has_bad_weights(self) -> bool:
+        """Return True if the last step left a trained weight that is not finite; one read by the host."""
+        return self._bad_weights is not None and bool(self._bad_weights)
+
     def forget(self) -> None:
         """Begin the next step."""
         self._losses.clear()

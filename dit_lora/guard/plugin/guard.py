@@ -217,6 +217,13 @@ class Guard:
             self._names.given = ()
             self._watched.draw_from(None)
 
+    def before_save(self) -> None:
+        """Put the last good state back if the last step has spoiled the weights; cheaper than `require_finite`.
+
+        In one process; with several ranks it does nothing.
+        """
+        self._steps.before_save()
+
     def before_clipping(self) -> None:
         """Call it before a loop in plain PyTorch clips gradients, which spreads one NaN to all: it is named then."""
         self._steps.before_clipping()

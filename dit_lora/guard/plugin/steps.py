@@ -76,6 +76,13 @@ class Steps:
         if kind is not None:
             self._recover(kind, between_steps=True)
 
+    def before_save(self) -> None:
+        """Go back where the last step has left weights that are not finite, which the next would have found; not on
+        several ranks, of which one alone may save.
+        """
+        if self._host.ranks == 1 and self._checks.has_bad_weights():
+            self._recover(WEIGHTS, between_steps=True)
+
     def _require_finite_weights(self) -> None:
         if self._host.any_rank(any_not_finite(self._state.parameters.values(), self._host.device)):
             self._recover(WEIGHTS)
@@ -123,6 +130,7 @@ class Steps:
         result = original(optimizer, *args, **kwargs)
         if self._reached:
             return result
+        self._look_at_models()
         outputs = (call.output for call in self._watched.calls)
         is_bad = any(output is not None and not is_finite(output) for output in outputs)
         if self._host.any_rank(is_bad):
@@ -241,13 +249,7 @@ class Steps:
         """Return what is wrong with the step on any rank, or None; takes a snapshot that is due where the weights
         are good.
         """
-        if self._watched.has_changed():
-            self._watched.survey()
-            self._was_loaded = True
-        # The first step shows which models the loss comes through; they are held from here on.
-        self._was_loaded |= self._watched.find_models()
-        if self._was_loaded:
-            self._start_from_here()
+        self._look_at_models()
         # Else torch's scaler decides, in the optimizer.
         if vars(optimizer).get("found_inf") is None:
             self._note_gradients()
@@ -260,6 +262,16 @@ class Steps:
         if wrong is None:
             self._state.take(self.number - 1)
         return wrong or kind
+
+    def _look_at_models(self) -> None:
+        """Begin anew where other models are trained than before, or others are known."""
+        if self._watched.has_changed():
+            self._watched.survey()
+            self._was_loaded = True
+        # The first step shows which models the loss comes through; they are held from here on.
+        self._was_loaded |= self._watched.find_models()
+        if self._was_loaded:
+            self._start_from_here()
 
     def _wrong_state(self) -> str | None:
         """Return why what is trained must not take the place of the snapshot that is held, on any rank; None if it
