@@ -63,6 +63,16 @@ def _names_in(batch: Any) -> tuple[str, ...]:
     return ()
 
 
+def _for_rows(names: Sequence[str], rows: int) -> tuple[str, ...]:
+    """Return a name for each row, of which a sample may have several: chosen and rejected, frames, answers.
+
+    They come sample by sample or round by round, which cannot be told; where it matters, the name is of both.
+    """
+    each = rows // len(names)
+    pairs = ((names[row % len(names)], names[row // each]) for row in range(rows))
+    return tuple(one if one == other else f"{one} or {other}" for one, other in pairs)
+
+
 class Names:
     """Says which samples a call of a model has; where that is not certain, rows are numbered."""
 
@@ -147,8 +157,8 @@ class Names:
             )
         batch = self._current if not self.given else None
         for names in (batch.names, batch.indices) if batch is not None else ():
-            if names and len(names) == count:
-                return names
+            if names and count % len(names) == 0:
+                return _for_rows(names, count)
         return tuple(f"sample {row} of micro-batch {micro_step}" for row in range(count))
 
     def next_step(self) -> None:

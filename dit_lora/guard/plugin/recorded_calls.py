@@ -92,7 +92,8 @@ class CapturedCall:
         usable = gradient if self.output_is_finite else None
         weighted = output.float() if usable is None else output.float() * usable.float()
         losses = weighted.reshape(len(weighted), -1).sum(1) if weighted.ndim else weighted[None]
-        return LossOutput(losses, self._timesteps(len(losses)))
+        # A model that returns one loss, as Transformers' do, has as many samples all the same.
+        return LossOutput(losses, self._timesteps(max(len(losses), self.batch_size)))
 
     @contextmanager
     def _generator_as_it_was(self) -> Iterator[None]:
@@ -293,8 +294,8 @@ def main_output(output: Any) -> torch.Tensor | None:
 
 def is_recorded() -> bool:
     """Return True where a call of a model may be a part of a training step."""
-    # A checkpointed model is not called again as a whole: recomputation is inside it.
-    return torch.is_grad_enabled()
+    # Within a backward, checkpointing computes parts of a model again: those are no calls of the loop's.
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 def is_redirected(module: nn.Module) -> bool:

@@ -11,6 +11,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +129,10 @@ class Overseer:
         self._patches.method(LRScheduler, "__init__", self._schedule)
         self._patches.method(torch.amp.GradScaler, "__init__", self._scaler)
         self._loaders.follow_all(DataLoader)
-        for saves in (torch, sys.modules.get("safetensors.torch")):
-            if saves is not None:
-                self._patches.method(saves, "save" if saves is torch else "save_file", self._save)
+        self._patches.method(torch, "save", self._save)
+        # Before anybody imports the function by its name.
+        if find_spec("safetensors") is not None:
+            self._patches.method(import_module("safetensors.torch"), "save_file", self._save)
         try:
             yield
         finally:
