@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from dit_lora.config.ladder import LadderConfig
     from dit_lora.fuse.api import fuse, unfuse
     from dit_lora.guard.plugin.guard import Guard
+    from dit_lora.guard.plugin.lightning_callback import LightningGuard as LightningGuard
     from dit_lora.guard.plugin.trainer_callback import GuardCallback
 
+# LightningGuard is not among them: `import *` must not ask for Lightning.
 __all__ = [
     "Guard",
     "GuardCallback",
@@ -30,6 +32,7 @@ _HOMES = {
     "Guard": "dit_lora.guard.plugin.guard",
     "GuardCallback": "dit_lora.guard.plugin.trainer_callback",
     "LadderConfig": "dit_lora.config.ladder",
+    "LightningGuard": "dit_lora.guard.plugin.lightning_callback",
     "fuse": "dit_lora.fuse.api",
     "unfuse": "dit_lora.fuse.api",
     "parameter_groups": "dit_lora.adapters.groups",

@@ -244,7 +244,8 @@ def _given(verdict: Verdict, trace: Trace) -> Verdict:
 
 def _may_try_fp32(case: Case) -> bool:
     dtypes = {p.dtype for p in case.suspects.model.parameters() if p.is_floating_point()}
-    if dtypes <= {torch.float32, torch.float64} and not _autocasts(case.suspects.model):
+    autocasts = case.micro_batch.autocasts or _autocasts(case.suspects.model)
+    if dtypes <= {torch.float32, torch.float64} and not autocasts:
         return False
     if case.suspects.lockstep and not room_for_fp32(case.suspects.model):
         # Without memory in a pass that ranks share, the run would end.

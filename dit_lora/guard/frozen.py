@@ -50,10 +50,13 @@ class FrozenRecord:
     def _altered(self) -> list[str]:
         return changed_between(self._digests, self._taken())
 
+    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
+        return untrained(self._model)
+
     def _taken(self) -> Digests:
         """Return digests by name, with shape and dtype; the host reads each device once."""
         on_device: dict[str, tuple[tuple[object, ...], Tensor]] = {}
-        for name, values in untrained(self._model):
+        for name, values in self._untrained():
             if values.numel() and values.device.type != "meta":
                 on_device[name] = ((values.shape, values.dtype), tensor_digest(values))
         digests = read_scalars({name: digest for name, (_, digest) in on_device.items()})

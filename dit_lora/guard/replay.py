@@ -38,6 +38,8 @@ class MicroBatch:
     """True if the step's loss is the sum of these losses, and not their mean."""
     draws: tuple[int, ...] = ()
     """Draw numbers, which seed the samples' random draws, where they are known."""
+    autocasts: bool = False
+    """True if the loop has autocast around the model's call."""
     redrawn: Callable[[int], "MicroBatch"] | None = None
     """The same samples with other noise and timesteps, numbered; None where they cannot be drawn anew."""
     at: Callable[["MicroBatch", bool], "MicroBatch"] | None = None

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from dit_lora.errors import DitLoraError
+from dit_lora.numerics.autocasts import held_off
 from dit_lora.numerics.dtensors import gathered_in_fp32
 from dit_lora.numerics.finite import HALVES
 
@@ -205,7 +206,7 @@ def _held_in_fp32(model: nn.Module) -> Iterator[None]:
             # Gradients go first: they have the dtype that the data will no longer have.
             tensor.grad = None
             tensor.data = data.float()
-        with torch.autocast(device, enabled=False), _fp32_arguments(model), eager(model):
+        with held_off(device), _fp32_arguments(model), eager(model):
             yield
     finally:
         for module, dtype in fixed:

@@ -1,10 +1,20 @@
 """A stop without a folder leaves weights where the loop runs: each test does so in a folder of its own."""
 
+import gc
 from pathlib import Path
 
 import pytest
+
+from dit_lora.guard.plugin import outermost
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _with_no_guard_of_another_test() -> None:
+    gc.collect()
+    for listener in outermost._present():
+        outermost.leave(listener)

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from launching import launch_environment
 from torch import nn
 
 import dit_lora
@@ -235,3 +238,23 @@ def test_the_public_names_are_there() -> None:
         assert getattr(dit_lora, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Gard'"):
         dit_lora.Gard  # noqa: B018
+
+
+def test_a_callback_of_lightning_without_it_is_one_clear_line() -> None:
+    code = (
+        "import sys\nsys.modules['lightning'] = sys.modules['pytorch_lightning'] = None\n"
+        "from dit_lora.errors import DitLoraError\n"
+        "try:\n    from dit_lora import LightningGuard\nexcept DitLoraError as error:\n    print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=launch_environment(),
+        check=False,
+    )
+    assert not done.stderr
+    assert done.stdout.strip() == (
+        "LightningGuard is a callback of Lightning's Trainer, and neither lightning nor pytorch_lightning is "
+        "installed; pip install lightning"
+    )

@@ -1,5 +1,6 @@
 """`Guard.watch`: plain PyTorch loops, and the models that a loss comes through though nobody names them."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dit_lora.errors import DitLoraError
 from dit_lora.guard import Guard, LadderConfig
@@ -184,3 +186,98 @@ def test_a_gradient_scaler_keeps_its_own_check(tmp_path: Path) -> None:
 def test_no_optimizer_is_one_line() -> None:
     with pytest.raises(DitLoraError, match="no optimizer that holds a parameter"):
         Guard.watch(nn.Linear(2, 2), None)
+
+
+class Scored(nn.Module):
+    """Returns its loss, as Transformers' models do that are given labels; a token of its own breaks a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows = self.table(tokens).masked_fill((tokens == 6)[..., None], torch.nan)
+        scores = self.out(rows).mean((1, 2))
+        return {"loss": scores.square().mean(), "scores": scores}
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_a_sample_is_named_though_the_model_returns_one_loss(row: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Scored()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard.watch(model, optimizer, folder=tmp_path)
+    for step in range(1, 4):
+        tokens = torch.randint(0, 6, (3, 5), generator=torch.Generator().manual_seed(step))
+        if step == 2:
+            tokens[row, 1] = 6
+        optimizer.zero_grad()
+        model(tokens)["loss"].backward()
+        optimizer.step()
+    (event,) = guard.events
+    assert event["sample_ids"] == [f"sample {row} of micro-batch 0"]
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+class Checkpointed(nn.Module):
+    """Computes its blocks again in the backward, as TRL's trainers have it by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False).tanh()
+        return x
+
+
+def test_what_checkpointing_computes_again_is_no_call_of_the_loop(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard.watch(None, optimizer, folder=tmp_path)
+    for step in range(1, 4):
+        x = batch(step)["x"][:, :3]
+        if step == 2:
+            x[1, 0] = torch.nan
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        assert [call.owner for call in guard._watched.calls] == [model]
+        optimizer.step()
+    (event,) = guard.events
+    assert event["sample_ids"] == ["sample 1 of micro-batch 0"]
+
+
+@pytest.mark.parametrize("by_sample", [False, True])
+def test_a_sample_with_several_rows_is_named_as_far_as_that_is_certain(
+    by_sample: bool, tmp_path: Path
+) -> None:
+    """Chosen and rejected answers: row 0 and the last are certain, those between are of one of two samples."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    data = [torch.full((3,), float(n)) for n in range(6)]
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    guard = Guard.watch(model, optimizer, folder=tmp_path, loader=loader)
+    for number, x in enumerate(loader):
+        several = x.repeat_interleave(2, 0) if by_sample else x.repeat(2, 1)
+        if number:
+            several[number, 0] = torch.nan
+        optimizer.zero_grad()
+        model(several).square().mean().backward()
+        optimizer.step()
+    names = [name for event in guard.events for name in event["sample_ids"]]
+    assert names == ["dataset index 3 or dataset index 2", "dataset index 4 or dataset index 5"]
+
+
+def test_a_guard_that_is_gone_looks_at_no_call() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Guard.watch(None, optimizer)
+    assert nn.Module.__call__ is not nn.Module._wrapped_call_impl
+    del optimizer
+    gc.collect()
+    model(torch.ones(1, 2))
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl

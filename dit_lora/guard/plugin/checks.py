@@ -112,9 +112,17 @@ class StepChecks:
         names = [name for name, is_bad in zip(self._names, bad, strict=True) if is_bad]
         return names if len(names) < len(self._names) or len(names) == 1 else []
 
+    def has_bad_weights(self) -> bool:
+        """Return True if the last step left a trained weight that is not finite; one read by the host."""
+        return not all(bool(torch.isfinite(peaks).all()) for peaks in self._weight_peaks)
+
     def forget(self) -> None:
         """Begin the next step."""
         self._losses.clear()
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Let gradients be noted anew."""
         self._peaks = None
 
     def forget_weights(self) -> None:

@@ -131,11 +131,14 @@ class Guard:
         folder: str | Path | None = None,
         checks: Collection[str] = CHECKS,
         loader: Any = None,
+        scaler: Any = None,
     ) -> "Guard":
         """Guard a loop in plain PyTorch: its `optimizer.step`, with a closure or a gradient scaler too.
 
         Over a process group, as in DDP, all ranks agree. `model` may be None: then the models are those that a loss of
-        the first step comes through. Everything else is as in `attach`.
+        the first step comes through.
+        `scaler` is the loop's `torch.amp.GradScaler`: it keeps its own check, but a step that it leaves out for an
+        output which is not finite is diagnosed, and a scale below 1 stops the loop. Everything else is as in `attach`.
         """
         return cls.over(
             None,
@@ -147,6 +150,7 @@ class Guard:
             folder=folder,
             checks=checks,
             loader=loader,
+            scaler=scaler,
         )
 
     @classmethod
@@ -162,6 +166,7 @@ class Guard:
         folder: str | Path | None = None,
         checks: Collection[str] = CHECKS,
         loader: Any = None,
+        scaler: Any = None,
         names: Names | None = None,
     ) -> "Guard":
         """Guard a loop with an accelerator or without, and models that are named or not; `names` knows its loaders."""
@@ -180,6 +185,8 @@ class Guard:
         )
         guard._require_wide_weights()
         guard._watch(_listed(lr_scheduler), ema, _listed(loader))
+        for each in _listed(scaler):
+            guard._patches.method(each, "step", partial(guard._steps.scaled_step, each))
         return guard
 
     @property
@@ -222,6 +229,17 @@ class Guard:
             self._names.given = ()
             self._watched.draw_from(None)
 
+    def before_save(self) -> None:
+        """Put the last good state back if the last step has spoiled the weights; cheaper than `require_finite`.
+
+        In one process; with several ranks it does nothing.
+        """
+        self._steps.before_save()
+
+    def before_clipping(self) -> None:
+        """Call it before a loop in plain PyTorch clips gradients, which spreads one NaN to all: it is named then."""
+        self._steps.before_clipping()
+
     def detach(self) -> None:
         """Give the loop its own methods back, and say how many steps were not taken."""
         self._close()
@@ -256,7 +274,7 @@ class Guard:
         self._survey()
         for owner in [*schedules, *_listed(ema)]:
             # A step that is not taken must not move the learning rate or the average.
-            patches.gated_step(owner, lambda: steps.tripped)
+            patches.gated_step(owner, partial(steps.shuts, owner))
         prepared = accelerator._dataloaders if accelerator is not None else []
         for data_loader in [*prepared, *loaders]:
             self._names.watch(data_loader, patches)

@@ -125,5 +125,8 @@ class LoopState:
             for parameter in list(optimizer.state):
                 owner, state = names.get(parameter, id(parameter)), optimizer.state[parameter]
                 if any(f"{owner}/{key}" in born_since for key in state):
+                    # A checkpoint that is being put together may have it, which is not to be NaN.
+                    for value in filter(torch.is_tensor, state.values()):
+                        value.zero_()
                     # Without state an optimizer begins anew with a parameter, as it did then.
                     del optimizer.state[parameter]

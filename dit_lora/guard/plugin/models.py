@@ -1,6 +1,6 @@
 """Find which models an optimizer trains, and the names of what it holds."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -60,14 +60,16 @@ def parts_of(models: Models, called: Sequence[nn.Module]) -> Models:
     }
 
 
-def held_parameters(models: Models, optimizers: Sequence[Any]) -> dict[str, nn.Parameter]:
-    """Return what the optimizers train, by name."""
+def held_parameters(
+    models: Models, optimizers: Sequence[Any], trained: Collection[int]
+) -> dict[str, nn.Parameter]:
+    """Return what the optimizers train, by name; `trained` are ids of what they have trained before."""
     held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     return {
         prefix + name: parameter
         for prefix, model in models.items()
         for name, parameter in model.named_parameters()
-        if id(parameter) in held and parameter.requires_grad
+        if id(parameter) in held and (parameter.requires_grad or id(parameter) in trained)
     }
 
 

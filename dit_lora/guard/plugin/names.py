@@ -36,13 +36,21 @@ class _Batch:
     def __init__(self, indices: tuple[object, ...], batch: Any) -> None:
         self.indices = tuple(f"dataset index {index}" for index in indices)
         self.names = _names_in(batch)
-        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         # Weak references: memory that the loop has freed must not be held for a name.
-        self._tensors = [weakref.ref(leaf) for leaf in leaves]
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self.add(batch)
+
+    def add(self, batch: Any) -> None:
+        """Note the batch's tensors, or those that it became on a device."""
+        self._tensors += [weakref.ref(leaf) for leaf in _tensors_in(batch)]
 
     def has_one_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         wanted = {id(tensor) for tensor in tensors}
         return any(id(tensor) in wanted for ref in self._tensors if (tensor := ref()) is not None)
+
+
+def _tensors_in(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def _names_in(batch: Any) -> tuple[str, ...]:
@@ -55,6 +63,16 @@ def _names_in(batch: Any) -> tuple[str, ...]:
     return ()
 
 
+def _for_rows(names: Sequence[str], rows: int) -> tuple[str, ...]:
+    """Return a name for each row, of which a sample may have several: chosen and rejected, frames, answers.
+
+    They come sample by sample or round by round, which cannot be told; where it matters, the name is of both.
+    """
+    each = rows // len(names)
+    pairs = ((names[row % len(names)], names[row // each]) for row in range(rows))
+    return tuple(one if one == other else f"{one} or {other}" for one, other in pairs)
+
+
 class Names:
     """Says which samples a call of a model has; where that is not certain, rows are numbered."""
 
@@ -65,6 +83,8 @@ class Names:
         """Loaders that names are learned from."""
         self._handed_out: deque[_Batch] = deque(maxlen=_MOST)
         self._current: _Batch | None = None
+        self._is_told = False
+        """True where the loop says which batch it begins, so that nobody has to guess."""
         self._seen: Sequence[torch.Tensor] = ()
         self._micro_step = -1
         self._warned = False
@@ -107,6 +127,16 @@ class Names:
         self._followed.add(loader)
         return handed_out
 
+    def moved(self, batch: Any, copy: Any) -> None:
+        """Note that a batch goes on as a copy, on a device say."""
+        if (found := self._batch_with(_tensors_in(batch))) is not None:
+            found.add(copy)
+
+    def begin(self, batch: Any) -> None:
+        """Note which batch the loop begins, where it says so; all calls are of that batch until the next."""
+        self._is_told = True
+        self._current = self._batch_with(_tensors_in(batch))
+
     def see(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note what a call is given, before its names are asked for."""
         self._seen = tensors
@@ -127,8 +157,8 @@ class Names:
             )
         batch = self._current if not self.given else None
         for names in (batch.names, batch.indices) if batch is not None else ():
-            if names and len(names) == count:
-                return names
+            if names and count % len(names) == 0:
+                return _for_rows(names, count)
         return tuple(f"sample {row} of micro-batch {micro_step}" for row in range(count))
 
     def next_step(self) -> None:
@@ -136,10 +166,10 @@ class Names:
 
     def _advance(self, tensors: Sequence[torch.Tensor]) -> None:
         """Find the batch that a new micro-batch is of; without a new batch it is of the one before."""
+        if self._is_told:
+            return
         waiting = self._handed_out
-        batch = next(
-            (waiting_batch for waiting_batch in waiting if waiting_batch.has_one_of(tensors)), None
-        )
+        batch = self._batch_with(tensors)
         if batch is not None:
             # The batches handed out before it were never run.
             while waiting.popleft() is not batch:
@@ -150,3 +180,6 @@ class Names:
         elif waiting:  # the loop took several: which of them this is cannot be told
             waiting.clear()
             self._current = None
+
+    def _batch_with(self, tensors: Sequence[torch.Tensor]) -> _Batch | None:
+        return next((batch for batch in self._handed_out if batch.has_one_of(tensors)), None)

@@ -1,10 +1,10 @@
 """Frozen weights and buffers of a loop that is not ours, which may have reasons of its own to write to them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
-from dit_lora.guard.frozen import Digests, FrozenRecord, changed_between, untrained
+from dit_lora.guard.frozen import Digests, FrozenRecord, changed_between
 
 _FEW = 8
 """More tensors than these, written to by code, are no damage: an adapter was fused into them, say."""
@@ -20,7 +20,9 @@ class LoopRecord(FrozenRecord):
     tensor's version.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, trained: Collection[int]) -> None:
+        self._trained = trained
+        """Ids of what is trained in turns, as in a GAN, and so is frozen now and then."""
         super().__init__(model)
         self._versions = self._at_call = self._versions_now()
         self._addresses = self._addresses_at_call = self._addresses_now()
@@ -28,6 +30,12 @@ class LoopRecord(FrozenRecord):
         self._after_first: Digests | None = None
         self.is_settled = False
         """True once it is known what healthy steps change."""
+
+    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
+        in_turns = {
+            f"weight {name}" for name, p in self._model.named_parameters() if id(p) in self._trained
+        }
+        return ((name, values) for name, values in super()._untrained() if name not in in_turns)
 
     def call_begins(self) -> None:
         self._at_call, self._addresses_at_call = self._versions_now(), self._addresses_now()
@@ -89,10 +97,10 @@ class LoopRecord(FrozenRecord):
         return [name for name in names if name in suspect]
 
     def _versions_now(self) -> dict[str, int]:
-        return {name: values._version for name, values in untrained(self._model)}
+        return {name: values._version for name, values in self._untrained()}
 
     def _addresses_now(self) -> dict[str, int]:
-        return {name: values.data_ptr() for name, values in untrained(self._model)}
+        return {name: values.data_ptr() for name, values in self._untrained()}
 
 
 def _differing(before: Mapping[str, int], now: Mapping[str, int]) -> set[str]:

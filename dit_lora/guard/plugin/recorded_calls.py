@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dit_lora.guard.replay import MicroBatch
+from dit_lora.numerics.autocasts import Autocasts, open_autocasts, opened_again
 from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.objectives import LossOutput
 
@@ -36,6 +37,8 @@ class CapturedCall:
     output_gradient: torch.Tensor | None = None
     owner: nn.Module | None = None
     """The model that was called."""
+    autocasts: Autocasts = ()
+    """What autocast the loop had around the call."""
     micro_step: int = 0
     """Number of the micro-batch, from 0: a model that is called again begins the next."""
 
@@ -81,7 +84,7 @@ class CapturedCall:
         torch.set_rng_state(self.random_state)
         if self.cuda_random_state is not None:
             torch.cuda.set_rng_state(self.cuda_random_state)
-        with self._generator_as_it_was():
+        with self._generator_as_it_was(), opened_again(self.autocasts):
             output = main_output(model(*self.args, **self.kwargs))
         assert output is not None  # the recorded call had one
         gradient = self.output_gradient
@@ -89,7 +92,8 @@ class CapturedCall:
         usable = gradient if self.output_is_finite else None
         weighted = output.float() if usable is None else output.float() * usable.float()
         losses = weighted.reshape(len(weighted), -1).sum(1) if weighted.ndim else weighted[None]
-        return LossOutput(losses, self._timesteps(len(losses)))
+        # A model that returns one loss, as Transformers' do, has as many samples all the same.
+        return LossOutput(losses, self._timesteps(max(len(losses), self.batch_size)))
 
     @contextmanager
     def _generator_as_it_was(self) -> Iterator[None]:
@@ -147,6 +151,7 @@ class CapturedCall:
             forward=lambda: self.run(model),
             single=lambda index: of(self.single(index)),
             loss_is_sum=True,
+            autocasts=bool(self.autocasts),
             at=at,
         )
 
@@ -176,7 +181,7 @@ class Recorder:
     """Called when the model has run."""
     has_gradient: bool = False
     """True once an output could be trained through."""
-    _open: list[CapturedCall] = field(default_factory=list)
+    _open: list[CapturedCall | None] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
 
     def start(self) -> None:
@@ -218,6 +223,9 @@ class Recorder:
         """Begin a call; hooks call it before the model runs."""
         if not is_recorded():
             return
+        if is_redirected(self.model):
+            self._open.append(None)
+            return
         # Detached: what is kept must not hold a graph in memory.
         kept_args, kept_kwargs = tree_map(_detached, (args, dict(kwargs)))
         tensors = _tensors((args, kwargs))
@@ -232,6 +240,7 @@ class Recorder:
             torch.cuda.get_rng_state() if any(t.is_cuda for t in tensors) else None,
             (self.generator, self.generator.get_state()) if self.generator else None,
             owner=self.model,
+            autocasts=open_autocasts(tensor.device.type for tensor in tensors),
             micro_step=micro_step,
         )
         self.calls.append(call)
@@ -249,9 +258,12 @@ class Recorder:
     def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not is_recorded():
             return
-        self.ends()
         # Calls may nest: the last that began is the first to end.
-        call, tensor = self._open.pop(), main_output(output)
+        call = self._open.pop()
+        if call is None:
+            return
+        self.ends()
+        tensor = main_output(output)
         if tensor is None:  # an output that is no tensor and holds none: there is nothing to replay
             self.calls[:] = [made for made in self.calls if made is not call]
             return
@@ -282,8 +294,17 @@ def main_output(output: Any) -> torch.Tensor | None:
 
 def is_recorded() -> bool:
     """Return True where a call of a model may be a part of a training step."""
-    # A checkpointed model is not called again as a whole: recomputation is inside it.
-    return torch.is_grad_enabled()
+    # Within a backward, checkpointing computes parts of a model again: those are no calls of the loop's.
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def is_redirected(module: nn.Module) -> bool:
+    """Return True if what is called is another method, by way of `forward`: Lightning's training step under DDP.
+
+    It is the loop's, with its logs and losses: not to be run again, and the models are called within it.
+    """
+    forward = vars(module).get("forward")
+    return getattr(forward, "__qualname__", "").startswith("_ForwardRedirection.")
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

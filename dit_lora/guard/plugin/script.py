@@ -6,10 +6,13 @@ trains begins the guard, with Accelerate where the loop uses it, before anything
 
 import gc
 import runpy
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,11 @@ def run_script(
     Returns the guards. Raises what the script raises; `NonFiniteError` where the guard stops it.
     """
     overseer = Overseer(config, folder, _say)
-    with overseer.overseeing():
+    name = ["-m", script] if module else [script]
+    options = [f"--folder={folder}", f"--max-skips={config.max_skips}"]
+    options += [f"--snapshot-every={config.snapshot_every}", f"--bundles={config.bundles}"]
+    again = OwnCommand(script, module, ["-m", "dit_lora.guard", *options, *name])
+    with overseer.overseeing(), again.guarded():
         run_as_main(script, arguments, module=module)
         overseer.end()
     return overseer.guards
@@ -66,6 +73,42 @@ def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) 
         sys.argv[:], sys.path[:] = argv, path
 
 
+class OwnCommand:
+    """Keeps the guard in processes that a script starts of itself, as Lightning does for its ranks.
+
+    A rank without the guard would never answer those that have it.
+    """
+
+    def __init__(self, script: str, module: bool, guarded: Sequence[str]) -> None:
+        self._script = script
+        self._module = module
+        self._guarded = list(guarded)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        patches = Patches()
+        patches.method(subprocess.Popen, "__init__", self._started)
+        try:
+            yield
+        finally:
+            patches.undo()
+
+    def _started(
+        self, original: Callable[..., None], process: Any, args: Any, *rest: Any, **kwargs: Any
+    ) -> None:
+        original(process, self._with_guard(args), *rest, **kwargs)
+
+    def _with_guard(self, command: Any) -> Any:
+        if not isinstance(command, (list, tuple)) or list(command[:1]) != [sys.executable]:
+            return command
+        words = list(map(str, command[1:]))
+        if self._module and words[:2] == ["-m", self._script]:
+            return [sys.executable, *self._guarded, *words[2:]]
+        if not self._module and words and Path(words[0]).resolve() == Path(self._script).resolve():
+            return [sys.executable, *self._guarded, *words[1:]]
+        return command
+
+
 class Overseer:
     """Notes what a loop is made of, and guards it from the first call of a model that is trained."""
 
@@ -80,13 +123,21 @@ class Overseer:
         self._waiting: list[weakref.ref[torch.optim.Optimizer]] = []
         """Optimizers that are not guarded yet."""
         self._schedules: list[weakref.ref[LRScheduler]] = []
+        self._scalers: list[weakref.ref[Any]] = []
+        self._stepped_by: set[type] = set()
+        """Classes of optimizers whose `step` is watched for a first step."""
 
     @contextmanager
     def overseeing(self) -> Iterator[None]:
         """Note what is made within."""
         self._patches.method(torch.optim.Optimizer, "__init__", self._optimizer)
         self._patches.method(LRScheduler, "__init__", self._schedule)
+        self._patches.method(torch.amp.GradScaler, "__init__", self._scaler)
         self._loaders.follow_all(DataLoader)
+        self._patches.method(torch, "save", self._save)
+        # Before anybody imports the function by its name.
+        if find_spec("safetensors") is not None:
+            self._patches.method(import_module("safetensors.torch"), "save_file", self._save)
         try:
             yield
         finally:
@@ -109,13 +160,37 @@ class Overseer:
     ) -> None:
         original(optimizer, *args, **kwargs)
         self._waiting.append(weakref.ref(optimizer))
+        kind = type(optimizer)
+        if kind not in self._stepped_by:
+            self._stepped_by.add(kind)
+            self._patches.method(kind, "step", self._step)
         listen(self._around)
+
+    def _step(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Begin to guard at the first step at the latest: its closure may be the first to call a model."""
+        waiting = [one for one in (ref() for ref in self._waiting) if one is not None]
+        if not any(one is optimizer for one in waiting):
+            return original(optimizer, *args, **kwargs)
+        self._begin(waiting)
+        return optimizer.step(*args, **kwargs)
 
     def _schedule(
         self, original: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any
     ) -> None:
         original(schedule, *args, **kwargs)
         self._schedules.append(weakref.ref(schedule))
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Look at what the last step left before a checkpoint has it: tensors in it are those that are put back."""
+        for guard in self.guards:
+            guard.before_save()
+        return original(*args, **kwargs)
+
+    def _scaler(
+        self, original: Callable[..., None], scaler: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        original(scaler, *args, **kwargs)
+        self._scalers.append(weakref.ref(scaler))
 
     @contextmanager
     def _around(self, model: nn.Module) -> Iterator[None]:
@@ -125,10 +200,13 @@ class Overseer:
         if not any(id(p) in own for one in waiting for p in _held(one)):
             yield
             return
+        self._begin(waiting)
+        yield
+
+    def _begin(self, waiting: Sequence[torch.optim.Optimizer]) -> None:
         self._waiting.clear()
         leave(self._around)
         self._guard(waiting)
-        yield
 
     def _guard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         accelerator = _accelerator_of(optimizers)
@@ -147,6 +225,8 @@ class Overseer:
                 lr_scheduler=schedules,
                 config=self._config,
                 folder=self._folder,
+                # Accelerate has its own, which the guard knows.
+                scaler=[] if accelerator else [one for one in (r() for r in self._scalers) if one],
                 names=self._names,
             )
         except DitLoraError as problem:

@@ -1,9 +1,11 @@
 """Look at one optimizer step of a loop that is not ours, and take it or leave it out."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -52,6 +54,14 @@ class Steps:
         self._checks_weights = "weights" in checks
         self._controls: dict[int, CapturedCall] = {}
         self._stepped: set[int] = set()
+        self._turns: Counter[int] = Counter()
+        """Times that an optimizer, by its id, was to step."""
+        self._left_out: set[int] = set()
+        """Optimizers whose last step was left out."""
+        self._moved_at: dict[int, int] = {}
+        """Turns of its optimizer when a schedule last moved, by the schedule's id."""
+        self._reached = False
+        """True once a gradient scaler of the loop has called an optimizer's step."""
         self._is_due = False
         self._was_loaded = False
         self._noted_in = 0
@@ -66,6 +76,13 @@ class Steps:
             kind = OF_FROZEN
         if kind is not None:
             self._recover(kind, between_steps=True)
+
+    def before_save(self) -> None:
+        """Go back where the last step has left weights that are not finite, which the next would have found; not on
+        several ranks, of which one alone may save.
+        """
+        if self._host.ranks == 1 and self._checks.has_bad_weights():
+            self._recover(WEIGHTS, between_steps=True)
 
     def _require_finite_weights(self) -> None:
         if self._host.any_rank(any_not_finite(self._state.parameters.values(), self._host.device)):
@@ -97,6 +114,36 @@ class Steps:
             self._note_gradients()
         return original(*args, **kwargs)
 
+    def before_clipping(self) -> None:
+        """Look at the gradients of a plain loop that is about to clip them."""
+        self._checks.forget_gradients()
+        self._note_gradients()
+
+    def scaled_step(
+        self, scaler: Any, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Let a plain loop's own gradient scaler take a step, and judge one that it leaves out.
+
+        Gradients beyond fp16 are the scaler's affair, by a lower scale. An output that is not finite is none of the
+        scale's, which it has not met.
+        """
+        self._reached = False
+        result = original(optimizer, *args, **kwargs)
+        if self._reached:
+            return result
+        self._look_at_models()
+        outputs = (call.output for call in self._watched.calls)
+        is_bad = any(output is not None and not is_finite(output) for output in outputs)
+        if self._host.any_rank(is_bad):
+            self._recover("non_finite_loss", by_scaler=True)
+        elif scaler.get_scale() < _SCALE_FLOOR:
+            self._stop_at_scale(scaler.get_scale())
+        else:
+            self.tripped = False  # the schedule moves, as it does without the guard
+        self._close(taken=False)
+        self._count_turn(optimizer)
+        return result
+
     def zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Forget the calls of a plain loop that have had their backward: they are over, also where a scaler left
         the step out.
@@ -106,6 +153,7 @@ class Steps:
         return original(*args, **kwargs)
 
     def step(self, optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._reached = True
         if not self._host.syncs_gradients or self._host.under_deepspeed:
             return original(*args, **kwargs)
         # torch passes a closure first or by name, and None is none.
@@ -120,35 +168,63 @@ class Steps:
             if kind is not None:
                 self._recover(kind)
                 self._close(taken=False)
+        self._count_turn(optimizer)
         return None if self.tripped else self._taken(optimizer, partial(original, *args, **kwargs))
 
     def _step_with_closure(
         self, optimizer: Any, original: Callable[..., Any], closure: Callable[[], Any]
     ) -> Any:
         """Take a step whose closure makes the gradients: they are looked at each time that it has run."""
-        kind, loss = "", None
+        kind, loss, ran = "", None, False
 
         def watched() -> Any:
-            nonlocal kind, loss
-            self._forget()
+            nonlocal kind, loss, ran
+            # What came before the first run is a part of the step: micro-batches that were accumulated or, where
+            # the closure does nothing, as Lightning's may, all of it.
+            if ran:
+                self._forget()
+            ran = True
             loss = closure()
             if isinstance(loss, torch.Tensor) and not self._checks.has_losses:
                 self._checks.loss(loss)
-            kind = self._tripped_by(optimizer) or ""
-            if kind:
+            if self._begins(optimizer):
+                kind = self._tripped_by(optimizer) or ""
+                self.tripped = bool(kind)
+            if self.tripped:
                 raise _GateShutError
             return loss
 
         # An optimizer may call its closure several times and write in between, as LBFGS does.
         before = self._versions()
-        self._stepped = {id(optimizer)}
-        self.tripped = False
         try:
             return self._taken(optimizer, lambda: original(watched))
         except _GateShutError:
-            self._recover(kind, moved=self._versions() != before)
-            self._close(taken=False)
+            if kind:  # else the step was left out at another optimizer's part of it
+                self._recover(kind, moved=self._versions() != before)
+                self._close(taken=False)
             return loss
+        finally:
+            if len(self._stepped) > 1:  # judged with another's: what was noted is no next step's
+                self._checks.forget()
+            self._count_turn(optimizer)
+
+    def _count_turn(self, optimizer: Any) -> None:
+        key = id(_bare(optimizer))
+        self._turns[key] += 1
+        self._left_out = self._left_out | {key} if self.tripped else self._left_out - {key}
+
+    def shuts(self, owner: Any) -> bool:
+        """Return True if a schedule, or an average, moves for a step that was left out.
+
+        One that moves after several steps moves for all of them, as at the end of an epoch.
+        """
+        optimizer = _bare(vars(owner).get("optimizer"))
+        key, turns = id(optimizer), self._turns[id(optimizer)]
+        if not turns:  # an average has no optimizer
+            return self.tripped
+        since = turns - self._moved_at.get(id(owner), 0)
+        self._moved_at[id(owner)] = turns
+        return key in self._left_out and since <= 1
 
     def _versions(self) -> list[int]:
         """Return the counters that each write to a trained weight raises."""
@@ -174,13 +250,7 @@ class Steps:
         """Return what is wrong with the step on any rank, or None; takes a snapshot that is due where the weights
         are good.
         """
-        if self._watched.has_changed():
-            self._watched.survey()
-            self._was_loaded = True
-        # The first step shows which models the loss comes through; they are held from here on.
-        self._was_loaded |= self._watched.find_models()
-        if self._was_loaded:
-            self._start_from_here()
+        self._look_at_models()
         # Else torch's scaler decides, in the optimizer.
         if vars(optimizer).get("found_inf") is None:
             self._note_gradients()
@@ -193,6 +263,16 @@ class Steps:
         if wrong is None:
             self._state.take(self.number - 1)
         return wrong or kind
+
+    def _look_at_models(self) -> None:
+        """Begin anew where other models are trained than before, or others are known."""
+        if self._watched.has_changed():
+            self._watched.survey()
+            self._was_loaded = True
+        # The first step shows which models the loss comes through; they are held from here on.
+        self._was_loaded |= self._watched.find_models()
+        if self._was_loaded:
+            self._start_from_here()
 
     def _wrong_state(self) -> str | None:
         """Return why what is trained must not take the place of the snapshot that is held, on any rank; None if it
@@ -247,20 +327,31 @@ class Steps:
         if scaler is None or not optimizer.step_was_skipped:
             return
         if (scale := scaler.get_scale()) < _SCALE_FLOOR:
-            raise NonFiniteError(
-                f"step {self.number}: gradients overflow fp16 at every loss scale down to {scale:g}; use bf16, or "
-                "a lower learning rate",
-                {"step": self.number, "kind": "loss_scale", "action": "stop"},
-            )
+            self._stop_at_scale(scale)
 
-    def _recover(self, kind: str, *, moved: bool = False, between_steps: bool = False) -> None:
+    def _stop_at_scale(self, scale: float) -> NoReturn:
+        raise NonFiniteError(
+            f"step {self.number}: gradients overflow fp16 at every loss scale down to {scale:g}; use bf16, or "
+            "a lower learning rate",
+            {"step": self.number, "kind": "loss_scale", "action": "stop"},
+        )
+
+    def _recover(
+        self,
+        kind: str,
+        *,
+        moved: bool = False,
+        by_scaler: bool = False,
+        between_steps: bool = False,
+    ) -> None:
         """Recover from the trip. Raises `NonFiniteError` on every rank if leaving the step out, or going back, is
         not enough.
         """
         self.tripped = True
         gradients = self._checks.bad_gradients()
         calls, controls = list(self._watched.calls), dict(self._controls)
-        trip = PluginTrip(self.number, kind, calls, gradients, controls, moved, between_steps)
+        trip = PluginTrip(self.number, kind, calls, gradients, controls)
+        trip = replace(trip, moved=moved, by_scaler=by_scaler, between_steps=between_steps)
         # No step may use the gradients of one that tripped.
         self._forget_gradients()
         with self._watched.unrecorded():  # replays are not to be recorded
@@ -311,3 +402,8 @@ class Steps:
     def _forget(self) -> None:
         self._watched.forget_calls()
         self._checks.forget()
+
+
+def _bare(optimizer: Any) -> Any:
+    """Return the optimizer without Accelerate's wrapper, which schedules do not know."""
+    return optimizer.optimizer if is_a(optimizer, ACCELERATED) else optimizer

@@ -67,6 +67,8 @@ class Watched:
             self._recorder, self.calls, lambda: {id(one.model) for one in self._recorders}
         )
         self._held = (0, 0)
+        self._trained: set[int] = set()
+        """Ids of what has been trained. It stays so where the loop freezes it for a while, as a GAN's does."""
         self.survey()
         self._roots.look()
 
@@ -87,9 +89,9 @@ class Watched:
         else:
             required = bare_model(self._given[0]) if self._given else None
             optimizers = self._state.optimizers
-            self._models = trained_models(models, optimizers, through=found, required=required)
-            self._state.parameters = held_parameters(self._models, optimizers)
             self._held = self._fingerprint()
+            self._models = trained_models(models, optimizers, through=found, required=required)
+            self._state.parameters = held_parameters(self._models, optimizers, self._trained)
         self._parts = parts_of(self._models, found)
         self._pause()
         called = [*self._models.values(), *self._parts.values()]
@@ -128,7 +130,7 @@ class Watched:
         alone = next(iter(models.values()), nn.Module())
         whole = nn.ModuleDict(parts) if len(models) > 1 else alone
         self.lockstep = needs_all_ranks(whole)
-        self.record = LoopRecord(whole) if self._compares_frozen else None
+        self.record = LoopRecord(whole, self._trained) if self._compares_frozen else None
         self.together = self._suspects(whole, "", self.record)
         self.suspects = {
             id(model): self._suspects(model, prefix, None) for prefix, model in called.items()
@@ -216,4 +218,5 @@ class Watched:
         groups = [group for optimizer in self._state.optimizers for group in optimizer.param_groups]
         held = [parameter for group in groups for parameter in group["params"]]
         # A loop may free weights, or give its optimizer more of them, at any step.
-        return len(held), sum(parameter.requires_grad for parameter in held)
+        self._trained |= {id(parameter) for parameter in held if parameter.requires_grad}
+        return len(held), len(self._trained)

@@ -1,0 +1,118 @@
+"""The guard for Lightning's Trainer, of `lightning` and of `pytorch_lightning`."""
+
+import sys
+from collections.abc import Callable, Collection
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from dit_lora.config.ladder import LadderConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.guard.plugin.checks import CHECKS
+from dit_lora.guard.plugin.guard import Guard
+from dit_lora.guard.plugin.loaders import Loaders
+from dit_lora.guard.plugin.names import Names
+from dit_lora.patching import Patches
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    # The one that the script has imported: both may be installed, and each takes seconds.
+    _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+    _installed = [
+        name
+        for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules)
+        if find_spec(name.partition(".")[0]) is not None
+    ]
+    if not _installed:
+        raise DitLoraError(
+            "LightningGuard is a callback of Lightning's Trainer, and neither lightning nor pytorch_lightning is "
+            "installed; pip install lightning"
+        )
+    Callback = import_module(_installed[0]).Callback
+
+
+class LightningGuard(Callback):
+    """Guards a `Trainer`: `Trainer(callbacks=[LightningGuard()])`.
+
+    Events go to `events.jsonl` in the trainer's log folder. A tripped step leaves weights, optimizers and schedules
+    alone. Before each checkpoint what is trained is looked at, and put back where it is not finite. `checks` are
+    those of `Guard.attach`; `folder` takes the place of the log folder.
+    """
+
+    def __init__(
+        self,
+        config: LadderConfig | None = None,
+        *,
+        folder: str | Path | None = None,
+        checks: Collection[str] = CHECKS,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.folder = folder
+        self.checks = checks
+        self.guard: Guard | None = None
+        """The guard, from the start of training on."""
+        self._names = Names()
+        self._patches = Patches()
+
+    def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Follow the loaders, which Lightning makes and begins before training starts."""
+        self._let_go()
+        self._names, self._patches = Names(), Patches()
+        Loaders(self._names, self._patches).follow_all(DataLoader)
+        self._patches.method(trainer.strategy, "batch_to_device", self._moved)
+
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        # Of all ranks: the log folder is agreed upon.
+        log_folder = trainer.log_dir or trainer.default_root_dir
+        self.guard = Guard.over(
+            None,
+            [pl_module],
+            trainer.optimizers,
+            lr_scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
+            config=self.config,
+            folder=self.folder if self.folder is not None else log_folder,
+            checks=self.checks,
+            scaler=vars(trainer.precision_plugin).get("scaler"),
+            names=self._names,
+        )
+        self._patches.method(trainer, "save_checkpoint", self._saved)
+
+    def on_train_batch_start(
+        self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        self._names.begin(batch)
+
+    def on_before_optimizer_step(
+        self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Any
+    ) -> None:
+        if self.guard is not None:  # the trainer clips right after this
+            self.guard.before_clipping()
+
+    def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        if self.guard is not None:
+            self.guard.require_finite()
+
+    def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+        """Leave the trainer as it was: its last checkpoints are written by now."""
+        self._let_go()
+
+    def _saved(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Before the checkpoint is put together: `on_save_checkpoint` comes after that.
+        if self.guard is not None:
+            self.guard.require_finite()
+        return original(*args, **kwargs)
+
+    def _moved(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        copy = original(batch, *args, **kwargs)
+        self._names.moved(batch, copy)
+        return copy
+
+    def _let_go(self) -> None:
+        if self.guard is not None:
+            self.guard.detach()
+        self._patches.undo()
