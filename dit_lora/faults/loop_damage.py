@@ -85,8 +85,14 @@ def _spoiled_passes(fails: Callable[[int, int], bool]) -> Spoil:
 
 def _by_chance(p: float) -> Callable[[int, int], bool]:
     """Strike from step 2 on with probability p, in replays too."""
-    draw = random.Random(p)
-    return lambda step, _: step > 1 and draw.random() < p
+    draw = random.Random()
+
+    def fails(step: int, _number: int) -> bool:
+        if step == 1:  # another loop begins
+            draw.seed(p)
+        return step > 1 and draw.random() < p
+
+    return fails
 
 
 def _stepped_far(loop: ToyLoop, step: int, batch: Batch) -> None:
