@@ -21,7 +21,7 @@ from torch import nn
 
 from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.patches import fusion_of
-from dit_lora.guard.parity import first_difference
+from dit_lora.guard.comparison.parity import first_difference
 from dit_lora.guard.switches import find_switch, model_switches
 
 Inputs = dict[str, Any]

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.casts import renew_casts
 from dit_lora.fuse.patches import ATTENTION, fusion_of
-from dit_lora.guard.block_parity import How
-from dit_lora.guard.parity import Difference, differences, first_difference
+from dit_lora.guard.comparison.block_parity import How
+from dit_lora.guard.comparison.parity import Difference, differences, first_difference
 from dit_lora.guard.replay import cuda_devices
 from dit_lora.guard.switches import Switch, model_switches
 

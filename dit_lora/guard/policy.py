@@ -22,6 +22,8 @@ class Action:
     """Samples that are left out. A `skip` without samples leaves the step out: none of them is at fault."""
     switches: tuple[str, ...] = ()
     lower_lr: bool = False
+    instead_of: str = ""
+    """The kind that was chosen, where a loop is not able to do that."""
     why: str = ""
     """Reasons against going on, for `stop`."""
 

@@ -14,7 +14,7 @@ from planted_kernels import FAULTS, as_on_a_gpu, plant, run_planted
 from runs import adapter, lines, same_adapter
 from topologies import Case
 
-from dit_lora.guard import block_parity
+from dit_lora.guard.comparison import block_parity
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.training.guarding import parity_watch
 

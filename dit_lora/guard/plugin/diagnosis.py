@@ -1,12 +1,13 @@
 """Find the causes of a tripped step in a loop that is not ours, over every model that is trained."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnose import diagnose
+from dit_lora.guard.episode import Found
 from dit_lora.guard.plugin.names import identifies
 from dit_lora.guard.plugin.recorded_calls import CapturedCall
 from dit_lora.guard.plugin.shared_calls import RankCalls
@@ -15,16 +16,7 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.state import bad_state, run_away
 from dit_lora.guard.verdict import Verdict
 
-
-@dataclass(frozen=True)
-class Blamed:
-    """A verdict, and the call that it is about; none where nothing was run again."""
-
-    verdict: Verdict
-    call: CapturedCall | None = None
-
-
-Diagnose = Callable[[CapturedCall], Blamed]
+Diagnose = Callable[[CapturedCall], Found[CapturedCall]]
 
 
 def state_verdict(watched: Watched, kind: str, step: int, rank: int) -> Verdict | None:
@@ -36,11 +28,13 @@ def state_verdict(watched: Watched, kind: str, step: int, rank: int) -> Verdict 
     return verdict
 
 
-def call_verdicts(of_rank: RankCalls, watched: Watched, kind: str, step: int) -> list[Blamed]:
+def call_verdicts(
+    of_rank: RankCalls, watched: Watched, kind: str, step: int
+) -> list[Found[CapturedCall]]:
     """Return one verdict a micro-batch, on the call that what is wrong comes from. Collective in lockstep."""
     calls, controls, rank = of_rank.calls, of_rank.controls, of_rank.rank
 
-    def verdict(call: CapturedCall) -> Blamed:
+    def verdict(call: CapturedCall) -> Found[CapturedCall]:
         suspects, control = watched.suspects[id(call.owner)], controls.get(id(call.owner))
 
         def batch(captured: CapturedCall, of_step: int) -> MicroBatch:
@@ -51,7 +45,7 @@ def call_verdicts(of_rank: RankCalls, watched: Watched, kind: str, step: int) ->
 
         healthy = batch(_renamed(control), step - 1) if control is not None else None
         model_verdict = diagnose(batch(call, step), suspects, kind=kind, control=healthy)
-        return Blamed(_of_model(model_verdict, watched.prefixes[id(call.owner)]), call)
+        return Found(_of_model(model_verdict, watched.prefixes[id(call.owner)]), call)
 
     micro_batches = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
     return [_of_micro_batch(group, verdict) for group in micro_batches]
@@ -73,7 +67,7 @@ def _of_model(verdict: Verdict, prefix: str) -> Verdict:
     return replace(verdict, words=words, module=module)
 
 
-def _of_micro_batch(calls: Sequence[CapturedCall], verdict: Diagnose) -> Blamed:
+def _of_micro_batch(calls: Sequence[CapturedCall], verdict: Diagnose) -> Found[CapturedCall]:
     """Return the verdict on the call to blame: what one model gives is what the next is given, and in the backward
     the other way round.
     """

@@ -2,20 +2,28 @@
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.files import append_line
-from dit_lora.guard.event import Event, event_of
+from dit_lora.guard.episode import (
+    OF_STATE,
+    OF_WEIGHTS,
+    Answered,
+    Capabilities,
+    Episode,
+    Found,
+    verdict_lines,
+)
+from dit_lora.guard.event import Event
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.guard.plugin.budget import SkipBudget
 from dit_lora.guard.plugin.bundles import Bundles
-from dit_lora.guard.plugin.diagnosis import Blamed, call_verdicts, state_verdict, unseen
+from dit_lora.guard.plugin.diagnosis import call_verdicts, state_verdict, unseen
 from dit_lora.guard.plugin.host import Host
 from dit_lora.guard.plugin.loop_state import LoopState
 from dit_lora.guard.plugin.recorded_calls import CapturedCall
@@ -27,15 +35,13 @@ from dit_lora.guard.verdict import Verdict
 
 _LOG = logging.getLogger("dit_lora")
 WEIGHTS = "non_finite_weights"
-OF_WEIGHTS = (WEIGHTS, "altered_state", "diverged_weights")
 OF_FROZEN = "altered_frozen"
 _SINCE_THE_LAST_SAVE = (
     "what was trained since the last save may have met the damage; if the loop itself writes there, give checks= "
     "without frozen"
 )
 _OF_SAMPLES = ("data", "labels", "inputs")
-_OF_STATE = ("weights", "optimizer", "learning_rate")
-_NOT_OF_THE_LOSS = ("kernel", "attention_backend", "rank", *_OF_STATE)
+_NOT_OF_THE_LOSS = ("kernel", "attention_backend", "rank", *OF_STATE)
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,10 @@ class PluginTrip:
 
 
 @dataclass
-class PluginRecovery:
-    """Names the cause of a trip and acts, on all ranks alike."""
+class PluginRecovery(Episode[PluginTrip, CapturedCall]):
+    """Names the cause of a trip and acts, on all ranks alike. Which samples come next is the loop's own affair."""
+
+    can: ClassVar[Capabilities] = Capabilities(takes_again=False, leaves_out=False)
 
     host: Host
     state: LoopState
@@ -79,129 +87,130 @@ class PluginRecovery:
     def __post_init__(self) -> None:
         self._policy = Policy(self.config)
         self._bundles = Bundles(self.host, self.config, self.folder)
+        self._known = False
+        """True if all that is wrong in the step under way is samples that are known to be bad."""
 
     def recover(self, trip: PluginTrip) -> bool:
         """Act, and return whether weights were put back; raises `NonFiniteError` on every rank if nothing fits."""
-        began = time.perf_counter()
-        here = self._verdicts_here(trip)
-        verdicts = self._agreed(trip, [blamed.verdict for blamed in here])
-        spoiled = trip.spoiled(verdicts)
-        known_bad = not spoiled and self.budget.knows(verdicts)
-        action = self._action(trip, verdicts, known=known_bad)
-        if action.kind == "skip":
-            self.budget.skip(trip.kind, trip.step, verdicts)
-        elif not trip.between_steps:
-            self.budget.lose()
-        seconds = time.perf_counter() - began
-        events = [event_of(trip.step, trip.kind, v, action.kind, seconds) for v in verdicts]
-        # A bundle holds the weights that the step failed with. What is known has one.
-        bundles = {} if known_bad else self._bundled(here, events)
-        # Before a stop too: what a run leaves behind must be good.
-        put_back = self._put_back() if spoiled or action.kind == "rollback" else None
-        if put_back is None and action.kind == "rollback":
-            action = Action("stop", why="the snapshot that is held does not fit any more")
-        facts: dict[str, Any] = {"guard": self.guard_id} | ({"known": True} if known_bad else {})
-        facts |= {"weights_of_step": put_back} if put_back is not None else {}
-        for event in events:
-            place = (event.rank, event.micro_step)
-            bundle = {"bundle": bundles[place]} if place in bundles else {}
-            self._write(replace(event, action=action.kind, facts={**facts, **bundle}))
-        lines = list(dict.fromkeys(map(self._line, verdicts)))
-        head = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}"
-        undone = self._undone(trip, put_back)
-        if action.kind == "stop":
-            state = "the weights are not to be used"
-            if put_back is not None or not spoiled:
-                state = self._left_behind(trip, put_back, undone)
-            if trip.kind == OF_FROZEN:
-                state += f"; {_SINCE_THE_LAST_SAVE}"
-            self.note()
-            message = listed(f"{head}; {state}; stopped: {action.why}", lines)
-            raise NonFiniteError(message, self.events[-1])
-        done = self._done(action, undone)
+        answered = self.resolve(trip)
         self.note()
-        # A sample that is known to be bad, or one more step without a gradient, is no news.
-        told = known_bad or (trip.kind == "zero_gradient" and self.budget.in_a_row > 1)
-        if self.host.rank == 0 and not told:
-            _LOG.warning("%s", listed(f"{head}; {done}", lines))
-        return put_back is not None
+        return answered.target is not None
 
-    def _agreed(self, trip: PluginTrip, here: Sequence[Verdict]) -> list[Verdict]:
-        """Return the verdicts that count, of all ranks. Collective."""
-        # In lockstep all ranks have diagnosed the same calls: gathering would repeat each verdict.
-        verdicts = list(here) if self.watched.lockstep else self.host.gathered(here)
-        verdicts = verdicts or [unseen(trip.step, self.host.rank)]
-        # A rank whose run was healthy again has nothing to say beside one that found a cause.
-        telling = [verdict for verdict in verdicts if verdict.cause != "transient"]
-        return telling or verdicts[:1]
+    @property
+    def lockstep(self) -> bool:
+        return self.watched.lockstep
 
-    def _verdicts_here(self, trip: PluginTrip) -> list[Blamed]:
+    def diagnosed(self, trip: PluginTrip) -> list[Found[CapturedCall]]:
         return [
-            replace(blamed, verdict=_with_gradients(blamed.verdict, trip.gradients))
-            for blamed in self._found_here(trip)
+            replace(one, verdict=_with_gradients(one.verdict, trip.gradients))
+            for one in self._found_here(trip)
         ]
 
-    def _found_here(self, trip: PluginTrip) -> list[Blamed]:
-        step, rank = trip.step, self.host.rank
-        # State first: with bad weights every call fails, and samples would be blamed for it.
-        state = state_verdict(self.watched, trip.kind, step, rank)
-        if state is not None and not self._is_of_loops_own(state):
-            return [Blamed(state)]
-        if trip.kind in (*OF_WEIGHTS, OF_FROZEN) and not trip.calls:
-            return [Blamed(state)] if state is not None else []  # none: it is another rank's
-        found = [
-            blamed
-            for of_rank in self.watched.shared(trip.calls, trip.controls)
-            for blamed in call_verdicts(of_rank, self.watched, trip.kind, step)
-        ]
-        if state is None:
-            return found or [Blamed(unseen(step, rank))]
-        # A bad sample leaves its NaN in a buffer that the model writes to; it is the buffer where no sample is bad.
-        return [one for one in found if one.verdict.cause in _OF_SAMPLES] or [Blamed(state)]
+    def agreed(self, trip: PluginTrip, found: Sequence[Found[CapturedCall]]) -> list[Verdict]:
+        return super().agreed(trip, found) or [unseen(trip.step, self.host.rank)]
 
-    def _bundled(
-        self, here: Sequence[Blamed], events: Sequence[Event]
-    ) -> dict[tuple[int, int | None], str]:
-        """Write this process's bundles, and return the paths of all by rank and micro-step. Collective."""
-        by_place = {(event.rank, event.micro_step): event for event in events}
-        written = {}
-        for blamed in here:
-            place = (blamed.verdict.rank, blamed.verdict.micro_step)
-            if blamed.call is None or place not in by_place:
-                continue
-            event = by_place[place].record()
-            # What is switched off before this event's own answer.
-            facts = {
-                "switched_off": sorted(self.watched.switched_off),
-                "start_peak": self.watched.suspects[id(blamed.call.owner)].start_peak,
-            }
-            path = self._bundles.write(blamed.call, event, facts, all_of=self.watched.lockstep)
-            if path is not None:
-                written[place] = path
-        # The main process writes the events, and only the rank that wrote a bundle knows of it.
-        everybodys = self.host.gathered([written])
-        return {place: path for one in everybodys for place, path in one.items()}
-
-    def _is_of_loops_own(self, verdict: Verdict) -> bool:
-        """Return True if all that is wrong are values that the loop itself writes."""
-        record, wrong = self.watched.record, verdict.evidence.get("frozen", [])
-        return record is not None and bool(wrong) and all(map(record.is_own, wrong))
-
-    def _action(self, trip: PluginTrip, verdicts: Sequence[Verdict], *, known: bool) -> Action:
+    def chosen(self, trip: PluginTrip, verdicts: Sequence[Verdict]) -> Action:
+        self._known = not trip.spoiled(verdicts) and self.budget.knows(verdicts)
         of_the_loss = not any(verdict.cause in _NOT_OF_THE_LOSS for verdict in verdicts)
         if trip.kind == "zero_gradient" and of_the_loss:
             return self._for_no_gradient()
         # Before what is known: while every step is lost, to whatever, nothing is trained.
         if self.budget.barren(self.config.max_skips):
             return Action("stop", why=f"none of the last {self.budget.in_a_row} steps was taken")
-        if known:
+        if self._known:
             return Action("skip")
         self._policy.skips = self.budget.spent(trip.step)
         if self._may_pass(trip, verdicts):
             return Action("skip")
         skipped = [sample for event in self.events for sample in event["sample_ids"]]
-        action = self._policy.choose(trip.step, verdicts, skipped)
-        return self._feasible(action, spoiled=trip.spoiled(verdicts))
+        return self._policy.choose(trip.step, verdicts, skipped)
+
+    def possible(self, trip: PluginTrip, action: Action, verdicts: Sequence[Verdict]) -> Action:
+        """Return the action, or a stop where it needs a snapshot and none is held that is good."""
+        spoiled = trip.spoiled(verdicts) and action.kind != "stop"
+        if (spoiled or action.kind == "rollback") and self.state.newest(self.host.gathered) is None:
+            off = "" if self.state.every else ", for guard.snapshot_every is 0"
+            return Action("stop", why=f"no snapshot that is finite is held{off}")
+        return action
+
+    def bundle(self, source: CapturedCall, event: Event) -> str | None:
+        if self._known:  # what is known has one
+            return None
+        # What is switched off before this event's own answer.
+        facts = {
+            "switched_off": sorted(self.watched.switched_off),
+            "start_peak": self.watched.suspects[id(source.owner)].start_peak,
+        }
+        return self._bundles.write(source, event.record(), facts, all_of=self.lockstep)
+
+    def act(self, trip: PluginTrip, verdicts: Sequence[Verdict], action: Action) -> Answered:
+        if action.kind == "skip":
+            self.budget.skip(trip.kind, trip.step, verdicts)
+        elif not trip.between_steps:
+            self.budget.lose()
+        # Before a stop too: what a run leaves behind must be good.
+        spoiled = trip.spoiled(verdicts)
+        put_back = self._put_back() if spoiled or action.kind == "rollback" else None
+        if put_back is None and action.kind == "rollback":
+            action = Action("stop", why="the snapshot that is held does not fit any more")
+        facts: dict[str, Any] = {"guard": self.guard_id} | ({"known": True} if self._known else {})
+        facts |= {"weights_of_step": put_back} if put_back is not None else {}
+        undone = self._undone(trip, put_back)
+        done = undone if action.kind == "stop" else self._done(action, undone)
+        # A sample that is known to be bad, or one more step without a gradient, is no news.
+        again = trip.kind == "zero_gradient" and self.budget.in_a_row > 1
+        return Answered(
+            action, done, facts=facts, target=put_back, is_news=not self._known and not again
+        )
+
+    def write(self, event: Event) -> None:
+        self.events.append(event.record())
+        if self.folder is not None and self.host.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            append_line(self.folder / "events.jsonl", json.dumps(self.events[-1]))
+
+    def stopped(
+        self, trip: PluginTrip, verdicts: Sequence[Verdict], answered: Answered, event: Event
+    ) -> NonFiniteError:
+        state = "the weights are not to be used"
+        if answered.target is not None or not trip.spoiled(verdicts):
+            state = self._left_behind(trip, answered.target, answered.done)
+        if trip.kind == OF_FROZEN:
+            state += f"; {_SINCE_THE_LAST_SAVE}"
+        self.note()
+        head = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}"
+        message = f"{head}; {state}; stopped: {answered.action.why}"
+        return NonFiniteError(listed(message, self.lines(verdicts)), event.record())
+
+    def say(self, words: str) -> None:
+        if self.host.rank == 0:
+            _LOG.warning("%s", words)
+
+    def lines(self, verdicts: Sequence[Verdict]) -> list[str]:
+        return verdict_lines(verdicts, alone=self.host.ranks == 1)
+
+    def _found_here(self, trip: PluginTrip) -> list[Found[CapturedCall]]:
+        step, rank = trip.step, self.host.rank
+        # State first: with bad weights every call fails, and samples would be blamed for it.
+        state = state_verdict(self.watched, trip.kind, step, rank)
+        if state is not None and not self._is_of_loops_own(state):
+            return [Found(state)]
+        if trip.kind in (*OF_WEIGHTS, OF_FROZEN) and not trip.calls:
+            return [Found(state)] if state is not None else []  # none: it is another rank's
+        found = [
+            one
+            for of_rank in self.watched.shared(trip.calls, trip.controls)
+            for one in call_verdicts(of_rank, self.watched, trip.kind, step)
+        ]
+        if state is None:
+            return found or [Found(unseen(step, rank))]
+        # A bad sample leaves its NaN in a buffer that the model writes to; it is the buffer where no sample is bad.
+        return [one for one in found if one.verdict.cause in _OF_SAMPLES] or [Found(state)]
+
+    def _is_of_loops_own(self, verdict: Verdict) -> bool:
+        """Return True if all that is wrong are values that the loop itself writes."""
+        record, wrong = self.watched.record, verdict.evidence.get("frozen", [])
+        return record is not None and bool(wrong) and all(map(record.is_own, wrong))
 
     def _may_pass(self, trip: PluginTrip, verdicts: Sequence[Verdict]) -> bool:
         """Return True if the next step may be healthy: where every sample fails, no replay tells this step from all
@@ -222,16 +231,6 @@ class PluginRecovery:
         count = self.budget.in_a_row + 1
         why = f"no gradient reached a trained weight in {count} steps in a row, though the loss asks for one"
         return Action("stop", why=f"{why} (checks= without zero_gradient goes on)")
-
-    def _feasible(self, action: Action, *, spoiled: bool) -> Action:
-        """Return what can be done here: which samples come next is the loop's own affair, so that it is not to step."""
-        if action.kind in ("retry", "quarantine"):
-            action = replace(action, kind="skip")
-        needs_one = action.kind == "rollback" or (spoiled and action.kind != "stop")
-        if needs_one and self.state.newest(self.host.gathered) is None:
-            off = "" if self.state.every else ", for guard.snapshot_every is 0"
-            return Action("stop", why=f"no snapshot that is finite is held{off}")
-        return action
 
     def _put_back(self) -> int | None:
         """Put the newest good snapshot back and return its step; None if there is none that fits."""
@@ -278,24 +277,11 @@ class PluginRecovery:
         where = save_trained(weights, folder, step, is_main=self.host.rank == 0)
         return f"{state}; {where}" if where else state
 
-    def _line(self, verdict: Verdict) -> str:
-        where = f"rank {verdict.rank}"
-        names = ", ".join(verdict.sample_ids)
-        if names and self.host.ranks > 1:
-            names = f"{names} ({where})"
-        return f"{names or where}: {verdict.words}"
-
-    def _write(self, event: Event) -> None:
-        self.events.append(event.record())
-        if self.folder is not None and self.host.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            append_line(self.folder / "events.jsonl", json.dumps(self.events[-1]))
-
 
 def _of_what_is_trained(verdict: Verdict) -> bool:
     if verdict.evidence.get("frozen"):
         return False
-    return verdict.cause in _OF_STATE or "not_finite" in verdict.evidence
+    return verdict.cause in OF_STATE or "not_finite" in verdict.evidence
 
 
 def _with_gradients(verdict: Verdict, names: Sequence[str]) -> Verdict:

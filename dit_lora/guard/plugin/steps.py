@@ -16,7 +16,6 @@ from dit_lora.guard.plugin.loop_state import LoopState
 from dit_lora.guard.plugin.recorded_calls import CapturedCall
 from dit_lora.guard.plugin.recovery import (
     OF_FROZEN,
-    OF_WEIGHTS,
     WEIGHTS,
     PluginRecovery,
     PluginTrip,
@@ -30,6 +29,9 @@ from dit_lora.patching import is_a
 _LOG = logging.getLogger("dit_lora")
 # Below this a gradient scaler has halved itself 16 times from Accelerate's start at 2**16.
 _SCALE_FLOOR = 1.0
+
+
+_OF_WHAT_IS_HELD = (WEIGHTS, "altered_state", "diverged_weights")
 
 
 class _GateShutError(Exception):
@@ -286,7 +288,9 @@ class Steps:
             has_run_away(peak, together.start_peak),
         ]
         flags = self._host.summed(torch.tensor(wrong, device=self._host.device).float())
-        return next((kind for kind, flag in zip(OF_WEIGHTS, flags, strict=True) if flag), None)
+        return next(
+            (kind for kind, flag in zip(_OF_WHAT_IS_HELD, flags, strict=True) if flag), None
+        )
 
     def _is_frozen_damaged(self) -> bool:
         record = self._watched.record

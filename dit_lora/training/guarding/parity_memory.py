@@ -10,8 +10,8 @@ from accelerate.utils import gather_object
 
 from dit_lora.environment.versions import probe_environment
 from dit_lora.fuse.sources import sources_digest
-from dit_lora.guard.block_parity import PASSES
 from dit_lora.guard.checks import CheckFinding, is_cached, remember
+from dit_lora.guard.comparison.block_parity import PASSES
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.training.guarding.parity_watch import ParityWatch
 from dit_lora.training.guarding.recovery import RunRecovery

@@ -15,11 +15,17 @@ from accelerate.utils import gather_object
 from dit_lora.data.loading.batch import Batch
 from dit_lora.errors import listed
 from dit_lora.fuse.patches import ATTENTION, KERNELS, OPS, fusion_of
-from dit_lora.guard.block_kinds import Calls
-from dit_lora.guard.block_parity import PASSES, Coverage, Learning, blocks_of, is_repeated
+from dit_lora.guard.comparison.block_kinds import Calls
+from dit_lora.guard.comparison.block_parity import (
+    PASSES,
+    Coverage,
+    Learning,
+    blocks_of,
+    is_repeated,
+)
+from dit_lora.guard.comparison.parity import Difference, How, differences, first_difference
 from dit_lora.guard.event import kernel_event
 from dit_lora.guard.gate import NonFiniteError
-from dit_lora.guard.parity import Difference, How, differences, first_difference
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.switches import COMPILE, Switch

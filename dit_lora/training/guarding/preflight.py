@@ -16,8 +16,6 @@ from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.first_forward import refusal
 from dit_lora.guard.attention_backends import AttentionCall, recorded_calls
-from dit_lora.guard.block_kinds import noting_calls, one_of_each_kind
-from dit_lora.guard.block_parity import noting_inputs
 from dit_lora.guard.checks import (
     FINITE_GRADIENTS,
     CheckFinding,
@@ -31,6 +29,8 @@ from dit_lora.guard.checks import (
     stored_precision,
     wrong_backends,
 )
+from dit_lora.guard.comparison.block_kinds import noting_calls, one_of_each_kind
+from dit_lora.guard.comparison.block_parity import noting_inputs
 from dit_lora.guard.event import Event, kernel_event
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.replay import MicroBatch, cuda_devices

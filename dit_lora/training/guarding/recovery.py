@@ -1,10 +1,9 @@
 """Handles a step that tripped: every rank diagnoses, all agree, act, and go on or stop."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import PartialState
@@ -14,6 +13,15 @@ from dit_lora.data.loading.order import Draw, Order
 from dit_lora.data.loading.quarantine import LeftOut, Quarantine
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.guard.diagnose import diagnose
+from dit_lora.guard.episode import (
+    OF_STATE,
+    OF_WEIGHTS,
+    Answered,
+    Capabilities,
+    Episode,
+    Found,
+    verdict_lines,
+)
 from dit_lora.guard.event import Event, event_of
 from dit_lora.guard.gate import NonFiniteError, Trip
 from dit_lora.guard.policy import Action, Policy
@@ -28,16 +36,6 @@ from dit_lora.training.guarding.files import RecoveryFiles
 from dit_lora.training.guarding.state import GuardState
 from dit_lora.training.guarding.swap import tried_elsewhere
 
-# Kinds that say that the state itself is bad: no micro-batch is replayed for them.
-_OF_WEIGHTS = (
-    "non_finite_weights",
-    "diverged_weights",
-    "altered_state",
-    "diverged_averages",
-    "ranks_differ",
-)
-# Causes for which every rank fails alike, and a sample is never to blame.
-_OF_STATE = ("weights", "optimizer", "learning_rate")
 _DONE = {
     "retry": "taken again",
     "skip": "taken again without it, this once",
@@ -48,10 +46,29 @@ _DONE = {
 }
 
 
+@dataclass(frozen=True)
+class RunTrip:
+    """A trip of a run, with what it takes to diagnose it."""
+
+    trip: Trip
+    micro_batches: Sequence[MicroBatch]
+    control: MicroBatch | None
+    """A micro-batch of the last healthy step."""
+
+    @property
+    def step(self) -> int:
+        return self.trip.step
+
+    @property
+    def kind(self) -> str:
+        return self.trip.kind
+
+
 @dataclass
-class RunRecovery:
+class RunRecovery(Episode[RunTrip, MicroBatch]):
     """The guard's ladder for one run. Every rank holds an equal one."""
 
+    can: ClassVar[Capabilities] = Capabilities(takes_again=True, leaves_out=True)
     suspects: Suspects
     policy: Policy
     state: GuardState
@@ -82,48 +99,44 @@ class RunRecovery:
 
         `control` is a micro-batch of the last healthy step.
         """
-        began = time.perf_counter()
+        answered = self.resolve(RunTrip(trip, micro_batches, control))
+        assert answered.target is not None  # of a run, each has one
+        return answered.target
+
+    @property
+    def lockstep(self) -> bool:
+        return self.suspects.lockstep
+
+    def diagnosed(self, trip: RunTrip) -> list[Found[MicroBatch]]:
         # A trip that carries a verdict was diagnosed where it was found: nothing is replayed then.
-        own = []
-        if trip.verdict is None:
-            own = self._diagnose(trip, micro_batches, control)
-            # Only other ranks can tell a bad sample from a bad rank.
-            own = tried_elsewhere(own, self.suspects, trip.kind, self.share)
-        verdicts = [verdict for _, verdict in own]
-        # In lockstep all ranks have diagnosed the same micro-batches: gathering would repeat each verdict.
-        if not self.suspects.lockstep:
-            verdicts = gather_object(verdicts)
-        verdicts = [trip.verdict] if trip.verdict is not None else _telling(trip, verdicts)
-        # From here on every rank computes the same from the same verdicts: nothing more is negotiated.
+        if trip.trip.verdict is not None:
+            return []
+        own = self._diagnose(trip.trip, trip.micro_batches, trip.control)
+        # Only other ranks can tell a bad sample from a bad rank.
+        own = tried_elsewhere(own, self.suspects, trip.kind, self.share)
+        return [Found(verdict, one) for one, verdict in own]
+
+    def agreed(self, trip: RunTrip, found: Sequence[Found[MicroBatch]]) -> list[Verdict]:
+        known = trip.trip.verdict
+        return [known] if known is not None else super().agreed(trip, found)
+
+    def chosen(self, trip: RunTrip, verdicts: Sequence[Verdict]) -> Action:
         skipped = [v.sample_id for v in self.quarantine.records]
-        action = self.policy.choose(trip.step, verdicts, skipped)
-        action, target = self._feasible(action, trip.step)
-        seconds = time.perf_counter() - began
-        events = [event_of(trip.step, trip.kind, one, action.kind, seconds) for one in verdicts]
-        # A bundle holds the weights that the step failed with, which a rollback replaces.
-        events = self._bundled(own, events)
-        notes = self._act(action, trip, verdicts, target)
-        for event in events:
-            self.files.event(event)
-        # All ranks raise: a rank that went on would wait in the next collective for ever.
-        if action.kind == "stop":
-            raise self._stopped(trip, verdicts, action, events[0], notes)
-        done = _DONE[action.kind]
-        if action.kind == "rollback":
-            again = trip.step - 1 - target
-            done += f" to step {target}" + (
-                f": {again} healthy step(s) are taken again" if again else ""
-            )
-        if action.kind == "skip" and not action.samples:
-            done = "left out, for no sample is at fault"
-        summary = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}; {done}"
-        self.files.say(listed(summary, [*_lines(verdicts), *notes]))
-        return target
+        return self.policy.choose(trip.step, verdicts, skipped)
+
+    def bundle(self, source: MicroBatch, event: Event) -> str | None:
+        return self.files.bundle(source, event)
+
+    def write(self, event: Event) -> None:
+        self.files.event(event)
+
+    def say(self, words: str) -> None:
+        self.files.say(words)
 
     def _diagnose(
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> list[tuple[MicroBatch, Verdict]]:
-        if trip.kind in _OF_WEIGHTS:
+        if trip.kind in OF_WEIGHTS:
             last = micro_batches[-1]
             # The state is at fault and no micro-batch is; the last one only lends the diagnosis a place.
             verdict = bad_state(last, self.suspects) or run_away(last, self.suspects)
@@ -172,7 +185,7 @@ class RunRecovery:
             # The owner's verdict counts on every rank: the loop must not branch on evidence that differs.
             broadcast_object_list(verdict, from_process=owner)
             diagnosed.append((one, verdict[0]))
-            if verdict[0].cause in _OF_STATE:
+            if verdict[0].cause in OF_STATE:
                 break  # all ranks share it: it is why the others fail
         return diagnosed
 
@@ -189,25 +202,19 @@ class RunRecovery:
         self.files.event(event)
         kind = trip.kind.replace("_", " ")
         summary = f"step {trip.step}: {kind}; nothing was saved at this step"
-        return NonFiniteError(listed(summary, _lines([verdict])), event.record())
+        return NonFiniteError(listed(summary, verdict_lines([verdict])), event.record())
 
-    def _feasible(self, action: Action, step: int) -> tuple[Action, int]:
-        """Return the action, or `stop` instead, and the step to go on after; a rollback needs a finite snapshot."""
-        if action.kind == "skip" and not action.samples:
-            return action, step
-        if action.kind in ("skip", "quarantine"):
+    def possible(self, trip: RunTrip, action: Action, verdicts: Sequence[Verdict]) -> Action:
+        """Return the action, or `stop` instead: a rollback needs a finite snapshot, and the run a sample."""
+        if action.kind in ("skip", "quarantine") and action.samples:
             # A sample that is out up to an epoch comes back after it, and does not empty the data set.
             for_good = {r.sample_id for r in self.quarantine.records if r.to_epoch is None}
             left_out = for_good | set(action.samples)
             if not set(self.order.ids) - left_out:
-                return Action("stop", why="no sample is left: every one was at fault"), step - 1
-        if action.kind != "rollback":
-            return action, step - 1
-        steps = self._finite_snapshots()
-        if not steps:
-            return Action("stop", why="no snapshot that is finite is left"), step - 1
-        # With a lower rate the oldest: newer ones may be on the way to this step's end already.
-        return action, steps[0] if action.lower_lr else steps[-1]
+                return Action("stop", why="no sample is left: every one was at fault")
+        if action.kind == "rollback" and not self._finite_snapshots():
+            return Action("stop", why="no snapshot that is finite is left")
+        return action
 
     def _finite_snapshots(self) -> list[int]:
         """Return the steps that can be gone back to, ascending, after forgetting those bad on any rank. Collective."""
@@ -217,30 +224,40 @@ class RunRecovery:
                 self.snapshots.forget(held)
         return self.snapshots.steps
 
-    def _act(
-        self, action: Action, trip: Trip, verdicts: Sequence[Verdict], target: int
-    ) -> list[str]:
+    def act(self, trip: RunTrip, verdicts: Sequence[Verdict], action: Action) -> Answered:
+        done, before = _DONE[action.kind], trip.step - 1
         if action.kind == "skip" and not action.samples:
-            self.files.left_out(target, self.record())
-            return []
+            self.files.left_out(trip.step, self.record())
+            return Answered(action, "left out, for no sample is at fault", target=trip.step)
         if action.kind in ("skip", "quarantine"):
-            return self._leave_out(action, trip.step, verdicts)
+            notes = self._leave_out(action, trip.step, verdicts)
+            return Answered(action, done, notes, target=before)
         if action.kind == "fallback":
             for name in action.switches:
                 find_switch(list(self.suspects.switches), name).turn_off()
             self.state.switched_off += action.switches
-            return [f"{name} stays off for this run" for name in action.switches]
+            notes = [f"{name} stays off for this run" for name in action.switches]
+            return Answered(action, done, notes, target=before)
         if action.kind == "rollback":
-            # AdamW's state may be younger than the snapshot: what it has no value for starts anew.
-            self.drop_state(self.snapshots.restore(target))
-            notes = []
-            if action.lower_lr:
-                # On top of earlier rollbacks; the schedule is a function of the step and knows nothing of them.
-                self.state.lr_scale *= self.policy.config.rollback_lr
-                notes.append(f"learning rates are now {self.state.lr_scale:g} of the recipe's")
-            self.files.rewind(target, other_trajectory=action.lower_lr)
-            return notes
-        return []
+            target, notes = self._roll_back(action)
+            again = before - target
+            taken = f": {again} healthy step(s) are taken again" if again else ""
+            return Answered(action, f"{done} to step {target}{taken}", notes, target=target)
+        return Answered(action, done, target=before)
+
+    def _roll_back(self, action: Action) -> tuple[int, list[str]]:
+        """Go back to a snapshot, and return its step and what there is to say."""
+        steps, notes = self.snapshots.steps, []
+        # With a lower rate the oldest: newer ones may be on the way to this step's end already.
+        target = steps[0] if action.lower_lr else steps[-1]
+        # AdamW's state may be younger than the snapshot: what it has no value for starts anew.
+        self.drop_state(self.snapshots.restore(target))
+        if action.lower_lr:
+            # On top of earlier rollbacks; the schedule is a function of the step and knows nothing of them.
+            self.state.lr_scale *= self.policy.config.rollback_lr
+            notes.append(f"learning rates are now {self.state.lr_scale:g} of the recipe's")
+        self.files.rewind(target, other_trajectory=action.lower_lr)
+        return target, notes
 
     def _leave_out(self, action: Action, step: int, verdicts: Sequence[Verdict]) -> list[str]:
         # Out from its reading in this step on: earlier epochs did train on it, and their order stays.
@@ -271,37 +288,12 @@ class RunRecovery:
         for_good = action.kind == "quarantine"
         return notes + (self.files.set_aside_bad(action.samples) if for_good else [])
 
-    def _bundled(
-        self, own: Sequence[tuple[MicroBatch, Verdict]], events: Sequence[Event]
-    ) -> list[Event]:
-        """Write this rank's bundles, and return the events with the names of all ranks' bundles. Collective."""
-        by_place = {(event.rank, event.micro_step): event for event in events}
-        names: dict[tuple[int, int | None], str | None] = {}
-        for micro_batch, verdict in own:
-            place = (verdict.rank, verdict.micro_step)
-            if place in by_place:
-                names[place] = self.files.bundle(micro_batch, by_place[place])
-        written: dict[tuple[int, int | None], str | None] = {}
-        # Only the rank that wrote a bundle knows its name, and the event is written by the main process.
-        for theirs in gather_object([names]):
-            written = theirs | written  # in lockstep the first rank's
-        places = ((one, (one.rank, one.micro_step)) for one in events)
-        return [
-            replace(one, facts={"bundle": written[place]}) if place in written else one
-            for one, place in places
-        ]
-
-    def _stopped(
-        self,
-        trip: Trip,
-        verdicts: Sequence[Verdict],
-        action: Action,
-        event: Event,
-        notes: Sequence[str],
+    def stopped(
+        self, trip: RunTrip, verdicts: Sequence[Verdict], answered: Answered, event: Event
     ) -> NonFiniteError:
         samples = [sample for verdict in verdicts for sample in verdict.sample_ids]
-        notes = [*notes, *self.files.set_aside_bad(samples)]
-        good = self._go_to_last_good(trip, verdicts)
+        notes = [*answered.notes, *self.files.set_aside_bad(samples)]
+        good = self._go_to_last_good(trip.trip, verdicts)
         state = "not to be used" if good is None else f"those of step {good}"
         kind, advice = trip.kind.replace("_", " "), _advice(verdicts)
         try:
@@ -316,9 +308,9 @@ class RunRecovery:
                 )
         except DitLoraError as error:
             notes.append(f"{error}")
-        message = listed(f"step {trip.step}: {kind}; the weights are {state}", _lines(verdicts))
+        message = listed(f"step {trip.step}: {kind}; the weights are {state}", self.lines(verdicts))
         return NonFiniteError(
-            "\n".join([message, f"stopped: {action.why}", *notes]), event.record()
+            "\n".join([message, f"stopped: {answered.action.why}", *notes]), event.record()
         )
 
     def _go_to_last_good(self, trip: Trip, verdicts: Sequence[Verdict]) -> int | None:
@@ -326,9 +318,9 @@ class RunRecovery:
 
         There is none to save where a checkpoint has it already, or where nobody knows since when the state is bad.
         """
-        of_state = [one for one in verdicts if one.cause in _OF_STATE]
+        of_state = [one for one in verdicts if one.cause in OF_STATE]
         frozen = bool(of_state) and all(one.evidence.get("frozen") for one in of_state)
-        if trip.kind not in _OF_WEIGHTS and (frozen or not of_state):
+        if trip.kind not in OF_WEIGHTS and (frozen or not of_state):
             return trip.step - 1
         if frozen:  # noticed only at a save: since when the steps went wrong is not known
             return None
@@ -337,25 +329,6 @@ class RunRecovery:
             return None
         self.drop_state(self.snapshots.restore(steps[-1]))
         return steps[-1]
-
-
-def _telling(trip: Trip, verdicts: list[Verdict]) -> list[Verdict]:
-    """Return the conclusive verdicts if any rank or micro-batch has one, else the first."""
-    mute = "learning_rate" if trip.kind in _OF_WEIGHTS else "transient"
-    telling = [verdict for verdict in verdicts if verdict.cause != mute]
-    # Where moments are shared out, the weights that one rank's spoil are bad on all.
-    moments = [verdict for verdict in telling if verdict.cause == "optimizer"]
-    return moments or telling or verdicts[:1]
-
-
-def _lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return a line for each distinct verdict, beginning with all the places where it holds."""
-    places: dict[str, list[str]] = {}
-    for verdict in verdicts:
-        rank = f"rank {verdict.rank}"
-        place = f"{', '.join(verdict.sample_ids)} ({rank})" if verdict.sample_ids else rank
-        places.setdefault(verdict.words, []).append(place)
-    return [f"{', '.join(dict.fromkeys(where))}: {words}" for words, where in places.items()]
 
 
 def _evidence(verdict: Verdict) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from dit_lora.adapters.diffusers_format import save_adapter
 from dit_lora.adapters.load import load_adapter
 from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.patches import fusion_of
-from dit_lora.guard.block_parity import How
-from dit_lora.guard.parity import first_difference
+from dit_lora.guard.comparison.block_parity import How
+from dit_lora.guard.comparison.parity import first_difference
 from dit_lora.guard.switches import model_switches
 from dit_lora.numerics.saturation import is_emulated
 from dit_lora.numerics.streams import Streams

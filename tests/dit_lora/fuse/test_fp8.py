@@ -15,7 +15,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.fuse import api
 from dit_lora.fuse import fp8 as of_fp8
 from dit_lora.fuse.api import fuse, unfuse
-from dit_lora.guard.parity import differences, first_difference
+from dit_lora.guard.comparison.parity import differences, first_difference
 from dit_lora.guard.switches import find_switch, model_switches
 from dit_lora.numerics.quantized_linear import NarrowLinear
 from dit_lora.planning.search import subject_of

@@ -17,7 +17,7 @@ from torch import nn
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
 from dit_lora.families.dit.classes import initialise, keep_labels
-from dit_lora.guard.parity import Difference, first_difference
+from dit_lora.guard.comparison.parity import Difference, first_difference
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.switches import Switch
 from dit_lora.numerics.objectives import EpsilonPrediction

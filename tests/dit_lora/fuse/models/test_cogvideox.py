@@ -25,7 +25,7 @@ from dit_lora.fuse import attention
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.models import cogvideox
 from dit_lora.fuse.patches import fusion_of
-from dit_lora.guard.parity import first_difference
+from dit_lora.guard.comparison.parity import first_difference
 from dit_lora.guard.switches import find_switch, model_switches
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.2", "norm1.linear"]

@@ -17,7 +17,7 @@ from dit_lora.fuse import attention
 from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.models import sana, streams
 from dit_lora.fuse.patches import fusion_of
-from dit_lora.guard.parity import first_difference
+from dit_lora.guard.comparison.parity import first_difference
 from dit_lora.guard.switches import find_switch, model_switches
 
 KINDS = ("sana", "sana-1.5", "sana-video")

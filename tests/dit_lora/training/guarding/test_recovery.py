@@ -8,6 +8,7 @@ import torch
 from recovering import SAMPLES, Guarded, equal, verdict
 
 from dit_lora.data.loading.quarantine import LeftOut
+from dit_lora.guard import episode
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.guard.verdict import Verdict
 from dit_lora.training.guarding import recovery as recovery_module
@@ -196,7 +197,7 @@ def joined_by(patch: pytest.MonkeyPatch, *theirs: Verdict, **bundles: str) -> No
     def gathered(own: list[Any]) -> list[Any]:
         return own + (waiting.pop(0) if waiting else [])
 
-    patch.setattr(recovery_module, "gather_object", gathered)
+    patch.setattr(episode, "gather_object", gathered)
 
 
 def test_a_rank_that_has_nothing_to_say_is_silent_beside_one_that_has(

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.guard.block_call import BlockCall, floats
-from dit_lora.guard.parity_values import BLOCK, Values, apart, first_apart
+from dit_lora.guard.comparison.block_call import BlockCall, floats
+from dit_lora.guard.comparison.parity_values import BLOCK, Values, apart, first_apart
 from dit_lora.guard.switches import Switch, in_fp32
 from dit_lora.numerics.dtensors import gathered_here
 

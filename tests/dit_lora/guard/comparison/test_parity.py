@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora.guard.parity import Difference, differences, first_difference
+from dit_lora.guard.comparison.parity import Difference, differences, first_difference
 from dit_lora.guard.switches import Switch
 
 

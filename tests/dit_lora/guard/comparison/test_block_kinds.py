@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dit_lora.guard.block_kinds import noting_calls, one_of_each_kind
+from dit_lora.guard.comparison.block_kinds import noting_calls, one_of_each_kind
 
 NAMES = [f"blocks.{index}" for index in range(5)]
 

@@ -8,8 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dit_lora.guard.block_parity import Apart, BlockComparison, How, Learning, noting_inputs
-from dit_lora.guard.parity_values import (
+from dit_lora.guard.comparison.block_parity import (
+    Apart,
+    BlockComparison,
+    How,
+    Learning,
+    noting_inputs,
+)
+from dit_lora.guard.comparison.parity_values import (
     GRADIENT,
     WHOLE,
     Values,

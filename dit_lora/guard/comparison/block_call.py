@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dit_lora.guard.parity_values import Values, gradients, named_outputs, recording
+from dit_lora.guard.comparison.parity_values import Values, gradients, named_outputs, recording
 from dit_lora.guard.replay import cuda_devices
 from dit_lora.numerics.finite import HALVES
 from dit_lora.numerics.opaque import ONLY_COUNTS, called_modules

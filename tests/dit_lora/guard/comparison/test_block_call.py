@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.guard.block_call import BlockCall
+from dit_lora.guard.comparison.block_call import BlockCall
 
 
 def test_what_collects_layers_outputs_in_a_pass_does_not_see_a_call_that_is_made_again() -> None:

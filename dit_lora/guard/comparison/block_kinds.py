@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from dit_lora.guard.block_parity import blocks_of
+from dit_lora.guard.comparison.block_parity import blocks_of
 
 Calls = dict[str, list[Hashable]]
 """Descriptions of the inputs that blocks were called with, by block."""

@@ -1,0 +1,1 @@
+"""Compare fused kernels with the stock model, on a run's own blocks and batches."""
