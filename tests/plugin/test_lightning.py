@@ -12,7 +12,7 @@ from launching import launch_environment
 
 pytest.importorskip("lightning")
 
-SCRIPT = '''
+SCRIPT = """
 import argparse
 import glob
 import lightning as L
@@ -103,7 +103,7 @@ if __name__ == "__main__":
     trainer.fit(model, DataLoader(Data(), batch_size=4, shuffle=True))
     if trainer.is_global_zero:
         torch.save([p.detach() for p in model.parameters()], "out.pt")
-'''
+"""
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ class CapturedCall:
     owner: nn.Module | None = None
     """The model that was called."""
     autocasts: Autocasts = ()
-    """What autocast the loop had around the call."""
+    """Autocast that the loop had around the call."""
     micro_step: int = 0
     """Number of the micro-batch, from 0: a model that is called again begins the next."""
 

@@ -86,9 +86,7 @@ class Watched:
             optimizers = self._state.optimizers
             self._held = self._fingerprint()
             self._models = trained_models(models, optimizers, through=found, required=required)
-            self._state.parameters = held_parameters(
-                self._models, optimizers, self._trained
-            )
+            self._state.parameters = held_parameters(self._models, optimizers, self._trained)
         self._parts = parts_of(self._models, found)
         self._pause()
         called = [*self._models.values(), *self._parts.values()]
