@@ -269,3 +269,25 @@ def test_a_sample_with_several_rows_is_named_as_far_as_that_is_certain(
         optimizer.step()
     names = [name for event in guard.events for name in event["sample_ids"]]
     assert names == ["dataset index 3 or dataset index 2", "dataset index 4 or dataset index 5"]
+
+
+class Embedded(Text):
+    """Takes the rows of its table, which somebody else looks up."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.out(rows)
+
+
+def test_a_part_that_is_asked_while_a_batch_is_made_is_no_model_of_the_step(tmp_path: Path) -> None:
+    """A collator that looks up embeddings, say: its calls are of batches that come later."""
+    torch.manual_seed(0)
+    model = Embedded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard.watch(None, optimizer, folder=tmp_path)
+    for step in range(1, 4):
+        rows = model.table(batch(step)["tokens"]).detach()
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+        assert [type(each.model) for each in guard._watched.suspects.values()] == [Embedded]
+    assert not guard.events
