@@ -70,7 +70,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
-class Answered:
+class Resolved:
     """What was done about a step that tripped."""
 
     action: Action
@@ -89,7 +89,7 @@ class Episode(ABC, Generic[TripT, SourceT]):
 
     can: ClassVar[Capabilities]
 
-    def resolve(self, trip: TripT) -> Answered:
+    def resolve(self, trip: TripT) -> Resolved:
         """Return what was done; raise `NonFiniteError` on every rank where no rung fits. Collective."""
         began = time.perf_counter()
         found = self.diagnosed(trip)
@@ -140,7 +140,7 @@ class Episode(ABC, Generic[TripT, SourceT]):
         """Write a bundle and return its path below the loop's folder; None where there is none."""
 
     @abstractmethod
-    def act(self, trip: TripT, verdicts: Sequence[Verdict], action: Action) -> Answered:
+    def act(self, trip: TripT, verdicts: Sequence[Verdict], action: Action) -> Resolved:
         """Do it. Collective."""
 
     @abstractmethod
@@ -149,7 +149,7 @@ class Episode(ABC, Generic[TripT, SourceT]):
 
     @abstractmethod
     def stopped(
-        self, trip: TripT, verdicts: Sequence[Verdict], answered: Answered, event: Event
+        self, trip: TripT, verdicts: Sequence[Verdict], answered: Resolved, event: Event
     ) -> NonFiniteError:
         """Return the error that ends the loop, with everything left as it should be. Collective."""
 

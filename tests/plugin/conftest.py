@@ -15,6 +15,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _with_no_guard_of_another_test() -> None:
+    # A guard whose loop has ended in the midst of its first step would look for models in the next test's.
     gc.collect()
     for listener in outermost._present():
         outermost.leave(listener)

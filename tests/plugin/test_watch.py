@@ -281,3 +281,25 @@ def test_a_guard_that_is_gone_looks_at_no_call() -> None:
     gc.collect()
     model(torch.ones(1, 2))
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+
+
+class Embedded(Text):
+    """Takes the rows of its table, which somebody else looks up."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.out(rows)
+
+
+def test_a_part_that_is_asked_while_a_batch_is_made_is_no_model_of_the_step(tmp_path: Path) -> None:
+    """A collator that looks up embeddings, say: its calls are of batches that come later."""
+    torch.manual_seed(0)
+    model = Embedded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard.watch(None, optimizer, folder=tmp_path)
+    for step in range(1, 4):
+        rows = model.table(batch(step)["tokens"]).detach()
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+        assert [type(each.model) for each in guard._watched.suspects.values()] == [Embedded]
+    assert not guard.events

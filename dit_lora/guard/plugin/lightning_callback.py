@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Collection
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,18 +20,19 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
     # The one that the script has imported: both may be installed, and each takes seconds.
-    _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-    _installed = [
-        name
-        for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules)
-        if find_spec(name.partition(".")[0]) is not None
-    ]
-    if not _installed:
+    _installed = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)]
+    _package = next(
+        (name for name in _installed if name in sys.modules), _installed[0] if _installed else None
+    )
+    if _package is None:
         raise DitLoraError(
             "LightningGuard is a callback of Lightning's Trainer, and neither lightning nor pytorch_lightning is "
             "installed; pip install lightning"
         )
-    Callback = import_module(_installed[0]).Callback
+    if _package == "lightning":
+        from lightning.pytorch import Callback
+    else:
+        from pytorch_lightning import Callback
 
 
 class LightningGuard(Callback):

@@ -168,6 +168,8 @@ class Names:
         """Find the batch that a new micro-batch is of; without a new batch it is of the one before."""
         if self._is_told:
             return
+        if self._current is not None and self._current.has_one_of(tensors):
+            return
         waiting = self._handed_out
         batch = self._batch_with(tensors)
         if batch is not None:

@@ -38,7 +38,7 @@ class CapturedCall:
     owner: nn.Module | None = None
     """The model that was called."""
     autocasts: Autocasts = ()
-    """What autocast the loop had around the call."""
+    """Autocast that the loop had around the call."""
     micro_step: int = 0
     """Number of the micro-batch, from 0: a model that is called again begins the next."""
 
@@ -180,7 +180,7 @@ class Recorder:
     ends: Callable[[], None] = lambda: None
     """Called when the model has run."""
     has_gradient: bool = False
-    """True once an output could be trained through."""
+    """True once a gradient came back to an output."""
     _open: list[CapturedCall | None] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
 
@@ -269,9 +269,9 @@ class Recorder:
             return
         call.output = tensor.detach()
         if tensor.requires_grad:
-            self.has_gradient = True
 
             def keep(gradient: torch.Tensor) -> None:
+                self.has_gradient = True
                 call.output_gradient = gradient.detach()
 
             # The gradient comes with the loop's own backward, long after this call.

@@ -13,10 +13,10 @@ from dit_lora.files import append_line
 from dit_lora.guard.episode import (
     OF_STATE,
     OF_WEIGHTS,
-    Answered,
     Capabilities,
     Episode,
     Found,
+    Resolved,
     verdict_lines,
 )
 from dit_lora.guard.event import Event
@@ -143,7 +143,7 @@ class PluginRecovery(Episode[PluginTrip, CapturedCall]):
         }
         return self._bundles.write(source, event.record(), facts, all_of=self.lockstep)
 
-    def act(self, trip: PluginTrip, verdicts: Sequence[Verdict], action: Action) -> Answered:
+    def act(self, trip: PluginTrip, verdicts: Sequence[Verdict], action: Action) -> Resolved:
         if action.kind == "skip":
             self.budget.skip(trip.kind, trip.step, verdicts)
         elif not trip.between_steps:
@@ -159,7 +159,7 @@ class PluginRecovery(Episode[PluginTrip, CapturedCall]):
         done = undone if action.kind == "stop" else self._done(action, undone)
         # A sample that is known to be bad, or one more step without a gradient, is no news.
         again = trip.kind == "zero_gradient" and self.budget.in_a_row > 1
-        return Answered(
+        return Resolved(
             action, done, facts=facts, target=put_back, is_news=not self._known and not again
         )
 
@@ -170,7 +170,7 @@ class PluginRecovery(Episode[PluginTrip, CapturedCall]):
             append_line(self.folder / "events.jsonl", json.dumps(self.events[-1]))
 
     def stopped(
-        self, trip: PluginTrip, verdicts: Sequence[Verdict], answered: Answered, event: Event
+        self, trip: PluginTrip, verdicts: Sequence[Verdict], answered: Resolved, event: Event
     ) -> NonFiniteError:
         state = "the weights are not to be used"
         if answered.target is not None or not trip.spoiled(verdicts):

@@ -38,9 +38,9 @@ class Roots:
             recorder.stop()
 
     def found(self) -> list[nn.Module]:
-        """End the search, and return the models with weights whose output has a gradient."""
+        """End the search, and return the models with weights to whose output a gradient came back."""
         self.stop()
-        # Without a gradient, as a frozen encoder, it has no part in what is trained.
+        # Without a gradient, as a frozen encoder or a table that a collator asks, it has no part in what is trained.
         for recorder in [one for one in self._found.values() if not one.has_gradient]:
             recorder.drop()
         models = [one.model for one in self._found.values() if one.has_gradient]

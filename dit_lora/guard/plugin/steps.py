@@ -1,7 +1,6 @@
 """Look at one optimizer step of a loop that is not ours, and take it or leave it out."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ from dit_lora.guard.plugin.recovery import (
     PluginRecovery,
     PluginTrip,
 )
+from dit_lora.guard.plugin.turns import Turns
 from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.state import altered_state, has_run_away, weight_peak
 from dit_lora.numerics.dtensors import local
@@ -56,12 +56,7 @@ class Steps:
         self._checks_weights = "weights" in checks
         self._controls: dict[int, CapturedCall] = {}
         self._stepped: set[int] = set()
-        self._turns: Counter[int] = Counter()
-        """Times that an optimizer, by its id, was to step."""
-        self._left_out: set[int] = set()
-        """Optimizers whose last step was left out."""
-        self._moved_at: dict[int, int] = {}
-        """Turns of its optimizer when a schedule last moved, by the schedule's id."""
+        self._turns = Turns()
         self._reached = False
         """True once a gradient scaler of the loop has called an optimizer's step."""
         self._is_due = False
@@ -143,7 +138,7 @@ class Steps:
         else:
             self.tripped = False  # the schedule moves, as it does without the guard
         self._close(taken=False)
-        self._count_turn(optimizer)
+        self._turns.count(optimizer, left_out=self.tripped)
         return result
 
     def zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +165,7 @@ class Steps:
             if kind is not None:
                 self._recover(kind)
                 self._close(taken=False)
-        self._count_turn(optimizer)
+        self._turns.count(optimizer, left_out=self.tripped)
         return None if self.tripped else self._taken(optimizer, partial(original, *args, **kwargs))
 
     def _step_with_closure(
@@ -208,25 +203,12 @@ class Steps:
         finally:
             if len(self._stepped) > 1:  # judged with another's: what was noted is no next step's
                 self._checks.forget()
-            self._count_turn(optimizer)
-
-    def _count_turn(self, optimizer: Any) -> None:
-        key = id(_bare(optimizer))
-        self._turns[key] += 1
-        self._left_out = self._left_out | {key} if self.tripped else self._left_out - {key}
+            self._turns.count(optimizer, left_out=self.tripped)
 
     def shuts(self, owner: Any) -> bool:
-        """Return True if a schedule, or an average, moves for a step that was left out.
-
-        One that moves after several steps moves for all of them, as at the end of an epoch.
-        """
-        optimizer = _bare(vars(owner).get("optimizer"))
-        key, turns = id(optimizer), self._turns[id(optimizer)]
-        if not turns:  # an average has no optimizer
-            return self.tripped
-        since = turns - self._moved_at.get(id(owner), 0)
-        self._moved_at[id(owner)] = turns
-        return key in self._left_out and since <= 1
+        """Return True if a schedule, or an average, moves for a step that was left out."""
+        shut = self._turns.shuts(owner)
+        return self.tripped if shut is None else shut  # an average has no optimizer
 
     def _versions(self) -> list[int]:
         """Return the counters that each write to a trained weight raises."""
@@ -406,8 +388,3 @@ class Steps:
     def _forget(self) -> None:
         self._watched.forget_calls()
         self._checks.forget()
-
-
-def _bare(optimizer: Any) -> Any:
-    """Return the optimizer without Accelerate's wrapper, which schedules do not know."""
-    return optimizer.optimizer if is_a(optimizer, ACCELERATED) else optimizer

@@ -16,10 +16,10 @@ from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.episode import (
     OF_STATE,
     OF_WEIGHTS,
-    Answered,
     Capabilities,
     Episode,
     Found,
+    Resolved,
     verdict_lines,
 )
 from dit_lora.guard.event import Event, event_of
@@ -224,26 +224,26 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
                 self.snapshots.forget(held)
         return self.snapshots.steps
 
-    def act(self, trip: RunTrip, verdicts: Sequence[Verdict], action: Action) -> Answered:
+    def act(self, trip: RunTrip, verdicts: Sequence[Verdict], action: Action) -> Resolved:
         done, before = _DONE[action.kind], trip.step - 1
         if action.kind == "skip" and not action.samples:
             self.files.left_out(trip.step, self.record())
-            return Answered(action, "left out, for no sample is at fault", target=trip.step)
+            return Resolved(action, "left out, for no sample is at fault", target=trip.step)
         if action.kind in ("skip", "quarantine"):
             notes = self._leave_out(action, trip.step, verdicts)
-            return Answered(action, done, notes, target=before)
+            return Resolved(action, done, notes, target=before)
         if action.kind == "fallback":
             for name in action.switches:
                 find_switch(list(self.suspects.switches), name).turn_off()
             self.state.switched_off += action.switches
             notes = [f"{name} stays off for this run" for name in action.switches]
-            return Answered(action, done, notes, target=before)
+            return Resolved(action, done, notes, target=before)
         if action.kind == "rollback":
             target, notes = self._roll_back(action)
             again = before - target
             taken = f": {again} healthy step(s) are taken again" if again else ""
-            return Answered(action, f"{done} to step {target}{taken}", notes, target=target)
-        return Answered(action, done, target=before)
+            return Resolved(action, f"{done} to step {target}{taken}", notes, target=target)
+        return Resolved(action, done, target=before)
 
     def _roll_back(self, action: Action) -> tuple[int, list[str]]:
         """Go back to a snapshot, and return its step and what there is to say."""
@@ -289,7 +289,7 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
         return notes + (self.files.set_aside_bad(action.samples) if for_good else [])
 
     def stopped(
-        self, trip: RunTrip, verdicts: Sequence[Verdict], answered: Answered, event: Event
+        self, trip: RunTrip, verdicts: Sequence[Verdict], answered: Resolved, event: Event
     ) -> NonFiniteError:
         samples = [sample for verdict in verdicts for sample in verdict.sample_ids]
         notes = [*answered.notes, *self.files.set_aside_bad(samples)]
