@@ -289,7 +289,7 @@ def _trainer(fault: Fault, world: World) -> Observation:
     """Run a Trainer of Transformers on a tiny language model, one sample without a label to learn from."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-    from dit_lora.guard.plugin.trainer_callback import GuardCallback
+    from dit_lora.guard.plugin.callbacks.trainer_callback import GuardCallback
 
     torch.manual_seed(0)
     config = LlamaConfig(

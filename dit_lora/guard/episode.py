@@ -29,7 +29,7 @@ OF_STATE = ("weights", "optimizer", "learning_rate")
 
 
 class Tripped(Protocol):
-    """What all loops know of a step that tripped."""
+    """Says of a step that tripped what all loops know."""
 
     @property
     def step(self) -> int: ...
@@ -45,7 +45,7 @@ SourceT = TypeVar("SourceT")
 
 @dataclass(frozen=True)
 class Found(Generic[SourceT]):
-    """A verdict of this rank, and what it is about."""
+    """One rank says a verdict, and what it is about."""
 
     verdict: Verdict
     source: SourceT | None = None
@@ -54,7 +54,7 @@ class Found(Generic[SourceT]):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a loop is able to do about a step that tripped, beyond leaving it out and going back to a snapshot."""
+    """Says what a loop is able to do about a step that tripped, beyond leaving it out and going back to a snapshot."""
 
     takes_again: bool
     """True if it can take the step again, as it was or without a sample."""
@@ -71,7 +71,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What was done about a step that tripped."""
+    """Says what was done about a step that tripped."""
 
     action: Action
     done: str = ""

@@ -1,0 +1,1 @@
+"""Callbacks that put the guard into trainers of other libraries."""
