@@ -40,7 +40,7 @@ class Tripped(Protocol):
 
 TripT = TypeVar("TripT", bound=Tripped)
 SourceT = TypeVar("SourceT")
-"""What is diagnosed in a loop: a micro-batch, or a call of a model."""
+"""The thing that is diagnosed in a loop: a micro-batch, or a call of a model."""
 
 
 @dataclass(frozen=True)
