@@ -18,7 +18,7 @@ from dit_lora.faults.triggers import Change, Element, write
 from dit_lora.faults.world import Observation, World
 from dit_lora.guard.plugin.guard import Guard
 
-_STEPS, _WIDTH = 6, 16
+STEPS, _WIDTH = 6, 16
 
 
 class Toy(nn.Module):
@@ -80,8 +80,8 @@ class ToyLoop:
         self.accelerator.clip_grad_norm_(self.bare.parameters(), 1.0)
 
     def run(self) -> None:
-        for step in range(1, _STEPS + 1):
-            batch = _batch(step, self.accelerator.process_index)
+        for step in range(1, STEPS + 1):
+            batch = batch_of(step, self.accelerator.process_index)
             self.spoil(self, step, batch)
             ids = [f"step {step} row {row}" for row in range(len(batch["x"]))]
             with self.accelerator.accumulate(self.model), self.guard.microbatch(ids):
@@ -119,7 +119,7 @@ Spoil = Callable[[ToyLoop, int, Batch], None]
 Check = Callable[[ToyLoop], str | None]
 
 
-def _batch(step: int, rank: int) -> Batch:
+def batch_of(step: int, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return {
         "x": torch.randn(3, _WIDTH, generator=generator),
@@ -154,7 +154,7 @@ def forget(accelerator: Accelerator) -> None:
 
 def _two_skipped(loop: ToyLoop) -> str | None:
     """Return a complaint unless one step of six was not taken, by anybody."""
-    taken = _STEPS - 1
+    taken = STEPS - 1
     counts = {int(state["step"]) for state in loop.optimizer.state.values()}
     rate = loop.schedule.get_last_lr()[0]
     expected = 1e-2 * 0.9 ** (taken * loop.schedule_steps)
