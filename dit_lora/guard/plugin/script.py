@@ -134,6 +134,9 @@ class Overseer:
         self._patches.method(LRScheduler, "__init__", self._schedule)
         self._patches.method(torch.amp.GradScaler, "__init__", self._scaler)
         self._loaders.follow_all(DataLoader)
+        for module in (nn.utils, nn.utils.clip_grad):  # the same function, by two ways
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                self._patches.method(module, name, self._clip)
         self._patches.method(torch, "save", self._save)
         # Before anybody imports the function by its name.
         if find_spec("safetensors") is not None:
@@ -165,6 +168,11 @@ class Overseer:
             self._stepped_by.add(kind)
             self._patches.method(kind, "step", self._step)
         listen(self._around)
+
+    def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for guard in self.guards:
+            guard.before_clipping()
+        return original(*args, **kwargs)
 
     def _step(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Begin to guard at the first step at the latest: its closure may be the first to call a model."""
