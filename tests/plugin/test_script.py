@@ -52,7 +52,7 @@ for epoch in range(args.epochs):
             one.zero_grad()
         loss.backward()
         if args.fault == "gradient" and step == 3:
-            body[0].weight.grad[0, 0] = float("inf")
+            body[0].weight.grad[0, 0] = float("nan")
         if args.clip:
             nn.utils.clip_grad_norm_([*body.parameters(), *head.parameters()], 1.0)
         for one, schedule in zip(optimizers, schedules):
