@@ -35,7 +35,7 @@ class StepChecks:
         self._losses: list[torch.Tensor] = []
         self._peaks: torch.Tensor | None = None
         self._names: list[str] = []
-        self._weight_peaks: list[torch.Tensor] = []
+        self._weight_peaks: torch.Tensor | None = None
 
     @property
     def has_losses(self) -> bool:
@@ -46,23 +46,28 @@ class StepChecks:
         self._losses.append(loss.detach())
         return ~torch.isfinite(loss.detach()).all() & ("loss" in self._checks)
 
-    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Note each gradient's largest magnitude, once a step and before clipping spreads one NaN to all.
+    @torch.no_grad()
+    def note(self, parameters: Mapping[str, nn.Parameter], *, gradients: bool) -> None:
+        """Note the largest magnitude of each trained weight and, if asked for, of each gradient; each once a step.
 
-        A sum of squares would overflow, or vanish, where no gradient does.
+        Gradients before clipping spreads one NaN to all. A sum of squares would overflow, or vanish, where none of
+        them does.
         """
-        if self._peaks is not None or not self._checks & {"gradient", "zero_gradient"}:
-            return
-        grads = {n: g for n, p in parameters.items() if (g := p.grad) is not None}
-        self._names, parts = _parts(grads)
-        self._peaks = magnitudes(parts, self._host.device)
-
-    def weights(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Note after a step each trained weight's largest magnitude."""
-        if "weights" in self._checks:
-            _, parts = _parts({name: weight.detach() for name, weight in parameters.items()})
-            # Of the last step alone: what is bad then stays so.
-            self._weight_peaks = [magnitudes(parts, self._host.device)]
+        grads: dict[str, torch.Tensor] = {}
+        wants_gradients = gradients and self._peaks is None
+        if wants_gradients and self._checks & {"gradient", "zero_gradient"}:
+            grads = {n: g for n, p in parameters.items() if (g := p.grad) is not None}
+        else:
+            wants_gradients = False
+        wants_weights = self._weight_peaks is None and "weights" in self._checks
+        weights = parameters if wants_weights else {}
+        names, parts = _parts(grads)
+        # In one pass: an operation for each half costs more.
+        peaks = magnitudes([*parts, *_parts(weights)[1]], self._host.device)
+        if wants_gradients:
+            self._names, self._peaks = names, peaks[: len(names)]
+        if wants_weights:
+            self._weight_peaks = peaks[len(names) :]
 
     def tripped_by(self, asked: Callable[[], bool]) -> str | None:
         """Return what is wrong with this step on any rank, or None: one read by the host, and among ranks one all-reduce.
@@ -86,7 +91,8 @@ class StepChecks:
         """Return whether weights, losses and gradients are bad, any gradient is not zero, and any loss asks for one."""
         peaks, device = self._peaks, self._host.device
         losses = [loss.reshape(-1).to(device) for loss in self._losses]
-        parts = [*losses, *([] if peaks is None else [peaks]), *self._weight_peaks]
+        noted = [one for one in (peaks, self._weight_peaks) if one is not None]
+        parts = [*losses, *noted]
         # Values are judged by the host, which has to wait for them anyway: an operation for each question costs more.
         values = torch.cat(parts).tolist() if parts else []
         of_losses = values[: sum(map(len, losses))]
@@ -112,22 +118,15 @@ class StepChecks:
         names = [name for name, is_bad in zip(self._names, bad, strict=True) if is_bad]
         return names if len(names) < len(self._names) or len(names) == 1 else []
 
-    def has_bad_weights(self) -> bool:
-        """Return True if the last step left a trained weight that is not finite; one read by the host."""
-        return not all(bool(torch.isfinite(peaks).all()) for peaks in self._weight_peaks)
-
     def forget(self) -> None:
         """Begin the next step."""
         self._losses.clear()
+        self._weight_peaks = None
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
         """Let gradients be noted anew."""
         self._peaks = None
-
-    def forget_weights(self) -> None:
-        """Forget peaks of weights that are others now."""
-        self._weight_peaks = []
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:

@@ -78,12 +78,16 @@ class Steps:
         """Go back where the last step has left weights that are not finite, which the next would have found; not on
         several ranks, of which one alone may save.
         """
-        if self._host.ranks == 1 and self._checks.has_bad_weights():
+        if self._host.ranks == 1 and self._checks_weights and self._has_bad_weights():
             self._recover(WEIGHTS, between_steps=True)
 
     def _require_finite_weights(self) -> None:
-        if self._host.any_rank(any_not_finite(self._state.parameters.values(), self._host.device)):
+        if self._has_bad_weights():
             self._recover(WEIGHTS)
+
+    def _has_bad_weights(self) -> bool:
+        bad = any_not_finite(self._state.parameters.values(), self._host.device)
+        return self._host.any_rank(bad)
 
     def loaded(self, *_: Any) -> None:
         """Note that a checkpoint was loaded: what is held from before is of no use to go back to."""
@@ -108,13 +112,13 @@ class Steps:
 
     def clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._host.syncs_gradients and not self._host.under_deepspeed:  # it has used them
-            self._note_gradients()
+            self._note()
         return original(*args, **kwargs)
 
     def before_clipping(self) -> None:
         """Look at the gradients of a plain loop that is about to clip them."""
         self._checks.forget_gradients()
-        self._note_gradients()
+        self._note()
 
     def scaled_step(
         self, scaler: Any, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
@@ -225,10 +229,10 @@ class Steps:
         self._stepped = {id(optimizer)} if begins else {*self._stepped, id(optimizer)}
         return begins
 
-    def _note_gradients(self) -> None:
-        """Note gradients, but for those that Accelerate's gradient scaler has scaled: its own check decides."""
-        if self._host.scaler is None:
-            self._checks.gradients(self._state.parameters)
+    def _note(self, *, gradients: bool = True) -> None:
+        """Note weights, and gradients but for those that Accelerate's gradient scaler has scaled: its own check decides."""
+        gradients = gradients and self._host.scaler is None
+        self._checks.note(self._state.parameters, gradients=gradients)
 
     def _tripped_by(self, optimizer: Any) -> str | None:
         """Return what is wrong with the step on any rank, or None; takes a snapshot that is due where the weights
@@ -236,8 +240,7 @@ class Steps:
         """
         self._look_at_models()
         # Else torch's scaler decides, in the optimizer.
-        if vars(optimizer).get("found_inf") is None:
-            self._note_gradients()
+        self._note(gradients=vars(optimizer).get("found_inf") is None)
         kind = self._checks.tripped_by(self._asks_for_gradient)
         if kind == WEIGHTS or not self._is_due:
             return kind
@@ -284,8 +287,6 @@ class Steps:
         self._was_loaded = self._is_due = False
         self._noted_in = self.number
         self._state.forget()
-        self._checks.forget_weights()
-        self._checks.weights(self._state.parameters)
         self._state.take(self.number - 1)
         self._watched.suspect()
 
@@ -299,7 +300,6 @@ class Steps:
         self._state.snapshots.before_update()
         result = step()
         self._check_scaler(optimizer)
-        self._checks.weights(self._state.parameters)
         # Of several optimizers the first ends the step; the others are parts of it.
         if len(self._stepped) == 1:
             self._close(taken=True)
@@ -343,7 +343,6 @@ class Steps:
         with self._watched.unrecorded():  # replays are not to be recorded
             went_back = self._recovery.recover(trip)
         if went_back:
-            self._checks.forget_weights()
             self._is_due = False
         self._mark_optimizers()
 
