@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard import Guard, LadderConfig
+from dit_lora.guard import Guard, LadderConfig, NonFiniteError
 
 Batch = dict[str, torch.Tensor]
 
@@ -303,3 +303,50 @@ def test_a_part_that_is_asked_while_a_batch_is_made_is_no_model_of_the_step(tmp_
         optimizer.step()
         assert [type(each.model) for each in guard._watched.suspects.values()] == [Embedded]
     assert not guard.events
+
+
+class Cut(nn.Module):
+    """Loses the gradient of its only weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.layer.weight.detach())
+
+
+def test_a_step_that_has_no_gradient_at_all_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Cut()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard.watch(model, optimizer, folder=tmp_path, config=LadderConfig(max_skips=2))
+
+    def train() -> None:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(2, 3, requires_grad=True)).square().mean().backward()
+            optimizer.step()
+
+    with pytest.raises(NonFiniteError, match="no gradient reached a trained weight in 3 steps"):
+        train()
+    assert [event["kind"] for event in guard.events] == ["zero_gradient"] * 3
+
+
+def test_a_moment_that_vanishes_is_not_altered_memory(tmp_path: Path) -> None:
+    """Deep in a useless network gradients round to zero, some elements before others."""
+    layer = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, weight_decay=0.0)
+    guard = Guard.watch(layer, optimizer, folder=tmp_path)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (layer(torch.randn(4, 8)).square().mean() * 1e-12).backward()
+        optimizer.step()
+    moment = optimizer.state[layer.weight]["exp_avg"]
+    moment.zero_()
+    moment[3, 4] = 2.8e-45
+    guard.require_finite()
+    assert not guard.events
+    moment[3, 4] = 1e-3
+    guard.require_finite()
+    assert "altered in memory" in guard.events[0]["verdict"]["words"]
