@@ -8,6 +8,7 @@ from torch import nn
 
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state import decay_share
+from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.optimizer_numbers import as_tensor, group_numbers, put_back
 
 
@@ -125,8 +126,16 @@ class LoopState:
             for parameter in list(optimizer.state):
                 owner, state = names.get(parameter, id(parameter)), optimizer.state[parameter]
                 if any(f"{owner}/{key}" in born_since for key in state):
-                    # A checkpoint that is being put together may have it, which is not to be NaN.
-                    for value in filter(torch.is_tensor, state.values()):
-                        value.zero_()
+                    _make_finite(state)
                     # Without state an optimizer begins anew with a parameter, as it did then.
                     del optimizer.state[parameter]
+
+
+def _make_finite(state: Mapping[str, Any]) -> None:
+    """Put zeros in place of NaN and Inf: a checkpoint that is being put together may have the state that is dropped.
+
+    What is finite stays: a table of codes is all parameters' own.
+    """
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and not is_finite(value):
+            value.nan_to_num_(0.0, 0.0, 0.0)
