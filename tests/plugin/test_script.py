@@ -102,7 +102,9 @@ GUARD = ("-m", "dit_lora.guard", "--folder", "guarded")
     ("options", "cause", "named"),
     [
         (("--nan", "5"), "data", "dataset index 5"),
-        (("--fault", "weight"), "weights", "Sequential.0.weight"),
+        pytest.param(
+            ("--fault", "weight"), "weights", "Sequential.0.weight", marks=pytest.mark.thorough
+        ),
         pytest.param(
             ("--fault", "moment"),
             "optimizer",
@@ -172,6 +174,7 @@ def test_what_is_not_guarded_is_said(tmp_path: Path, code: str, said: str) -> No
     assert said in python(tmp_path, *GUARD, "other.py").stderr
 
 
+@pytest.mark.thorough
 def test_a_module_runs_by_its_name_and_errors_are_the_scripts_own(script: Path) -> None:
     folder = script.parent
     done = python(folder, *GUARD, "-m", "train", "--epochs", "1")
@@ -300,7 +303,7 @@ def test_ranks_that_share_weights_diagnose_together(
     assert "replayed: inputs: it fails whatever" in done.stdout, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_ranks_of_ddp_agree(tmp_path: Path) -> None:
     (tmp_path / "ddp.py").write_text(RANKS)
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
