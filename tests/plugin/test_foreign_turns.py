@@ -66,7 +66,7 @@ def test_micro_batches_that_were_accumulated_before_the_closure_are_a_part_of_th
 def test_optimizers_whose_closures_do_nothing_share_one_step_and_its_schedules(
     tmp_path: Path,
 ) -> None:
-    """As under Lightning's manual optimization, which gives every optimizer a closure."""
+    """Lightning's manual optimization gives every optimizer a closure."""
     pair = Pair()
     guard = Guard.watch(None, pair.optimizers, lr_scheduler=pair.schedules, folder=tmp_path)
     for step in range(1, 5):
@@ -89,7 +89,7 @@ def test_optimizers_whose_closures_do_nothing_share_one_step_and_its_schedules(
 
 @pytest.mark.parametrize("fault", ["sample", "weight"])
 def test_weights_that_are_frozen_in_turns_stay_trained(fault: str, tmp_path: Path) -> None:
-    """As in a GAN: each optimizer steps while the other's weights are frozen."""
+    """A GAN's optimizers step while the other's weights are frozen."""
     pair = Pair()
     guard = Guard.watch(None, pair.optimizers, lr_scheduler=pair.schedules, folder=tmp_path)
     for step in range(1, 6):

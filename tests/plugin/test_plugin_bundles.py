@@ -91,7 +91,7 @@ def test_a_bundle_comes_to_its_verdict_in_the_script_which_takes_no_step(
 def test_the_call_is_made_with_the_weights_and_the_dropout_of_then(
     script: Path, bundle: Path
 ) -> None:
-    """Of the healthy rows, whose losses are those of the weights after two steps."""
+    """The healthy rows have the losses of the weights after two steps."""
     (bundle.parent / "again").mkdir()
     mended = read_bundle(bundle)
     number = mended.facts["call"]["args"][0]["tensor"]

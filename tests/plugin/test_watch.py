@@ -350,3 +350,13 @@ def test_a_moment_that_vanishes_is_not_altered_memory(tmp_path: Path) -> None:
     moment[3, 4] = 1e-3
     guard.require_finite()
     assert "altered in memory" in guard.events[0]["verdict"]["words"]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("unet", "model is a torch.nn.Module; got str"), (nn.Linear(2, 2), "holds no parameter")],
+)
+def test_what_is_no_model_of_the_optimizer_is_one_line(model: Any, said: str) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(DitLoraError, match=said):
+        Guard.watch(model, optimizer)

@@ -55,7 +55,7 @@ def test_alpha_is_the_runs(
 def test_a_checkpoint_that_does_not_say_alpha_is_refused_with_the_folder_to_give(
     lora_main: Main, tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path
 ) -> None:
-    """Of a run that continued a file, whose layers can have alphas of their own."""
+    """A run that continued a file can have layers with alphas of their own."""
     base = tiny_checkpoints["cogvideox-2b"]
     run(lora_main, base, shape_clips, tmp_path / "one", "lora.rank=4", "lora.alpha=12")
     init = f"lora.init={tmp_path / 'one' / 'run'}"

@@ -101,12 +101,8 @@ class Guard:
         out of the loop's dataset: it skips, and names it.
         """
         models = _listed(model)
-        wrong_types = [
-            type(candidate).__name__ for candidate in models if not isinstance(candidate, nn.Module)
-        ]
-        if wrong_types or not models:
-            received = wrong_types[0] if wrong_types else "none"
-            raise DitLoraError(f"Guard.attach: model is a torch.nn.Module; got {received}")
+        if not models:
+            raise DitLoraError("Guard.attach: model is a torch.nn.Module; got none")
         return cls.over(
             accelerator,
             models,
@@ -170,6 +166,9 @@ class Guard:
         names: Names | None = None,
     ) -> "Guard":
         """Guard a loop with an accelerator or without, and models that are named or not; `names` knows its loaders."""
+        wrong = [type(model).__name__ for model in models if not isinstance(model, nn.Module)]
+        if wrong:
+            raise DitLoraError(f"Guard: model is a torch.nn.Module; got {', '.join(wrong)}")
         held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
         if not held:
             raise DitLoraError("Guard: there is no optimizer that holds a parameter; got none")

@@ -32,8 +32,8 @@ def trained_models(
             named.append(model)
         elif model is required:
             raise DitLoraError(
-                f"Guard.attach: the optimizer holds no parameter of the {_name(model)}; give the model and the "
-                "optimizer that trains it, both as accelerator.prepare returned them"
+                f"Guard: the optimizer holds no parameter of the {_name(model)}; give the model and the "
+                "optimizer that trains it, under Accelerate both as accelerator.prepare returned them"
             )
         # A parameter that models share counts for the first of them.
         held = {key: p for key, p in held.items() if key not in own_ids}

@@ -187,7 +187,7 @@ def test_a_result_says_its_pipeline(tiny_checkpoints: dict[str, Path]) -> None:
 def test_other_programs_read_the_downscale_from_the_header(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, form: Form
 ) -> None:
-    """By the name that Lightricks' pipeline and ComfyUI-LTXVideo look for, as a number in text."""
+    """Lightricks' pipeline and ComfyUI-LTXVideo look for this name, and a number in text."""
     base, checkpoint = tiny_checkpoints["ltx-2.3"], in_context(tiny_checkpoints["ltx-2.3"])
     model = trained("ltx2", base, tmp_path / "plain").model
     made = {"family": "ltx2", "task": "ic_lora", **checkpoint.header()}
