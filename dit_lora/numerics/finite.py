@@ -38,9 +38,10 @@ def magnitudes(tensors: list[torch.Tensor], device: torch.device) -> torch.Tenso
         return torch.zeros(1, device=device)
     # The maximum norm: squares of finite values may not be finite.
     norms = torch._foreach_norm(tensors, float("inf"))
-    if any(tensor.device != device for tensor in tensors):
-        norms = tuple(norm.to(device) for norm in norms)
-    return torch.stack(norms).float()  # one cast, not one a tensor
+    try:
+        return torch.stack(norms).float()  # one cast, not one a tensor
+    except RuntimeError:  # of several devices: to ask each tensor for its own costs more than all else
+        return torch.stack([norm.to(device) for norm in norms]).float()
 
 
 def read_scalars(scalars: Mapping[str, torch.Tensor]) -> dict[str, Any]:

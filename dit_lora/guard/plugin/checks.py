@@ -36,15 +36,21 @@ class StepChecks:
         self._peaks: torch.Tensor | None = None
         self._names: list[str] = []
         self._weight_peaks: torch.Tensor | None = None
+        self._parameters: Mapping[str, nn.Parameter] = {}
+        self._sharded = False
+        """True if any of them is sharded, of which a rank has a part."""
 
     @property
     def has_losses(self) -> bool:
         return bool(self._losses)
 
-    def loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Note a loss before its backward; return a bool scalar on the device, True if it is bad."""
+    def loss(self, loss: torch.Tensor) -> None:
+        """Note a loss before its backward."""
         self._losses.append(loss.detach())
-        return ~torch.isfinite(loss.detach()).all() & ("loss" in self._checks)
+
+    def last_loss_is_bad(self) -> torch.Tensor:
+        """Return a bool scalar on the device."""
+        return ~torch.isfinite(self._losses[-1]).all() & ("loss" in self._checks)
 
     @torch.no_grad()
     def note(self, parameters: Mapping[str, nn.Parameter], *, gradients: bool) -> None:
@@ -53,6 +59,9 @@ class StepChecks:
         Gradients before clipping spreads one NaN to all. A sum of squares would overflow, or vanish, where none of
         them does.
         """
+        if parameters is not self._parameters:  # else a question to each of hundreds, at every step
+            self._parameters = parameters
+            self._sharded = any(isinstance(one, DTensor) for one in parameters.values())
         grads: dict[str, torch.Tensor] = {}
         wants_gradients = gradients and self._peaks is None
         if wants_gradients and self._checks & {"gradient", "zero_gradient"}:
@@ -61,9 +70,9 @@ class StepChecks:
             wants_gradients = False
         wants_weights = self._weight_peaks is None and "weights" in self._checks
         weights = parameters if wants_weights else {}
-        names, parts = _parts(grads)
+        names, parts = self._parts(grads)
         # In one pass: an operation for each half costs more.
-        peaks = magnitudes([*parts, *_parts(weights)[1]], self._host.device)
+        peaks = magnitudes([*parts, *self._parts(weights)[1]], self._host.device)
         if wants_gradients:
             self._names, self._peaks = names, peaks[: len(names)]
         if wants_weights:
@@ -98,11 +107,13 @@ class StepChecks:
         of_losses = values[: sum(map(len, losses))]
         of_gradients = values[len(of_losses) :][: 0 if peaks is None else len(peaks)]
         of_weights = values[len(of_losses) + len(of_gradients) :]
+        # Magnitudes are fp32 and not negative: their sum is finite, and above 0, as any of them is.
+        gradients = sum(of_gradients)
         flags = [
-            not all(map(isfinite, of_weights)),
+            not isfinite(sum(of_weights)),
             not all(map(isfinite, of_losses)),
-            not all(map(isfinite, of_gradients)),
-            peaks is None or any(of_gradients),
+            not isfinite(gradients),
+            peaks is None or gradients != 0,
             # A loss of zero asks for no gradient.
             not losses or any(of_losses),
         ]
@@ -128,11 +139,10 @@ class StepChecks:
         """Let gradients be noted anew."""
         self._peaks = None
 
-
-def _parts(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
-    """Return the names and this rank's parts of tensors that have any."""
-    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        return list(tensors), list(tensors.values())
-    # FSDP2 leaves some ranks nothing of a weight that has fewer rows than there are ranks.
-    parts = {name: part for name, tensor in tensors.items() if (part := local(tensor)).numel()}
-    return list(parts), list(parts.values())
+    def _parts(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+        """Return the names and this rank's parts of tensors that have any."""
+        if not self._sharded:
+            return list(tensors), list(tensors.values())
+        # FSDP2 leaves some ranks nothing of a weight that has fewer rows than there are ranks.
+        parts = {name: part for name, tensor in tensors.items() if (part := local(tensor)).numel()}
+        return list(parts), list(parts.values())

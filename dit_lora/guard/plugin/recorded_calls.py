@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.autocasts import Autocasts, open_autocasts, opened_again
@@ -227,14 +227,15 @@ class Recorder:
             self._open.append(None)
             return
         # Detached: what is kept must not hold a graph in memory.
-        kept_args, kept_kwargs = tree_map(_detached, (args, dict(kwargs)))
-        tensors = _tensors((args, kwargs))
+        leaves, tree = tree_flatten((args, dict(kwargs)))
+        kept_args, kept_kwargs = tree_unflatten(map(_detached, leaves), tree)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.sees(tensors)
         micro_step = self._micro_step()
         call = CapturedCall(
             kept_args,
             kept_kwargs,
-            self.ids(micro_step, _count(args, kwargs)),
+            self.ids(micro_step, _count(tensors)),
             torch.get_rng_state(),
             # Asking CUDA's generator would start CUDA in a loop that runs on the CPU.
             torch.cuda.get_rng_state() if any(t.is_cuda for t in tensors) else None,
@@ -315,10 +316,9 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _count(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return samples in a call: the rows of its first tensor."""
-    shaped = [t for t in _tensors((list(args), dict(kwargs))) if t.ndim]
-    return len(shaped[0]) if shaped else 1
+def _count(tensors: Sequence[torch.Tensor]) -> int:
+    """Return samples in a call: the rows of its first tensor that has any."""
+    return next((len(tensor) for tensor in tensors if tensor.ndim), 1)
 
 
 def _has_rows(value: Any, count: int) -> bool:

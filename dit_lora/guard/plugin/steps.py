@@ -99,8 +99,8 @@ class Steps:
         return result
 
     def backward(self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> Any:
-        bad = self._checks.loss(loss)
-        if self._host.under_deepspeed and self._host.any_rank(bad):
+        self._checks.loss(loss)
+        if self._host.under_deepspeed and self._host.any_rank(self._checks.last_loss_is_bad()):
             # Its backward also steps: this is the last moment, and costs a read by the host.
             self._recover("non_finite_loss")
             self._close(taken=False)

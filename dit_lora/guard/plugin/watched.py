@@ -69,6 +69,7 @@ class Watched:
         self._held = (0, 0)
         self._trained: set[int] = set()
         """Ids of what has been trained. It stays so where the loop freezes it for a while, as a GAN's does."""
+        self._last_trained: list[int] = []
         self.survey()
         self._roots.look()
 
@@ -216,7 +217,9 @@ class Watched:
 
     def _fingerprint(self) -> tuple[int, int]:
         groups = [group for optimizer in self._state.optimizers for group in optimizer.param_groups]
-        held = [parameter for group in groups for parameter in group["params"]]
         # A loop may free weights, or give its optimizer more of them, at any step.
-        self._trained |= {id(parameter) for parameter in held if parameter.requires_grad}
-        return len(held), len(self._trained)
+        trained = [id(p) for group in groups for p in group["params"] if p.requires_grad]
+        if trained != self._last_trained:
+            self._last_trained = trained
+            self._trained.update(trained)
+        return sum(len(group["params"]) for group in groups), len(self._trained)
