@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from dit_lora.adapters.groups import parameter_groups
     from dit_lora.adapters.load import load_adapter
     from dit_lora.adapters.lora_mixins import with_lora
-    from dit_lora.config.ladder import LadderConfig
+    from dit_lora.config.ladder import LadderConfig, LoopConfig
     from dit_lora.fuse.api import fuse, unfuse
     from dit_lora.guard.plugin.callbacks.lightning_callback import LightningGuard as LightningGuard
     from dit_lora.guard.plugin.callbacks.trainer_callback import GuardCallback
@@ -20,6 +20,7 @@ __all__ = [
     "Guard",
     "GuardCallback",
     "LadderConfig",
+    "LoopConfig",
     "__version__",
     "fuse",
     "load_adapter",
@@ -32,6 +33,7 @@ _HOMES = {
     "Guard": "dit_lora.guard.plugin.guard",
     "GuardCallback": "dit_lora.guard.plugin.callbacks.trainer_callback",
     "LadderConfig": "dit_lora.config.ladder",
+    "LoopConfig": "dit_lora.config.ladder",
     "LightningGuard": "dit_lora.guard.plugin.callbacks.lightning_callback",
     "fuse": "dit_lora.fuse.api",
     "unfuse": "dit_lora.fuse.api",

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.ladder import LoopConfig
 
 EXAMPLES = {
     "guard": (
@@ -24,13 +24,28 @@ def guard(
     ] = Path("dit_lora_guard"),
     max_skips: Annotated[
         int, typer.Option(help="Tripped steps that skips may answer; then the script is stopped.")
-    ] = LadderConfig.max_skips,
+    ] = LoopConfig.max_skips,
     snapshot_every: Annotated[
         int, typer.Option(help="Steps between snapshots of what is trained; 0 for none.")
-    ] = LadderConfig.snapshot_every,
+    ] = LoopConfig.snapshot_every,
     bundles: Annotated[
         int, typer.Option(help="Events of which a process keeps a bundle for dit-lora replay.")
-    ] = LadderConfig.bundles,
+    ] = LoopConfig.bundles,
+    preflight: Annotated[
+        bool,
+        typer.Option(
+            "--preflight", help="Check base weights, gradients and attention at the first step."
+        ),
+    ] = LoopConfig.preflight,
+    monitor_every: Annotated[
+        int, typer.Option(help="Steps between statistics of every module; 0 for none.")
+    ] = LoopConfig.monitor_every,
+    spike_threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="Report gradient norms this many MADs above their median, for instance 8."
+        ),
+    ] = LoopConfig.spike_threshold,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
 ) -> None:
     """Run a training script with every optimizer watched; what is behind SCRIPT are its own arguments.
@@ -39,5 +54,12 @@ def guard(
     """
     from dit_lora.guard.plugin.script import run_script
 
-    config = LadderConfig(max_skips=max_skips, snapshot_every=snapshot_every, bundles=bundles)
+    config = LoopConfig(
+        max_skips=max_skips,
+        snapshot_every=snapshot_every,
+        bundles=bundles,
+        preflight=preflight,
+        monitor_every=monitor_every,
+        spike_threshold=spike_threshold,
+    )
     run_script(script, context.args, config=config, folder=folder, module=module)

@@ -1,7 +1,7 @@
 """The ladder of answers to a step that tripped, with their budgets; needs torch alone, as the guard does."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf
 from typing import Literal, get_args
 
@@ -9,6 +9,8 @@ from dit_lora.errors import DitLoraError
 
 Rung = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
 RUNGS: tuple[Rung, ...] = get_args(Rung)
+SHORTEST_WINDOW = 20
+"""Steps that a median needs before anything is judged by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +40,65 @@ class LadderConfig:
     def __post_init__(self) -> None:
         # A list is as good as a tuple, as in a recipe.
         object.__setattr__(self, "on_nonfinite", tuple(self.on_nonfinite))
-        wrong = [
-            f"{name}={value!r}: it must be a whole number of 0 or more"
-            for name in ("max_skips", "max_rollbacks", "snapshot_every", "bundles")
-            if type(value := getattr(self, name)) is not int or value < 0
-        ]
+        wrong = self._faults()
+        if wrong:
+            raise DitLoraError(f"{type(self).__name__}: " + "; ".join(wrong))
+
+    def _faults(self) -> list[str]:
+        wrong = _no_counts(self, ("max_skips", "max_rollbacks", "snapshot_every", "bundles"))
         if not 0 < self.rollback_lr < 1:
             wrong.append(f"rollback_lr={self.rollback_lr!r}: it must be between 0 and 1")
         if not 0 < self.bundle_mib < inf:
             wrong.append(f"bundle_mib={self.bundle_mib!r}: it must be above 0")
         if fault := ladder_fault(self.on_nonfinite):
             wrong.append(f"on_nonfinite={list(self.on_nonfinite)}: {fault}")
-        if wrong:
-            raise DitLoraError("LadderConfig: " + "; ".join(wrong))
+        return wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(LadderConfig):
+    """Says what a guard looks at in healthy steps too, of a loop that is not ours. Raises `DitLoraError` as its base.
+
+    A recipe's `guard` section has these settings under the same names.
+    """
+
+    preflight: bool = False
+    """Check base weights, gradients and attention at the first step, and switch off the attention backends that are
+    wrong."""
+    monitor_every: int = 0
+    """Steps between statistics of every module in statistics.jsonl; 0 for none. Blocks that are compiled are compiled
+    once more for them."""
+    spike_threshold: float | None = None
+    """Report losses and gradient norms this many MADs above their median; None for none. A loss is known in loops of
+    Accelerate and with a closure."""
+    spike_window: int = 200
+    """Steps in that median."""
+
+    @classmethod
+    def of(cls, config: LadderConfig) -> "LoopConfig":
+        """Return these settings as those of a loop, with nothing more to look at where they do not say."""
+        if isinstance(config, cls):
+            return config
+        return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
+
+    def _faults(self) -> list[str]:
+        wrong = super()._faults() + _no_counts(self, ("monitor_every",))
+        threshold, window = self.spike_threshold, self.spike_window
+        if threshold is not None and not 0 < threshold < inf:
+            wrong.append(f"spike_threshold={threshold!r}: it must be above 0, for instance 8")
+        if type(window) is not int or window < SHORTEST_WINDOW:
+            wrong.append(
+                f"spike_window={window!r}: it must be a whole number of {SHORTEST_WINDOW} or more"
+            )
+        return wrong
+
+
+def _no_counts(config: LadderConfig, names: Sequence[str]) -> list[str]:
+    return [
+        f"{name}={value!r}: it must be a whole number of 0 or more"
+        for name in names
+        if type(value := getattr(config, name)) is not int or value < 0
+    ]
 
 
 def ladder_fault(rungs: Sequence[str]) -> str | None:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import DataConfig
-from dit_lora.config.ladder import LadderConfig, Rung, ladder_fault
+from dit_lora.config.ladder import SHORTEST_WINDOW, LadderConfig, LoopConfig, Rung, ladder_fault
 from dit_lora.config.lora import LoraConfig
 from dit_lora.config.optim import GroupsConfig, OptimConfig, TrainConfig
 from dit_lora.config.section import Count, Positive, Section
@@ -149,7 +149,7 @@ class GuardConfig(Section):
     """Steps between statistics of every module in metrics.jsonl; 0 for none."""
     spike_threshold: Positive | None = None
     """Report losses (by timestep) and gradient norms this many MADs above their median; null for none."""
-    spike_window: Annotated[int, Field(ge=20)] = 200
+    spike_window: Annotated[int, Field(ge=SHORTEST_WINDOW)] = LoopConfig.spike_window
     """Steps in that median."""
     adaptive_clip: bool = False
     """Clip gradient norms at `spike_threshold` too, where that is below `optim.clip`."""

@@ -3,28 +3,31 @@
 import argparse
 from pathlib import Path
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.ladder import LoopConfig
 from dit_lora.errors import reported_errors
 
 
 def main() -> None:
     """Run the script with what is behind its name as its arguments."""
-    default = LadderConfig()
+    default = LoopConfig()
     parser = argparse.ArgumentParser(prog="python -m dit_lora.guard", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("dit_lora_guard"))
     parser.add_argument("--max-skips", type=int, default=default.max_skips)
     parser.add_argument("--snapshot-every", type=int, default=default.snapshot_every)
     parser.add_argument("--bundles", type=int, default=default.bundles)
+    parser.add_argument("--preflight", action="store_true")
+    parser.add_argument("--monitor-every", type=int, default=default.monitor_every)
+    parser.add_argument("--spike-threshold", type=float, default=default.spike_threshold)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     with reported_errors():
+        from dit_lora.guard.plugin.looks import LOOKS
         from dit_lora.guard.plugin.script import run_script
 
-        config = LadderConfig(
-            max_skips=given.max_skips, snapshot_every=given.snapshot_every, bundles=given.bundles
-        )
+        settings = ("max_skips", "snapshot_every", "bundles", *LOOKS)
+        config = LoopConfig(**{name: getattr(given, name) for name in settings})
         run_script(
             given.script, given.arguments, config=config, folder=given.folder, module=given.module
         )

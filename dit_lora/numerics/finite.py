@@ -40,7 +40,9 @@ def magnitudes(tensors: list[torch.Tensor], device: torch.device) -> torch.Tenso
     norms = torch._foreach_norm(tensors, float("inf"))
     try:
         return torch.stack(norms).float()  # one cast, not one a tensor
-    except RuntimeError:  # of several devices: to ask each tensor for its own costs more than all else
+    except (
+        RuntimeError
+    ):  # of several devices: to ask each tensor for its own costs more than all else
         return torch.stack([norm.to(device) for norm in norms]).float()
 
 

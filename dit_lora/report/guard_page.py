@@ -9,8 +9,10 @@ from typing import Any
 
 from dit_lora.files import read_lines
 from dit_lora.guard.plugin.guard_file import NAME, starts_in
+from dit_lora.guard.plugin.looks import STATISTICS
 from dit_lora.guard.plugin.names import identifies
 from dit_lora.redact import redactor
+from dit_lora.report.charts.heat_map import ModuleHistory, heat_maps
 from dit_lora.report.pages import render, write_page
 from dit_lora.report.run.history import mapping
 from dit_lora.report.run.recipe_diff import in_words
@@ -91,8 +93,10 @@ def write_guard_report(folder: Path) -> Path:
     events, starts = clean(events), clean(starts_in(folder))
     rows = [_row(alike, folder) for alike in _alike(events[-_MOST:])]
     state, color = _state(events, starts)
+    heat = heat_maps(_modules(folder))
     page = render(
         "guard_page.html",
+        scripts=("page.js",) if heat else (),
         name=folder.resolve().name,
         state=state,
         state_color=color,
@@ -103,6 +107,7 @@ def write_guard_report(folder: Path) -> Path:
         rows_more=rows[_SHOWN:],
         earlier=max(0, len(events) - _MOST),
         notes=_notes(starts, torn),
+        heat=heat,
         weights=_weights(folder),
         any_bundle=next((row.bundle for row in rows if row.bundle), ""),
         script=next((str(one["script"]) for one in reversed(starts) if one.get("script")), ""),
@@ -261,6 +266,16 @@ def _notes(starts: Sequence[Mapping[str, Any]], torn: int) -> list[str]:
     return notes + ([f"{torn} torn lines of events.jsonl are left out."] if torn else [])
 
 
+def _modules(folder: Path) -> ModuleHistory:
+    """Return the statistics of the last guard that has any."""
+    history = ModuleHistory()
+    lines, _ = read_lines(folder / STATISTICS)
+    for line in lines:
+        if line.get("guard") == lines[-1].get("guard"):
+            history.add(_count(line.get("step")), mapping(line.get("modules")))
+    return history
+
+
 def _weights(folder: Path) -> list[tuple[str, str]]:
     """Return the files of last good weights, and their sizes in words."""
     found = sorted(folder.glob("last_good_step_*.safetensors"))
@@ -268,7 +283,10 @@ def _weights(folder: Path) -> list[tuple[str, str]]:
 
 
 def _cause(event: Mapping[str, Any]) -> str:
-    return str(mapping(event.get("verdict")).get("cause", "unknown")).replace("_", " ")
+    cause = mapping(event.get("verdict")).get("cause", "unknown")
+    # What is only reported, as a spike is, has a kind rather than a cause.
+    named = event.get("kind", cause) if cause == "unknown" else cause
+    return str(named).replace("_", " ")
 
 
 def _listed(value: Any) -> list[str]:

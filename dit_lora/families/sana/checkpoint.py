@@ -50,7 +50,7 @@ from dit_lora.families.text.captions import as_arguments, one_by_one
 from dit_lora.families.text.limit import text_limit
 from dit_lora.families.text.mask import text_bias
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.guard.checks import stored_dtype
+from dit_lora.guard.stored_precision import stored_dtype
 from dit_lora.numerics.objectives import FlowMatching
 
 PIPELINE_MULTIPLE = 32  # check_inputs of both pipelines, whatever the autoencoder

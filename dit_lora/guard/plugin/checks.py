@@ -1,6 +1,6 @@
 """Check each step of a loop that is not ours; flags stay on the device until the step is judged."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite
 
 import torch
@@ -39,6 +39,11 @@ class StepChecks:
         self._parameters: Mapping[str, nn.Parameter] = {}
         self._sharded = False
         """True if any of them is sharded, of which a rank has a part."""
+
+    @property
+    def losses(self) -> Sequence[torch.Tensor]:
+        """The losses that were noted, one for each micro-batch."""
+        return self._losses
 
     @property
     def has_losses(self) -> bool:

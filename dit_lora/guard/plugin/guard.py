@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.ladder import LadderConfig, LoopConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.guard.plugin.checks import CHECKS, checked
 from dit_lora.guard.plugin.guard_file import GuardFile, models_in_words, optimizers_in_words
 from dit_lora.guard.plugin.host import Host
+from dit_lora.guard.plugin.looks import Looks
 from dit_lora.guard.plugin.loop_state import Averages, LoopState
 from dit_lora.guard.plugin.names import Names
 from dit_lora.guard.plugin.recovery import PluginRecovery
@@ -47,7 +48,7 @@ class Guard:
         models: Sequence[nn.Module],
         optimizers: Sequence[Any],
         *,
-        config: LadderConfig,
+        config: LoopConfig,
         folder: Path | None,
         checks: frozenset[str],
         names: Names | None = None,
@@ -70,7 +71,15 @@ class Guard:
             guard_id=self._file.id,
         )
         self._config, self._checks = config, checks
-        self._steps = Steps(host, self._watched, self._recovery, checks)
+        self._looks = Looks(
+            host,
+            self._watched,
+            config,
+            folder,
+            guard_id=self._file.id,
+            write=self._recovery.write,
+        )
+        self._steps = Steps(host, self._watched, self._recovery, checks, self._looks)
         self._load_hooks: set[int] = set()
         self._said = False
 
@@ -95,7 +104,7 @@ class Guard:
 
         A learning rate scheduler that Accelerate prepared needs nothing; give another one, and an EMA with a
         `step` method, so that a tripped step does not advance them either. `folder` gets guard.json, events.jsonl,
-        bundles and, at a stop, the last good weights. `checks` are those to make, of `CHECKS`. `loader` is one that Accelerate has
+        bundles and, at a stop, the last good weights; with `config` a `LoopConfig`, statistics too. `checks` are those to make, of `CHECKS`. `loader` is one that Accelerate has
         not prepared: verdicts then name samples by their index in its dataset. In a loop that is not ours a
         skipped step is gone: its other samples wait for the next epoch, and `quarantine` cannot take a sample
         out of the loop's dataset: it skips, and names it.
@@ -177,7 +186,7 @@ class Guard:
             host,
             models,
             [host.prepared(each) for each in optimizers],
-            config=config or LadderConfig(),
+            config=LoopConfig.of(config or LoopConfig()),
             folder=Path(folder) if folder is not None else None,
             checks=checked(checks),
             names=names,
@@ -329,6 +338,7 @@ class Guard:
 
     def _close(self) -> None:
         """Say and write how many steps were not taken."""
+        self._looks.end()
         self._note(ended=True)
         summary = self._recovery.budget.closing()
         # Once: the end of training and `detach` may both come.

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.ladder import LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.plugin.guard import Guard
 from dit_lora.guard.plugin.loaders import Loaders
@@ -38,7 +38,7 @@ def run_script(
     script: str,
     arguments: Sequence[str],
     *,
-    config: LadderConfig,
+    config: LoopConfig,
     folder: Path,
     module: bool = False,
 ) -> list[Guard]:
@@ -50,6 +50,10 @@ def run_script(
     name = ["-m", script] if module else [script]
     options = [f"--folder={folder}", f"--max-skips={config.max_skips}"]
     options += [f"--snapshot-every={config.snapshot_every}", f"--bundles={config.bundles}"]
+    options += ["--preflight"] if config.preflight else []
+    options += [f"--monitor-every={config.monitor_every}"]
+    if config.spike_threshold is not None:
+        options += [f"--spike-threshold={config.spike_threshold}"]
     again = OwnCommand(script, module, ["-m", "dit_lora.guard", *options, *name])
     with overseer.overseeing(), again.guarded():
         run_as_main(script, arguments, module=module)
@@ -112,7 +116,7 @@ class OwnCommand:
 class Overseer:
     """Notes what a loop is made of, and guards it from the first call of a model that is trained."""
 
-    def __init__(self, config: LadderConfig, folder: Path, say: Say) -> None:
+    def __init__(self, config: LoopConfig, folder: Path, say: Say) -> None:
         self.guards: list[Guard] = []
         self._config = config
         self._folder = folder

@@ -11,14 +11,10 @@ import torch
 from dit_lora.guard.gate import ACCELERATED, NonFiniteError, any_not_finite
 from dit_lora.guard.plugin.checks import StepChecks
 from dit_lora.guard.plugin.host import Host
+from dit_lora.guard.plugin.looks import Looks
 from dit_lora.guard.plugin.loop_state import LoopState
 from dit_lora.guard.plugin.recorded_calls import CapturedCall
-from dit_lora.guard.plugin.recovery import (
-    OF_FROZEN,
-    WEIGHTS,
-    PluginRecovery,
-    PluginTrip,
-)
+from dit_lora.guard.plugin.recovery import OF_FROZEN, WEIGHTS, PluginRecovery, PluginTrip
 from dit_lora.guard.plugin.turns import Turns
 from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.state import altered_state, has_run_away, weight_peak
@@ -29,7 +25,6 @@ from dit_lora.patching import is_a
 _LOG = logging.getLogger("dit_lora")
 # Below this a gradient scaler has halved itself 16 times from Accelerate's start at 2**16.
 _SCALE_FLOOR = 1.0
-
 
 _OF_WHAT_IS_HELD = (WEIGHTS, "altered_state", "diverged_weights")
 
@@ -42,7 +37,12 @@ class Steps:
     """Stands between a loop and its `backward`, its clipping and its optimizers' `step`."""
 
     def __init__(
-        self, host: Host, watched: Watched, recovery: PluginRecovery, checks: frozenset[str]
+        self,
+        host: Host,
+        watched: Watched,
+        recovery: PluginRecovery,
+        checks: frozenset[str],
+        looks: Looks,
     ) -> None:
         self.number = 1
         """The number of the optimizer step under way."""
@@ -52,6 +52,8 @@ class Steps:
         self._watched = watched
         self._state: LoopState = recovery.state
         self._recovery = recovery
+        self._looks = looks
+        watched.on_call = lambda: looks.call_begins(self.number)
         self._checks = StepChecks(host, checks)
         self._checks_weights = "weights" in checks
         self._controls: dict[int, CapturedCall] = {}
@@ -233,23 +235,28 @@ class Steps:
         """Note weights, and gradients but for those that Accelerate's gradient scaler has scaled: its own check decides."""
         gradients = gradients and self._host.scaler is None
         self._checks.note(self._state.parameters, gradients=gradients)
+        if gradients:
+            self._looks.gradients(self._state.parameters)
 
     def _tripped_by(self, optimizer: Any) -> str | None:
         """Return what is wrong with the step on any rank, or None; takes a snapshot that is due where the weights
         are good.
         """
+        self._looks.step_begins()
         self._look_at_models()
         # Else torch's scaler decides, in the optimizer.
         self._note(gradients=vars(optimizer).get("found_inf") is None)
         kind = self._checks.tripped_by(self._asks_for_gradient)
-        if kind == WEIGHTS or not self._is_due:
-            return kind
-        self._is_due = False
-        # Bad weights must not take the place of a snapshot that is good.
-        wrong = self._wrong_state() if self._checks_weights else None
-        if wrong is None:
-            self._state.take(self.number - 1)
-        return wrong or kind
+        if kind != WEIGHTS and self._is_due:
+            self._is_due = False
+            # Bad weights must not take the place of a snapshot that is good.
+            wrong = self._wrong_state() if self._checks_weights else None
+            if wrong is None:
+                self._state.take(self.number - 1)
+            kind = wrong or kind
+        if kind is None:
+            self._looks.healthy(self.number, optimizer, self._state.parameters, self._checks.losses)
+        return kind
 
     def _look_at_models(self) -> None:
         """Begin anew where other models are trained than before, or others are known."""
@@ -334,6 +341,7 @@ class Steps:
         not enough.
         """
         self.tripped = True
+        self._looks.left_out()
         gradients = self._checks.bad_gradients()
         calls, controls = list(self._watched.calls), dict(self._controls)
         trip = PluginTrip(self.number, kind, calls, gradients, controls)

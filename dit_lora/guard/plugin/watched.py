@@ -55,6 +55,8 @@ class Watched:
         self.names = names
         self.on_survey: Callable[[], None] = lambda: None
         """Called when other models are watched than before."""
+        self.on_call: Callable[[], None] = lambda: None
+        """Called when a call of a model begins."""
         self._host = host
         self._given = list(given)
         self._state = state
@@ -204,6 +206,7 @@ class Watched:
         self.names.next_step()
 
     def _call_begins(self) -> None:
+        self.on_call()
         if self.record is not None and not self.record.is_settled:
             self.record.call_begins()
 

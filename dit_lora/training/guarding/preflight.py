@@ -25,8 +25,6 @@ from dit_lora.guard.checks import (
     check_base_weights,
     check_trainables,
     gradient_flow,
-    stored_dtype,
-    stored_precision,
     wrong_backends,
 )
 from dit_lora.guard.comparison.block_kinds import noting_calls, one_of_each_kind
@@ -34,6 +32,7 @@ from dit_lora.guard.comparison.block_parity import noting_inputs
 from dit_lora.guard.event import Event, kernel_event
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.replay import MicroBatch, cuda_devices
+from dit_lora.guard.stored_precision import stored_dtype, stored_precision
 from dit_lora.guard.switches import attention_switches, eager
 from dit_lora.numerics.saturation import is_emulated
 from dit_lora.training.choose_checkpointing import choose_checkpointing

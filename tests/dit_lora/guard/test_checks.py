@@ -21,7 +21,8 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.guard import checks
 from dit_lora.guard.attention_backends import AttentionCall, BackendParity, recorded_calls
-from dit_lora.guard.checks import CheckFinding, gradient_flow, stored_dtype, stored_precision
+from dit_lora.guard.checks import CheckFinding, gradient_flow
+from dit_lora.guard.stored_precision import stored_dtype, stored_precision
 
 Run = Callable[[], Any]
 B = "transformer_blocks.1.attn1.to_k.lora_B.default.weight"

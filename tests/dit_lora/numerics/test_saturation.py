@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dit_lora.guard.checks import stored_precision
+from dit_lora.guard.stored_precision import stored_precision
 from dit_lora.numerics.saturation import FP16_MAX, saturate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

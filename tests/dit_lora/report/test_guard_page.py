@@ -149,3 +149,22 @@ def test_the_verb_tells_a_guards_folder_from_a_run(folder: Path) -> None:
     assert not is_guard_folder(folder / "bundles")
     (folder / "config.yaml").write_text("run: {}")
     assert not is_guard_folder(folder)
+
+
+def test_statistics_of_modules_are_maps(folder: Path) -> None:
+    assert "gradient norm by block" not in write_guard_report(folder).read_text()
+    of = [("aa", 5, 9.0), ("bb", 4, 0.125), ("bb", 8, 0.25)]
+    lines = [
+        {"step": step, "guard": guard, "modules": {"blocks.1.attn": {"grad_norm": norm}}}
+        for guard, step, norm in of
+    ]
+    write_lines(folder / "statistics.jsonl", lines)
+    page = write_guard_report(folder).read_text()
+    assert "gradient norm by block, over steps" in page
+    assert '"steps": [4, 8], "values": [[0.125, 0.25]]' in page  # of the last start alone
+
+
+def test_what_is_only_reported_goes_by_its_kind(folder: Path) -> None:
+    spike = event(9, "unknown", kind="spike", action="report", of="grad_norm")
+    write_lines(folder / "events.jsonl", [*EVENTS, spike])
+    assert "<b>spike</b>" in write_guard_report(folder).read_text()
