@@ -362,6 +362,7 @@ def test_refused_shapes(
         silu_dwconv_glu(*(None if size is None else torch.zeros(size) for size in sizes))  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_compiled_for_sm90(sm90: Callable[[str], list[dict[str, Any]]]) -> None:
     """No spills; whole 128-byte lines forward, 4 bytes a thread in bf16, 8 in fp32; 16 bytes a thread for dh."""
     cases = sm90("silu_dwconv_glu")

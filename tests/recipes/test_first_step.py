@@ -149,6 +149,7 @@ def test_one_pass_serves_the_checks_of_gradients_and_of_attention(
     assert words["attention backend math"].startswith("right at 1 of 1 calls")
 
 
+@pytest.mark.thorough
 def test_what_is_imported_is_no_matter_for_the_garbage_collector(lora_main: Main) -> None:
     """And at the end of the process nothing is reported as a leak."""
     assert gc.isenabled()

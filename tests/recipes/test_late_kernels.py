@@ -44,7 +44,7 @@ def apart(one: Path, other: Path) -> float:
 
 
 CASES = [
-    ("values 0.1 % off", "ada_norm", 4, ()),
+    thorough("values 0.1 % off", "ada_norm", 4, ()),
     ("wrong rows", "ada_norm", 0, ("model.dtype=bf16",)),
     ("the last partial block dropped in backward", "ada_norm", 1, ("train.batch_size=1",)),
     *(
@@ -182,6 +182,7 @@ def test_one_clip_and_a_bucket_of_few_are_compared_by_rows_that_differ(
     assert event["verdict"]["switch"] == "ada_norm"
 
 
+@pytest.mark.thorough
 def test_where_nothing_is_held_the_steps_are_said_and_where_nothing_may_be_done_the_run_stops(
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

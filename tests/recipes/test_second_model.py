@@ -35,7 +35,7 @@ def turbo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "further",
     [
-        ["train.ema=0.5"],
+        pytest.param(["train.ema=0.5"], marks=pytest.mark.thorough),
         ["model.quantize=int8", "guard.preflight=false", "data.caption_dropout=0.3"],
         ["train.offload=group", "train.checkpointing=full", "validation.guidance_scale=0"],
     ],

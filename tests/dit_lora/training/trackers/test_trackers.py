@@ -285,6 +285,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
     assert all(path.stat().st_size > 20_000 for path in events)  # the other has all steps
 
 
+@pytest.mark.thorough
 def test_wandb_that_cannot_be_reached_logs_to_the_runs_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
