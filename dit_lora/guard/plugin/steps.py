@@ -136,7 +136,7 @@ class Steps:
         outputs = (call.output for call in self._watched.calls)
         is_bad = any(output is not None and not is_finite(output) for output in outputs)
         if self._host.any_rank(is_bad):
-            self._recover("non_finite_loss", by_scaler=True)
+            self._recover("non_finite_loss")
         elif scaler.get_scale() < _SCALE_FLOOR:
             self._stop_at_scale(scaler.get_scale())
         else:
@@ -327,7 +327,6 @@ class Steps:
         kind: str,
         *,
         moved: bool = False,
-        by_scaler: bool = False,
         between_steps: bool = False,
     ) -> None:
         """Recover from the trip. Raises `NonFiniteError` on every rank if leaving the step out, or going back, is
@@ -337,7 +336,7 @@ class Steps:
         gradients = self._checks.bad_gradients()
         calls, controls = list(self._watched.calls), dict(self._controls)
         trip = PluginTrip(self.number, kind, calls, gradients, controls)
-        trip = replace(trip, moved=moved, by_scaler=by_scaler, between_steps=between_steps)
+        trip = replace(trip, moved=moved, between_steps=between_steps)
         # No step may use the gradients of one that tripped.
         self._forget_gradients()
         with self._watched.unrecorded():  # replays are not to be recorded
