@@ -348,6 +348,11 @@ class Steps:
     def _forget_gradients(self) -> None:
         for parameter in self._state.parameters.values():
             parameter.grad = None
+        # What no optimizer holds, and so nothing clears, would spoil the clipping of every step to come.
+        for model in self._watched.models.values():
+            for parameter in model.parameters():
+                if parameter.grad is not None and not is_finite(local(parameter.grad)):
+                    parameter.grad = None
         scaler = self._host.scaler
         if scaler is not None and self._checks.has_losses:
             # It has unscaled gradients that no step will use: begin its next iteration, at the same scale.
