@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dit_lora import LadderConfig
 from dit_lora.guard import Guard, NonFiniteError
 
 
@@ -144,6 +145,26 @@ def test_a_call_under_autocast_is_replayed_under_it(scales: bool, tmp_path: Path
     assert event["verdict"]["cause"] == "precision"
     assert "finite in fp32: the values leave the range of the dtype" in event["verdict"]["words"]
     assert finite(model)
+
+
+def test_a_loop_whose_every_sample_is_beyond_fp16_ends_and_blames_none(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    guard = Guard.watch(model, optimizer, folder=tmp_path, config=LadderConfig(max_skips=2))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = model(torch.full((2, 3), 1e5))
+        output.float().square().mean().backward()
+        optimizer.step()
+
+    step()
+    step()
+    with pytest.raises(NonFiniteError, match="max_skips=2 is used up"):
+        step()
+    assert [event["sample_ids"] for event in guard.events] == [[]] * 3
+    assert {event["verdict"]["cause"] for event in guard.events} == {"precision"}
 
 
 def scaled_loop(guard_of: Any, fault: str, steps: int = 40) -> tuple[nn.Module, float]:
