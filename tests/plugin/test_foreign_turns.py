@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dit_lora import LadderConfig
 from dit_lora.guard import Guard, NonFiniteError
 
 
@@ -115,7 +116,7 @@ def test_weights_that_are_frozen_in_turns_stay_trained(fault: str, tmp_path: Pat
 def test_a_call_under_autocast_is_replayed_under_it(scales: bool, tmp_path: Path) -> None:
     """Only in fp16 is the product beyond the range: a replay in fp32 would find nothing.
 
-    A loop with a scaler expects to lose such a step.
+    The step is left out, as a scaler does by itself, and its sample is named.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
@@ -136,17 +137,34 @@ def test_a_call_under_autocast_is_replayed_under_it(scales: bool, tmp_path: Path
     step(rows(1))
     bad = rows(2)
     bad[3] = 6e4
-    if scales:
-        step(bad)
-        step(rows(3))
-        assert guard._recovery.budget.taken == 2
-    else:
-        with pytest.raises(NonFiniteError, match="no rung of"):
-            step(bad)
+    step(bad)
+    step(rows(3))
+    assert guard._recovery.budget.taken == 2
     (event,) = guard.events
+    assert event["sample_ids"] == ["sample 3 of micro-batch 0"]
     assert event["verdict"]["cause"] == "precision"
     assert "finite in fp32: the values leave the range of the dtype" in event["verdict"]["words"]
     assert finite(model)
+
+
+def test_a_loop_whose_every_sample_is_beyond_fp16_ends_and_blames_none(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    guard = Guard.watch(model, optimizer, folder=tmp_path, config=LadderConfig(max_skips=2))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = model(torch.full((2, 3), 1e5))
+        output.float().square().mean().backward()
+        optimizer.step()
+
+    step()
+    step()
+    with pytest.raises(NonFiniteError, match="max_skips=2 is used up"):
+        step()
+    assert [event["sample_ids"] for event in guard.events] == [[]] * 3
+    assert {event["verdict"]["cause"] for event in guard.events} == {"precision"}
 
 
 def scaled_loop(guard_of: Any, fault: str, steps: int = 40) -> tuple[nn.Module, float]:

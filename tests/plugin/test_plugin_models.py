@@ -55,6 +55,27 @@ class Two:
         return everything(self.models, self.optimizers)
 
 
+def test_a_bad_gradient_that_no_optimizer_clears_does_not_outlive_its_step() -> None:
+    """Diffusers' scripts let a text encoder's embeddings have gradients, clip by them too, and never clear them."""
+    accelerator = fresh_accelerator()
+    torch.manual_seed(0)
+    encoder, denoiser = TextEncoder(4, 4), Denoiser(4, 2)
+    held = [encoder.bias, *denoiser.parameters()]
+    encoder, denoiser, optimizer = accelerator.prepare(
+        encoder, denoiser, torch.optim.AdamW(held, lr=0.1)
+    )
+    guard = Guard.attach(accelerator, denoiser, optimizer)
+    for x in (batch(1), bad_batch(2), batch(3), batch(4)):
+        accelerator.backward(denoiser(encoder(x).tanh()).square().mean())
+        accelerator.clip_grad_norm_([*encoder.parameters(), *denoiser.parameters()], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [event["step"] for event in guard.events] == [2]
+    guard.require_finite()
+    assert len(guard.events) == 1
+    assert encoder.weight.grad is not None
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["one optimizer", "an optimizer each"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_bad_gradient_of_either_model_stops_the_step_of_both_and_is_named(

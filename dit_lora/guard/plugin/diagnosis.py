@@ -5,6 +5,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from torch import nn
+
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.episode import Found
@@ -12,7 +14,7 @@ from dit_lora.guard.plugin.names import identifies
 from dit_lora.guard.plugin.recorded_calls import CapturedCall
 from dit_lora.guard.plugin.shared_calls import RankCalls
 from dit_lora.guard.plugin.watched import Watched
-from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.replay import MicroBatch, run
 from dit_lora.guard.state import bad_state, run_away
 from dit_lora.guard.verdict import Verdict
 
@@ -44,11 +46,30 @@ def call_verdicts(
             )
 
         healthy = batch(_renamed(control), step - 1) if control is not None else None
-        model_verdict = diagnose(batch(call, step), suspects, kind=kind, control=healthy)
+        failed = batch(call, step)
+        model_verdict = diagnose(failed, suspects, kind=kind, control=healthy)
+        if model_verdict.cause == "precision":
+            model_verdict = _whose(model_verdict, failed, healthy, suspects.model)
         return Found(_of_model(model_verdict, watched.prefixes[id(call.owner)]), call)
 
     micro_batches = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
     return [_of_micro_batch(group, verdict) for group in micro_batches]
+
+
+def _whose(
+    verdict: Verdict, failed: MicroBatch, healthy: MicroBatch | None, model: nn.Module
+) -> Verdict:
+    """Return the verdict with the samples whose values leave the range: they do so alone, and another does not."""
+
+    def fails(one: MicroBatch) -> bool:
+        return not run(one, model).is_healthy(needs_gradient=False)
+
+    alone = [failed.single(row) for row in range(len(failed.ids))]
+    failing = [one for one in alone if fails(one)]
+    is_of_all = len(failing) == len(alone) and (healthy is None or fails(healthy.single(0)))
+    if is_of_all:
+        return verdict
+    return replace(verdict, sample_ids=tuple(one.ids[0] for one in failing))
 
 
 def _renamed(call: CapturedCall) -> CapturedCall:

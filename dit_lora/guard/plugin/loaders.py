@@ -1,5 +1,6 @@
 """Learns samples' names from every DataLoader of a script, whenever it is made."""
 
+import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +18,7 @@ class Loaders:
         self._names = names
         self._patches = patches
         self._notes: MutableMapping[Any, Note | None] = WeakKeyDictionary()
+        self._follows_accelerate = False
         self._depth = 0
         """Number of loaders that are fetching: one may iterate another, as Accelerate's do."""
 
@@ -32,6 +34,13 @@ class Loaders:
                 self._patches.method(made_of, "__iter__", self._iterated)
 
         self._patches.attribute(kind, "__init_subclass__", classmethod(made))
+
+    def follow_accelerate(self) -> None:
+        """Follow Accelerate's loaders too, which are no DataLoaders and fetch a batch ahead of the loop."""
+        module = sys.modules.get("accelerate.data_loader")
+        if module is not None and not self._follows_accelerate:
+            self._follows_accelerate = True
+            self.follow_all(module.DataLoaderAdapter)
 
     def _iterated(self, original: Callable[..., Iterator[Any]], loader: Any) -> Iterator[Any]:
         # A loader's own iterator, of which a class that inherits from it makes another, is no loop's.

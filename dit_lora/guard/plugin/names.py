@@ -33,7 +33,9 @@ def identifies(sample: str) -> bool:
 class _Batch:
     """The names of one batch's samples, and its tensors, which are the loop's."""
 
-    def __init__(self, indices: tuple[object, ...], batch: Any) -> None:
+    def __init__(self, indices: tuple[object, ...], batch: Any, dataset: int) -> None:
+        self.dataset = dataset
+        """Id of the dataset that it is of."""
         self.indices = tuple(f"dataset index {index}" for index in indices)
         self.names = _names_in(batch)
         # Weak references: memory that the loop has freed must not be held for a name.
@@ -83,6 +85,10 @@ class Names:
         """Loaders that names are learned from."""
         self._handed_out: deque[_Batch] = deque(maxlen=_MOST)
         self._current: _Batch | None = None
+        self._micro_batches = 0
+        """Micro-batches that were run."""
+        self._read_ahead: set[int] = set()
+        """Ids of datasets that were read as a whole before a model was called, as a cache of latents is made."""
         self._is_told = False
         """True where the loop says which batch it begins, so that nobody has to guess."""
         self._seen: Sequence[torch.Tensor] = ()
@@ -107,6 +113,7 @@ class Names:
         if loader in self._followed:
             return None
         asked: deque[tuple[object, ...]] = deque()
+        dataset = id(loader.dataset)
 
         def noted(indices_of_batches: Iterator[Any]) -> Iterator[Any]:
             for indices in indices_of_batches:
@@ -117,9 +124,14 @@ class Names:
         def handed_out(batches: Iterator[Any]) -> Iterator[Any]:
             # A new epoch: what the sampler was asked for and nobody took is gone.
             asked.clear()
+            before = self._micro_batches
             for batch in batches:
-                self._handed_out.append(_Batch(asked.popleft() if asked else (), batch))
+                indices = asked.popleft() if asked else ()
+                self._handed_out.append(_Batch(indices, batch, dataset))
                 yield batch
+            if self._micro_batches == before:
+                # What was made of it may be run in later passes, in the order of this one.
+                self._read_ahead.add(dataset)
 
         has_order = sampler is not None and loader.in_order and not is_a(loader, _DISPATCHER)
         if has_order:
@@ -166,6 +178,7 @@ class Names:
 
     def _advance(self, tensors: Sequence[torch.Tensor]) -> None:
         """Find the batch that a new micro-batch is of; without a new batch it is of the one before."""
+        self._micro_batches += 1
         if self._is_told:
             return
         if self._current is not None and self._current.has_one_of(tensors):
@@ -178,7 +191,8 @@ class Names:
                 pass
             self._current = batch
         elif len(waiting) == 1:
-            self._current = waiting.popleft()
+            one = waiting.popleft()
+            self._current = one if one.dataset not in self._read_ahead else None
         elif waiting:  # the loop took several: which of them this is cannot be told
             waiting.clear()
             self._current = None

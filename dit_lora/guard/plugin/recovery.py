@@ -57,8 +57,6 @@ class PluginTrip:
     """The last call of each model, by its id, that was healthy."""
     moved: bool = False
     """True if the optimizer had changed weights by then."""
-    by_scaler: bool = False
-    """True if the loop's gradient scaler has left the step out, as it does for what is beyond fp16."""
     between_steps: bool = False
     """True if what is held was found wrong at a save: no step is lost."""
 
@@ -214,11 +212,10 @@ class PluginRecovery(Episode[PluginTrip, CapturedCall]):
 
     def _may_pass(self, trip: PluginTrip, verdicts: Sequence[Verdict]) -> bool:
         """Return True if the next step may be healthy: where every sample fails, no replay tells this step from all
-        of them, and a loop with a gradient scaler expects to lose some to fp16.
+        of them, and a loop in fp16 expects to lose some to its range.
         """
         every = all(
-            verdict.evidence.get("every_sample")
-            or (trip.by_scaler and verdict.cause == "precision")
+            verdict.evidence.get("every_sample") or verdict.cause == "precision"
             for verdict in verdicts
         )
         allowed = "skip" in self.config.on_nonfinite and self._policy.skips < self.config.max_skips

@@ -167,6 +167,7 @@ class Overseer:
     ) -> None:
         original(optimizer, *args, **kwargs)
         self._waiting.append(weakref.ref(optimizer))
+        self._loaders.follow_accelerate()  # by now it is imported, if the loop uses it
         kind = type(optimizer)
         if kind not in self._stepped_by:
             self._stepped_by.add(kind)

@@ -138,7 +138,7 @@ class Steps:
         outputs = (call.output for call in self._watched.calls)
         is_bad = any(output is not None and not is_finite(output) for output in outputs)
         if self._host.any_rank(is_bad):
-            self._recover("non_finite_loss", by_scaler=True)
+            self._recover("non_finite_loss")
         elif scaler.get_scale() < _SCALE_FLOOR:
             self._stop_at_scale(scaler.get_scale())
         else:
@@ -334,7 +334,6 @@ class Steps:
         kind: str,
         *,
         moved: bool = False,
-        by_scaler: bool = False,
         between_steps: bool = False,
     ) -> None:
         """Recover from the trip. Raises `NonFiniteError` on every rank if leaving the step out, or going back, is
@@ -345,7 +344,7 @@ class Steps:
         gradients = self._checks.bad_gradients()
         calls, controls = list(self._watched.calls), dict(self._controls)
         trip = PluginTrip(self.number, kind, calls, gradients, controls)
-        trip = replace(trip, moved=moved, by_scaler=by_scaler, between_steps=between_steps)
+        trip = replace(trip, moved=moved, between_steps=between_steps)
         # No step may use the gradients of one that tripped.
         self._forget_gradients()
         with self._watched.unrecorded():  # replays are not to be recorded
@@ -357,6 +356,11 @@ class Steps:
     def _forget_gradients(self) -> None:
         for parameter in self._state.parameters.values():
             parameter.grad = None
+        # What no optimizer holds, and so nothing clears, would spoil the clipping of every step to come.
+        for model in self._watched.models.values():
+            for parameter in model.parameters():
+                if parameter.grad is not None and not is_finite(local(parameter.grad)):
+                    parameter.grad = None
         scaler = self._host.scaler
         if scaler is not None and self._checks.has_losses:
             # It has unscaled gradients that no step will use: begin its next iteration, at the same scale.
