@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from dit_lora.config.ladder import LoopConfig
+from dit_lora.config.ladder import LadderConfig, LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.plugin.guard import Guard
 from dit_lora.guard.plugin.loaders import Loaders
@@ -38,7 +38,7 @@ def run_script(
     script: str,
     arguments: Sequence[str],
     *,
-    config: LoopConfig,
+    config: LadderConfig,
     folder: Path,
     module: bool = False,
 ) -> list[Guard]:
@@ -46,6 +46,7 @@ def run_script(
 
     Returns the guards. Raises what the script raises; `NonFiniteError` where the guard stops it.
     """
+    config = LoopConfig.of(config)
     overseer = Overseer(config, folder, _say)
     name = ["-m", script] if module else [script]
     options = [f"--folder={folder}", f"--max-skips={config.max_skips}"]

@@ -329,13 +329,7 @@ class Steps:
             {"step": self.number, "kind": "loss_scale", "action": "stop"},
         )
 
-    def _recover(
-        self,
-        kind: str,
-        *,
-        moved: bool = False,
-        between_steps: bool = False,
-    ) -> None:
+    def _recover(self, kind: str, *, moved: bool = False, between_steps: bool = False) -> None:
         """Recover from the trip. Raises `NonFiniteError` on every rank if leaving the step out, or going back, is
         not enough.
         """
