@@ -9,7 +9,8 @@ import torch
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.loops import Batch, Spoil, Toy, ToyLoop, at, in_loops
+from dit_lora.faults.loop import Batch, Spoil, Toy, ToyLoop
+from dit_lora.faults.loops import at, in_loops
 from dit_lora.faults.triggers import Element, times
 
 _BLAMING = ("data", "inputs", "labels")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.loops import forget, observed, spoil_gradient_once
+from dit_lora.faults.loop import forget, observed
+from dit_lora.faults.loops import spoil_gradient_once
 from dit_lora.faults.triggers import Element
 from dit_lora.faults.world import Observation, World
 from dit_lora.guard.plugin.guard import Guard
@@ -79,7 +80,7 @@ def _two_models(fault: Fault, world: World) -> Observation:
                     return f"step {step} moved what it must not, or not what it must"
             return None
 
-        return observed(guard, loop)
+        return observed(lambda: guard, loop)
 
 
 def _after_a_resume(fault: Fault, world: World) -> Observation:
@@ -104,7 +105,7 @@ def _after_a_resume(fault: Fault, world: World) -> Observation:
             back = all(torch.equal(now[name], tensor) for name, tensor in weights.items())
             return None if back else "the weights are not those that were loaded"
 
-        return observed(guard, loop)
+        return observed(lambda: guard, loop)
 
 
 def _every_epoch(fault: Fault, world: World) -> Observation:
@@ -128,7 +129,7 @@ def _every_epoch(fault: Fault, world: World) -> Observation:
             taken = {int(state["step"]) for state in optimizer.state.values()}
             return None if taken == {7 * 8 - 8} else f"{taken} steps were taken"
 
-        return observed(guard, loop)
+        return observed(lambda: guard, loop)
 
 
 def _closure(fault: Fault, world: World) -> Observation:
@@ -155,7 +156,7 @@ def _closure(fault: Fault, world: World) -> Observation:
                 return f"step {step} moved what it must not, or not what it must"
         return None
 
-    return observed(guard, loop)
+    return observed(lambda: guard, loop)
 
 
 _PIXEL = Expected("data", "skip", ("1 NaN",))

@@ -1,155 +1,33 @@
-"""Faults in loops that are not ours, guarded by the two lines of the plugin: accelerate loops and a Trainer."""
+"""Faults in loops that are not ours: of Accelerate, in plain PyTorch, and of trainers."""
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from diffusers.training_utils import EMAModel
 from torch import nn
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault
+from dit_lora.faults.loop import (
+    STEPS,
+    WIDTH,
+    Batch,
+    Check,
+    PlainToyLoop,
+    Spoil,
+    Toy,
+    ToyLoop,
+    forget,
+    not_finite,
+    observed,
+)
+from dit_lora.faults.loop_trainers import TRAINERS
 from dit_lora.faults.triggers import Change, Element, write
 from dit_lora.faults.world import Observation, World
-from dit_lora.guard.plugin.guard import Guard
-
-STEPS, _WIDTH = 6, 16
-
-
-class Toy(nn.Module):
-    """Two layers with a norm between them, a table of classes, and a scale."""
-
-    def __init__(self, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.classes = nn.Embedding(10, _WIDTH)
-        self.register_buffer("scale", torch.ones(_WIDTH))
-        self.first = nn.Linear(_WIDTH, _WIDTH)
-        self.norm = nn.LayerNorm(_WIDTH, eps=eps)
-        self.last = nn.Linear(_WIDTH, _WIDTH)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(x) * self.scale + self.classes(labels)))
-
-
-class ToyLoop:
-    """A stock accelerate loop; `spoil` is called where a fault can be put in."""
-
-    def __init__(
-        self,
-        world: World,
-        spoil: "Spoil",
-        change: Callable[[Toy], object] = lambda model: None,
-        config: LadderConfig | None = None,
-    ) -> None:
-        torch.manual_seed(3)
-        self.bare = Toy()
-        change(self.bare)
-        self.spoil = spoil
-        self.accelerator = world.accelerator
-        self.accelerator.gradient_accumulation_steps = 1
-        trained = [p for p in self.bare.parameters() if p.requires_grad]
-        self.model: nn.Module = self.bare
-        self.optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
-        self.schedule: Any = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.schedule_steps = 1
-        """Number of steps of the schedule in one of the optimizer."""
-        self.ema = EMAModel(self.bare.parameters())
-        self.guard = self.guarded(config, world.root / "guarded")
-        self.handles: list[Any] = []
-        """Hooks that a fault has put in."""
-
-    def guarded(self, config: LadderConfig | None, folder: Path) -> Guard:
-        """Prepare the loop as its kind does, and guard it."""
-        accelerator = self.accelerator
-        prepared = accelerator.prepare(self.bare, self.optimizer, self.schedule)
-        self.model, self.optimizer, self.schedule = prepared
-        # Accelerate steps a prepared schedule once a process.
-        self.schedule_steps = accelerator.num_processes
-        return Guard.attach(
-            accelerator, self.model, self.optimizer, ema=self.ema, config=config, folder=folder
-        )
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Make the gradients, and clip them."""
-        self.accelerator.backward(loss)
-        self.accelerator.clip_grad_norm_(self.bare.parameters(), 1.0)
-
-    def run(self) -> None:
-        for step in range(1, STEPS + 1):
-            batch = batch_of(step, self.accelerator.process_index)
-            self.spoil(self, step, batch)
-            ids = [f"step {step} row {row}" for row in range(len(batch["x"]))]
-            with self.accelerator.accumulate(self.model), self.guard.microbatch(ids):
-                output = self.model(batch["x"], labels=batch["labels"])
-                self.backward((output.float() - batch["y"]).square().mean())
-                self.optimizer.step()
-                self.schedule.step()
-                self.ema.step(self.bare.parameters())
-                self.optimizer.zero_grad()
-        self.guard.require_finite()
-
-
-class PlainToyLoop(ToyLoop):
-    """The same loop in plain PyTorch, and in DDP over several ranks."""
-
-    def guarded(self, config: LadderConfig | None, folder: Path) -> Guard:
-        if self.accelerator.num_processes > 1:
-            self.model = nn.parallel.DistributedDataParallel(self.bare)
-        return Guard.watch(
-            self.model,
-            self.optimizer,
-            lr_scheduler=self.schedule,
-            ema=self.ema,
-            config=config,
-            folder=folder,
-        )
-
-    def backward(self, loss: torch.Tensor) -> None:
-        # Without clipping: of that a guard knows nothing here, and it spreads one NaN to all gradients.
-        loss.backward()
-
-
-Batch = dict[str, torch.Tensor]
-Spoil = Callable[[ToyLoop, int, Batch], None]
-Check = Callable[[ToyLoop], str | None]
-
-
-def batch_of(step: int, rank: int) -> Batch:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {
-        "x": torch.randn(3, _WIDTH, generator=generator),
-        "y": torch.randn(3, _WIDTH, generator=generator),
-        "labels": torch.randint(0, 10, (3,), generator=generator),
-    }
-
-
-def observed(guard: Guard, run: Callable[[], str | None]) -> Observation:
-    """Return what the guard said of a loop, which returns what is not as it must be."""
-    error: DitLoraError | None = None
-    try:
-        wrong = run()
-        error = CheckFailedError(wrong) if wrong else None
-    except DitLoraError as problem:
-        error = problem
-    finally:
-        guard.detach()
-    return Observation(guard.events, error)
-
-
-def not_finite(model: nn.Module) -> str | None:
-    bad = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
-    return f"not finite at the end: {bad}" if bad else None
-
-
-def forget(accelerator: Accelerator) -> None:
-    """Empty the accelerator, which serves every fault and must not keep this one's model."""
-    for prepared in (accelerator._models, accelerator._optimizers, accelerator._schedulers):
-        prepared.clear()
 
 
 def _two_skipped(loop: ToyLoop) -> str | None:
@@ -162,9 +40,21 @@ def _two_skipped(loop: ToyLoop) -> str | None:
         return f"the optimizer took {counts} steps, not {taken}"
     if abs(rate - expected) > 1e-9:
         return f"the learning rate is {rate}, not {expected}"
-    if loop.ema.optimization_step != taken:
+    if loop.ema is not None and loop.ema.optimization_step != taken:
         return f"the EMA took {loop.ema.optimization_step} steps, not {taken}"
     return None
+
+
+def _named(step: int, row: int) -> Check:
+    """Return a check that one step of six was not taken, and nobody but one sample is blamed."""
+
+    def check(loop: ToyLoop) -> str | None:
+        blamed = [e["sample_ids"] for e in loop.guard.events if e["verdict"]["cause"] == "data"]
+        right = [loop.sample(step, row)]
+        wrong = f"named are {blamed}, not {right}" if any(one != right for one in blamed) else None
+        return wrong or _two_skipped(loop)
+
+    return check
 
 
 def at(
@@ -219,7 +109,7 @@ def _fp16(model: Toy) -> None:
     def norm(input: torch.Tensor) -> torch.Tensor:
         layer = model.norm
         wide = input.to(layer.weight.dtype)
-        return nn.functional.layer_norm(wide, (_WIDTH,), layer.weight, layer.bias, layer.eps)
+        return nn.functional.layer_norm(wide, (WIDTH,), layer.weight, layer.bias, layer.eps)
 
     model.first.forward, model.norm.forward = first, norm  # type: ignore[method-assign]
 
@@ -276,7 +166,7 @@ def played(
         with _scaled(world.accelerator) if scaled else nullcontext():
             try:
                 loop = kind(world, spoil, **how)
-                return observed(loop.guard, run)
+                return observed(lambda: loop.guard, run)
             except DitLoraError as refused:  # by the guard, which does not attach
                 return Observation([], refused)
             finally:
@@ -323,15 +213,16 @@ def _moment(loop: ToyLoop, batch: Batch) -> torch.Tensor:
 def in_loops(
     name: str, when: str, expected: Expected, *how: Any, **options: Any
 ) -> tuple[Fault, ...]:
-    """Return the fault in an accelerate loop as published scripts have it, and in a plain one."""
-    kinds = {"stock": ToyLoop, "plain": PlainToyLoop}
+    """Return the fault in every kind of loop: Accelerate's as published scripts have it, a plain one, trainers'."""
+    kinds: dict[str, type[ToyLoop]] = {"a stock loop": ToyLoop, "a plain loop": PlainToyLoop, **TRAINERS}
     return tuple(
         Fault(
-            f"{name} in a {loop} loop",
+            f"{name} in {loop}",
             "plugin",
             when,
             expected,
             play=played(*how, kind=kind, **options),
+            most_ranks=1 if loop in TRAINERS else 8,
         )
         for loop, kind in kinds.items()
     )
@@ -355,15 +246,15 @@ _STOP = LadderConfig(max_skips=1)
 _PIXEL = in_batch(3, "x", 18, math.nan)
 _TARGET = in_batch(3, "y", 33, math.nan, on_last_rank=True)
 FAULTS: tuple[Fault, ...] = (
-    *in_loops("a NaN pixel", "step 3", _DATA, _PIXEL, _two_skipped),
+    *in_loops("a NaN pixel", "step 3", _DATA, _PIXEL, _named(3, 1)),
     Fault(
         "a NaN pixel in a stock loop in fp16, with a scaler and clipping",
         "plugin",
         "step 3",
         _DATA,
-        play=played(_PIXEL, _two_skipped, scaled=True),
+        play=played(_PIXEL, _named(3, 1), scaled=True),
     ),
-    *in_loops("a NaN target on one rank", "step 3, last rank", _OUTPUT, _TARGET, _two_skipped),
+    *in_loops("a NaN target on one rank", "step 3, last rank", _OUTPUT, _TARGET, _named(3, 2)),
     *in_loops("a NaN gradient element", "step 3", _TRANSIENT, _nan_gradient, _two_skipped),
     *in_loops("a NaN moment", "step 4", _ROLLED, at(4, _moment, Element(math.nan, 0))),
     Fault(

@@ -29,7 +29,6 @@ from dit_lora.faults import (
     late,
     loop_damage,
     loop_kinds,
-    loop_trainers,
     loops,
     ops,
     phases,
@@ -44,7 +43,7 @@ from dit_lora.faults.site import DEFAULT, site_of
 from dit_lora.faults.world import Engine, World, engine_of
 from dit_lora.files import write_whole
 
-_LOOPS = (*loops.FAULTS, *loop_kinds.FAULTS, *loop_trainers.FAULTS, *loop_damage.FAULTS)
+_LOOPS = (*loops.FAULTS, *loop_kinds.FAULTS, *loop_damage.FAULTS)
 """Foreign loops have models of their own."""
 
 

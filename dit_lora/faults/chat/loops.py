@@ -16,7 +16,7 @@ from dit_lora.config.ladder import LadderConfig
 from dit_lora.data.loading.batch import collate
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.loops import forget, not_finite, observed
+from dit_lora.faults.loop import forget, not_finite, observed
 from dit_lora.faults.world import Observation, World
 from dit_lora.guard.plugin.guard import Guard
 from dit_lora.training.tasks.chat.samples import find_conversations, training_set
@@ -103,7 +103,7 @@ def _guarded(world: World, change: Change, then: Change = lambda model: None) ->
             then(loop.model)
             loop.run(guard)
 
-        return observed(guard, run)
+        return observed(lambda: guard, run)
 
 
 def _half(fault: Fault, world: World) -> Observation:
