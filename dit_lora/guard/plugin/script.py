@@ -160,7 +160,7 @@ class Overseer:
             guard.require_finite()
         for optimizer in filter(None, (one() for one in self._waiting)):
             self._say(f"not guarded: {_named(optimizer)}, for no model that it trains was called")
-        if not self.guards and not self._waiting:
+        if not self._stepped_by:
             self._say("nothing was guarded: the script made no torch.optim.Optimizer")
 
     def _optimizer(
