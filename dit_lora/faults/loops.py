@@ -214,7 +214,11 @@ def in_loops(
     name: str, when: str, expected: Expected, *how: Any, **options: Any
 ) -> tuple[Fault, ...]:
     """Return the fault in every kind of loop: Accelerate's as published scripts have it, a plain one, trainers'."""
-    kinds: dict[str, type[ToyLoop]] = {"a stock loop": ToyLoop, "a plain loop": PlainToyLoop, **TRAINERS}
+    kinds: dict[str, type[ToyLoop]] = {
+        "a stock loop": ToyLoop,
+        "a plain loop": PlainToyLoop,
+        **TRAINERS,
+    }
     return tuple(
         Fault(
             f"{name} in {loop}",

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -17,6 +18,12 @@ def has_values(tensor: torch.Tensor) -> bool:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return True if every value is finite, as integers always are; reads the device."""
     return not has_values(tensor) or bool(torch.isfinite(_readable(tensor)).all())
+
+
+def has_nan(values: Any) -> bool:
+    """Return True if any tensor among values, however they are nested, has a NaN; reads the devices."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return any(bool(_readable(one).isnan().any()) for one in tensors if has_values(one))
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:

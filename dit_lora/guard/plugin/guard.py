@@ -237,12 +237,13 @@ class Guard:
             self._names.given = ()
             self._watched.draw_from(None)
 
-    def before_save(self) -> None:
+    def before_save(self, saved: Any = None) -> None:
         """Put the last good state back if the last step has spoiled the weights; cheaper than `require_finite`.
 
-        In one process; with several ranks it does nothing.
+        Not collective: of several ranks, the one that saves may call it alone. `saved` is what it is about to write: where
+        weights are sharded, copies were gathered before, and NaN among them raises `NonFiniteError`.
         """
-        self._steps.before_save()
+        self._steps.before_save(saved)
 
     def before_clipping(self) -> None:
         """Call it before a loop in plain PyTorch clips gradients, which spreads one NaN to all: it is named then."""

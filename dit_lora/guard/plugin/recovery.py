@@ -19,7 +19,7 @@ from dit_lora.guard.episode import (
     Resolved,
     verdict_lines,
 )
-from dit_lora.guard.event import Event
+from dit_lora.guard.event import Event, event_of
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.guard.plugin.budget import SkipBudget
 from dit_lora.guard.plugin.bundles import Bundles
@@ -229,9 +229,40 @@ class PluginRecovery(Episode[PluginTrip, CapturedCall]):
         why = f"no gradient reached a trained weight in {count} steps in a row, though the loss asks for one"
         return Action("stop", why=f"{why} (checks= without zero_gradient goes on)")
 
-    def _put_back(self) -> int | None:
-        """Put the newest good snapshot back and return its step; None if there is none that fits."""
-        step = self.state.newest(self.host.gathered)
+    def put_back_alone(self, step: int) -> None:
+        """Put the newest good snapshot back on this rank, which is about to save bad weights. Not collective.
+
+        Where the others are as bad, they find it at their next step and go back to the same. Raises `NonFiniteError`
+        where nothing is held, and for sharded weights, of which copies were gathered before.
+        """
+        verdict = state_verdict(self.watched, WEIGHTS, step, self.host.rank)
+        assert verdict is not None  # the weights are bad
+        put_back = None if self.lockstep else self._put_back(list)
+        if put_back is None:
+            raise self._not_saved(step, verdict)
+        event = event_of(step, WEIGHTS, verdict, "rollback", 0.0)
+        self.write(replace(event, facts={"guard": self.guard_id, "weights_of_step": put_back}))
+        _LOG.warning("%s; those of step %d are saved", self._about_to_save(verdict), put_back)
+
+    def refuse_to_save(self, step: int) -> None:
+        """Raise `NonFiniteError`: what this rank has gathered of others' weights has NaN. Not collective."""
+        words = "what was gathered from all ranks has NaN"
+        raise self._not_saved(step, Verdict("weights", words, step, self.host.rank))
+
+    def _not_saved(self, step: int, verdict: Verdict) -> NonFiniteError:
+        event = event_of(step, WEIGHTS, verdict, "stop", 0.0, {"guard": self.guard_id})
+        self.write(event)
+        words = f"{self._about_to_save(verdict)}; nothing was saved, for one rank alone has nothing good to put back"
+        return NonFiniteError(words, event.record())
+
+    def _about_to_save(self, verdict: Verdict) -> str:
+        return f"guard: rank {self.host.rank} was about to save weights that are not finite: {verdict.words}"
+
+    def _put_back(self, gathered: Callable[[Sequence[str]], list[str]] | None = None) -> int | None:
+        """Put the newest good snapshot back and return its step; None if there is none that fits. Collective, but for
+        another way to gather.
+        """
+        step = self.state.newest(gathered or self.host.gathered)
         if step is None:
             return None
         try:

@@ -197,7 +197,7 @@ class Overseer:
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Look at what the last step left before a checkpoint has it: tensors in it are those that are put back."""
         for guard in self.guards:
-            guard.before_save()
+            guard.before_save(args or kwargs)
         return original(*args, **kwargs)
 
     def _scaler(

@@ -19,7 +19,7 @@ from dit_lora.guard.plugin.turns import Turns
 from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.state import altered_state, has_run_away, weight_peak
 from dit_lora.numerics.dtensors import local
-from dit_lora.numerics.finite import is_finite
+from dit_lora.numerics.finite import has_nan, is_finite
 from dit_lora.patching import is_a
 
 _LOG = logging.getLogger("dit_lora")
@@ -76,16 +76,20 @@ class Steps:
         if kind is not None:
             self._recover(kind, between_steps=True)
 
-    def before_save(self) -> None:
-        """Go back where the last step has left weights that are not finite, which the next would have found; not on
-        several ranks, of which one alone may save.
-        """
-        if self._host.ranks == 1 and self._checks_weights and self._has_bad_weights():
-            self._recover(WEIGHTS, between_steps=True)
+    def before_save(self, saved: Any) -> None:
+        """Go back where the last step has left weights that are not finite, which the next would have found.
 
-    def _require_finite_weights(self) -> None:
-        if self._has_bad_weights():
-            self._recover(WEIGHTS)
+        Of several ranks one alone may save: it goes back by itself, and the others at their next step.
+        """
+        if not self._checks_weights:
+            return
+        if self._host.ranks == 1:
+            if self._has_bad_weights():
+                self._recover(WEIGHTS, between_steps=True)
+        elif any_not_finite(self._state.parameters.values(), self._host.device):
+            self._recovery.put_back_alone(self.number)
+        elif self._watched.lockstep and has_nan(saved):
+            self._recovery.refuse_to_save(self.number)
 
     def _has_bad_weights(self) -> bool:
         bad = any_not_finite(self._state.parameters.values(), self._host.device)
@@ -263,7 +267,7 @@ class Steps:
         if self._watched.has_changed():
             self._watched.survey()
             self._was_loaded = True
-        # The first step shows which models the loss comes through; they are held from here on.
+        # The first step shows which models the loss comes through.
         self._was_loaded |= self._watched.find_models()
         if self._was_loaded:
             self._start_from_here()
@@ -310,8 +314,8 @@ class Steps:
         # Of several optimizers the first ends the step; the others are parts of it.
         if len(self._stepped) == 1:
             self._close(taken=True)
-        if self._state.ema is not None and self._checks_weights:
-            self._require_finite_weights()  # an average that took in NaN has it for good
+        if self._state.ema is not None and self._checks_weights and self._has_bad_weights():
+            self._recover(WEIGHTS)  # an average that took in NaN has it for good
         return result
 
     def _check_scaler(self, optimizer: Any) -> None:
