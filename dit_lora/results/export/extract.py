@@ -26,7 +26,7 @@ from dit_lora.results.export.export import Say, aside, hollow_of, write_pair
 from dit_lora.results.export.formats import Exported, LoraForm, write_form
 from dit_lora.results.export.low_rank import Cut, of_difference
 from dit_lora.results.export.reduced import Reduced, attach_layers, ranks_of, require_size
-from dit_lora.results.export.stored_weights import Place, StoredWeights, find_place
+from dit_lora.results.export.stored_weights import CheckpointPlace, StoredWeights, find_place
 from dit_lora.results.export.updates import updates_of
 from dit_lora.results.source import family_of
 from dit_lora.training.session.session import quiet_libraries
@@ -78,7 +78,7 @@ def extract(request: ExtractRequest, say: Say = lambda _: None) -> list[Reduced]
     return [reduced for _, reduced in found.values()]
 
 
-def _model(request: ExtractRequest, tuned: Place, base: Place) -> ModelConfig:
+def _model(request: ExtractRequest, tuned: CheckpointPlace, base: CheckpointPlace) -> ModelConfig:
     """Return the pipeline whose configs are the checkpoints'."""
     pipelines = [str(place.path) for place in (base, tuned) if place.is_pipeline]
     path = request.model or next(iter(pipelines), None)
@@ -91,7 +91,7 @@ def _model(request: ExtractRequest, tuned: Place, base: Place) -> ModelConfig:
     return model.model_copy(update={"family": family_of(model)})
 
 
-def _one_part(tuned: Place, base: Place) -> str:
+def _one_part(tuned: CheckpointPlace, base: CheckpointPlace) -> str:
     """Return the transformer that two checkpoints are of, of which one at least is no whole pipeline."""
     parts = {place.part for place in (tuned, base) if not place.is_pipeline} or {"transformer"}
     if len(parts) > 1:
@@ -101,8 +101,8 @@ def _one_part(tuned: Place, base: Place) -> str:
 
 def _extracted(
     request: ExtractRequest,
-    tuned: Place,
-    base: Place,
+    tuned: CheckpointPlace,
+    base: CheckpointPlace,
     checkpoint: Checkpoint,
     family: DiffusionFamily,
 ) -> tuple[Exported, Reduced] | None:
@@ -164,8 +164,8 @@ def _differences(
 
 def _made(
     request: ExtractRequest,
-    tuned: Place,
-    base: Place,
+    tuned: CheckpointPlace,
+    base: CheckpointPlace,
     checkpoint: Checkpoint,
     family: DiffusionFamily,
     reduced: Reduced,

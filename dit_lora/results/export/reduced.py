@@ -63,8 +63,10 @@ class Reduced:
         """Yield what it is in words: in all, every layer from the least kept on, and every tensor that is left out."""
         record = self.record()
         ranks = sorted({one.stored.rank for one in self.layers})
-        rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        yield f"{rank}, which {'keeps' if len(ranks) == 1 else 'keep'} {shown(self.energy)} of the energy of {len(self.layers)} layers"
+        rank = (
+            f"rank {ranks[0]} keeps" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} keep"
+        )
+        yield f"{rank} {shown(self.energy)} of the energy of {len(self.layers)} layers"
         for one in sorted(self.layers, key=lambda one: one.energy):
             yield f"  {one.name}: {shown(one.energy)}, rank {one.stored.rank}"
         if self.left_out:

@@ -27,7 +27,7 @@ _OF_HUB = ("*.json", "transformer*/*.safetensors")
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointPlace:
     """The place of a checkpoint: a pipeline's folder, a transformer's own, or a single file."""
 
     given: str
@@ -53,14 +53,14 @@ class Place:
         return self.path / part if self.is_pipeline else self.path
 
 
-def find_place(given: str) -> Place:
+def find_place(given: str) -> CheckpointPlace:
     """Return the checkpoint at a path, or a pipeline of that name on the Hub; raises `DitLoraError` where there is none."""
     path = result_folder(Path(given).expanduser(), _OF_HUB)
     pipeline = whole_pipeline(path)
     if pipeline is not None:
-        return Place(given, pipeline, True)
+        return CheckpointPlace(given, pipeline, True)
     if path.is_file() or (path / "config.json").is_file():
-        return Place(given, path, False)
+        return CheckpointPlace(given, path, False)
     raise DitLoraError(
         f"{given} is no checkpoint; give a pipeline's folder (model_index.json), its transformer's (config.json), a "
         ".safetensors file, or a pipeline's name on the Hub"
@@ -74,7 +74,7 @@ class StoredWeights:
     the conversion joins or turns them.
     """
 
-    def __init__(self, place: Place, checkpoint: Denoiser, model: nn.Module) -> None:
+    def __init__(self, place: CheckpointPlace, checkpoint: Denoiser, model: nn.Module) -> None:
         """Open it for a model of its architecture, whose values count for nothing.
 
         Raises `DitLoraError` for another architecture, and for weights in less than half precision.
@@ -110,7 +110,9 @@ class StoredWeights:
     def tensor(self, name: str) -> torch.Tensor:
         return self._read[name]()
 
-    def _open(self, place: Place, checkpoint: Denoiser, expected: Mapping[str, list[int]]) -> None:
+    def _open(
+        self, place: CheckpointPlace, checkpoint: Denoiser, expected: Mapping[str, list[int]]
+    ) -> None:
         if not place.path.is_file():
             folder = place.folder(checkpoint.part)
             _require_class(place.given, folder, checkpoint.transformer_class)
@@ -142,7 +144,7 @@ class StoredWeights:
         if narrow:
             raise _quantised(self._given, narrow)
 
-    def _convert(self, place: Place, checkpoint: Denoiser) -> None:
+    def _convert(self, place: CheckpointPlace, checkpoint: Denoiser) -> None:
         """Add the tensors of a file with other names, as Diffusers' `from_single_file` reads it."""
         read = getattr(checkpoint.transformer_class, "from_single_file", None)
         name = checkpoint.transformer_class.__name__
