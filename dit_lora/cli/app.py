@@ -16,7 +16,17 @@ PANELS = {
     "Start": ("doctor", "init.recipes", "init", "tiny", "shapes"),
     "Data": ("audit", "show", "cache"),
     "Train": ("plan", "guard", "replay", "quarantine", "faults"),
-    "Use what was trained": ("report", "sample", "verify", "export", "push", "chat", "evaluate"),
+    "Use what was trained": (
+        "report",
+        "sample",
+        "verify",
+        "export",
+        "export.extract",
+        "export.resize",
+        "push",
+        "chat",
+        "evaluate",
+    ),
     "Reference": ("tiny.families", "schema", "convert"),
 }
 """Verbs in the order in which a newcomer needs them; FILE.VERB where a verb shares the file of another."""

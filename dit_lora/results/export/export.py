@@ -3,7 +3,7 @@
 import contextlib
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from dit_lora.training.tasks.diffusion.samples import bar
 Form = LoraForm | Literal["merged"]
 Say = Callable[[str], None]
 
-_OF_MODEL = (
+OF_MODEL = (
     *("version", "family", "base_model", "revision", "transformer_digest", "index", "video"),
     *("task", "reference_resolution", DOWNSCALE),
 )
@@ -70,10 +70,10 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
     experts = [targets_of(target) for target in request.targets]
     if any(len(one) > 1 for one in experts):
         return _export_both(request, experts, say)
-    sources = [_adapter(target) for (target,) in experts]
+    sources = [adapter_at(target) for (target,) in experts]
     _require_one_base(sources)
     base = sources[0].base(request.model)
-    with configs_alone(base) as configs, _aside(request.out) as staged:
+    with configs_alone(base) as configs, aside(request.out) as staged:
         index = sources[0].made.get("index") or {}
         adapter = _load(sources, weights, get_family(base.family), configs, index)
         folds = request.to == "folded" or (
@@ -97,29 +97,44 @@ def _export_both(request: ExportRequest, experts: Sequence[tuple[Path, ...]], sa
         raise DitLoraError(
             listed("adapters of both experts are added to such alone; these are of one", single)
         )
-    with _aside(request.out) as staged:
+    parts = dict(zip(EXPERTS.values(), zip(*experts, strict=True), strict=True))
+    if request.to != "merged":
+        return write_pair(
+            request.out,
+            lambda name, own: export(replace(request, targets=parts[name], out=own), say),
+        )
+    with aside(request.out) as staged:
         staged.mkdir()
-        model, parts = request.model, list(zip(*experts, strict=True))
-        for targets, name in zip(parts, EXPERTS.values(), strict=True):
+        model = request.model
+        for name, targets in parts.items():
             own = staged / f"{request.out.name}_{name}"
             export(replace(request, targets=targets, out=own, model=model), say)
-            if request.to == "merged":
-                model = str(own)  # the second is merged into what the first is in
-                continue
+            model = str(own)  # the second is merged into what the first is in
+        first, last = sorted(staged.iterdir())
+        shutil.rmtree(first)
+        for path in last.iterdir():
+            path.replace(staged / path.name)
+        last.rmdir()
+    return request.out
+
+
+def write_pair(
+    out: Path, write: Callable[[str, Path], object], names: Iterable[str] = EXPERTS.values()
+) -> Path:
+    """Let `write` fill a folder for each expert by name; of what is one file, the file has the expert's name."""
+    with aside(out) as staged:
+        staged.mkdir()
+        for name in names:
+            own = staged / f"{out.name}_{name}"
+            write(name, own)
             files = list(own.iterdir())
             if len(files) == 1:  # no config, and no base weights beside it
                 files[0].replace(own.with_suffix(".safetensors"))
                 own.rmdir()
-        if request.to == "merged":
-            first, last = sorted(staged.iterdir())
-            shutil.rmtree(first)
-            for path in last.iterdir():
-                path.replace(staged / path.name)
-            last.rmdir()
-    return request.out
+    return out
 
 
-def _adapter(target: Path) -> Source:
+def adapter_at(target: Path) -> Source:
     """Return the diffusion adapter at a target; raises `DitLoraError` where there is none."""
     if not target.exists():
         raise DitLoraError(f"no file or folder {target}; give a run's folder, or an adapter's")
@@ -133,7 +148,7 @@ def _adapter(target: Path) -> Source:
 
 
 @contextlib.contextmanager
-def _aside(out: Path) -> Iterator[Path]:
+def aside(out: Path) -> Iterator[Path]:
     """Yield a folder beside `out` that gets its name if all goes well, and is gone otherwise."""
     staged = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
@@ -182,7 +197,7 @@ def _load(
 ) -> Exported:
     """Load the adapters on hollow models; several, or weighted ones, as their sum."""
     checkpoint = family.open(configs, index=index)
-    hollow, pipeline_class = partial(_hollow, checkpoint), checkpoint.pipeline_class
+    hollow, pipeline_class = partial(hollow_of, checkpoint), checkpoint.pipeline_class
     models = []
     for source in sources:
         models.append(hollow())
@@ -200,7 +215,8 @@ def _load(
     return Exported(total, _made_of_sum(sources, config.r), family, pipeline_class, hollow)
 
 
-def _hollow(checkpoint: Denoiser) -> Any:
+def hollow_of(checkpoint: Denoiser) -> Any:
+    """Return a hollow model of a checkpoint, of which configs are enough."""
     # Sums and scales need no base weight: the architecture alone gives names and shapes.
     with torch.device("meta"), from_configs():
         model = checkpoint.load_transformer(torch.float32)
@@ -224,7 +240,7 @@ def _made_of_sum(sources: Sequence[Source], rank: int) -> dict[str, Any]:
     first, *others = (source.made for source in sources)
     shared = {
         key: first[key]
-        for key in _OF_MODEL
+        for key in OF_MODEL
         if key in first and all(one.get(key) == first[key] for one in others)
     }
     return {**shared, "rank": rank, "alpha": rank}

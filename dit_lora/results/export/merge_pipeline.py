@@ -76,7 +76,7 @@ def require_merged(source: Path, transformer: Any, updates: Updates, weights: Te
     """Raise `CheckFailedError` unless a loaded transformer's weights are the sums in fp64, but for one rounding."""
     loaded = dict(transformer.named_parameters())
     deviating = []
-    for file in _weight_files(source):
+    for file in weight_files(source):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 terms = updates.get(name.removesuffix(".weight"))
@@ -105,7 +105,7 @@ def require_merged(source: Path, transformer: Any, updates: Updates, weights: Te
 
 def stored_dtype(source: Path) -> torch.dtype:
     """Return the widest dtype of the transformer's weights, in which loading them loses nothing."""
-    stored = stored_dtypes(_weight_files(source))
+    stored = stored_dtypes(weight_files(source))
     kinds = [FLOATS[name] for name in stored if name in FLOATS]
     return functools.reduce(torch.promote_types, kinds)
 
@@ -131,7 +131,7 @@ def _require_mergeable(
     wanted = {*weights, *(f"{name}.weight" for name in updates)}
     files: dict[Path, list[str]] = {}
     faults = []
-    for file in _weight_files(source):
+    for file in weight_files(source):
         with safe_open(file, framework="pt") as opened:
             files[file] = list(opened.keys())
             for name in wanted.intersection(files[file]):
@@ -145,10 +145,11 @@ def _require_mergeable(
     return files
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a transformer's folder; raises `DitLoraError` where there are none."""
     files = [file for file in sorted(folder.glob("*.safetensors")) if _WEIGHTS.fullmatch(file.name)]
     if not files:
-        raise DitLoraError(f"{folder} has no diffusion_pytorch_model.safetensors to merge into")
+        raise DitLoraError(f"{folder} has no diffusion_pytorch_model.safetensors")
     return files
 
 

@@ -1,0 +1,221 @@
+"""Writes the difference of two checkpoints as a LoRA: what a merge or a training of all weights changed, in a rank."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.adapters.attach import adaptable_layers, tied_layers
+from dit_lora.adapters.diffusers_format import DOWNSCALE, PROVENANCE_FILE
+from dit_lora.adapters.find_lora import public_name
+from dit_lora.config.experts import EXPERTS
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.data.cache.digests import Digests
+from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.families import get_family
+from dit_lora.families.base import Checkpoint
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.without_weights import configs_alone
+from dit_lora.parsing import read_json
+from dit_lora.redact import redacted
+from dit_lora.results.export.export import Say, aside, hollow_of, write_pair
+from dit_lora.results.export.formats import Exported, LoraForm, write_form
+from dit_lora.results.export.low_rank import Cut, of_difference
+from dit_lora.results.export.reduced import Reduced, attach_layers, ranks_of, require_size
+from dit_lora.results.export.stored_weights import CheckpointPlace, StoredWeights, find_place
+from dit_lora.results.export.updates import updates_of
+from dit_lora.results.source import family_of
+from dit_lora.training.session.session import quiet_libraries
+from dit_lora.training.tasks.diffusion.samples import bar
+from dit_lora.version import __version__
+
+
+@dataclass(frozen=True)
+class ExtractRequest:
+    """A request to extract: two checkpoints, and what to write."""
+
+    tuned: str
+    base: str
+    out: Path
+    """A folder that is not there yet."""
+    cut: Cut
+    to: LoraForm = "diffusers"
+    model: str | None = None
+    """A pipeline whose configs are the checkpoints', where neither of them is a pipeline's folder."""
+
+
+def extract(request: ExtractRequest, say: Say = lambda _: None) -> list[Reduced]:
+    """Write `tuned` minus `base` as a LoRA, read back and compared; returns what its ranks keep, by transformer.
+
+    One tensor of each checkpoint is in memory at a time. Raises `DitLoraError` for what has no difference, or none
+    that a LoRA of that rank holds.
+    """
+    quiet_libraries()
+    if request.out.exists():
+        raise DitLoraError(f"{request.out} exists already; give another folder, or remove it")
+    tuned, base = find_place(request.tuned), find_place(request.base)
+    model = _model(request, tuned, base)
+    family = get_family(model.family)
+    with configs_alone(model) as configs:
+        opened = family.open(configs)
+        both = tuned.is_pipeline and base.is_pipeline
+        parts = tuple(opened.parts) if opened.parts and both else (_one_part(tuned, base),)
+        found = {}
+        for part in parts:
+            checkpoint = family.open(configs.model_copy(update={"part": part}))
+            extracted = _extracted(request, tuned, base, checkpoint, family)
+            if extracted is not None:
+                found[part] = extracted
+        if not found:
+            raise DitLoraError(
+                f"{request.tuned} and {request.base} do not differ: there is nothing to extract"
+            )
+        _write(request, {part: exported for part, (exported, _) in found.items()}, say)
+    return [reduced for _, reduced in found.values()]
+
+
+def _model(request: ExtractRequest, tuned: CheckpointPlace, base: CheckpointPlace) -> ModelConfig:
+    """Return the pipeline whose configs are the checkpoints'."""
+    pipelines = [str(place.path) for place in (base, tuned) if place.is_pipeline]
+    path = request.model or next(iter(pipelines), None)
+    if path is None:
+        raise DitLoraError(
+            f"neither {request.tuned} nor {request.base} is a pipeline's folder; give --model, a folder or a Hub id "
+            "with the configs of one"
+        )
+    model = ModelConfig(family="", path=path)
+    return model.model_copy(update={"family": family_of(model)})
+
+
+def _one_part(tuned: CheckpointPlace, base: CheckpointPlace) -> str:
+    """Return the transformer that two checkpoints are of, of which one at least is no whole pipeline."""
+    parts = {place.part for place in (tuned, base) if not place.is_pipeline} or {"transformer"}
+    if len(parts) > 1:
+        raise DitLoraError(f"{tuned.given} and {base.given} are of the two experts of a checkpoint")
+    return parts.pop()
+
+
+def _extracted(
+    request: ExtractRequest,
+    tuned: CheckpointPlace,
+    base: CheckpointPlace,
+    checkpoint: Checkpoint,
+    family: DiffusionFamily,
+) -> tuple[Exported, Reduced] | None:
+    """Return one transformer's LoRA on a hollow model; None where nothing differs."""
+    hollow = partial(hollow_of, checkpoint)
+    model = hollow()
+    with (
+        StoredWeights(tuned, checkpoint, model) as ours,
+        StoredWeights(base, checkpoint, model) as theirs,
+    ):
+        reduced = _differences(ours, theirs, model, request.cut, checkpoint.part)
+    if not reduced.layers and not reduced.left_out:
+        return None
+    if not reduced.layers:
+        what = f"no layer of {request.tuned} that a LoRA could hold differs from {request.base}; these do"
+        raise DitLoraError(listed(what, list(reduced.left_out)))
+    require_size(reduced.layers, request.cut)
+    layers = {one.name: one.stored for one in reduced.layers}
+    attach_layers(model, layers, family, f"the difference of {request.tuned} and {request.base}")
+    made = _made(request, tuned, base, checkpoint, family, reduced)
+    return Exported(model, made, family, checkpoint.pipeline_class, hollow), reduced
+
+
+@torch.no_grad()
+def _differences(
+    ours: StoredWeights, theirs: StoredWeights, model: nn.Module, cut: Cut, part: str
+) -> Reduced:
+    """Compare two checkpoints tensor by tensor, where the device is fast: in fp64, as each is stored."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = adaptable_layers(model)
+    # A weight of two modules is no layer's own.
+    adaptable = {f"{name}.weight" for name in names}.difference(
+        f"{name}.weight" for name in tied_layers(model, names)
+    )
+    layers, left_out = [], {}
+    stray = [f"{name}: in one of them alone" for name in ours.shapes.keys() ^ theirs.shapes.keys()]
+    stray += [
+        f"{name}: {shape} and {theirs.shapes[name]}"
+        for name, shape in ours.shapes.items()
+        if theirs.shapes.get(name, shape) != shape
+    ]
+    if stray:
+        raise DitLoraError(listed("the two checkpoints have other tensors", sorted(stray)))
+    for name in bar("extracting", "tensor", quiet=False)(sorted(ours.shapes)):
+        own, old = ours.tensor(name), theirs.tensor(name)
+        if torch.equal(own, old):
+            continue
+        difference = own.to(device).double() - old.to(device).double()
+        if not torch.isfinite(difference).all():
+            raise CheckFailedError(f"{name}: not finite in one of the checkpoints")
+        if not difference.any():  # in another dtype, or another sign of zero
+            continue
+        if name in adaptable:
+            layers.append(of_difference(name.removesuffix(".weight"), difference, cut))
+        else:
+            left_out[name] = difference.square().sum().item()
+    return Reduced(layers, left_out, part)
+
+
+def _made(
+    request: ExtractRequest,
+    tuned: CheckpointPlace,
+    base: CheckpointPlace,
+    checkpoint: Checkpoint,
+    family: DiffusionFamily,
+    reduced: Reduced,
+) -> dict[str, Any]:
+    """Return the provenance: the base's, and what the header of a merge or a run of all weights says of videos."""
+    record = tuned.path / PROVENANCE_FILE
+    told = read_json(record) if tuned.is_pipeline and record.is_file() else {}
+    made = {
+        key: told[key]
+        for key in ("video", "task", "reference_resolution", DOWNSCALE)
+        if key in told
+    }
+    made |= {
+        "version": __version__,
+        "family": family.name,
+        "base_model": public_name(request.model or base.given),
+    }
+    if base.is_pipeline:
+        digests = Digests(request.out.with_name(f".{request.out.name}.digests"))  # never saved
+        made["transformer_digest"] = digests.component(base.folder(checkpoint.part))
+    if checkpoint.parts:
+        made["part"] = checkpoint.part
+    layers = {one.name: one.stored.rank for one in reduced.layers}
+    made["extracted"] = {
+        "from": public_name(tuned.given),
+        "layers": len(layers),
+        "energy": reduced.energy,
+        "of_all": reduced.of_all,
+        "left_out": len(reduced.left_out),
+    }
+    return made
+
+
+def _write(request: ExtractRequest, adapters: Mapping[str, Exported], say: Say) -> None:
+    for adapter in adapters.values():
+        adapter.made = redacted(
+            {**adapter.made, **ranks_of(adapter.model), "exported": {"to": request.to}}
+        )
+
+    def write(adapter: Exported, own: Path) -> None:
+        write_form(request.to, adapter, own, own.name)
+
+    if len(adapters) == 1:
+        (adapter,) = adapters.values()
+        with aside(request.out) as staged:
+            expert = EXPERTS.get(adapter.made.get("part", ""))
+            name = f"{request.out.name}_{expert}" if expert else request.out.name
+            write_form(request.to, adapter, staged, name)
+    else:
+        of_expert = {EXPERTS[part]: adapter for part, adapter in adapters.items()}
+        write_pair(request.out, lambda name, own: write(of_expert[name], own), of_expert)
+    for adapter in adapters.values():
+        say(f"{len(updates_of(adapter.model))} layers, read back and compared: the same update")

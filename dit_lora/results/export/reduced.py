@@ -1,0 +1,120 @@
+"""LoRA layers in new ranks: what the ranks keep, in words and as JSON, and the layers on a hollow model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dit_lora.adapters.attach import ADAPTER_NAME, adaptable_layers
+from dit_lora.adapters.attach_file import exact_targets, peft_config
+from dit_lora.adapters.diffusers_format import Tensors
+from dit_lora.adapters.lora_file import StoredLayer
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.results.export.hollow import load_state
+from dit_lora.results.export.low_rank import Cut, Kept
+from dit_lora.results.verify.checks import PATTERNS
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The layers of one transformer in their new ranks, and what no LoRA holds."""
+
+    layers: Sequence[Kept]
+    left_out: Mapping[str, float]
+    """Squares of the changes of other tensors, by name."""
+    part: str = "transformer"
+
+    @property
+    def energy(self) -> float:
+        """The share of the layers' energy that their ranks keep."""
+        whole = sum(one.whole for one in self.layers)
+        return min(1.0, sum(one.kept for one in self.layers) / whole)
+
+    @property
+    def of_all(self) -> float:
+        """The share of all that changed, of other tensors too."""
+        return min(1.0, sum(one.kept for one in self.layers) / self.whole)
+
+    @property
+    def whole(self) -> float:
+        """The energy of all that changed: the square of its Frobenius norm."""
+        return sum(one.whole for one in self.layers) + sum(self.left_out.values())
+
+    def record(self) -> dict[str, Any]:
+        """Return all of it as JSON."""
+        whole = self.whole
+        return {
+            "part": self.part,
+            "energy": self.energy,
+            "of_all": self.of_all,
+            "layers": [
+                {
+                    "name": one.name,
+                    "rank": one.stored.rank,
+                    "energy": one.energy,
+                    "share": one.whole / whole,
+                }
+                for one in self.layers
+            ],
+            "left_out": {name: square / whole for name, square in self.left_out.items()},
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield what it is in words: in all, every layer from the least kept on, and every tensor that is left out."""
+        record = self.record()
+        ranks = sorted({one.stored.rank for one in self.layers})
+        rank = (
+            f"rank {ranks[0]} keeps" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} keep"
+        )
+        yield f"{rank} {shown(self.energy)} of the energy of {len(self.layers)} layers"
+        for one in sorted(self.layers, key=lambda one: one.energy):
+            yield f"  {one.name}: {shown(one.energy)}, rank {one.stored.rank}"
+        if self.left_out:
+            share = sum(record["left_out"].values())
+            yield f"no LoRA holds what changed in these {len(self.left_out)} tensors, {shown(share)} of all:"
+            for name, part in sorted(record["left_out"].items(), key=lambda one: -one[1]):
+                yield f"  {name}: {shown(part)}"
+
+
+def shown(share: float) -> str:
+    """Return a share in percent, with as many digits as tell it from the whole."""
+    lost = 1 - share
+    if 0 < lost < 1e-4 and share < 1:
+        return f"all but {100 * lost:.1g}%"
+    return f"{100 * share:.4g}%"
+
+
+def require_size(layers: Sequence[Kept], cut: Cut) -> None:
+    """Raise `DitLoraError` with every layer whose weight has a side below the rank."""
+    small = [one for one in layers if cut.rank is not None and one.size < cut.rank]
+    if small:
+        least = min(one.size for one in small)
+        what = (
+            f"--rank {cut.rank} is above the size of these layers; give at most {least}, or --rank auto, where each "
+            "layer has its own"
+        )
+        raise DitLoraError(listed(what, [f"{one.name}: {one.size}" for one in small]))
+
+
+def attach_layers(
+    model: Any,
+    layers: Mapping[str, StoredLayer],
+    family: DiffusionFamily,
+    what: str,
+    weights: Tensors | None = None,
+) -> None:
+    """Attach layers to a hollow model, with the base weights that trained beside them."""
+    targets = exact_targets(list(layers), adaptable_layers(model), [family.lora_targets])
+    state = {
+        f"{name}.lora_{side}.weight": matrix
+        for name, layer in layers.items()
+        for side, matrix in (("A", layer.a), ("B", layer.b))
+    }
+    load_state(model, state, peft_config(layers, targets).to_dict(), what, weights)
+
+
+def ranks_of(model: Any) -> dict[str, Any]:
+    """Return what a header says of the ranks of an attached adapter whose alphas are its ranks."""
+    config = model.peft_config[ADAPTER_NAME]
+    ranks = {"rank": config.r, "alpha": config.r}
+    return ranks | {key: dict(getattr(config, key)) for key in PATTERNS if getattr(config, key)}

@@ -1,0 +1,159 @@
+"""A LoRA in a lower rank is the best one of that rank, whatever form it came in."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from exported import Trained, deltas, trained
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, read_provenance
+from dit_lora.adapters.lora_mixins import with_lora
+from dit_lora.cli.app import app
+from dit_lora.errors import DitLoraError
+from dit_lora.results.export.export import ExportRequest, export, hollow_of
+from dit_lora.results.export.low_rank import Cut
+from dit_lora.results.export.reduced import Reduced
+from dit_lora.results.export.resize import ResizeRequest, resize
+
+
+def resized(target: Path, one: Trained, out: Path, cut: Cut) -> Reduced:
+    (found,) = resize(ResizeRequest(target, out, cut, model=str(one.base)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "targets"),
+    [
+        ("cogvideox", "cogvideox-2b", ()),
+        ("sana", "sana-600m", ("to_q", "ff.conv_inverted", "patch_embed.proj")),
+        pytest.param("flux2", "flux2-klein", (), marks=pytest.mark.thorough),
+        pytest.param("wan", "wan-2.1-t2v", (), marks=pytest.mark.thorough),
+    ],
+)
+def test_the_update_is_the_nearest_of_that_rank(
+    family: str,
+    variant: str,
+    targets: tuple[str, ...],
+    tiny_checkpoints: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """By `torch.linalg.svd` of every product, alpha over rank in it; as the stock pipeline loads it."""
+    one = trained(family, tiny_checkpoints[variant], tmp_path / "adapter", targets=targets, rank=6)
+    found = resized(one.folder, one, tmp_path / "out", Cut(2))
+    pipeline = with_lora(one.checkpoint.pipeline(torch.float32, text=False))
+    pipeline.load_lora_weights(tmp_path / "out")
+    loaded = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
+    expected = deltas(one.model)
+    assert loaded.keys() == expected.keys()
+    kept = whole = 0.0
+    for layer in found.layers:
+        delta = expected[layer.name]
+        u, s, v = torch.linalg.svd(delta.flatten(1), full_matrices=False)
+        best = ((u[:, :2] * s[:2]) @ v[:2]).reshape(delta.shape)
+        assert (loaded[layer.name] - best).norm() <= 1e-6 * best.norm()
+        assert layer.energy == pytest.approx((s[:2].square().sum() / s.square().sum()).item())
+        assert layer.energy < 0.9
+        kept, whole = kept + s[:2].square().sum().item(), whole + s.square().sum().item()
+    assert found.energy == pytest.approx(kept / whole)
+    made = read_provenance(tmp_path / "out" / ADAPTER_FILE)
+    assert (made["rank"], made["alpha"], made["steps"]) == (2, 2, 3)
+    assert made["resized"] == {"rank": 6, "alpha": 7, "energy": pytest.approx(kept / whole)}
+
+
+def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """`add_weighted_adapter` with `svd`: of whole products, without their energy, and of two adapters at least."""
+    one = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=6)
+    resized(one.folder, one, tmp_path / "out", Cut(3))
+    stored = load_file(tmp_path / "out" / ADAPTER_FILE)
+    config = one.model.peft_config["default"]
+    assert isinstance(config, LoraConfig)
+    wrapped = PeftModel(hollow_of(one.checkpoint), config, adapter_name="six")
+    own = dict(one.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in wrapped.base_model.model.named_parameters():
+            if ".six." in name:
+                parameter.copy_(own[name.replace(".six.", ".default.")])
+    wrapped.base_model.add_weighted_adapter(
+        ["six", "six"], [0.5, 0.5], "three", combination_type="svd", svd_rank=3
+    )
+    for name in deltas(one.model):
+        layer = wrapped.base_model.model.get_submodule(name)
+        theirs = layer.get_delta_weight("three").double()
+        a, b = (stored[f"transformer.{name}.lora_{side}.weight"].double() for side in "AB")
+        assert theirs.norm() > 0.1
+        assert (b @ a - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def test_forms_of_other_trainers_and_base_weights(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """ComfyUI's, kohya's and PEFT's forms all give the file of Diffusers' form; what trained beside it stays."""
+    base = tiny_checkpoints["cogvideox-2b"]
+    one = trained("cogvideox", base, tmp_path / "adapter", rank=6)
+    resized(one.folder, one, tmp_path / "out", Cut(2))
+    expected = load_file(tmp_path / "out" / ADAPTER_FILE)
+    for form in ("comfyui", "kohya", "peft"):
+        source = export(ExportRequest((one.folder,), form, tmp_path / form, model=str(base)))
+        target = source if form == "peft" else source / f"{form}.safetensors"
+        resized(target, one, tmp_path / f"{form}-2", Cut(2))
+        found = load_file(tmp_path / f"{form}-2" / ADAPTER_FILE)
+        assert found.keys() == expected.keys()
+        for name in found:
+            torch.testing.assert_close(found[name].abs(), expected[name].abs())
+    wide = trained("cogvideox", base, tmp_path / "wide", rank=6, connector=True)
+    resized(wide.folder, wide, tmp_path / "wide-2", Cut(2))
+    before, after = (load_file(f / BASE_FILE) for f in (wide.folder, tmp_path / "wide-2"))
+    assert before.keys() == after.keys()
+    assert all(before[name].equal(after[name]) for name in before)
+
+
+def test_each_layers_own_rank_by_energy(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    one = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=8)
+    found = resized(one.folder, one, tmp_path / "out", Cut(energy=0.8))
+    assert all(0.8 <= layer.energy < 1 for layer in found.layers)
+    less = {layer.name: layer.stored.rank - 1 for layer in found.layers}
+    for name, delta in deltas(one.model).items():
+        energies = torch.linalg.svdvals(delta).square()
+        assert energies[: less[name]].sum() < 0.8 * energies.sum()
+    assert len(set(less.values())) > 1
+    made = read_provenance(tmp_path / "out" / ADAPTER_FILE)
+    ranks = {made["rank"], *made["rank_pattern"].values()}
+    assert ranks == {layer.stored.rank for layer in found.layers}
+
+
+def test_what_cannot_be_resized_is_said_in_a_line(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    base = tiny_checkpoints["cogvideox-2b"]
+    one = trained("cogvideox", base, tmp_path / "adapter")
+
+    def refused(target: Path, *more: object) -> str:
+        arguments = ["resize", target, "--model", base, *more]
+        result = CliRunner().invoke(app, [str(one) for one in arguments])
+        assert isinstance(result.exception, DitLoraError), result.output
+        return str(result.exception)
+
+    out = ("--out", tmp_path / "out")
+    assert "--rank 4 lowers nothing: the ranks of " in refused(one.folder, "--rank", 4, *out)
+    assert "no file or folder" in refused(tmp_path / "gone", "--rank", 2, *out)
+    (tmp_path / "bare").mkdir()
+    assert "no adapter in" in refused(tmp_path / "bare", "--rank", 2, *out)
+    assert "is a whole pipeline, not an adapter" in refused(base, "--rank", 2, *out)
+    stray = {**load_file(one.folder / ADAPTER_FILE), "gone.lora_A.weight": torch.ones(4, 8)}
+    save_file(stray, tmp_path / "stray.safetensors")
+    assert "layers are not in the model" in refused(
+        tmp_path / "stray.safetensors", "--rank", 2, *out
+    )
+    assert "exists already" in refused(one.folder, "--rank", 2, "--out", base)
+    assert not (tmp_path / "out").exists()
+    result = CliRunner().invoke(
+        app,
+        ["resize", str(one.folder), "--model", str(base), "--rank", "2", *map(str, out), "--json"],
+        catch_exceptions=False,
+    )
+    (record,) = json.loads(result.stdout)
+    assert len(record["layers"]) == len(deltas(one.model))
