@@ -69,6 +69,24 @@ def under_off(model: nn.Module, but: Iterable[str] = ()) -> Iterator[None]:
             _activate([layer], names)
 
 
+@contextmanager
+def trained_off(model: nn.Module) -> Iterator[None]:
+    """Leave the adapter that trains out within: the base is left, with the frozen adapters that are on."""
+    layers = _tuner_layers(model)
+    before = [list(layer.active_adapters) for layer in layers]
+    for layer, names in zip(layers, before, strict=True):
+        frozen = [name for name in names if name.startswith(UNDER)]
+        _activate([layer], frozen or names)
+        # Not by `enable_adapters`, which freezes them as well.
+        layer._disable_adapters = not frozen
+    try:
+        yield
+    finally:
+        for layer, names in zip(layers, before, strict=True):
+            _activate([layer], names)
+            layer._disable_adapters = False
+
+
 def _tuner_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 

@@ -263,6 +263,15 @@ class Recipe(Section):
             raise ValueError(
                 f"validation.media: one file a prompt; got {len(media)} files, {len(prompts)} prompts"
             )
+        if self.train.preserve is not None and self.train.mode == "full":
+            raise ValueError(
+                "train.preserve: its target is the base with the adapter off, and train.mode: full has no adapter; "
+                "remove it, or take data.sources.generate (prior preservation)"
+            )
+        if self.train.preserve is not None and self.train.context_parallel > 1:
+            raise ValueError(
+                "train.preserve: ranks that share samples cannot; remove train.context_parallel"
+            )
         second = self.validation.model is not None
         if second and not prompts:
             raise ValueError(

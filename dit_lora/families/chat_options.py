@@ -65,6 +65,7 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
         "chat.tiles": (chat is not None and chat.tiles is not None, shapes),
         "train.mode": (train.mode != "lora", "lora with optim.groups trains base weights too"),
         "train.vlb": (train.vlb is not None, "there is no variance"),
+        "train.preserve": (train.preserve is not None, "it is for models of pictures and videos"),
         "lora.init": (
             recipe.lora.from_file,
             "a chat model's adapter starts anew: kaiming or gaussian",

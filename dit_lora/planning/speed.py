@@ -20,6 +20,7 @@ from dit_lora.numerics.streams import Streams
 from dit_lora.planning.measure import device_name
 from dit_lora.planning.work import Work
 from dit_lora.training.execution.fake_step import FakeStep
+from dit_lora.training.preserve import trained_losses
 from dit_lora.training.task import AnySetup
 
 FILE = "prediction.json"
@@ -107,7 +108,7 @@ def predict_run(setup: AnySetup) -> Speed | None:
     step = FakeStep(setup.transformer.train(), batch, known, device)
 
     def compute(model: torch.nn.Module, tensors: Any) -> None:
-        setup.checkpoint.losses(model, tensors, streams).losses.mean().backward()
+        trained_losses(setup.checkpoint, model, tensors, streams).losses.mean().backward()
 
     with setup.engine.alone(), eager(setup.transformer), Work() as work:
         step.run(compute)

@@ -17,6 +17,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.buckets.buckets import buckets_of
 from dit_lora.data.cache.cache import Spec
+from dit_lora.data.loading.batch import PRESERVE, PRESERVE_WEIGHT
 from dit_lora.data.media.sound import Sound
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.without_weights import data_is_here, from_configs, text_encoders
@@ -30,6 +31,7 @@ from dit_lora.training.execution.activation_checkpointing import Mode
 from dit_lora.training.execution.activations import Needs, measure
 from dit_lora.training.execution.blocks import read_outside, repeated_blocks
 from dit_lora.training.execution.fake_step import CPU, FakeStep, Live, Losses, tensor_bytes
+from dit_lora.training.preserve import trained_losses
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 from dit_lora.training.tasks.diffusion.samples import find_samples
@@ -188,7 +190,17 @@ class Subject:
         """Return a sample's tensors: what the encoders make of its pixels and its caption."""
         made, _ = self._encode(shape)
         video = {name: (tensor.shape, tensor.dtype) for name, tensor in made.items()}
-        return video | self.checkpoint.text_spec(self.dtype)
+        text = self.checkpoint.text_spec(self.dtype)
+        return video | text | self._preserved(text)
+
+    def _preserved(self, text: Spec) -> Spec:
+        """Return the tensors of a caption without the trigger, under `train.preserve`."""
+        if self.recipe.train.preserve is None:
+            return {}
+        return {
+            **{f"{PRESERVE}{name}": one for name, one in text.items()},
+            PRESERVE_WEIGHT: (torch.Size([]), torch.float32),
+        }
 
     def _encode(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
         """Return what the video encoder gives of one sample, and its peak."""
@@ -357,7 +369,7 @@ class Subject:
 
     def _losses(self, size: int) -> Losses:
         streams = Streams(self.recipe.train.seed, range(size))
-        return lambda model, batch: self.checkpoint.losses(model, batch, streams)
+        return lambda model, batch: trained_losses(self.checkpoint, model, batch, streams)
 
 
 def _model_key(recipe: Recipe) -> str:

@@ -16,6 +16,7 @@ from dit_lora.training.execution.activation_checkpointing import (
     set_checkpointing,
 )
 from dit_lora.training.execution.activations import Advice, advise, measure
+from dit_lora.training.preserve import trained_losses
 from dit_lora.training.task import AnySetup
 
 
@@ -56,7 +57,7 @@ def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
     try:
         needs = measure(
             setup.transformer.train(),
-            lambda model, tensors: setup.checkpoint.losses(model, tensors, streams),
+            lambda model, tensors: trained_losses(setup.checkpoint, model, tensors, streams),
             batch,
             setup.session.accelerator.device,
             known={

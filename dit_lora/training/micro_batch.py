@@ -11,6 +11,7 @@ from dit_lora.families.base import Trained
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams, fold
+from dit_lora.training.preserve import trained_losses
 
 LossFunction = Callable[[nn.Module, Batch, Streams], LossOutput]
 
@@ -19,7 +20,7 @@ def sample_losses(checkpoint: Trained) -> LossFunction:
     """Return the function of the family's losses of a batch, each times its sample's weight."""
 
     def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
-        output = checkpoint.losses(model, batch.tensors, streams)
+        output = trained_losses(checkpoint, model, batch.tensors, streams)
         weights = batch.tensors.get(LOSS_WEIGHT)
         if weights is None:
             return output

@@ -9,6 +9,10 @@ from dit_lora.numerics.streams import Drawn, fold
 
 LOSS_WEIGHT = "loss_weight"
 """Name of a batch's tensor, fp32 (B,), that its losses are multiplied by; only data with weights has it."""
+PRESERVE = "preserve."
+"""Start of the names of a batch's tensors of its captions without the trigger (`train.preserve`)."""
+PRESERVE_WEIGHT = "preserve_weight"
+"""Name of the factor, fp32 (B,), of the loss on them; only data with such captions has it."""
 ON_HOST = frozenset({"prompt_attention_mask", "prompt_mask", "prompt_embeds_mask"})
 """Names of tensors that stay on the host: masks of captions (Sana's, Latte's and Krea 2's), whose values decide shapes and backends.
 To look at one on a device, the host would wait in every micro-step."""
@@ -29,7 +33,7 @@ class Batch:
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device, all but what is `ON_HOST`."""
         moved = {
-            name: t if name in ON_HOST else t.to(device, non_blocking=True)
+            name: t if name.removeprefix(PRESERVE) in ON_HOST else t.to(device, non_blocking=True)
             for name, t in self.tensors.items()
         }
         return self._with(moved, lambda draws: draws.to(device, non_blocking=True))

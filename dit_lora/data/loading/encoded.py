@@ -11,12 +11,12 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec, TensorCache
-from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, draw_number
+from dit_lora.data.loading.batch import LOSS_WEIGHT, PRESERVE, PRESERVE_WEIGHT, Batch, draw_number
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.loading.reading import Reading, build_loader
 from dit_lora.data.loading.sampler import OrderedDataset
-from dit_lora.numerics.streams import generator
+from dit_lora.numerics.streams import fold, generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,15 @@ class Entry:
     """Factor of the sample's loss."""
     empty_text_key: str | None = None
     """Key of the caption that dropout puts in place, where that is the sample's own."""
+    preserve_text_keys: tuple[str, ...] = ()
+    """Keys of the captions without the trigger, under `train.preserve`."""
+    preserve_weight: float = 0.0
+    """Factor of the loss on that caption; 0 for a sample whose caption has no trigger."""
+
+    def preserve_text_key_of(self, draw: int) -> str | None:
+        """Return the key of one of the captions without the trigger; None where there are none."""
+        keys = self.preserve_text_keys
+        return keys[fold(draw, "preserve") % len(keys)] if keys else None
 
     def video_key_of(self, draw: int) -> str:
         """Return the key of the sample, or in half of the draws that of its mirror image."""
@@ -94,7 +103,16 @@ class EncodedClips:
     def largest(self) -> tuple[VideoShape | None, Spec]:
         """The largest shape, and the tensors of a sample of it."""
         shape, spec = next(iter(self.video_specs.items()))
-        return shape, {**spec, **self.text_spec}
+        spec = {**spec, **self.text_spec}
+        if self.preserves:
+            spec |= {f"{PRESERVE}{name}": one for name, one in self.text_spec.items()}
+            spec[PRESERVE_WEIGHT] = torch.Size([]), torch.float32
+        return shape, spec
+
+    @cached_property
+    def preserves(self) -> bool:
+        """True if samples have a caption without the trigger too."""
+        return any(entry.preserve_text_keys for entry in self.entries)
 
     @cached_property
     def has_loss_weights(self) -> bool:
@@ -118,8 +136,12 @@ class EncodedClips:
         text, text_fault = (
             self.empty_text if is_empty else self.texts.read(text_key, self.text_spec)
         )
-        faults = [fault for fault in (video_fault, text_fault) if fault]
-        tensors = {**video, **text}
+        tensors, other_fault = {**video, **text}, None
+        if (other_key := entry.preserve_text_key_of(draw)) is not None:
+            other, other_fault = self.texts.read(other_key, self.text_spec)
+            tensors |= {f"{PRESERVE}{name}": tensor for name, tensor in other.items()}
+            tensors[PRESERVE_WEIGHT] = torch.tensor(entry.preserve_weight)
+        faults = [fault for fault in (video_fault, text_fault, other_fault) if fault]
         if self.has_loss_weights:
             tensors[LOSS_WEIGHT] = torch.tensor(entry.loss_weight)
         return Batch(
@@ -172,7 +194,10 @@ class CachedClips(EncodedClips):
         }
         videos = [(self.videos, key, spec) for key, spec in keys.items()]
         text_keys = dict.fromkeys(
-            key for entry in bad for key in (entry.text_key, entry.empty_text_key) if key
+            key
+            for entry in bad
+            for key in (entry.text_key, entry.empty_text_key, *entry.preserve_text_keys)
+            if key
         )
         texts = [(self.texts, key, self.text_spec) for key in text_keys]
         aside = []
@@ -189,7 +214,7 @@ class ClipDataset(OrderedDataset):
     def __init__(self, clips: EncodedClips, how: Reading) -> None:
         self.clips = clips
         # Read now: an error in a worker process would reach nobody.
-        _ = clips.largest, clips.empty_text, clips.has_loss_weights
+        _ = clips.largest, clips.empty_text, clips.has_loss_weights, clips.preserves
         self.order = clips.order(seed=how.seed, quarantine=how.quarantine, group=how.sampler.group)
         self.pick = Picker(
             clips.entries, self.order, how.seed, how.caption_dropout, clips.empty_text_key

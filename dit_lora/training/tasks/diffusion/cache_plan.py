@@ -38,6 +38,10 @@ class PlannedSample:
     text: Job
     empty: Job | None = None
     """The empty caption with the sample's own references, where captions are encoded with them and dropped."""
+    preserve: tuple[Job, ...] = ()
+    """The captions without the trigger, under `train.preserve`."""
+    preserve_weight: float = 0.0
+    """Factor of the loss on that caption; 0 for a caption that has no trigger."""
 
     @property
     def videos(self) -> tuple[Job, ...]:
@@ -55,11 +59,13 @@ class PlannedSample:
             sample.clip.times,
             sample.clip.loss_weight,
             self.empty.key if self.empty else None,
+            tuple(job.key for job in self.preserve),
+            self.preserve_weight,
         )
 
     @property
     def texts(self) -> tuple[Job, ...]:
-        return (self.text, self.empty) if self.empty else (self.text,)
+        return (self.text, *([self.empty] if self.empty else []), *self.preserve)
 
 
 class ShownPrompt(NamedTuple):
@@ -128,7 +134,9 @@ def make_plan(
         except OSError as error:
             rejected[sample.id] = f"cannot be read: {error.strerror or error}"
             continue
-        wanted.append(PlannedSample(sample, video, mirror, *_texts(encoding, sample)))
+        texts = _texts(encoding, sample)
+        wanted.append(PlannedSample(sample, video, mirror, *texts, *_preserved(encoding, sample)))
+    _require_triggers(recipe, wanted)
     if not quiet:
         digests.save()
     # By content and not by name: a file that was mended since is judged anew.
@@ -152,6 +160,27 @@ def _texts(encoding: Encoding, sample: BucketedSample) -> tuple[Job, Job | None]
     if encoding.texts_see_references and encoding.recipe.data.caption_dropout > 0:
         return text, encoding.text("", shown)
     return text, None
+
+
+def _preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[Job, ...], float]:
+    """Return a sample's captions without the trigger, and the factor of the loss on them."""
+    preserve, caption = encoding.recipe.train.preserve, sample.clip.caption
+    if preserve is None:
+        return (), 0.0
+    if preserve.trigger not in caption:  # a batch has such a caption for each sample
+        return (encoding.text(caption, Shown.of(sample)),), 0.0
+    shown = Shown.of(sample)
+    jobs = tuple(encoding.text(one, shown) for one in preserve.without_trigger(caption))
+    return jobs, preserve.weight
+
+
+def _require_triggers(recipe: Recipe, wanted: Sequence[PlannedSample]) -> None:
+    preserve = recipe.train.preserve
+    if preserve is not None and wanted and not any(one.preserve_weight for one in wanted):
+        raise DitLoraError(
+            f"train.preserve: none of {len(wanted)} captions has the trigger {preserve.trigger!r} in it, as in "
+            f"{wanted[0].sample.clip.caption!r}; name the words that captions have"
+        )
 
 
 def _shown_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ShownPrompt]:

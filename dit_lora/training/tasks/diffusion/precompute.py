@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
-from dit_lora.config.recipe import ValidationConfig
+from dit_lora.config.recipe import Recipe, ValidationConfig
 from dit_lora.data.cache.cache import TensorCache, entry_key
 from dit_lora.data.cache.fill import Filled, Job, fill
 from dit_lora.data.loading.encoded import CachedClips, EncodedClips, Entry
@@ -65,7 +65,8 @@ def precompute(
     vae_config = read_component_config(checkpoint.path, "vae")
     VaeMemory.of(recipe.data).require(checkpoint.path.name, vae_config, sorted(sizes))
     report = plan.samples.report
-    for line in (*plan.samples.notes, *(report.lines() if report else ())):
+    preserved = _preserved_note(recipe, plan)
+    for line in (*plan.samples.notes, *preserved, *(report.lines() if report else ())):
         session.say(line)
     rejects = Rejects(session)
     videos = TensorCache(recipe.cache_dir / "videos")
@@ -124,6 +125,18 @@ def _keys(entry: Entry) -> list[str]:
         *keys,
         *([entry.mirror_key] if entry.mirror_key else []),
         *(map(str, weights) if weights != (1, 1) else []),
+        *entry.preserve_text_keys,
+    ]
+
+
+def _preserved_note(recipe: Recipe, plan: Plan) -> list[str]:
+    """Say how many captions have no trigger, so that nothing is kept of them."""
+    without = sum(not one.preserve_weight for one in plan.wanted)
+    if recipe.train.preserve is None or not without:
+        return []
+    trigger = recipe.train.preserve.trigger
+    return [
+        f"train.preserve: {without} of {len(plan.wanted)} captions have no {trigger!r} in them, and are trained without it"
     ]
 
 

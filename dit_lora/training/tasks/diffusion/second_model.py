@@ -46,8 +46,13 @@ def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
 
 
 def require_adapter_alone(recipe: Recipe, model: nn.Module) -> None:
-    """Raise `DitLoraError` if base weights train, which a second checkpoint has of its own."""
+    """Raise `DitLoraError` if base weights train, which a second checkpoint has of its own, or `train.preserve` is to keep."""
     trained = base_parameters(model)
+    if recipe.train.preserve is not None and trained:
+        raise DitLoraError(
+            f"train.preserve: its target is the base's own output, and {len(trained)} base weights train too, such as "
+            f"{next(iter(trained))}; leave one of them out"
+        )
     if recipe.validation.model is not None and trained:
         raise DitLoraError(
             f"validation.model: samples of it take the adapter alone, and {len(trained)} base weights train too, such as "

@@ -110,6 +110,8 @@ class DiffusionTask:
             schedule["model.task"] = recipe.model.task
         if recipe.data.sound:
             schedule["data.sound"] = True
+        if recipe.train.preserve is not None:
+            schedule["train.preserve"] = recipe.train.preserve.model_dump()
         return {
             **schedule,
             "data.caption_dropout": recipe.data.caption_dropout,

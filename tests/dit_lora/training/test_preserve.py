@@ -1,0 +1,160 @@
+"""Output preservation: the second loss and its gradient against plain fp64 code, and what of a model is off for its target."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from dit_lora.adapters.attach import ADAPTER_NAME, UNDER
+from dit_lora.adapters.under import trained_off
+from dit_lora.config.optim import PreserveConfig
+from dit_lora.data.loading.batch import PRESERVE, PRESERVE_WEIGHT
+from dit_lora.numerics.objectives import LossOutput
+from dit_lora.numerics.streams import Draws, Streams
+from dit_lora.training.preserve import difference, trained_losses
+
+ROWS, WIDTH = 3, 5
+
+
+class Predictor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(2 * WIDTH, 7)
+        self.leave = nn.Linear(7, WIDTH)
+
+    def forward(self, noisy: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.leave(torch.tanh(self.enter(torch.cat([noisy, text], 1)))),)
+
+
+class Plain:
+    """A checkpoint whose draws are noise; its loss is the error of that noise."""
+
+    path = Path("plain")
+
+    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        raise NotImplementedError
+
+    def losses(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+    ) -> LossOutput:
+        noise = self.noise(streams).to(batch["latent"].dtype)
+        predicted = model(batch["latent"] + noise, batch["text"])[0]
+        return LossOutput((predicted - noise).square().mean(1), torch.zeros(len(noise)))
+
+    @staticmethod
+    def noise(streams: Streams) -> torch.Tensor:
+        return torch.stack([torch.randn(WIDTH, generator=one) for one in streams("noise")])
+
+
+def adapted(*names: str) -> Any:
+    """A model in fp64 with LoRAs whose B is not zero."""
+    torch.manual_seed(0)
+    model: Any = Predictor()
+    for name in names:
+        config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["enter", "leave"])
+        peft.inject_adapter_in_model(config, model, adapter_name=name)
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            nn.init.normal_(parameter)
+    for layer in (model.enter, model.leave):
+        layer._active_adapter = list(names)
+    return model.double()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    latent, text, other = torch.randn(3, ROWS, WIDTH, generator=generator).double()
+    weight = torch.tensor([0.7, 0.0, 1.9])
+    return {"latent": latent, "text": text, f"{PRESERVE}text": other, PRESERVE_WEIGHT: weight}
+
+
+def plain(weights: Mapping[str, torch.Tensor], x: torch.Tensor, lora: bool) -> torch.Tensor:
+    """The model's output by its matrices."""
+
+    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+        y = x @ weights[f"{name}.base_layer.weight"].T + weights[f"{name}.base_layer.bias"]
+        a, b = (weights[f"{name}.lora_{one}.{ADAPTER_NAME}.weight"] for one in "AB")
+        return y + 1.5 * (x @ a.T) @ b.T if lora else y
+
+    return linear("leave", torch.tanh(linear("enter", x)))
+
+
+def test_loss_and_gradient_are_those_of_plain_code() -> None:
+    model, given, streams = adapted(ADAPTER_NAME), batch(), Streams(5, [4, 9, 2])
+    output = trained_losses(Plain(), model, given, streams)
+    output.losses.sum().backward()
+    weights = {
+        name: p.detach().clone().requires_grad_(p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+    noise = Plain.noise(streams).double()
+    noisy, (own, other) = given["latent"] + noise, (given["text"], given[f"{PRESERVE}text"])
+    learned = plain(weights, torch.cat([noisy, own], 1), lora=True)
+    ours = plain(weights, torch.cat([noisy, other], 1), lora=True)
+    base = plain(weights, torch.cat([noisy, other], 1), lora=False).detach()
+    expected = (learned - noise).square().mean(1)
+    expected = expected + given[PRESERVE_WEIGHT] * (ours - base).square().mean(1)
+    expected.sum().backward()
+    torch.testing.assert_close(output.losses, expected, rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-5, atol=1e-7)
+        else:
+            assert parameter.grad is None
+
+
+def test_without_such_captions_the_loss_is_the_familys_own() -> None:
+    model, streams = adapted(ADAPTER_NAME), Streams(5, [4, 9, 2])
+    given = {name: tensor for name, tensor in batch().items() if not name.startswith("preserve")}
+    alone = Plain().losses(model, given, streams).losses
+    assert torch.equal(trained_losses(Plain(), model, given, streams).losses, alone)
+
+
+def test_frozen_adapters_stay_on_for_the_target() -> None:
+    """They are what training begins with."""
+    model, frozen = adapted(ADAPTER_NAME, f"{UNDER}0"), adapted(f"{UNDER}0")
+    with torch.no_grad():
+        for name, parameter in frozen.named_parameters():
+            parameter.copy_(model.get_parameter(name))
+    x = torch.randn(2, 2, WIDTH, dtype=torch.float64)
+    both = model(*x)[0]
+    with trained_off(model):
+        assert torch.equal(model(*x)[0], frozen(*x)[0])
+    assert torch.equal(model(*x)[0], both)
+    assert not torch.equal(both, frozen(*x)[0])
+    wants = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert wants["enter.lora_A.default.weight"]
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_every_tensor_that_a_model_gives_counts(by_row: bool) -> None:
+    """Pictures and sound are added; a list of pictures is a row each."""
+    generator = torch.Generator().manual_seed(1)
+    if by_row:
+        sizes = [(2, 3), (2, 5), (2, 4)]
+        ours, theirs = ([torch.randn(s, generator=generator) for s in sizes] for _ in range(2))
+        expected = [(a - b).square().mean() for a, b in zip(ours, theirs, strict=True)]
+    else:
+        sizes = [(3, 4, 2), (3, 7)]
+        ours, theirs = ([torch.randn(s, generator=generator) for s in sizes] for _ in range(2))
+        pairs = list(zip(ours, theirs, strict=True))
+        expected = [sum((a[i] - b[i]).square().mean() for a, b in pairs) for i in range(3)]
+    torch.testing.assert_close(difference(ours, theirs, 3), torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"trigger": " ", "class_words": "dog"}, "got none, or an empty one"),
+        ({"trigger": "sks", "class_words": "sks dog"}, "has the trigger 'sks' in it"),
+        ({"trigger": "sks", "class_words": []}, "got none"),
+        ({"trigger": "sks", "class_words": "dog", "weight": 0}, "greater than 0"),
+    ],
+)
+def test_words_that_keep_nothing_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PreserveConfig(**wrong)

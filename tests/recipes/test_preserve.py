@@ -1,0 +1,62 @@
+"""`train.preserve` in whole runs: it trains, resumes bit for bit, and its captions are named where they are bad."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from runs import lines, same_adapter, trajectory
+
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.errors import DitLoraError
+from dit_lora.faults.media.cache import overwrite
+
+Main = Callable[[list[str]], None]
+PRESERVE = "train.preserve={trigger: red, class_words: painted}"
+
+
+def test_it_is_trained_and_resumes_bit_for_bit(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    whole, parts, plain = (tmp_path / name for name in ("whole", "parts", "plain"))
+    lora_main([*smoke, PRESERVE, "train.steps=4", f"run.dir={whole}"])
+    lora_main([*smoke, PRESERVE, "train.steps=2", f"run.dir={parts}"])
+    lora_main([*smoke, PRESERVE, "train.steps=4", f"run.dir={parts}", "train.resume=auto"])
+    assert same_adapter(whole, parts)
+    lora_main([*smoke, "train.steps=4", f"run.dir={plain}"])
+    ours, theirs = trajectory(whole), trajectory(plain)
+    assert ours[0][:2] == theirs[0][:2]  # a new adapter has moved nothing yet
+    assert ours[-1][1] != theirs[-1][1]
+    with pytest.raises(DitLoraError, match=r"train\.preserve"):
+        lora_main([*smoke, "train.steps=6", f"run.dir={parts}", "train.resume=auto"])
+
+
+def test_a_bad_caption_without_the_trigger_is_its_samples_own(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    lora_main([*smoke, PRESERVE, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
+    texts = TensorCache(tmp_path / "cache" / "texts")
+    entry = next(one for one in texts.entries() if "painted" in str(one.facts["caption"]))
+    overwrite(entry, "prompt_embeds", 5, torch.tensor([torch.nan]))
+    lora_main([*smoke, PRESERVE, "train.steps=8", f"run.dir={run}"])
+    events = [one for one in lines(run, "events.jsonl") if one["action"] != "report"]
+    assert events
+    assert all(one["verdict"]["cause"] == "data" for one in events)
+    assert all("prompt_embeds has 1 NaN" in one["verdict"]["words"] for one in events)
+    assert lines(run, "metrics.jsonl")[-1]["step"] == 8
+
+
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        (["train.preserve={trigger: sks, class_words: dog}"], "none of . captions has the trigger"),
+        ([PRESERVE, "train.mode=full", "optim.groups.adapter=null"], "has no adapter"),
+        ([PRESERVE, "train.context_parallel=2"], "ranks that share samples"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(
+    lora_main: Main, smoke: list[str], tmp_path: Path, further: list[str], words: str
+) -> None:
+    with pytest.raises(DitLoraError, match=words):
+        lora_main([*smoke, *further, "train.steps=1", f"run.dir={tmp_path / 'run'}"])
