@@ -2,6 +2,7 @@
 
     pip install scikit-learn                # for this benchmark alone
     python -m benchmarks.digits WORK [--steps 1200] [--lora-steps 300]
+    python -m benchmarks.digits WORK --forgetting   # what a LoRA of the new digit alone takes from the others, and what helps
 
 scikit-learn's 8x8 digits, enlarged to 16x16, in one folder a class. A small VAE is trained here; the rest is the
 recipe script in processes of its own: `train.mode: full` without one digit, then `lora` on that digit and a few
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=2.0)
     parser.add_argument("--replayed", type=int, default=20, help="of each old class, for the LoRA")
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--forgetting", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     began, work = time.perf_counter(), args.work
@@ -63,6 +65,10 @@ def main() -> None:
     if not base.exists():
         build_base(base, digits[own])
     print(f"VAE and data: {time.perf_counter() - began:.0f} s")
+    if args.forgetting:
+        forgetting(work, judge, args)
+        print(f"whole: {time.perf_counter() - began:.0f} s")
+        return
     scratch, lora = recipes(work, args.steps, args.lora_steps)
     launch(scratch, work / "scratch.yaml")
     before = sampled(work / "scratch" / "model", None, args)
@@ -184,6 +190,43 @@ def recipes(work: Path, steps: int, lora_steps: int) -> tuple[dict[str, Any], di
         "run": {"dir": str(work / "lora")},
     }
     return scratch, lora
+
+
+def forgetting(work: Path, judge: SVC, args: argparse.Namespace) -> None:
+    """Train nine digits with a row for the tenth that is never used, then LoRAs of the tenth alone, three ways."""
+    scratch, lora = recipes(work, args.steps, args.lora_steps)
+    for recipe in (scratch, lora):
+        recipe["data"]["classes"] = list(NAMES)
+    scratch["run"]["dir"] = str(work / "ten")
+    if not (work / "ten" / "model").exists():
+        launch(scratch, work / "ten.yaml")
+    report("from scratch", judge, sampled(work / "ten" / "model", None, args))
+    others = [name for name in NAMES if name != HELD_OUT]
+    shutil.rmtree(work / "alone", ignore_errors=True)
+    shutil.copytree(work / "new" / HELD_OUT, work / "alone" / HELD_OUT)
+    alone = {"path": str(work / "alone")}
+    prior = [
+        {"path": str(work / "prior" / name), "caption": name, "generate": args.replayed}
+        for name in others
+    ]
+    ways: dict[str, dict[str, Any]] = {
+        "alone": {"data": {"path": alone["path"]}},
+        "prior preservation": {"data": {"sources": [alone, *prior]}},
+        "train.preserve": {
+            "data": {"path": alone["path"]},
+            "train": {"preserve": {"trigger": HELD_OUT, "class_words": others}},
+        },
+    }
+    del lora["optim"]["groups"]["connector"]
+    lora["model"]["path"] = str(work / "ten" / "model")
+    lora["validation"] |= {"guidance_scale": args.guidance, "inference_steps": 50}
+    for number, (name, way) in enumerate(ways.items()):
+        data = {key: value for key, value in lora["data"].items() if key != "path"}
+        recipe = {**lora, "data": data | way["data"], "run": {"dir": str(work / f"way_{number}")}}
+        recipe["train"] = lora["train"] | way.get("train", {})
+        launch(recipe, work / f"way_{number}.yaml")
+        adapter = work / f"way_{number}" / "adapter"
+        report(f"sevens, {name}", judge, sampled(work / "ten" / "model", adapter, args))
 
 
 def launch(recipe: dict[str, Any], path: Path) -> None:

@@ -17,7 +17,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.buckets.buckets import buckets_of
 from dit_lora.data.cache.cache import Spec
-from dit_lora.data.loading.batch import PRESERVE, PRESERVE_WEIGHT
+from dit_lora.data.loading.encoded import preserved_spec
 from dit_lora.data.media.sound import Sound
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.without_weights import data_is_here, from_configs, text_encoders
@@ -191,16 +191,7 @@ class Subject:
         made, _ = self._encode(shape)
         video = {name: (tensor.shape, tensor.dtype) for name, tensor in made.items()}
         text = self.checkpoint.text_spec(self.dtype)
-        return video | text | self._preserved(text)
-
-    def _preserved(self, text: Spec) -> Spec:
-        """Return the tensors of a caption without the trigger, under `train.preserve`."""
-        if self.recipe.train.preserve is None:
-            return {}
-        return {
-            **{f"{PRESERVE}{name}": one for name, one in text.items()},
-            PRESERVE_WEIGHT: (torch.Size([]), torch.float32),
-        }
+        return video | text | (preserved_spec(text) if self.recipe.train.preserve else {})
 
     def _encode(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
         """Return what the video encoder gives of one sample, and its peak."""

@@ -63,6 +63,12 @@ class Encodings(Protocol):
         """Return the tensors and what is wrong with them; tensors that are missing are NaN of shape `spec`."""
 
 
+def preserved_spec(text: Spec) -> Spec:
+    """Return the shapes and dtypes of a caption without the trigger, and of the factor of the loss on it."""
+    tensors = {f"{PRESERVE}{name}": one for name, one in text.items()}
+    return {**tensors, PRESERVE_WEIGHT: (torch.Size([]), torch.float32)}
+
+
 @dataclass(frozen=True)
 class EncodedClips:
     """The encoded training set; `empty_text_key` is the caption that dropout puts in place."""
@@ -105,8 +111,7 @@ class EncodedClips:
         shape, spec = next(iter(self.video_specs.items()))
         spec = {**spec, **self.text_spec}
         if self.preserves:
-            spec |= {f"{PRESERVE}{name}": one for name, one in self.text_spec.items()}
-            spec[PRESERVE_WEIGHT] = torch.Size([]), torch.float32
+            spec |= preserved_spec(self.text_spec)
         return shape, spec
 
     @cached_property
