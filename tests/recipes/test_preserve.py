@@ -60,3 +60,28 @@ def test_what_cannot_be_kept_is_refused_by_name(
 ) -> None:
     with pytest.raises(DitLoraError, match=words):
         lora_main([*smoke, *further, "train.steps=1", f"run.dir={tmp_path / 'run'}"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "further",
+    [
+        ["train.checkpointing=full"],
+        ["train.checkpointing=selective", "train.accumulate=2"],
+        ["train.offload=group", "train.checkpointing=full"],
+        ["train.ema=0.5", "data.caption_dropout=0.5", "lora.dropout=0.1"],
+        ["model.quantize=int8"],
+        ["train.compile=true"],
+        ["data.precompute=false"],
+        ["kernels.lora_linear=on", "kernels.ada_norm=on"],
+    ],
+)
+def test_it_goes_with_what_a_run_may_have(
+    lora_main: Main, smoke: list[str], tmp_path: Path, further: list[str]
+) -> None:
+    whole, parts, words = tmp_path / "whole", tmp_path / "parts", [*smoke, PRESERVE, *further]
+    lora_main([*words, "train.steps=3", f"run.dir={whole}"])
+    lora_main([*words, "train.steps=2", f"run.dir={parts}"])
+    lora_main([*words, "train.steps=3", f"run.dir={parts}", "train.resume=auto"])
+    assert same_adapter(whole, parts)
+    assert not lines(whole, "events.jsonl")

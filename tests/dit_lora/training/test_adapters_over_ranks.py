@@ -1,4 +1,6 @@
-"""Continuing from a file, a frozen adapter under it, and a second model for samples: over ranks as on one process."""
+"""Continuing from a file, a frozen adapter under it, output preservation, and a second model for samples: over ranks as on
+one process.
+"""
 
 import importlib.util
 import json
@@ -45,6 +47,7 @@ def test_every_engine_trains_shows_and_verifies_the_same(
             "data.width=48",
             "train.steps=2",
             f"lora={json.dumps({'init': str(start), 'under': [str(under / ADAPTER_FILE)]})}",
+            "train.preserve={trigger: red, class_words: painted}",
             "validation.prompts=[x]",
             "validation.inference_steps=1",
             "validation.held_out_draws=1",
