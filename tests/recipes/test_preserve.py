@@ -7,6 +7,7 @@ import pytest
 import torch
 from runs import lines, same_adapter, trajectory
 
+from dit_lora.commands.replay import replay_bundle
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
 from dit_lora.faults.media.cache import overwrite
@@ -45,6 +46,10 @@ def test_a_bad_caption_without_the_trigger_is_its_samples_own(
     assert all(one["verdict"]["cause"] == "data" for one in events)
     assert all("prompt_embeds has 1 NaN" in one["verdict"]["words"] for one in events)
     assert lines(run, "metrics.jsonl")[-1]["step"] == 8
+    replayed = replay_bundle(run / events[0]["bundle"])
+    assert replayed.verdict is not None
+    assert replayed.verdict.cause == "data"
+    assert replayed.verdict.sample_ids == tuple(events[0]["sample_ids"])
 
 
 @pytest.mark.parametrize(
