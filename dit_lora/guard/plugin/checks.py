@@ -74,6 +74,8 @@ class StepChecks:
         else:
             wants_gradients = False
         wants_weights = self._weight_peaks is None and "weights" in self._checks
+        if not wants_gradients and not wants_weights:
+            return
         weights = parameters if wants_weights else {}
         names, parts = self._parts(grads)
         # In one pass: an operation for each half costs more.

@@ -109,10 +109,6 @@ class CapturedCall:
         finally:
             generator.set_state(now)
 
-    def without_output(self) -> "CapturedCall":
-        """Return the call with nothing but what the model was given."""
-        return replace(self, output=None, output_gradient=None)
-
     def micro_batch(
         self,
         model: nn.Module,

@@ -131,8 +131,7 @@ class Steps:
     ) -> Any:
         """Let a plain loop's own gradient scaler take a step, and judge one that it leaves out.
 
-        Gradients beyond fp16 are the scaler's affair, by a lower scale. An output that is not finite is none of the
-        scale's, which it has not met.
+        Gradients beyond fp16 are the scaler's affair, by a lower scale; an output that is not finite is not.
         """
         self._reached = False
         result = original(optimizer, *args, **kwargs)
@@ -371,11 +370,13 @@ class Steps:
             self.tripped = False
             self._mark_optimizers()
             # To compare a failing call with; its output is memory that nobody needs.
-            self._controls = {id(call.owner): call.without_output() for call in self._watched.calls}
+            self._controls = {id(call.owner): call for call in self._watched.calls}
+            for call in self._watched.calls:
+                call.output = call.output_gradient = None
             if syncs:
                 self._recovery.budget.take()
                 self._settle()
-                self._is_due = self._is_due or self._state.due(self.number)
+                self._is_due |= self._state.due(self.number)
         self.number += int(syncs)
         self._forget()
 
