@@ -12,7 +12,8 @@ from torch import nn
 from dit_lora.adapters.attach import ADAPTER_NAME, UNDER
 from dit_lora.adapters.under import trained_off
 from dit_lora.config.optim import PreserveConfig
-from dit_lora.data.loading.batch import PRESERVE, PRESERVE_WEIGHT
+from dit_lora.data.loading.batch import PRESERVE, PRESERVE_WEIGHT, Batch
+from dit_lora.data.loading.encoded import Entry
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Draws, Streams
 from dit_lora.training.preserve import difference, trained_losses
@@ -144,6 +145,22 @@ def test_every_tensor_that_a_model_gives_counts(by_row: bool) -> None:
         pairs = list(zip(ours, theirs, strict=True))
         expected = [sum((a[i] - b[i]).square().mean() for a, b in pairs) for i in range(3)]
     torch.testing.assert_close(difference(ours, theirs, 3), torch.stack(expected))
+
+
+def test_of_several_class_words_each_draw_has_one() -> None:
+    entry = Entry("a", "video", "text", preserve_text_keys=("dog", "puppy", "hound"))
+    keys = [entry.preserve_text_key_of(draw) for draw in range(300)]
+    assert keys == [entry.preserve_text_key_of(draw) for draw in range(300)]
+    assert all(60 < keys.count(key) < 140 for key in entry.preserve_text_keys)
+    assert Entry("a", "video", "text").preserve_text_key_of(3) is None
+
+
+def test_masks_of_its_captions_stay_on_the_host_too() -> None:
+    """Where those of the others stay: the host would wait for their values."""
+    mask = torch.ones(1, 4)
+    names = ("prompt_attention_mask", f"{PRESERVE}prompt_attention_mask", f"{PRESERVE}embeds")
+    batch = Batch(("a",), (0,), dict.fromkeys(names, mask)).to(torch.device("meta"))
+    assert [batch.tensors[name].device.type for name in names] == ["cpu", "cpu", "meta"]
 
 
 @pytest.mark.parametrize(
