@@ -259,3 +259,26 @@ def test_what_depends_on_the_timestep_is_not_called_data(rows: int) -> None:
     (event,) = guard.events
     assert (event["verdict"]["cause"], event["action"]) == ("inputs", "skip")
     assert event["sample_ids"] == [f"sample {rows - 1} of micro-batch 0"]
+
+
+def test_a_loss_that_the_loop_itself_overflows_is_no_chance_and_no_samples() -> None:
+    """Squares beyond fp16 are made after the model: replays of it are healthy, and say nothing."""
+    accelerator = fresh_accelerator()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    guard = Guard.attach(accelerator, model, optimizer)
+    for number in range(1, 5):
+        before = everything([model], [optimizer])
+        scale = 1e4 if number == 3 else 1.0
+        loss = (model(batch(number)) * scale).half().square().mean()
+        assert bool(loss.isfinite()) is (number != 3)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same(everything([model], [optimizer]), before) is (number == 3)
+    (event,) = guard.events
+    assert (event["kind"], event["action"]) == ("non_finite_loss", "skip")
+    assert event["verdict"]["cause"] == "unknown"
+    assert "outside of the model" in event["verdict"]["words"]
+    assert event["sample_ids"] == []

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import sys
+import time
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -43,6 +44,7 @@ others = [torch.empty_like(weights) for _ in range(2)]
 dist.all_gather(others, weights)
 if dist.get_rank() == 0:
     print("finite", bool(weights.isfinite().all()), "equal", torch.equal(*others))
+time.sleep(0.1)  # gloo lets go of its last tensors (docs/log.md)
 dist.destroy_process_group()
 """
 

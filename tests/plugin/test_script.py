@@ -188,6 +188,7 @@ def test_a_module_runs_by_its_name_and_errors_are_the_scripts_own(script: Path) 
 
 
 RANKS = """
+import time
 import sys
 import torch
 import torch.distributed as dist
@@ -222,11 +223,13 @@ others = [torch.empty_like(weights) for _ in range(2)]
 dist.all_gather(others, weights)
 if dist.get_rank() == 0:
     print("finite", bool(weights.isfinite().all()), "equal", torch.equal(*others))
+time.sleep(0.1)  # gloo lets go of its last tensors (docs/log.md)
 dist.destroy_process_group()
 """
 
 
 SHARDED = """
+import time
 import sys
 import torch
 import torch.distributed as dist
@@ -268,6 +271,7 @@ for epoch in range(2):
 finite = all(bool(p.full_tensor().isfinite().all()) for p in model.parameters())
 if dist.get_rank() == 0:
     print("finite", finite)
+time.sleep(0.1)  # gloo lets go of its last tensors (docs/log.md)
 dist.destroy_process_group()
 """
 

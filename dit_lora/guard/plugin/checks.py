@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.plugin.host import Host
 from dit_lora.numerics.dtensors import local
-from dit_lora.numerics.finite import magnitudes
+from dit_lora.numerics.finite import is_finite, magnitudes
 
 CHECKS = ("loss", "gradient", "zero_gradient", "weights", "frozen")
 """`loss`: the loss is finite. `gradient`: every gradient is. `zero_gradient`: the loss's gradient reaches a trained
@@ -52,6 +52,10 @@ class StepChecks:
     def loss(self, loss: torch.Tensor) -> None:
         """Note a loss before its backward."""
         self._losses.append(loss.detach())
+
+    def own_loss_is_bad(self) -> bool:
+        """Return True if a loss of this rank is not finite; reads the device."""
+        return not all(is_finite(loss) for loss in self._losses)
 
     def last_loss_is_bad(self) -> torch.Tensor:
         """Return a bool scalar on the device."""

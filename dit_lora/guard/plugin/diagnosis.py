@@ -17,6 +17,7 @@ from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.replay import MicroBatch, run
 from dit_lora.guard.state import bad_state, run_away
 from dit_lora.guard.verdict import Verdict
+from dit_lora.numerics.finite import is_finite
 
 Diagnose = Callable[[CapturedCall], Found[CapturedCall]]
 
@@ -54,6 +55,38 @@ def call_verdicts(
 
     micro_batches = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
     return [_of_micro_batch(group, verdict) for group in micro_batches]
+
+
+def of_the_loops_loss(
+    found: Sequence[Found[CapturedCall]], calls: Sequence[CapturedCall]
+) -> list[Found[CapturedCall]]:
+    """Return what was found of a loss that is not finite, where nothing that the models gave, or had come back, was bad:
+    then it is the loop's own arithmetic, which no replay of a model repeats, and not chance.
+    """
+    gradients = (call.output_gradient for call in calls)
+    is_sound = all(call.output_is_finite for call in calls) and all(
+        is_finite(one) for one in gradients if one is not None
+    )
+    if not calls or not is_sound:
+        return list(found)
+    words = (
+        "the loss is not finite, though what the model gave and what came back to it are: the loop's own arithmetic makes "
+        "it so, outside of the model"
+    )
+    return [
+        replace(
+            one,
+            verdict=replace(
+                one.verdict,
+                cause="unknown",
+                words=words,
+                evidence={**one.verdict.evidence, "of_the_loop": True},
+            ),
+        )
+        if one.verdict.cause == "transient"
+        else one
+        for one in found
+    ]
 
 
 def _whose(

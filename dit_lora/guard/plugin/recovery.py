@@ -23,7 +23,12 @@ from dit_lora.guard.event import Event, event_of
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.guard.plugin.budget import SkipBudget
 from dit_lora.guard.plugin.bundles import Bundles
-from dit_lora.guard.plugin.diagnosis import call_verdicts, state_verdict, unseen
+from dit_lora.guard.plugin.diagnosis import (
+    call_verdicts,
+    of_the_loops_loss,
+    state_verdict,
+    unseen,
+)
 from dit_lora.guard.plugin.host import Host
 from dit_lora.guard.plugin.loop_state import LoopState
 from dit_lora.guard.plugin.recorded_calls import CapturedCall
@@ -57,6 +62,8 @@ class PluginTrip:
     """The last call of each model, by its id, that was healthy."""
     moved: bool = False
     """True if the optimizer had changed weights by then."""
+    own_loss_is_bad: bool = False
+    """True if a loss of this rank, as far as it is known, is not finite."""
     between_steps: bool = False
     """True if what is held was found wrong at a save: no step is lost."""
 
@@ -200,6 +207,8 @@ class PluginRecovery(Episode[PluginTrip, CapturedCall]):
             for of_rank in self.watched.shared(trip.calls, trip.controls)
             for one in call_verdicts(of_rank, self.watched, trip.kind, step)
         ]
+        if state is None and trip.own_loss_is_bad and not self.lockstep:
+            found = of_the_loops_loss(found, trip.calls)
         if state is None:
             return found or [Found(unseen(step, rank))]
         # A bad sample leaves its NaN in a buffer that the model writes to; it is the buffer where no sample is bad.
@@ -215,7 +224,9 @@ class PluginRecovery(Episode[PluginTrip, CapturedCall]):
         of them, and a loop in fp16 expects to lose some to its range.
         """
         every = all(
-            verdict.evidence.get("every_sample") or verdict.cause == "precision"
+            verdict.evidence.get("every_sample")
+            or verdict.evidence.get("of_the_loop")
+            or verdict.cause == "precision"
             for verdict in verdicts
         )
         allowed = "skip" in self.config.on_nonfinite and self._policy.skips < self.config.max_skips

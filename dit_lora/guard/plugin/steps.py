@@ -47,7 +47,6 @@ class Steps:
         self.number = 1
         """The number of the optimizer step under way."""
         self.tripped = False
-        """True if the last step was left out."""
         self._host = host
         self._watched = watched
         self._state: LoopState = recovery.state
@@ -341,7 +340,8 @@ class Steps:
         gradients = self._checks.bad_gradients()
         calls, controls = list(self._watched.calls), dict(self._controls)
         trip = PluginTrip(self.number, kind, calls, gradients, controls)
-        trip = replace(trip, moved=moved, between_steps=between_steps)
+        bad = self._checks.own_loss_is_bad()
+        trip = replace(trip, moved=moved, between_steps=between_steps, own_loss_is_bad=bad)
         # No step may use the gradients of one that tripped.
         self._forget_gradients()
         with self._watched.unrecorded():  # replays are not to be recorded
