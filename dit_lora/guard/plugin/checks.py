@@ -34,9 +34,9 @@ class StepChecks:
         self._checks = checks
         self._losses: list[torch.Tensor] = []
         self._peaks: torch.Tensor | None = None
-        self._names: list[str] = []
         self._weight_peaks: torch.Tensor | None = None
         self._parameters: Mapping[str, nn.Parameter] = {}
+        self._held: list[nn.Parameter] = []
         self._sharded = False
         """True if any of them is sharded, of which a rank has a part."""
 
@@ -69,25 +69,24 @@ class StepChecks:
         them does.
         """
         if parameters is not self._parameters:  # else a question to each of hundreds, at every step
-            self._parameters = parameters
-            self._sharded = any(isinstance(one, DTensor) for one in parameters.values())
-        grads: dict[str, torch.Tensor] = {}
-        wants_gradients = gradients and self._peaks is None
-        if wants_gradients and self._checks & {"gradient", "zero_gradient"}:
-            grads = {n: g for n, p in parameters.items() if (g := p.grad) is not None}
-        else:
-            wants_gradients = False
+            self._parameters, self._held = parameters, list(parameters.values())
+            self._sharded = any(isinstance(one, DTensor) for one in self._held)
+        wants_gradients = (
+            gradients and self._peaks is None and bool(self._checks & {"gradient", "zero_gradient"})
+        )
         wants_weights = self._weight_peaks is None and "weights" in self._checks
         if not wants_gradients and not wants_weights:
             return
-        weights = parameters if wants_weights else {}
-        names, parts = self._parts(grads)
-        # In one pass: an operation for each half costs more.
-        peaks = magnitudes([*parts, *self._parts(weights)[1]], self._host.device)
+        grads: list[torch.Tensor] = []
         if wants_gradients:
-            self._names, self._peaks = names, peaks[: len(names)]
+            grads = self._parts([grad for p in self._held if (grad := p.grad) is not None])
+        weights = self._parts(self._held) if wants_weights else []
+        # In one pass: an operation for each half costs more.
+        peaks = magnitudes(grads + weights, self._host.device)
+        if wants_gradients:
+            self._peaks = peaks[: len(grads)]
         if wants_weights:
-            self._weight_peaks = peaks[len(names) :]
+            self._weight_peaks = peaks[len(grads) :]
 
     def tripped_by(self, asked: Callable[[], bool]) -> str | None:
         """Return what is wrong with this step on any rank, or None: one read by the host, and among ranks one all-reduce.
@@ -136,9 +135,14 @@ class StepChecks:
         """Return the parameters whose gradient is not finite; none where clipping has already spread it to all."""
         if self._peaks is None:
             return []
-        bad = (~torch.isfinite(self._peaks)).tolist()
-        names = [name for name, is_bad in zip(self._names, bad, strict=True) if is_bad]
-        return names if len(names) < len(self._names) or len(names) == 1 else []
+        # Named only now: to make lists of names costs as much as all else.
+        held = self._parameters.items()
+        names = [name for name, p in held if p.grad is not None and local(p.grad).numel()]
+        if len(names) != len(self._peaks):  # they were cleared since
+            return []
+        are_bad = (~torch.isfinite(self._peaks)).tolist()
+        bad = [name for name, is_bad in zip(names, are_bad, strict=True) if is_bad]
+        return bad if len(bad) < len(names) or len(bad) == 1 else []
 
     def forget(self) -> None:
         """Begin the next step."""
@@ -150,10 +154,9 @@ class StepChecks:
         """Let gradients be noted anew."""
         self._peaks = None
 
-    def _parts(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
-        """Return the names and this rank's parts of tensors that have any."""
+    def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's parts of tensors that have any."""
         if not self._sharded:
-            return list(tensors), list(tensors.values())
+            return list(tensors)
         # FSDP2 leaves some ranks nothing of a weight that has fewer rows than there are ranks.
-        parts = {name: part for name, tensor in tensors.items() if (part := local(tensor)).numel()}
-        return list(parts), list(parts.values())
+        return [part for tensor in tensors if (part := local(tensor)).numel()]
