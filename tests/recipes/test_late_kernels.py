@@ -46,7 +46,7 @@ def apart(one: Path, other: Path) -> float:
 CASES = [
     thorough("values 0.1 % off", "ada_norm", 4, ()),
     ("wrong rows", "ada_norm", 0, ("model.dtype=bf16",)),
-    ("the last partial block dropped in backward", "ada_norm", 1, ("train.batch_size=1",)),
+    thorough("the last partial block dropped in backward", "ada_norm", 1, ("train.batch_size=1",)),
     *(
         thorough(fault, op, step, settings)
         for fault in FAULTS

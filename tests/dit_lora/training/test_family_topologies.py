@@ -21,7 +21,17 @@ RATE = 1e-3
 
 
 ALIKE = (
-    *("flux", "ltx_video_i2v", "sd3", "qwen_image", "krea2", "wan_i2v", "wan_2.2", "z_image"),
+    *(
+        "flux",
+        "ltx_video_i2v",
+        "sd3",
+        "qwen_image",
+        "krea2",
+        "wan_i2v",
+        "wan_2.2",
+        "wan_5b_i2v",
+        "z_image",
+    ),
     *("flux_kontext_masked", "flux2_dev_edit", "qwen_image_edit_masked", "qwen_image_edit_plus"),
     *("ltx_video", "ltx2", "ltx2_i2v", "ltx2_sound", "ltx2_ic_lora", "ltx2_ic_lora_sound"),
 )
@@ -29,7 +39,7 @@ ALIKE = (
 
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(name, marks=pytest.mark.thorough) for name in ALIKE), "flux2", "wan_5b_i2v"],
+    [*(pytest.param(name, marks=pytest.mark.thorough) for name in ALIKE), "flux2"],
 )
 def test_two_ranks_train_as_one_process(
     name: str,
