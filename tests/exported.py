@@ -10,6 +10,9 @@ from torch import nn
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.diffusers_format import save_adapter
 from dit_lora.adapters.groups import parameter_groups
+from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
+from dit_lora.adapters.peft_format import save_chat_adapter
+from dit_lora.config.lora import Kind
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 
@@ -34,6 +37,7 @@ def trained(
     rank: int = 4,
     alpha: float = 7,
     targets: tuple[str, ...] = (),
+    kind: Kind = "lora",
     connector: bool = False,
     seed: int = 1,
     scale: float = 0.1,
@@ -42,9 +46,9 @@ def trained(
     found = get_family(family)
     checkpoint = found.open(ModelConfig(family=family, path=str(base)))
     model = checkpoint.load_transformer(torch.float32)
-    attach_lora(
-        model, LoraConfig(rank=rank, alpha=alpha, targets=targets), found.lora_targets, seed=0
-    )
+    how = {"block_size": rank} if kind == "oft" else {"rank": rank, "alpha": alpha}
+    lora = LoraConfig(kind=kind, targets=targets, **how)
+    attach_lora(model, lora, found.lora_targets, seed=0)
     if connector:
         parameter_groups(model, adapter=1e-4, connector=1e-5, patterns=found.group_patterns)
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +64,10 @@ def trained(
         "rank": rank,
         "alpha": alpha,
     }
-    save_adapter(model, checkpoint.pipeline_class, folder, made)
+    if kind in WITHOUT_DIFFUSERS:
+        save_chat_adapter(model, folder, made)
+    else:
+        save_adapter(model, checkpoint.pipeline_class, folder, made)
     return Trained(folder, model.eval(), base, checkpoint)
 
 

@@ -4,13 +4,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import peft
 import torch
 from diffusers.training_utils import cast_training_params
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from dit_lora.adapters.kinds import config_of, kind_of, measure_magnitudes, require_adaptable
 from dit_lora.adapters.lora_mixins import adaptable
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError, listed
@@ -20,8 +22,6 @@ from dit_lora.numerics.streams import fold
 ADAPTER_NAME = "default"
 UNDER = "under_"
 """Begins the names of frozen adapters under it, in the recipe's order."""
-# PEFT's values of `init_lora_weights` by ours of `lora.init`.
-_INITS: dict[str, Literal["gaussian"] | bool] = {"kaiming": True, "gaussian": "gaussian"}
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,12 @@ class AttachReport:
     parameters: int
     convolutions: int = 0
     """Number of 2D convolutions that were adapted."""
+    kind: str = "lora"
 
     def __str__(self) -> str:
         convolutions = f" and {self.convolutions} convolutions" if self.convolutions else ""
         return (
-            f"lora: {self.adapted} of {self.linear} linear layers{convolutions}, "
+            f"{self.kind}: {self.adapted} of {self.linear} linear layers{convolutions}, "
             f"{self.parameters:,} trainable parameters in fp32"
         )
 
@@ -51,10 +52,11 @@ def attach_lora(
     seed: int,
     within: Sequence[str] = (),
 ) -> AttachReport:
-    """Add fp32 LoRA matrices to the layers that `lora.targets` matches; B starts at zero.
+    """Add an fp32 adapter of `lora.kind` to the layers that `lora.targets` matches; it changes nothing yet.
 
-    They may be linear layers and 2D convolutions without groups. Every target must match, and none a layer
-    whose weight another module shares; raises `DitLoraError` otherwise. The start depends on `seed` alone,
+    They may be linear layers and 2D convolutions without groups (OFT: linear layers alone). Every target must match,
+    and none a layer whose weight another module shares; raises `DitLoraError` otherwise, and where PEFT's layer of the
+    kind cannot work on a quantised one. The start depends on `seed` alone,
     so all ranks start alike.
 
     `within` names submodules, such as `language_model`: a target that matches anything inside them goes
@@ -65,18 +67,13 @@ def attach_lora(
     linear, layers = _linear(model), adaptable_layers(model)
     _require_matches(type(model).__name__, targets, linear, _convolutions(model))
     pattern = _pattern(targets, within, layers) if within else None
-    require_untied(model, matched(layers, pattern or targets))
-    config = peft.LoraConfig(
-        r=lora.own_rank,
-        lora_alpha=lora.alpha or lora.own_rank,
-        lora_dropout=lora.dropout,
-        target_modules=pattern or targets,
-        init_lora_weights=_INITS[lora.init],
-    )
-    return add_adapter(model, config, seed=seed)
+    adapted = matched(layers, pattern or targets)
+    require_untied(model, adapted)
+    require_adaptable(model, adapted, lora)
+    return add_adapter(model, config_of(lora, pattern or targets), seed=seed)
 
 
-def add_adapter(model: nn.Module, config: peft.LoraConfig, *, seed: int) -> AttachReport:
+def add_adapter(model: nn.Module, config: peft.PeftConfig, *, seed: int) -> AttachReport:
     """Add what trains, in fp32, by PEFT's config. The start depends on `seed` alone."""
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     # The draws of A must not move the streams that the run draws from.
@@ -85,12 +82,12 @@ def add_adapter(model: nn.Module, config: peft.LoraConfig, *, seed: int) -> Atta
         adaptable(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
     # AdamW on half-precision parameters loses small updates, and its eps of 1e-8 is 0 in fp16.
     cast_training_params(model, dtype=torch.float32)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    adapted = [p for name, p in model.named_parameters() if is_lora_a(name) and p.requires_grad]
-    matrices = sum(p.ndim == 2 for p in adapted)
-    return AttachReport(
-        matrices, linear, sum(p.numel() for p in trainable), len(adapted) - matrices
-    )
+    measure_magnitudes(model, ADAPTER_NAME)
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapted = [m.get_base_layer() for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    matrices = sum(isinstance(base, nn.Linear) for base in adapted)
+    kind = kind_of(config)
+    return AttachReport(matrices, linear, parameters, len(adapted) - matrices, kind)
 
 
 def adapter_config(model: Any) -> dict[str, Any]:

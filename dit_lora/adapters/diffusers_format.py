@@ -16,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config, is_lora_b
+from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config
 from dit_lora.adapters.groups import base_parameters
+from dit_lora.adapters.kinds import DROPOUTS
 from dit_lora.adapters.lora_mixins import lora_pipeline_class
 from dit_lora.adapters.own_files import copy_own
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.numerics.adapter_tensors import is_idle
 from dit_lora.numerics.dtensors import stock_class
 from dit_lora.parsing import parse_json, read_json
 
@@ -61,7 +63,7 @@ def save_adapter(
         for key, value in adapter_config(transformer).items()
     }
     # Diffusers leaves a loaded adapter in training mode, so its dropout would act on every sample.
-    config["lora_dropout"] = 0.0
+    config |= {key: 0.0 for key in DROPOUTS if key in config}
     lora_pipeline_class(pipeline_class).save_lora_weights(
         staged, transformer_lora_layers=lora, transformer_lora_adapter_metadata=config
     )
@@ -146,7 +148,7 @@ def _holding(model: Any, weights: Tensors) -> nn.Module:
 def require_sound(
     lora: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Raise `CheckFailedError` if any tensor is not finite, or if every B matrix is zero."""
+    """Raise `CheckFailedError` if any tensor is not finite, or if the adapter changes nothing: every B is zero."""
     bad = [
         name
         for name, tensor in {**lora, **(base or {})}.items()
@@ -154,11 +156,11 @@ def require_sound(
     ]
     if bad:
         raise CheckFailedError(listed("refused to save: these tensors are not finite", bad))
-    matrices = [tensor for name, tensor in lora.items() if is_lora_b(f"{name}.")]
-    if matrices and not any(tensor.any() for tensor in matrices):
+    idle = {name: tensor for name, tensor in lora.items() if is_idle(name)}
+    if idle and not any(tensor.any() for tensor in idle.values()):
+        what = "B matrix" if any("lora_B" in name for name in idle) else "last factor"
         raise CheckFailedError(
-            "refused to save: every B matrix is zero, so the adapter has no effect; "
-            "no gradient reached it"
+            f"refused to save: every {what} is zero, so the adapter has no effect; no gradient reached it"
         )
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.adapters.attach import is_lora_a, is_lora_b, is_under
+from dit_lora.adapters.attach import is_lora_b, is_under
 from dit_lora.config.optim import GroupConfig, GroupsConfig
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.adapter_tensors import is_adapter
 
 Patterns = Mapping[str, Sequence[str]]
 
@@ -25,8 +26,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return groups for a torch optimizer: one a name given, with `params`, `param_names`, `name`, `lr`.
 
-    A group is a learning rate, or a `GroupConfig`. `adapter` holds LoRA's matrices (only A if `adapter_b`
-    is given). `connector` and `backbone` hold base weights, by the patterns of their `GroupConfig.modules`
+    A group is a learning rate, or a `GroupConfig`. `adapter` holds the adapter (of a LoRA without B if
+    `adapter_b` is given). `connector` and `backbone` hold base weights, by the patterns of their `GroupConfig.modules`
     or of `patterns` (`{"connector": ["patch_embed.*"]}`), and are made trainable and fp32 here. Where
     neither gives patterns, `backbone` is every base weight that is not the connector's.
 
@@ -99,7 +100,7 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name.replace(".base_layer.", "."): parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not (is_lora_a(name) or is_lora_b(name))
+        if parameter.requires_grad and not is_adapter(name)
     }
 
 
@@ -112,7 +113,7 @@ def _members(
             continue
         if is_lora_b(name):
             wanted = "adapter_b" if "adapter_b" in configs else "adapter"
-        elif is_lora_a(name):
+        elif is_adapter(name):
             wanted = "adapter"
         else:
             wanted = _base_group(name, parameter, configs, patterns) or ""

@@ -1,22 +1,29 @@
-"""Loads an adapter's file into a pipeline: by the pipeline's own loader, and where that takes nothing, as `lora.init` reads it."""
+"""Loads an adapter's file into a pipeline: by Diffusers' own loaders or PEFT's, and where they take nothing, as `lora.init` reads it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file
 from torch import nn
 
 from dit_lora.adapters.attach_file import peft_config
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, read_provenance
+from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS, kind_of
 from dit_lora.adapters.layer_names import UNKNOWN, LayerNames
 from dit_lora.adapters.lora_file import OF_CONVERTERS, read_lora
 from dit_lora.adapters.lora_mixins import lora_pipeline_class, with_lora
 from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.adapter_tensors import is_adapter, layer_of
+from dit_lora.parsing import read_json
 
+PEFT_FILES = (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME)
+"""Files of an adapter in PEFT's format."""
 # What Diffusers and PEFT raise of matrices that do not fit a model.
 _REFUSALS = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
 
@@ -50,7 +57,11 @@ def load_adapter(pipeline: Any, adapter: str | Path, comfyui: LayerNames = UNKNO
         state = stock_state(type(pipeline), target.file)
     except OF_CONVERTERS:
         state = {}
-    if not _is_known(pipeline, state) and not _is_base_alone(target.file):
+    if (
+        not in_peft_format(target.file)
+        and not _is_known(pipeline, state)
+        and not _is_base_alone(target.file)
+    ):
         _put_layers(target, comfyui)
     else:
         _require_layers(target, state)
@@ -70,8 +81,18 @@ def load_as_stock(pipeline: Any, adapter: Path) -> None:
     _put_labels(pipeline, target.file)
 
 
+def in_peft_format(file: Path) -> bool:
+    """Return true for an adapter of a kind that Diffusers does not read, in a folder as PEFT keeps it."""
+    config = file.with_name(CONFIG_NAME)
+    if file.name != SAFETENSORS_WEIGHTS_NAME or not config.is_file():
+        return False
+    return kind_of(read_json(config)) in WITHOUT_DIFFUSERS
+
+
 def stock_state(pipeline_class: Any, file: Path) -> dict[str, torch.Tensor]:
     """Return a file's tensors by the names that a pipeline's own loader gives them; raises what it raises."""
+    if in_peft_format(file):
+        return {_in_pipeline(name): tensor for name, tensor in load_file(file).items()}
     loaded = lora_pipeline_class(pipeline_class).lora_state_dict(file.parent, weight_name=file.name)
     state: dict[str, torch.Tensor] = loaded[0] if isinstance(loaded, tuple) else loaded
     return state
@@ -118,8 +139,10 @@ def _alike(one: str, other: str) -> int:
 def _with_base(pipeline: Any, adapter: str | Path) -> _Target:
     """Find the file and its model, and put base weights that lie beside it into that."""
     with_lora(pipeline)
-    adapter = result_folder(adapter, (ADAPTER_FILE, BASE_FILE))
+    adapter = result_folder(adapter, (ADAPTER_FILE, BASE_FILE, *PEFT_FILES))
     file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
+    if adapter.is_dir() and in_peft_format(adapter / SAFETENSORS_WEIGHTS_NAME):
+        file = adapter / SAFETENSORS_WEIGHTS_NAME
     if not file.is_file():
         raise DitLoraError(f"no adapter at {file}")
     part = read_provenance(file).get("part", "transformer")
@@ -142,13 +165,29 @@ def _with_base(pipeline: Any, adapter: str | Path) -> _Target:
 
 def _by_stock(target: _Target) -> None:
     file = target.file
-    target.pipeline.load_lora_weights(file.parent, weight_name=file.name, **target.where)
+    if in_peft_format(file):
+        lazy = next(target.model.parameters()).is_meta  # to which no file is read
+        device = "cpu" if lazy else str(next(target.model.parameters()).device)
+        peft.PeftModel.from_pretrained(
+            target.model, str(file.parent), torch_device=device, low_cpu_mem_usage=lazy
+        )
+    elif any(".lokr_" in name for name in load_file(file)):
+        # Only some pipelines take LoKr by `load_lora_weights`; every model does.
+        target.model.load_lora_adapter(
+            str(file.parent), weight_name=file.name, prefix="transformer"
+        )
+    else:
+        target.pipeline.load_lora_weights(file.parent, weight_name=file.name, **target.where)
+
+
+def _in_pipeline(name: str) -> str:
+    return f"transformer.{name.removeprefix('base_model.model.')}"
 
 
 def _is_known(pipeline: Any, state: Mapping[str, torch.Tensor]) -> bool:
-    """Return true if the pipeline's loader has names of LoRA layers of a model that it loads into."""
+    """Return true if the pipeline's loader has names of adapted layers of a model that it loads into."""
     parts = tuple(f"{part}." for part in pipeline._lora_loadable_modules)
-    return any(name.startswith(parts) and ".lora_" in name for name in state)
+    return any(name.startswith(parts) and is_adapter(name) for name in state)
 
 
 def _is_base_alone(file: Path) -> bool:
@@ -159,9 +198,9 @@ def _require_layers(target: _Target, state: Mapping[str, torch.Tensor]) -> None:
     """Raise with every layer that the model lacks: Diffusers warns of them, and loads the others."""
     modules = {name for name, _ in target.model.named_modules()}
     layers = dict.fromkeys(
-        name.removeprefix("transformer.").partition(".lora_")[0]
+        layer_of(name.removeprefix("transformer."))
         for name in state
-        if name.startswith("transformer.") and ".lora_" in name
+        if name.startswith("transformer.") and is_adapter(name)
     )
     unknown = [name for name in layers if name not in modules]
     if unknown:

@@ -84,13 +84,13 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     tensors, header = _opened(file)
     beside = file.with_name(CONFIG_NAME)
     in_peft_format = file.name == SAFETENSORS_WEIGHTS_NAME and beside.is_file()
-    config = read_json(beside) if in_peft_format else _config_in(header, file)
+    config = read_json(beside) if in_peft_format else config_in(header, file)
     names = [name for name, _ in model.named_modules() if name]
     found = _by_layer(file, tensors, layers_by_spelling(names, comfyui), pipeline_class)
-    alpha = _alpha_of_checkpoint(file)
-    if alpha is not None:
-        for own in found.values():
-            own["alpha"] = torch.tensor(alpha)
+    of_run = _config_of_checkpoint(file)
+    if of_run is not None:
+        for name, own in found.items():
+            own["alpha"] = torch.tensor(_alpha(name, own, of_run))
     what = f"{file} was trained on another model than this {type(model).__name__}"
     _require_pairs(file, found)
     mismatches = [words for name, own in found.items() for words in _misfits(model, name, own)]
@@ -120,7 +120,7 @@ def _opened(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise DitLoraError(f"{file} is not a safetensors file, or not whole: {error}") from error
 
 
-def _config_in(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:
+def config_in(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:
     """Return PEFT's config of the transformer's adapter as Diffusers writes it into a header; None without."""
     try:
         stored = parse_json(header.get(_METADATA, "{}"))
@@ -131,8 +131,8 @@ def _config_in(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:
     return own or None
 
 
-def _alpha_of_checkpoint(file: Path) -> float | None:
-    """Return alpha of the run whose checkpoint a file is of: the tensors do not say it. None for any other file.
+def _config_of_checkpoint(file: Path) -> dict[str, Any] | None:
+    """Return what PEFT's config says of alpha in the run whose checkpoint a file is of; None for any other file.
 
     Raises `DitLoraError` where the checkpoint does not say it either.
     """
@@ -146,7 +146,11 @@ def _alpha_of_checkpoint(file: Path) -> float | None:
             f"{file} is of a checkpoint that does not say its alpha, for its run started from a LoRA's file or trained "
             f"none; end the run, and give its folder: {run}"
         )
-    return float(identity.get("lora.alpha") or identity["lora.rank"])
+    return {
+        "lora_alpha": float(identity.get("lora.alpha") or identity["lora.rank"]),
+        "alpha_pattern": identity.get("lora.alpha_pattern"),
+        "use_rslora": identity.get("lora.rslora"),
+    }
 
 
 Found = dict[str, dict[str, torch.Tensor]]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from dit_lora.adapters.attach import ADAPTER_NAME, is_lora_a
+from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.diffusers_format import (
     BASE_FILE,
     PROVENANCE_KEY,
@@ -24,7 +24,9 @@ from dit_lora.adapters.diffusers_format import (
     require_sound,
     unstage,
 )
+from dit_lora.adapters.kinds import DROPOUTS
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.numerics.adapter_tensors import is_adapter
 from dit_lora.numerics.dtensors import stock_class
 
 CHAT_ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME  # adapter_model.safetensors
@@ -65,7 +67,7 @@ def save_chat_adapter(
 def load_chat_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Put a saved adapter and base weights into a fresh model, frozen and in inference mode.
 
-    LoRA stays fp32; base weights are rounded to the model's own dtype. Raises `DitLoraError` with every
+    The adapter stays fp32; base weights are rounded to the model's own dtype. Raises `DitLoraError` with every
     tensor that does not fit; the model is then not to be used.
     """
     chat_adapter_file(folder)
@@ -99,7 +101,7 @@ def chat_adapter_file(folder: Path) -> Path:
 
 def _adapter_tensors(model: nn.Module, weights: Tensors | None = None) -> dict[str, torch.Tensor]:
     """Return the adapter by PEFT's names, sharing memory with the model or `weights`; empty if there is none."""
-    if not any(is_lora_a(name) for name, _ in model.named_parameters()):
+    if not any(is_adapter(name) for name, _ in model.named_parameters()):
         return {}
     # Unless told, PEFT asks the Hub if an adapted head is to bring its frozen weight along.
     state = peft.get_peft_model_state_dict(
@@ -115,7 +117,9 @@ def _peft_config(model: Any, provenance: Mapping[str, Any]) -> peft.PeftConfig:
     config.revision = provenance.get("revision")
     config.inference_mode = True
     # Not every version of Transformers leaves training mode when it loads an adapter.
-    config.lora_dropout = 0.0
+    for name in DROPOUTS:
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
     # PeftModel.save_pretrained writes this where the task has no type.
     config.auto_mapping = {
         "base_model_class": stock_class(model).__name__,
@@ -137,7 +141,7 @@ def _add_adapter(model: PreTrainedModel, folder: Path) -> None:
         ) from error
     # PEFT's matrices follow the base's dtype.
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if is_adapter(name):
             parameter.data = parameter.data.float()
 
 

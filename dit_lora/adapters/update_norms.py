@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
+from peft.tuners.oft import OFTLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import nn
 
+from dit_lora.adapters.changed_weight import changed_weight
 from dit_lora.numerics.quantized_linear import NarrowLinear
 
 STRONG = 1.0
@@ -30,7 +33,7 @@ class LoadedLayer:
     rank: int
     alpha: float
     scaling: float
-    """Factor of B @ A."""
+    """Factor of the update; 1 of OFT, which rotates and has none."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class ModuleUpdate:
 
     name: str
     norm: float
-    """Frobenius norm of scaling * B @ A."""
+    """Frobenius norm of what the adapter changes the layer's weight by; of a LoRA that is scaling * B @ A."""
     relative: float | None
     """Ratio of `norm` to that of the layer's own weight; None where the weight is not known."""
     share: float | None = None
@@ -73,9 +76,12 @@ def loaded_layers(model: nn.Module) -> dict[str, LoadedLayer]:
     layers = {}
     for name, layer in _adapted(model):
         adapter = next(iter(layer.r))
-        layers[name] = LoadedLayer(
-            layer.r[adapter], layer.lora_alpha[adapter], layer.scaling[adapter]
-        )
+        rank = layer.r[adapter]
+        if isinstance(layer, OFTLayer):
+            layers[name] = LoadedLayer(rank, rank, 1.0)
+            continue
+        alphas = layer.lora_alpha if isinstance(layer, LoraLayer) else layer.alpha
+        layers[name] = LoadedLayer(rank, alphas[adapter], layer.scaling[adapter])
     return layers
 
 
@@ -91,8 +97,7 @@ def weight_norms(model: nn.Module, files: Sequence[Path]) -> dict[str, float]:
         if base.weight.is_meta:
             absent.add(name)
             continue
-        weight = base.widened(torch.float32) if isinstance(base, NarrowLinear) else base.weight
-        norms[name] = _norm(weight.detach())
+        norms[name] = _norm(_weight(base))
     return norms | (_stored_norms(absent, files) if absent else {})
 
 
@@ -101,7 +106,7 @@ def module_updates(
     layers: Mapping[str, LoadedLayer],
     norms: Mapping[str, float],
 ) -> list[ModuleUpdate]:
-    """Return one update for each layer whose two matrices are among `tensors`, in the order of names."""
+    """Return one update for each LoRA layer whose two matrices are among `tensors`, in the order of names."""
     pairs = {
         name: (tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
         for name in sorted(layers)
@@ -112,6 +117,28 @@ def module_updates(
     changes = {
         name: abs(layers[name].scaling) * product_norm(b, a) for name, (a, b) in pairs.items()
     }
+    return _compared(changes, norms, roots)
+
+
+@torch.no_grad()
+def measured_updates(
+    model: nn.Module, norms: Mapping[str, float], files: Sequence[Path]
+) -> list[ModuleUpdate]:
+    """Return one update for each adapted layer of a loaded model, by the weight that layer and adapter come to.
+
+    This takes an fp64 copy of one weight at a time, and goes for every kind. Weights that the model does not hold
+    (meta) are read from the checkpoint's `files`; a layer whose weight is in neither has no update.
+    """
+    changes, roots = {}, {}
+    for name, layer in sorted(_adapted(model)):
+        base = layer.get_base_layer()
+        weight = _stored_weight(f"{name}.weight", files) if base.weight.is_meta else _weight(base)
+        if weight is None:
+            continue
+        before = weight.double()
+        changed = changed_weight(layer, next(iter(layer.r)), before)
+        changes[name] = torch.linalg.vector_norm(changed - before).item()
+        roots[name] = math.sqrt(before.numel())
     return _compared(changes, norms, roots)
 
 
@@ -146,9 +173,24 @@ def _compared(
 
 def _adapted(model: nn.Module) -> Iterable[tuple[str, Any]]:
     named = (
-        (name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
     )
     return ((name.removeprefix("base_model.model."), module) for name, module in named)
+
+
+def _weight(base: Any) -> torch.Tensor:
+    weight = base.widened(torch.float32) if isinstance(base, NarrowLinear) else base.weight
+    return weight.detach()  # type: ignore[no-any-return]
+
+
+def _stored_weight(name: str, files: Sequence[Path]) -> torch.Tensor | None:
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            if name in opened.keys():  # noqa: SIM118
+                return opened.get_tensor(name)  # type: ignore[no-any-return]
+    return None
 
 
 def _norm(tensor: torch.Tensor) -> float:

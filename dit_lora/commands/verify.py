@@ -12,6 +12,7 @@ from dit_lora.adapters.diffusers_format import (
     BASE_FILE,
     PROVENANCE_KEY,
 )
+from dit_lora.adapters.load import in_peft_format
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE, chat_adapter_file
 from dit_lora.adapters.quantize import quantize_base
 from dit_lora.config.recipe import ModelConfig
@@ -76,7 +77,7 @@ def find_target(target: Path, model: str | None) -> Target:
         )
     # Before the search for Diffusers' file, which refuses a folder in PEFT's format.
     chat = None if whole_pipeline(target) else _chat_folder(target)
-    if chat is not None:
+    if chat is not None and not _is_diffusion_in_peft_format(chat):
         return _chat(chat, model)
     source = find_source(target, read=_made)
     base = source.base(model)
@@ -97,6 +98,11 @@ def _chat_folder(target: Path) -> Path | None:
         if (folder / "adapter_config.json").is_file() or alone:
             return folder
     return None
+
+
+def _is_diffusion_in_peft_format(folder: Path) -> bool:
+    file = folder / CHAT_ADAPTER_FILE
+    return in_peft_format(file) and _made(file).get("family") in DIFFUSION_FAMILIES
 
 
 def _chat(folder: Path, model: str | None) -> Target:

@@ -1,13 +1,26 @@
 """The section `lora` of a recipe: the adapter that trains, and what it starts from."""
 
-from typing import Any
+from typing import Any, Literal, Self, get_args
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dit_lora.config.section import Count, Decay, Section
 
 INITS = ("kaiming", "gaussian")
 RANK = 64
+Kind = Literal["lora", "dora", "lokr", "loha", "oft"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# What each kind has besides kind, targets and init. PEFT's configs of the others have no such field.
+_OPTIONS: dict[Kind, set[str]] = {
+    "lora": {"rank", "alpha", "rslora", "rank_pattern", "alpha_pattern", "dropout", "under"},
+    "dora": {"rank", "alpha", "rslora", "rank_pattern", "alpha_pattern", "dropout"},
+    "lokr": {"rank", "alpha", "rank_pattern", "alpha_pattern", "factor"},
+    "loha": {"rank", "alpha", "rank_pattern", "alpha_pattern"},
+    "oft": {"block_size"},
+}
+LATER = ("kind", "rslora", "rank_pattern", "alpha_pattern", "factor", "block_size", "under")
+"""Options that checkpoints of version 0.1 do not know: one at its default is left out of what a run is known by."""
+Patterns = dict[str, Count]
 
 
 class UnderConfig(Section):
@@ -29,10 +42,26 @@ class UnderConfig(Section):
 
 
 class LoraConfig(Section):
+    kind: Kind = "lora"
+    """The adapter, by PEFT: `lora` (arXiv 2106.09685); `dora`, LoRA with a magnitude a row (2402.09353); `lokr`, a
+    Kronecker product, and `loha`, a product of two LoRAs by elements (both 2309.14859); `oft`, a rotation of each layer's
+    inputs (2306.07280)."""
     rank: Count | None = None
-    """Rows of A; 64 by default, or the rank of the file in `init`."""
+    """Rows of A; 64 by default, or the rank of the file in `init`. Of `lokr`, that of its second factor, which is whole
+    where the rank is at least half its side."""
     alpha: Count | None = None
     """The update is scaled by alpha / rank; by default alpha = rank, or that of the file in `init`."""
+    rslora: bool = False
+    """True to scale by alpha / sqrt(rank), which keeps high ranks learning (rank-stabilised LoRA, arXiv 2312.03732)."""
+    rank_pattern: Patterns = Field(default_factory=dict)
+    """Ranks of layers that have another than `rank`, by the end of their names or a regular expression, as PEFT matches
+    them; the first that matches counts."""
+    alpha_pattern: Patterns = Field(default_factory=dict)
+    """Likewise alphas. A layer with a rank of its own keeps `alpha` if it has none here."""
+    factor: Count | None = None
+    """Size of LoKr's first factor, for sides that it divides; by default both factors are about as large."""
+    block_size: Count | None = None
+    """Side of OFT's rotations; PEFT's 32 by default, and the nearest that divides a layer's inputs."""
     dropout: Decay = 0.0
     targets: tuple[str, ...] | None = None
     """Names of linear layers and 2D convolutions, as PEFT matches them; by default the family's, or the layers that
@@ -57,7 +86,39 @@ class LoraConfig(Section):
     def _usual_rank(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("init", INITS[0]) not in INITS:
             return values
+        if "rank" not in _OPTIONS.get(values.get("kind", "lora"), {"rank"}):
+            return values
         return {**values, "rank": RANK} if values.get("rank") is None else values
+
+    @model_validator(mode="after")
+    def _options_of_kind(self) -> Self:
+        options = set.union(*_OPTIONS.values())
+        others = sorted(
+            name
+            for name in options - _OPTIONS[self.kind]
+            if getattr(self, name)
+            != type(self).model_fields[name].get_default(call_default_factory=True)
+        )
+        if others:
+            raise ValueError(
+                f"kind {self.kind} has no {', '.join(others)}; it has {', '.join(sorted(_OPTIONS[self.kind]))}"
+            )
+        if self.kind not in ("lora", "dora") and self.init != INITS[0]:
+            raise ValueError(f"kind {self.kind} has a start of its own; leave `init` out")
+        if self.kind != "lora" and self.from_file:
+            raise ValueError(
+                f"training continues from a LoRA's file, and kind is {self.kind}; a run goes on with train.resume"
+            )
+        if self.from_file and (self.rslora or self.rank_pattern or self.alpha_pattern):
+            raise ValueError(
+                "rslora, rank_pattern and alpha_pattern are those of the file in `init`; leave them out"
+            )
+        return self
+
+    @property
+    def options(self) -> set[str]:
+        """Return the names of the options that the kind has, beside kind, targets and init."""
+        return _OPTIONS[self.kind]
 
     @property
     def from_file(self) -> bool:

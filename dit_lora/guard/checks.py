@@ -17,6 +17,7 @@ from torch import nn
 from dit_lora.errors import listed
 from dit_lora.files import write_whole
 from dit_lora.guard.attention_backends import BACKENDS, AttentionCall, BackendParity, parity
+from dit_lora.numerics.adapter_tensors import is_adapter, is_idle, layer_of
 from dit_lora.numerics.dtensors import local, whole
 from dit_lora.numerics.finite import describe_bad, is_finite
 from dit_lora.numerics.opaque import called_modules
@@ -150,10 +151,10 @@ def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFi
 
 
 def gradients_reach(trainable: Sequence[tuple[str, nn.Parameter]]) -> CheckFinding:
-    """Check that what is trained has a gradient, by name, and a LoRA layer one that is not all zero."""
-    b_of = {name.replace(".lora_B.", ".lora_A."): p for name, p in trainable if ".lora_B." in name}
+    """Check that what is trained has a gradient, by name, and an adapted layer one that is not all zero."""
+    idle_of = {layer_of(name): p for name, p in trainable if is_idle(name)}
     unmoved = [
-        f"{name}: {words}" for name, p in trainable if (words := _no_gradient(name, p, b_of))
+        f"{name}: {words}" for name, p in trainable if (words := _no_gradient(name, p, idle_of))
     ]
     return _judged(
         "gradients reach every trainable",
@@ -277,14 +278,15 @@ def _parent(module: str) -> str:
 
 
 def _no_gradient(
-    name: str, parameter: nn.Parameter, b_of: Mapping[str, nn.Parameter]
+    name: str, parameter: nn.Parameter, idle_of: Mapping[str, nn.Parameter]
 ) -> str | None:
     if parameter.grad is None:
         return "no gradient"
-    if ".lora_B." not in name and name not in b_of:
+    if not is_adapter(name):
         return None
-    # One gather each, on all ranks alike.
-    if whole(parameter.grad).any() or (name in b_of and not whole(b_of[name].detach()).any()):
+    # What is multiplied by a factor of zero gets none yet. One gather each, on all ranks alike.
+    factor = None if is_idle(name) else idle_of.get(layer_of(name))
+    if whole(parameter.grad).any() or (factor is not None and not whole(factor.detach()).any()):
         return None
     return "a gradient that is all zero"
 

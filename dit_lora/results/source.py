@@ -13,6 +13,7 @@ from dit_lora.adapters.diffusers_format import (
     PROVENANCE_FILE,
     read_provenance,
 )
+from dit_lora.adapters.load import in_peft_format
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
@@ -83,7 +84,7 @@ def find_source(
     if whole is not None:
         record = whole / PROVENANCE_FILE
         return Source(target, whole, read_json(record) if record.is_file() else {}, True)
-    file = _file_in(target, names)
+    file = _file_in(target, names) or _without_diffusers(target)
     if file is not None:
         return Source(target, file, read(file))
     in_peft_format = (path / CONFIG_NAME for path in (target, target / "adapter", target.parent))
@@ -107,6 +108,14 @@ def _file_in(target: Path, names: Sequence[str]) -> Path | None:
     """Return the file of one of these names in a run's or an adapter's folder, or the target if it is a file."""
     candidates = [target, *(folder / n for folder in (target, target / "adapter") for n in names)]
     return next((path for path in candidates if path.is_file()), None)
+
+
+def _without_diffusers(target: Path) -> Path | None:
+    """Return the file of a diffusion adapter of a kind that only PEFT reads; None where there is none."""
+    file = _file_in(target, (SAFETENSORS_WEIGHTS_NAME,))
+    if file is None or not in_peft_format(file):
+        return None
+    return file if read_provenance(file).get("family", "") in DIFFUSION_FAMILIES else None
 
 
 def is_chat(target: Path, model: str | None) -> bool:

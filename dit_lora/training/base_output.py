@@ -24,6 +24,7 @@ from dit_lora.fuse.first_forward import refusal
 from dit_lora.fuse.patches import KERNELS
 from dit_lora.guard.event import Event, kernel_event
 from dit_lora.guard.switches import COMPILE, Switch, attention_switches, model_switches
+from dit_lora.numerics.adapter_tensors import is_adapter
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.tolerances import KERNEL, LATER
 from dit_lora.parsing import read_json
@@ -62,7 +63,7 @@ class BaseOutput:
     since: int = 0
     """The step at which it was noted: later than the first of a run from before there was a record."""
     begins_alone: bool = False
-    """True if nothing but a LoRA trains, whose B is zero before the first step: the base can be shown after it too."""
+    """True if nothing but an adapter trains, which changes nothing before the first step: the base can be shown after it too."""
     kernels: float = 0.0
     """Distance between the outputs with the kernels in use and by the model's own code, when this process started."""
 
@@ -76,7 +77,7 @@ def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
     if all(parameter.requires_grad for parameter in model.parameters()):
         return BaseOutput(None)
     # Base weights that train are no base at the end: the record is of their values at loading.
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not is_adapter(n)]
     loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in named}
     record = _first_record(setup.session.dir, resume_from) if main else None
     (first,) = broadcast_object_list([record])

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from dit_lora.adapters.attach import adapter_config
 from dit_lora.adapters.diffusers_format import BASE_FILE
+from dit_lora.adapters.kinds import alpha_of
 from dit_lora.adapters.under import under_off
 from dit_lora.config.remedies import HUB
 from dit_lora.environment.versions import probe_environment
@@ -106,17 +107,19 @@ def _lora_facts(setup: AnySetup) -> dict[str, Any]:
     if recipe.train.mode == "full":
         return {"mode": "full"}
     lora = recipe.lora
-    facts: dict[str, Any] = {
-        "rank": lora.rank,
-        "alpha": lora.alpha or lora.rank,
-        "dropout": lora.dropout,
-    }
-    if lora.from_file:
-        config = adapter_config(setup.transformer)
-        facts |= {"rank": config["r"], "alpha": config["lora_alpha"]}
-        # Layers that have others than the usual ones.
-        facts |= {key: dict(config[key]) for key in PATTERNS if config[key]}
-    return facts
+    if recipe.optim.groups.adapter is None:
+        return {"rank": lora.rank, "alpha": lora.alpha or lora.rank, "dropout": lora.dropout}
+    config = adapter_config(setup.transformer)
+    # What checkpoints and files from before there were kinds say of a LoRA is left as it was.
+    facts: dict[str, Any] = {} if lora.kind == "lora" else {"kind": lora.kind}
+    if lora.kind == "oft":
+        return {**facts, "block_size": config["oft_block_size"]}
+    facts |= {"rank": config["r"], "alpha": alpha_of(config)}
+    facts |= {"dropout": lora.dropout} if "dropout" in lora.options else {}
+    facts |= {"rslora": True} if lora.rslora else {}
+    facts |= {"factor": lora.factor} if lora.factor else {}
+    # Layers that have others than the usual ones.
+    return facts | {key: dict(config[key]) for key in PATTERNS if config[key]}
 
 
 def verify_result(

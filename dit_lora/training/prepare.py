@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from dit_lora.config.lora import LATER
 from dit_lora.config.optimizers import DEFAULT
 from dit_lora.data.loading.training_set import Prepared
 from dit_lora.families.base import Trained
@@ -153,9 +154,12 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
         **setup.task.identity(recipe),
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
-    del flat[
-        "lora.under"
-    ]  # what is left out where there is none, as in checkpoints from before the option
+    # What is left out where it is as it always was, as in checkpoints from before the options.
+    for name, field in type(recipe.lora).model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        if name in LATER and getattr(recipe.lora, name) == default:
+            del flat[f"lora.{name}"]
+    flat.pop("lora.under", None)
     if recipe.lora.under:
         flat["lora.under"] = [
             [*_digests(one), one["scale"]] for one in setup.data.adapters["under"]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.numerics import tolerances
+from dit_lora.numerics.adapter_tensors import is_adapter
 from dit_lora.numerics.dtensors import local
 
 Values = dict[str, torch.Tensor]
@@ -220,18 +221,19 @@ def stirred(model: nn.Module) -> Iterator[None]:
     """Make trained weights that are all zero random within; afterwards they are the same bits again.
 
     A fresh DiT's modulations are zero for every sample, so a kernel that mixes samples up would be as right
-    as its reference until the weights have moved; a fresh adapter's B hides its A, and what comes back through it.
+    as its reference until the weights have moved; a fresh adapter's zeros hide its other factor, and what
+    comes back through it.
     """
     generator = torch.Generator().manual_seed(0)
     trained = [
-        (local(parameter.detach()), ".lora_B." in name)  # of sharded weights (FSDP2), this rank's
+        (local(parameter.detach()), is_adapter(name))  # of sharded weights (FSDP2), this rank's
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
-    zero = [(values, values.clone(), is_b) for values, is_b in trained if not values.any()]
-    for values, _, is_b in zero:
+    zero = [(values, values.clone(), own) for values, own in trained if not values.any()]
+    for values, _, of_adapter in zero:
         # The embeddings that these layers see are small, and the differences must not be; an adapter's update is.
-        scale = 0.02 if is_b else 1.0 if values.ndim > 1 else 0.1
+        scale = 0.02 if of_adapter else 1.0 if values.ndim > 1 else 0.1
         values.copy_(scale * torch.randn(values.shape, generator=generator))
     try:
         yield

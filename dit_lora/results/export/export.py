@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from dit_lora.adapters.attach import ADAPTER_NAME
+from dit_lora.adapters.changed_weight import changes_of
 from dit_lora.adapters.diffusers_format import DOWNSCALE, base_weights
 from dit_lora.config.experts import EXPERTS
 from dit_lora.config.recipe import ModelConfig
@@ -24,6 +26,7 @@ from dit_lora.results.export.formats import Exported, LoraForm, write_form
 from dit_lora.results.export.hollow import combine, hollowed, load_lora_file, load_state
 from dit_lora.results.export.merge_chat import merge_adapter
 from dit_lora.results.export.merge_pipeline import require_merged, stored_dtype, write_merged
+from dit_lora.results.export.other_kinds import load_other_kind, other_kind
 from dit_lora.results.export.updates import require_same, summed, updates_of
 from dit_lora.results.source import ANY_FORMAT, Source, find_source, is_chat
 from dit_lora.training.session.session import quiet_libraries
@@ -86,7 +89,8 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
             expert = EXPERTS.get(adapter.made.get("part", ""))
             name = f"{request.out.name}_{expert}" if expert else request.out.name
             write_form(request.to, adapter, staged, name)
-        say(f"{len(updates_of(adapter.model))} layers, read back and compared: the same update")
+        count = len(changes_of(adapter.model, ADAPTER_NAME))
+        say(f"{count} layers, read back and compared: the same update")
     return request.out
 
 
@@ -199,9 +203,15 @@ def _load(
     checkpoint = family.open(configs, index=index)
     hollow, pipeline_class = partial(hollow_of, checkpoint), checkpoint.pipeline_class
     models = []
+    others = [f"{one.file}: {kind}" for one in sources if (kind := other_kind(one.file))]
+    if others and (len(sources) > 1 or weights[0] != 1):
+        raise DitLoraError(listed("LoRAs alone are weighted and added up; these are none", others))
     for source in sources:
         models.append(hollow())
-        load_lora_file(models[-1], source.file, pipeline_class, family.comfyui)
+        if others:
+            load_other_kind(models[-1], source.file)
+        else:
+            load_lora_file(models[-1], source.file, pipeline_class, family.comfyui)
     # One adapter at weight 1 goes as it is, with its own provenance.
     if len(sources) == 1 and weights[0] == 1:
         return Exported(models[0], sources[0].made, family, pipeline_class, hollow)
@@ -279,13 +289,14 @@ def _write_merged(
 ) -> None:
     checkpoint = adapter.family.open(model, index=index)
     base, source = checkpoint.path, checkpoint.path / checkpoint.part
-    updates, weights = updates_of(adapter.model), base_weights(adapter.model)
+    changes = changes_of(adapter.model, ADAPTER_NAME)
+    weights = base_weights(adapter.model)
     dtype = stored_dtype(source)
-    say(f"merging {len(updates)} layers into {base.name}, {str(dtype).removeprefix('torch.')}")
+    say(f"merging {len(changes)} layers into {base.name}, {str(dtype).removeprefix('torch.')}")
     write_merged(
         base,
         staged,
-        updates,
+        changes,
         weights,
         config=checkpoint.config_changes(),
         index=checkpoint.index_changes(),
@@ -296,7 +307,7 @@ def _write_merged(
     # What is on disk counts, not what was in memory: the folder gets its name after this.
     say("reading it back")
     merged = model.model_copy(update={"path": str(staged), "revision": None})
-    require_merged(source, adapter.family.open(merged).load_transformer(dtype), updates, weights)
+    require_merged(source, adapter.family.open(merged).load_transformer(dtype), changes, weights)
 
 
 def _export_chat(request: ExportRequest, say: Say) -> Path:

@@ -9,6 +9,7 @@ import peft
 import torch
 from safetensors.torch import load_file, save_file
 
+from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.diffusers_format import (
     BASE_FILE,
     Tensors,
@@ -16,11 +17,13 @@ from dit_lora.adapters.diffusers_format import (
     header_lines,
     save_adapter,
 )
+from dit_lora.adapters.kinds import kind_of
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.results.export.hollow import folded, load_lora_file, load_state
 from dit_lora.results.export.key_maps import LayerKeys, comfyui_layout, kohya_layout
+from dit_lora.results.export.other_kinds import write_other_kind
 from dit_lora.results.export.updates import Updates, require_same, updates_of
 
 LoraForm = Literal["diffusers", "folded", "peft", "comfyui", "kohya"]
@@ -46,6 +49,10 @@ def write_form(form: LoraForm, adapter: Exported, out: Path, name: str) -> None:
     and `CheckFailedError` if what is read back is not the adapter.
     """
     model = adapter.model
+    if kind_of(model.peft_config[ADAPTER_NAME]) != "lora":
+        made, family = adapter.made, adapter.family
+        write_other_kind(form, model, family, adapter.pipeline_class, made, out, name)
+        return
     # Taken first, since the folded form puts another model in this one's place.
     expected, trained = updates_of(model), base_weights(model)
     layout = _layout(form, adapter.family, expected)

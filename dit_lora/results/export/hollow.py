@@ -49,7 +49,7 @@ def load_lora_file(
     """
     stored = read_lora(file, model, comfyui, pipeline_class)
     base = file.with_name(BASE_FILE)
-    weights = _read_weights(base, model) if base.is_file() else {}
+    weights = read_weights(base, model) if base.is_file() else {}
     state = {
         f"{name}.lora_{part}.weight": matrix
         for name, layer in stored.layers.items()
@@ -85,10 +85,7 @@ def load_state(
     if not state:
         raise DitLoraError(f"{source} has no LoRA matrices of a transformer")
     weights = weights or {}
-    for name, weight in weights.items():
-        owner, _, attribute = name.rpartition(".")
-        # Put in before the adapter, which renames the layers that it wraps.
-        setattr(model.get_submodule(owner), attribute, nn.Parameter(weight.float()))
+    put_weights(model, weights)
     try:
         model.load_lora_adapter(
             dict(state),
@@ -101,7 +98,18 @@ def load_state(
         raise DitLoraError(
             f"{source} does not load into {type(model).__name__}: {reason}"
         ) from error
-    # PEFT has frozen every parameter but its own.
+    mark_trained(model, weights)
+
+
+def put_weights(model: nn.Module, weights: Tensors) -> None:
+    """Put base weights in, before an adapter, which renames the layers that it wraps."""
+    for name, weight in weights.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(weight.float()))
+
+
+def mark_trained(model: nn.Module, weights: Tensors) -> None:
+    """Let these base weights be what trains beside the adapter: PEFT has frozen every parameter but its own."""
     for name, parameter in model.named_parameters():
         if name.replace(".base_layer.", ".") in weights:
             parameter.requires_grad_(True)
@@ -148,7 +156,8 @@ def folded(model: Any) -> tuple[State, peft.LoraConfig]:
     )
 
 
-def _read_weights(file: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+def read_weights(file: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return base weights that a file holds; raises `DitLoraError` with all that are not this model's."""
     try:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import transformers
-from peft.tuners.lora import LoraLayer
 from transformers import GenerationConfig, PreTrainedModel
 
 from dit_lora.adapters.attach import ADAPTER_NAME, tied_layers
+from dit_lora.adapters.changed_weight import changes_of
 from dit_lora.adapters.diffusers_format import PROVENANCE_FILE, read_provenance
 from dit_lora.adapters.own_files import copy_own
 from dit_lora.adapters.peft_format import chat_adapter_file, load_chat_adapter
@@ -35,7 +35,7 @@ def merge_adapter(
 ) -> Path:
     """Write the checkpoint `base` with the adapter of `folder` in it, for stock `from_pretrained`.
 
-    A LoRA layer's weight is the fp32 sum, rounded once to the base's dtype (the widest, if it has several);
+    An adapted layer's weight is computed in fp32, and rounded once to the base's dtype (the widest, if it has several);
     base weights that trained take the base's place. Tokenizer and processor files are copied. Transformers
     renames and joins stored weights as it loads them, and back as it saves, so the whole model is loaded on
     the CPU: memory for one copy in its dtype (14.5 GB for 7B in bf16), and for the largest layer three
@@ -68,22 +68,20 @@ def merge_adapter(
 
 @torch.no_grad()
 def _merge(model: PreTrainedModel) -> int:
-    """Add every LoRA product to its layer's weight and put the plain layers back; return the number of layers."""
-    adapted: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
-    }
+    """Put every layer's adapter into its weight and the plain layers back; return the number of layers."""
+    adapted = changes_of(model, ADAPTER_NAME)
     tied = tied_layers(model, adapted)
     if tied:
         raise DitLoraError(listed("cannot merge into weights that two modules share", tied))
-    for layer in adapted.values():
-        weight = layer.base_layer.weight.data
+    for change in adapted.values():
+        weight = change.layer.base_layer.weight.data
         # The sum is put in place: new weights between freed fp32 ones were measured to take half as
         # much memory again.
-        weight.copy_(weight.float() + layer.get_delta_weight(ADAPTER_NAME))
+        weight.copy_(change.of(weight.float()))
     if adapted:
         model.delete_adapter(ADAPTER_NAME)
-    for name, layer in adapted.items():
-        model.set_submodule(name, layer.base_layer)
+    for name, change in adapted.items():
+        model.set_submodule(name, change.layer.base_layer)
     bad = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
     # In fp16, this includes sums that overflow.
     if bad:

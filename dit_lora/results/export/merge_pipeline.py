@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dit_lora.adapters.changed_weight import WeightChange
 from dit_lora.adapters.diffusers_format import PROVENANCE_FILE, Tensors
 from dit_lora.adapters.own_files import copy_own
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.parsing import read_json
-from dit_lora.results.export.updates import Updates, update
 from dit_lora.results.tensor_file import FLOATS, stored_dtypes
 
 _SHARDS = "diffusion_pytorch_model.safetensors.index.json"
@@ -24,12 +24,14 @@ _WEIGHTS = re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors")
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 """A progress bar around an iterable that is worked through, as tqdm is."""
+Changes = Mapping[str, WeightChange]
+"""Changes of weights by their layers."""
 
 
 def write_merged(
     base: Path,
     out: Path,
-    updates: Updates,
+    changes: Changes,
     weights: Tensors,
     *,
     config: Mapping[str, Any],
@@ -38,9 +40,9 @@ def write_merged(
     part: str = "transformer",
     progress: Progress = iter,
 ) -> None:
-    """Write `out` as the pipeline `base` with the updates in its transformer `part`, and `weights` in place of its own.
+    """Write `out` as the pipeline `base` with the changes in its transformer `part`, and `weights` in place of its own.
 
-    Each weight is the fp32 sum, rounded once to the dtype that it is stored in; every other tensor keeps
+    Each weight is computed in fp32, and rounded once to the dtype that it is stored in; every other tensor keeps
     its bytes, and so do the other components' files. One file of the transformer is in memory at a time.
     `config` and `index` replace entries of the base's PART/config.json and model_index.json.
 
@@ -49,7 +51,7 @@ def write_merged(
     """
     source = base / part
     stored = read_json(source / "config.json")
-    files = _require_mergeable(source, stored, updates, weights)
+    files = _require_mergeable(source, stored, changes, weights)
     # The index of the shards stays right, because merged files keep their names and tensors.
     copy_own(base, out, lambda name: not name.startswith(f"{part}/") or name == f"{part}/{_SHARDS}")
     (out / part).mkdir(exist_ok=True)
@@ -61,7 +63,7 @@ def write_merged(
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
             tensors = {
-                name: _merged(name, opened.get_tensor(name), updates, weights)
+                name: _merged(name, opened.get_tensor(name), changes, weights)
                 for name in progress(names)
             }
         bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
@@ -72,23 +74,24 @@ def write_merged(
         save_file(tensors, out / part / file.name, metadata=metadata)
 
 
-def require_merged(source: Path, transformer: Any, updates: Updates, weights: Tensors) -> None:
-    """Raise `CheckFailedError` unless a loaded transformer's weights are the sums in fp64, but for one rounding."""
+def require_merged(source: Path, transformer: Any, changes: Changes, weights: Tensors) -> None:
+    """Raise `CheckFailedError` unless a loaded transformer's weights are those of fp64, but for one rounding."""
     loaded = dict(transformer.named_parameters())
     deviating = []
     for file in weight_files(source):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                terms = updates.get(name.removesuffix(".weight"))
-                if not terms and name not in weights:
+                change = changes.get(name.removesuffix(".weight"))
+                if change is None and name not in weights:
                     continue
                 stored = opened.get_tensor(name)
-                exact = weights.get(name, stored).double()
-                change = update(terms, torch.float64) if terms else torch.zeros(())
-                exact = exact + change
+                before = weights.get(name, stored).double()
+                exact = change.of(before) if change else before
                 precision = torch.finfo(stored.dtype)
-                # One rounding to the stored dtype, and what fp32 loses in the product of the matrices.
-                allowed = precision.eps * (exact.abs() + precision.tiny) + 1e-6 * change.abs().max()
+                # One rounding to the stored dtype, and what fp32 loses in products: of what is added, or of all.
+                computed = exact - before if change is None or change.is_added else exact
+                slack = 1e-6 * computed.abs().max()
+                allowed = precision.eps * (exact.abs() + precision.tiny) + slack
                 if (
                     loaded[name].shape != exact.shape
                     or not ((loaded[name].double() - exact).abs() <= allowed).all()
@@ -110,25 +113,23 @@ def stored_dtype(source: Path) -> torch.dtype:
     return functools.reduce(torch.promote_types, kinds)
 
 
-def _merged(name: str, tensor: torch.Tensor, updates: Updates, weights: Tensors) -> torch.Tensor:
-    terms = updates.get(name.removesuffix(".weight"))
-    if not terms and name not in weights:
+def _merged(name: str, tensor: torch.Tensor, changes: Changes, weights: Tensors) -> torch.Tensor:
+    change = changes.get(name.removesuffix(".weight"))
+    if change is None and name not in weights:
         return tensor
     total = weights.get(name, tensor).float()
-    if terms:
-        total = total + update(terms, torch.float32)
-    return total.to(tensor.dtype)
+    return (change.of(total) if change else total).to(tensor.dtype)
 
 
 def _require_mergeable(
-    source: Path, config: Mapping[str, Any], updates: Updates, weights: Tensors
+    source: Path, config: Mapping[str, Any], changes: Changes, weights: Tensors
 ) -> dict[Path, list[str]]:
     """Return the weight files with their tensors' names; raise `DitLoraError` if anything cannot be merged into."""
     if "quantization_config" in config:
         raise DitLoraError(
             f"{source} is quantised; give --model the checkpoint that it was made from"
         )
-    wanted = {*weights, *(f"{name}.weight" for name in updates)}
+    wanted = {*weights, *(f"{name}.weight" for name in changes)}
     files: dict[Path, list[str]] = {}
     faults = []
     for file in weight_files(source):

@@ -1,6 +1,5 @@
-"""Terms that an adapter adds to each weight, whatever file it is written in: to compare files, and to merge them."""
+"""Terms that an adapter adds to each weight, whatever file it is written in: to compare files."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,11 +29,6 @@ class Term:
     def rank(self) -> int:
         return len(self.a)
 
-    def update(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the product in the shape of the layer's weight, computed in `dtype`."""
-        product = self.b.to(dtype).flatten(1) @ self.a.to(dtype).flatten(1)
-        return (self.scale * product).reshape(len(self.b), *self.a.shape[1:])
-
 
 Updates = Mapping[str, Sequence[Term]]
 """Terms whose sum is added to a layer's weight, by the layer's name in the unadapted model."""
@@ -62,11 +56,6 @@ def summed(many: Sequence[Updates]) -> Updates:
     """Return the sum of several adapters' updates: each layer has the terms of all adapters that have it."""
     names = dict.fromkeys(name for updates in many for name in updates)
     return {name: [term for updates in many for term in updates.get(name, ())] for name in names}
-
-
-def update(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of one layer's terms, computed in `dtype`."""
-    return functools.reduce(torch.add, (term.update(dtype) for term in terms))
 
 
 def require_same(expected: Updates, actual: Updates, what: str) -> None:

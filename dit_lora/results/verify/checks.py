@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from peft.utils.other import get_pattern_key
 
+from dit_lora.adapters.kinds import alpha_of, kind_of, scaling_of
 from dit_lora.adapters.update_norms import EXTREME, STRONG, LoadedLayer, ModuleUpdate
 from dit_lora.errors import listed
+from dit_lora.numerics.adapter_tensors import layer_of
 
 Tensors = Mapping[str, torch.Tensor]
 NOT_RECORDED = "not recorded"
@@ -49,7 +51,7 @@ def keys(
         for name, tensor in loaded.items()
         if name not in stored and not _is_idle(name, tensor, expected)
     ]
-    modules = {name.partition(".lora_")[0] for name in loaded}
+    modules = {layer_of(name) for name in loaded}
     if stored.keys() <= loaded.keys():  # else it is there under another name
         problems += [
             f"{name}: the header's targets match it, and the file has nothing for it"
@@ -78,7 +80,7 @@ def _is_idle(name: str, tensor: torch.Tensor, expected: Sequence[str]) -> bool:
 
     They are none of the header's layers. Without values (meta), that they are none of them has to do.
     """
-    is_asked = name.partition(".lora_")[0] in expected
+    is_asked = layer_of(name) in expected
     return not is_asked and (bool(expected) if tensor.is_meta else not tensor.any())
 
 
@@ -178,8 +180,10 @@ def scale(
 
     `ranks` are those of A and of B in the file, by module.
     """
-    if not ranks:
+    if not ranks and not layers:
         return Check(True, "no adapter, and so no rank and no alpha")
+    if kind_of(config) == "oft":
+        return _blocks(config or {}, layers, made)
     problems = _in_the_file(config, ranks) + _as_trained(config, layers, made)
     scales = sorted({layer.scaling for layer in layers.values()})
     if problems:
@@ -197,6 +201,16 @@ def scale(
         f"as {' and '.join(sources)} say" if sources else f"{NOT_RECORDED}, so that alpha is rank"
     )
     return Check(True, f"{words}, {source}: updates are scaled by {every}")
+
+
+def _blocks(
+    config: Mapping[str, Any], layers: Mapping[str, LoadedLayer], made: Mapping[str, Any]
+) -> Check:
+    """Check that OFT's rotations are loaded as large as trained; a rotation has no scale."""
+    size, trained = config.get("oft_block_size"), made.get("block_size")
+    if trained and size != trained:
+        return Check(False, f"blocks of {size} in the header, and {trained} was trained")
+    return Check(True, f"{len(layers)} rotations in blocks of up to {size}, which have no scale")
 
 
 def _in_the_file(
@@ -223,9 +237,10 @@ def _as_trained(
     if not rank or not alpha:
         return []
     problems = []
-    for name, key, trained in (("rank", "r", rank), ("alpha", "lora_alpha", alpha)):
-        if config and config.get(key) != trained:
-            problems.append(f"{name} {config.get(key)} in the header, and {trained} was trained")
+    header = {"rank": config.get("r"), "alpha": alpha_of(config)} if config else {}
+    for name, trained in (("rank", rank), ("alpha", alpha)):
+        if config and header[name] != trained:
+            problems.append(f"{name} {header[name]} in the header, and {trained} was trained")
     if not config:
         problems.append(
             f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained"
@@ -233,13 +248,14 @@ def _as_trained(
     ranks, alphas = (made.get(key) or {} for key in PATTERNS)
     off = set()
     for name, layer in layers.items():
-        # PEFT's plain scale; where a header leaves alpha out, loaders take rank for it and the scale is 1.
-        own = [
+        # Where a header leaves alpha out, loaders take rank for it and the scale is 1.
+        own_alpha, own_rank = (
             pattern.get(get_pattern_key(list(pattern), name), usual)
             for pattern, usual in ((alphas, alpha), (ranks, rank))
-        ]
-        if not math.isclose(layer.scaling, own[0] / own[1]):
-            off.add((layer.scaling, own[0] / own[1]))
+        )
+        trained = scaling_of(own_alpha, own_rank, rslora=made.get("rslora", False))
+        if not math.isclose(layer.scaling, trained):
+            off.add((layer.scaling, trained))
     problems += [
         f"loaded layers scale their update by {one:g}, and {trained:g} was trained"
         for one, trained in sorted(off)

@@ -19,11 +19,13 @@ from safetensors import SafetensorError
 from torch import nn
 
 from dit_lora.adapters.diffusers_format import BASE_FILE
+from dit_lora.adapters.kinds import kind_of
 from dit_lora.adapters.update_norms import (
     LoadedLayer,
     ModuleUpdate,
     base_updates,
     loaded_layers,
+    measured_updates,
     module_updates,
     weight_norms,
 )
@@ -182,9 +184,15 @@ def check_adapter(result: Result, fresh: nn.Module) -> Verification:
         layers = loaded_layers(fresh)
     # Without loaded layers there is no scale, and so no update to measure.
     if layers or not stored:
-        norms = weight_norms(fresh, result.stock.weight_files())
-        updates = module_updates(stored, layers, norms)
-        changes = base_updates(base, result.stock.weight_files())
+        files = result.stock.weight_files()
+        norms = weight_norms(fresh, files)
+        plain = kind_of(config) == "lora" and not any("magnitude" in name for name in stored)
+        updates = (
+            module_updates(stored, layers, norms)
+            if plain
+            else measured_updates(fresh, norms, files)
+        )
+        changes = base_updates(base, files)
         effects = effect(updates, [*base], changes, allow_extreme=result.allow_extreme)
     if key_check.passed:
         output = result.output(fresh, result.dtype)

@@ -1,44 +1,47 @@
 """Tells whether a model is its base alone, as before the first step, and makes it that for a while."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from dit_lora.adapters.attach import is_lora_b
+from dit_lora.adapters.under import trained_off
+from dit_lora.numerics.adapter_tensors import is_adapter, is_idle
 from dit_lora.numerics.dtensors import local
 
 
 def does_nothing(model: nn.Module) -> bool:
-    """Return true if all that trains is a LoRA whose B is zero on every rank, as before its first step. Collective."""
+    """Return true if all that trains is an adapter that changes nothing on any rank, as before its first step. Collective."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    is_lora = all(".lora_A." in name or is_lora_b(name) for name in trained)
-    b = _all_b(model)
-    is_zero = is_lora and bool(b) and not any(bool(one.any()) for one in b)
+    idle = _idle_parts(model)
+    is_zero = all(map(is_adapter, trained)) and bool(idle) and not any(bool(p.any()) for p in idle)
     # Of sharded weights a rank may hold a part that is zero still.
     return all(gather_object([is_zero]))
 
 
 @contextmanager
 def base_alone(model: nn.Module) -> Iterator[None]:
-    """Set every trained LoRA's B to zero within: the model is then what it was before its first step, if that did nothing.
+    """Let the model be what it was before its first step within, if that did nothing; afterwards it is the same bits.
 
-    Not by leaving adapters out: the same code runs then as when they are trained. Afterwards B is the same bits.
+    A LoRA's B is zero then: the same code runs as when it is trained. What else DoRA trains is not zero at the start, so
+    that it is left out, which comes to the same bits: its output is the base's and a difference.
     """
-    b = _all_b(model)
-    trained = [one.clone() for one in b]
+    idle = _idle_parts(model)
+    trained = [one.clone() for one in idle]
+    magnitudes = any("lora_magnitude_vector" in name for name, _ in model.named_parameters())
     try:
-        for one in b:
+        for one in idle:
             one.zero_()
-        yield
+        with trained_off(model) if magnitudes else nullcontext():
+            yield
     finally:
-        for one, before in zip(b, trained, strict=True):
+        for one, before in zip(idle, trained, strict=True):
             one.copy_(before)
 
 
-def _all_b(model: nn.Module) -> list[torch.Tensor]:
-    """Return this rank's parts of every B that trains, which share the parameters' memory."""
+def _idle_parts(model: nn.Module) -> list[torch.Tensor]:
+    """Return this rank's parts of what trains and is zero at the start, which share the parameters' memory."""
     named = model.named_parameters()
-    return [local(p.detach()) for name, p in named if p.requires_grad and is_lora_b(name)]
+    return [local(p.detach()) for name, p in named if p.requires_grad and is_idle(name)]

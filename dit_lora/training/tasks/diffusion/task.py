@@ -12,7 +12,9 @@ from torch import nn
 from dit_lora.adapters.diffusers_format import save_adapter, save_pipeline
 from dit_lora.adapters.find_lora import public_name
 from dit_lora.adapters.groups import recipe_groups
+from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
 from dit_lora.adapters.own_files import own_files
+from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.digests import Digests
 from dit_lora.families.base import Checkpoint
@@ -177,6 +179,8 @@ class DiffusionTask:
                 checkpoint.part,
             )
         require_moved(setup.recipe, checkpoint, setup.transformer, weights)
+        if setup.recipe.lora.kind in WITHOUT_DIFFUSERS:
+            return save_chat_adapter(setup.transformer, folder / "adapter", made, weights)
         return save_adapter(
             setup.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights
         )

@@ -1,0 +1,184 @@
+"""Adapters of other kinds than LoRA on hollow models: read from any file of theirs, and written as their readers take them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.utils import CONFIG_NAME
+from safetensors.torch import load_file, save_file
+
+from dit_lora.adapters.attach import ADAPTER_NAME
+from dit_lora.adapters.diffusers_format import (
+    BASE_FILE,
+    base_weights,
+    header_lines,
+    require_sound,
+    save_adapter,
+)
+from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS, config_of, kind_of
+from dit_lora.adapters.layer_names import LayerNames
+from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE, config_in
+from dit_lora.adapters.peft_format import save_chat_adapter
+from dit_lora.config.load import load_recipe
+from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.numerics.adapter_tensors import is_adapter, layer_of
+from dit_lora.parsing import read_json
+from dit_lora.results.export.hollow import mark_trained, put_weights, read_weights, state_of
+from dit_lora.results.tensor_file import header_of
+
+Config = Mapping[str, Any]
+_REFUSALS = (ValueError, TypeError, KeyError, RuntimeError)
+# A scale of its own is folded into this factor: ComfyUI applies `alpha` to a LoKr only where a factor is a product.
+_FOLDED_INTO = ("lokr_w1", "lokr_w1_a", "hada_w1_a")
+
+
+def other_kind(file: Path) -> str | None:
+    """Return the kind of an adapter's file that is no LoRA; None of a LoRA, and of a file that does not say."""
+    kind = kind_of(_config(file))
+    return None if kind == "lora" else kind
+
+
+def load_other_kind(model: Any, file: Path) -> None:
+    """Load a file, and base weights in it or beside it, into a hollow model, as `load_lora_file` does.
+
+    Raises `DitLoraError` for what does not fit, and `CheckFailedError` for what is not finite or has no effect.
+    """
+    config = dict(_config(file) or {})
+    tensors = {_bare(name): tensor for name, tensor in load_file(file).items()}
+    own = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in own}
+    base = file.with_name(BASE_FILE)
+    weights |= read_weights(base, model) if base.is_file() else {}
+    layers = list(dict.fromkeys(map(layer_of, own)))
+    modules = {name for name, _ in model.named_modules()}
+    absent = [f"{name}: not in the model" for name in layers if name not in modules]
+    if absent:
+        what = f"{file} was trained on another model than this {type(model).__name__}"
+        raise DitLoraError(listed(what, absent))
+    require_sound(own, weights)
+    put_weights(model, weights)
+    made = _peft_config(config, layers)
+    try:
+        peft.inject_adapter_in_model(made, model, adapter_name=ADAPTER_NAME)
+        peft.set_peft_model_state_dict(model, dict(own), adapter_name=ADAPTER_NAME)
+    except _REFUSALS as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DitLoraError(f"{file} does not load into {type(model).__name__}: {reason}") from error
+    mark_trained(model, weights)
+    lacking = [f"{name}: not in the file" for name in state_of(model) if name not in own]
+    if lacking:
+        raise DitLoraError(listed(f"{file} is not whole", lacking))
+
+
+def write_other_kind(
+    form: str,
+    model: Any,
+    family: DiffusionFamily,
+    pipeline_class: Any,
+    made: Config,
+    out: Path,
+    name: str,
+) -> None:
+    """Write an adapter of another kind than LoRA in a form that reads it, and read it back.
+
+    Raises `DitLoraError` where the form has no such kind, and says which have.
+    """
+    kind = kind_of(model.peft_config[ADAPTER_NAME])
+    if form == "peft":
+        file = save_chat_adapter(model, out, made)
+        _require_same(state_of(model), {_bare(n): t for n, t in load_file(file).items()}, file)
+    elif form == "diffusers" and kind not in WITHOUT_DIFFUSERS:
+        file = save_adapter(model, pipeline_class, out, made)
+        _require_same(state_of(model), {_bare(n): t for n, t in load_file(file).items()}, file)
+    elif form == "comfyui" and kind in ("lokr", "loha"):
+        _write_comfyui(model, family.comfyui, out / f"{name}.safetensors", made)
+    else:
+        forms = [
+            "peft",
+            "merged",
+            *(["diffusers"] if kind not in WITHOUT_DIFFUSERS else []),
+            *(["comfyui"] if kind in ("lokr", "loha") else []),
+        ]
+        raise DitLoraError(
+            f"--to {form}: nothing reads {kind} in this form; there are: {', '.join(forms)}"
+        )
+
+
+def _write_comfyui(model: Any, names: LayerNames, file: Path, made: Config) -> None:
+    """Write LyCORIS' tensors by ComfyUI's names of the layers (comfy/weight_adapter/lokr.py, loha.py)."""
+    if names.lacking:
+        raise DitLoraError(f"--to comfyui: {names.lacking}")
+    trained = sorted(base_weights(model))
+    if trained:
+        what = "--to comfyui: base weights trained too, which such a file cannot hold; --to merged takes them; they are"
+        raise DitLoraError(listed(what, trained))
+    state = state_of(model)
+    counterparts = {layer: names.of(layer) for layer in map(layer_of, state)}
+    unknown = [layer for layer, theirs in counterparts.items() if theirs is None]
+    if unknown:
+        raise DitLoraError(
+            listed("--to comfyui: ComfyUI's model has no counterpart of these layers", unknown)
+        )
+    tensors = {}
+    for name, tensor in state.items():
+        layer = layer_of(name)
+        factor = name.removeprefix(f"{layer}.")
+        scale = model.get_submodule(layer).scaling[ADAPTER_NAME] if factor in _FOLDED_INTO else 1.0
+        tensors[f"{counterparts[layer]}.{factor}"] = (tensor * scale).contiguous()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, file, metadata={"format": "pt", **header_lines(made)})
+    _require_same(tensors, load_file(file), file)
+
+
+def _config(file: Path) -> Config | None:
+    """Return PEFT's config of a file: beside it, in its header, or as the run of a checkpoint's file would make it."""
+    beside, state = file.with_name(CONFIG_NAME), file.with_name(STATE_FILE)
+    if file.name == WEIGHTS_FILE and state.is_file():
+        recipe = file.absolute().parents[2] / "config.yaml"
+        lora = load_recipe(recipe).lora if recipe.is_file() else None
+        return config_of(lora, []).to_dict() if lora and lora.kind != "lora" else None
+    return read_json(beside) if beside.is_file() else config_in(header_of(file), file)
+
+
+def _peft_config(config: Config, layers: list[str]) -> peft.PeftConfig:
+    """Return PEFT's config for exactly these layers, without what other versions of PEFT wrote or where it was made."""
+    kind: Any = {"dora": "LORA"}.get(kind_of(config), kind_of(config).upper())
+    made = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    known = made.__dataclass_fields__.keys() - {
+        "peft_type",
+        "base_model_name_or_path",
+        "auto_mapping",
+    }
+    values = {key: value for key, value in config.items() if key in known}
+    return made(**{**values, "target_modules": layers, "inference_mode": False})  # type: ignore[no-any-return]
+
+
+def _bare(name: str) -> str:
+    """Return a tensor's name in an unwrapped model, as PEFT gives it without an adapter's name."""
+    for prefix in ("base_model.model.", "transformer."):
+        name = name.removeprefix(prefix)
+    # A run's checkpoint has the parameters' own names.
+    return (
+        name.replace(f".{ADAPTER_NAME}", "")
+        if is_adapter(name)
+        else name.replace(".base_layer.", ".")
+    )
+
+
+def _require_same(
+    expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], file: Path
+) -> None:
+    """Raise `CheckFailedError` with every tensor that is not the expected one, bit for bit."""
+    faults = [f"{name}: not in it" for name in expected if name not in actual]
+    faults += [f"{name}: not in the adapter" for name in actual if name not in expected]
+    faults += [
+        f"{name}: other values"
+        for name in expected.keys() & actual.keys()
+        if not torch.equal(expected[name].cpu(), actual[name].cpu())
+    ]
+    if faults:
+        raise CheckFailedError(listed(f"{file}, read back, is not the adapter", sorted(faults)))

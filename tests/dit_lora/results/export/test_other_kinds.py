@@ -1,0 +1,161 @@
+"""Adapters of other kinds than LoRA in every form that reads them; what is merged is what PEFT computes."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from exported import Trained, trained
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from dit_lora.config.lora import Kind
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.errors import CheckFailedError, DitLoraError
+from dit_lora.families import get_family
+from dit_lora.results.export.export import ExportRequest, export
+
+KINDS: tuple[Kind, ...] = ("dora", "lokr", "loha", "oft")
+FILES = {"dora": "pytorch_lora_weights.safetensors", "lokr": "pytorch_lora_weights.safetensors"}
+PEFT_FILE = "adapter_model.safetensors"
+
+
+def adapter_of(kind: Kind, checkpoints: dict[str, Path], folder: Path, **options: Any) -> Trained:
+    return trained("flux2", checkpoints["flux2-klein"], folder, kind=kind, scale=0.05, **options)
+
+
+def written(kind: Kind, folder: Path) -> Path:
+    return folder / FILES.get(kind, PEFT_FILE)
+
+
+def layers(model: Any) -> dict[str, Any]:
+    named = ((n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer))
+    return {name.removeprefix("base_model.model."): module for name, module in named}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_are_what_the_adapted_layers_compute(
+    kind: Kind, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    made = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
+    out = export(ExportRequest((made.folder,), "merged", tmp_path / "out", model=str(made.base)))
+    found = get_family("flux2").open(ModelConfig(family="flux2", path=str(out)))
+    merged = found.load_transformer(torch.float32)
+    adapted = layers(made.model)
+    assert len(adapted) > 4
+    for name, layer in adapted.items():
+        plain = merged.get_submodule(name)
+        x = torch.randn(3, 5, plain.in_features, generator=torch.Generator().manual_seed(len(name)))
+        expected = layer(x)
+        assert (expected - layer.base_layer(x)).abs().max() > 1e-3
+        torch.testing.assert_close(functional.linear(x, plain.weight, plain.bias), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_to_peft_and_back_bit_for_bit(
+    kind: Kind, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    made = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
+    out = export(ExportRequest((made.folder,), "peft", tmp_path / "out", model=str(made.base)))
+    fresh = made.checkpoint.load_transformer(torch.float32)
+    loaded = layers(peft.PeftModel.from_pretrained(fresh, str(out)).eval())
+    for name, layer in layers(made.model).items():
+        x = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(len(name)))
+        assert torch.equal(loaded[name](x), layer(x))
+    again = ExportRequest((out,), "diffusers", tmp_path / "again", model=str(made.base))
+    if kind in FILES:
+        first, last = (load_file(written(kind, one)) for one in (made.folder, export(again)))
+        assert first.keys() == last.keys()
+        assert all(torch.equal(first[key], last[key]) for key in first)
+    else:
+        with pytest.raises(DitLoraError, match=f"nothing reads {kind} in this form"):
+            export(again)
+
+
+def comfyui_delta(own: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """What ComfyUI adds of a layer's tensors without `alpha` (comfy/weight_adapter/lokr.py, loha.py)."""
+    if "hada_w1_a" in own:
+        return (own["hada_w1_a"] @ own["hada_w1_b"]) * (own["hada_w2_a"] @ own["hada_w2_b"])
+    second = own.get("lokr_w2")
+    second = own["lokr_w2_a"] @ own["lokr_w2_b"] if second is None else second
+    return torch.kron(own["lokr_w1"], second).reshape(shape)
+
+
+@pytest.mark.parametrize("kind", ["lokr", "loha"])
+def test_comfyui_adds_the_same_update(
+    kind: Kind, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    made = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter", rank=2, alpha=5)
+    out = export(ExportRequest((made.folder,), "comfyui", tmp_path / "out", model=str(made.base)))
+    tensors = load_file(out / "out.safetensors")
+    names = get_family("flux2").comfyui
+    claimed = set()
+    for name, layer in layers(made.model).items():
+        key = f"{names.of(name)}."
+        own = {n.removeprefix(key): t for n, t in tensors.items() if n.startswith(key)}
+        claimed |= {f"{key}{one}" for one in own}
+        shape = layer.get_base_layer().weight.shape
+        delta = layer.get_delta_weight("default")
+        assert delta.abs().max() > 1e-4
+        torch.testing.assert_close(comfyui_delta(own, shape), delta)
+    assert claimed == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "words"),
+    [
+        ("dora", "comfyui", "nothing reads dora in this form; there are: peft, merged, diffusers"),
+        ("oft", "comfyui", "there are: peft, merged"),
+        ("loha", "folded", "there are: peft, merged, comfyui"),
+        ("lokr", "kohya", "nothing reads lokr"),
+    ],
+)
+def test_a_form_that_reads_no_such_kind_is_refused_by_name(
+    kind: Kind, form: Any, words: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    made = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
+    with pytest.raises(DitLoraError, match=words):
+        export(ExportRequest((made.folder,), form, tmp_path / "out", model=str(made.base)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_lora_is_neither_weighted_nor_added(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    one = adapter_of("lokr", tiny_checkpoints, tmp_path / "one")
+    request = ExportRequest(
+        (one.folder,), "diffusers", tmp_path / "out", (0.5,), model=str(one.base)
+    )
+    with pytest.raises(DitLoraError, match=r"LoRAs alone are weighted and added up.*\n.*lokr"):
+        export(request)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda n, t: {n.replace("blocks.0", "blocks.7"): t}, r"another model[\s\S]*blocks\.7"),
+        (lambda n, t: {n: t[:1]}, r"does not load into Flux2"),
+        (lambda n, t: {n: torch.full_like(t, torch.nan)}, r"not finite[\s\S]*lokr"),
+        (lambda n, t: {}, r"is not whole[\s\S]*not in the file"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_by_name(
+    spoil: Any, words: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    made = adapter_of("lokr", tiny_checkpoints, tmp_path / "one", rank=1)
+    file = written("lokr", made.folder)
+    tensors = load_file(file)
+    name = next(key for key in tensors if "lokr_w1" in key)
+    rest = {key: one for key, one in tensors.items() if key != name}
+    save_file(rest | spoil(name, tensors[name]), file, {"lora_adapter_metadata": _metadata(file)})
+    request = ExportRequest((made.folder,), "peft", tmp_path / "out", model=str(made.base))
+    with pytest.raises((CheckFailedError, DitLoraError), match=words):
+        export(request)
+
+
+def _metadata(file: Path) -> str:
+    with safe_open(file, framework="pt") as opened:
+        return str(opened.metadata()["lora_adapter_metadata"])

@@ -1,0 +1,147 @@
+"""Every kind of adapter in whole runs: it trains, resumes bit for bit, verifies, and its own library loads it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_runs import common, write_data
+from launching import ROOT
+from runs import lines
+from safetensors.torch import load_file
+from smoke_recipes import SMOKES
+
+from dit_lora.commands.verify import verify_adapter
+from dit_lora.errors import DitLoraError
+
+Main = Callable[[list[str]], None]
+KINDS = {
+    "lora": [
+        "lora.rslora=true",
+        "lora.rank_pattern={'(to_q|q_proj)': 3}",
+        "lora.alpha_pattern={'(to_k|k_proj)': 5}",
+    ],
+    "dora": ["lora.rank=4", "lora.alpha=6"],
+    "lokr": ["lora.rank=2", "lora.alpha=3", "lora.factor=4"],
+    "loha": ["lora.rank=3", "lora.alpha=5"],
+    "oft": ["lora.rank=null", "lora.alpha=null", "lora.block_size=4"],
+}
+DIFFUSION = ("cogvideox", "sana", "flux2", "wan")
+IN_CI = (("cogvideox", "dora"), ("flux2", "lokr"), ("sana", "oft"), ("wan", "loha"))
+"""One row of each kind; the others repeat them."""
+
+
+def words_of(kind: str) -> list[str]:
+    return [f"lora.kind={kind}", *KINDS[kind]]
+
+
+@pytest.fixture
+def arguments(
+    tiny_checkpoints: dict[str, Path],
+    shape_clips: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[str], list[str]]:
+    """The smoke recipe of a family, quick and with nothing shown."""
+
+    def args(name: str) -> list[str]:
+        if name == "videochat2":
+            data = tmp_path / "chat"
+            write_data(data)
+            return common(name, tiny_checkpoints["videochat2-mistral"], data, tmp_path)
+        smoke = SMOKES[name]
+        smoke.prepare(monkeypatch)
+        data = shape_clips
+        if smoke.write_data is not None:
+            data = tmp_path / "data"
+            smoke.write_data(data)
+        return [
+            str(ROOT / "recipes" / "smoke" / f"{smoke.recipe or name}.yaml"),
+            f"model.path={tiny_checkpoints[smoke.variant]}",
+            f"data.path={data}",
+            f"data.cache={tmp_path / 'cache'}",
+            "validation.prompts=[]",
+            "validation.held_out_draws=0",
+            *smoke.overrides,
+        ]
+
+    return args
+
+
+def trained(run: Path) -> dict[str, torch.Tensor]:
+    """What its last checkpoint holds, the optimizer's state too."""
+    last = max((run / "checkpoints").glob("step_*"))
+    return load_file(last / "trainable.safetensors") | load_file(last / "optimizer.safetensors")
+
+
+def rows() -> list[Any]:
+    return [
+        pytest.param(name, kind, marks=[] if (name, kind) in IN_CI else pytest.mark.thorough)
+        for name in (*DIFFUSION, "videochat2")
+        for kind in KINDS
+    ]
+
+
+@pytest.mark.parametrize(("name", "kind"), rows())
+def test_it_trains_resumes_bit_for_bit_and_is_loaded_as_trained(
+    lora_main: Main, arguments: Callable[[str], list[str]], tmp_path: Path, name: str, kind: str
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    args = [*arguments(name), *words_of(kind), "train.save_every=2"]
+    lora_main([*args, "train.steps=4", f"run.dir={whole}"])
+    lora_main([*args, "train.steps=2", f"run.dir={parts}"])
+    lora_main([*args, "train.steps=4", f"run.dir={parts}", "train.resume=auto"])
+    ours, theirs = trained(whole), trained(parts)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert not lines(whole, "events.jsonl")
+    # By its own library, from disk, over the base from disk.
+    verification = verify_adapter(whole)
+    assert verification.passed, "\n".join(verification.lines())
+    assert "as trained" in verification.checks["output"].words
+    assert len(verification.modules) > 0
+    assert all(0 < one.norm < torch.inf for one in verification.modules)
+
+
+REFUSED = {("dora", "int8"), ("dora", "nf4"), ("lokr", "nf4"), ("loha", "nf4")}
+"""PEFT's layers of these compute with the weight itself, or with its shape."""
+TOGETHER = {
+    "averages, dropped captions, accumulation": [
+        "train.ema=0.5",
+        "data.caption_dropout=0.5",
+        "train.accumulate=2",
+    ],
+    "bf16": ["model.dtype=bf16"],
+    "checkpointing": ["train.checkpointing=full"],
+    "selective checkpointing": ["train.checkpointing=selective"],
+    "group offload": ["train.offload=group", "train.checkpointing=full"],
+    "kernels": ["kernels.ada_norm=on"],
+    "compiled": ["train.compile=true"],
+    "preserve": ["train.preserve={trigger: red, class_words: painted}"],
+    "int8": ["model.quantize=int8"],
+    "nf4": ["model.quantize=nf4"],
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("further", TOGETHER)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_with_what_a_run_may_have(
+    lora_main: Main, arguments: Callable[[str], list[str]], tmp_path: Path, kind: str, further: str
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    args = [*arguments("cogvideox"), *words_of(kind), *TOGETHER[further], "train.save_every=2"]
+    if (kind, further) in REFUSED:
+        with pytest.raises(DitLoraError, match=f"quantised to {further}"):
+            lora_main([*args, "train.steps=2", f"run.dir={whole}"])
+        return
+    lora_main([*args, "train.steps=4", f"run.dir={whole}"])
+    lora_main([*args, "train.steps=2", f"run.dir={parts}"])
+    lora_main([*args, "train.steps=4", f"run.dir={parts}", "train.resume=auto"])
+    ours, theirs = trained(whole), trained(parts)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert not lines(whole, "events.jsonl")
+    verification = verify_adapter(whole)
+    assert verification.passed, "\n".join(verification.lines())
