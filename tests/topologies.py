@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -26,6 +26,11 @@ from dit_lora.training.run import Run
 from dit_lora.training.step import StepResult
 
 Engine = Literal["ddp", "fsdp2", "zero2"]
+ENGINES_HERE: list[Engine] = [
+    engine
+    for engine in get_args(Engine)
+    if engine != "zero2" or importlib.util.find_spec("deepspeed") is not None
+]
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "ddp": {},
     "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},

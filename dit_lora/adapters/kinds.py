@@ -11,7 +11,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
 from torch import nn
 
-from dit_lora.config.lora import Kind, LoraConfig
+from dit_lora.config.lora import KIND_NAMES, Kind, LoraConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.quantized_linear import NarrowLinear
 
@@ -64,6 +64,15 @@ def kind_of(config: peft.PeftConfig | Mapping[str, Any] | None) -> str:
     named = values.get("peft_type") or "LORA"
     kind = str(getattr(named, "value", named)).lower()
     return "dora" if kind == "lora" and values.get("use_dora") else kind
+
+
+def adapter_words(made: Mapping[str, Any]) -> str:
+    """Return what a result's header, or a recipe's section, says of an adapter in words: `DoRA (rank 8, alpha 16)`."""
+    name = KIND_NAMES.get(made.get("kind", "lora"), str(made.get("kind")))
+    if made.get("block_size"):
+        return f"{name} (blocks of {made['block_size']})"
+    named = [f"{key} {made[key]}" for key in ("rank", "alpha") if made.get(key)]
+    return f"{name} ({', '.join(named)})" if named else name
 
 
 def alpha_of(config: Mapping[str, Any]) -> float | None:

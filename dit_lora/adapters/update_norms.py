@@ -121,21 +121,14 @@ def module_updates(
 
 
 @torch.no_grad()
-def measured_updates(
-    model: nn.Module, norms: Mapping[str, float], files: Sequence[Path]
-) -> list[ModuleUpdate]:
+def measured_updates(model: nn.Module, norms: Mapping[str, float]) -> list[ModuleUpdate]:
     """Return one update for each adapted layer of a loaded model, by the weight that layer and adapter come to.
 
-    This takes an fp64 copy of one weight at a time, and goes for every kind. Weights that the model does not hold
-    (meta) are read from the checkpoint's `files`; a layer whose weight is in neither has no update.
+    This takes an fp64 copy of one weight at a time, and goes for every kind.
     """
     changes, roots = {}, {}
     for name, layer in sorted(_adapted(model)):
-        base = layer.get_base_layer()
-        weight = _stored_weight(f"{name}.weight", files) if base.weight.is_meta else _weight(base)
-        if weight is None:
-            continue
-        before = weight.double()
+        before = _weight(layer.get_base_layer()).double()
         changed = changed_weight(layer, next(iter(layer.r)), before)
         changes[name] = torch.linalg.vector_norm(changed - before).item()
         roots[name] = math.sqrt(before.numel())
@@ -183,14 +176,6 @@ def _adapted(model: nn.Module) -> Iterable[tuple[str, Any]]:
 def _weight(base: Any) -> torch.Tensor:
     weight = base.widened(torch.float32) if isinstance(base, NarrowLinear) else base.weight
     return weight.detach()  # type: ignore[no-any-return]
-
-
-def _stored_weight(name: str, files: Sequence[Path]) -> torch.Tensor | None:
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            if name in opened.keys():  # noqa: SIM118
-                return opened.get_tensor(name)  # type: ignore[no-any-return]
-    return None
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = {"faults": ("faults --only '*latent*'",)}
 _WIDE = 240  # characters, in a file or a pipe
+_GAP, _LEAST = 2, 20  # characters between columns, and of the verdict at least
 
 
 def faults(
@@ -25,6 +26,9 @@ def faults(
     model: Annotated[
         str, typer.Option(help="The tiny checkpoint, as `dit-lora tiny` names it.")
     ] = "cogvideox-5b",
+    kind: Annotated[
+        str, typer.Option(help="The adapter that is trained: lora, dora, lokr, loha or oft.")
+    ] = "lora",
     engine: Annotated[
         str, typer.Option(help="How several ranks share a step: ddp, fsdp2 or zero2.")
     ] = "ddp",
@@ -33,7 +37,7 @@ def faults(
     from dit_lora.faults.suite import run_suite, totals
     from dit_lora.faults.world import engine_of
 
-    judged = run_suite(only, ranks, model, engine_of(engine))
+    judged = run_suite(only, ranks, model, engine_of(engine), kind)
     sums = totals(judged)
     record = {"faults": [asdict(judgment) for judgment in judged], "totals": sums}
     passed = all(judgment.passed for judgment in judged)
@@ -53,15 +57,20 @@ def _render(judged: "Sequence[FaultResult]", sums: Mapping[str, int]) -> None:
         "recovered": ["yes" if one.recovered else "NO" for one in judged],
         "poisoned": [str(one.poisoned_files) for one in judged],
     }
-    table = Table(box=None, pad_edge=False)
-    for heading, cells in columns.items():
-        table.add_column(heading, no_wrap=True, min_width=max(map(len, (heading, *cells))))
-    table.add_column("verdict", no_wrap=True, overflow="ellipsis")
-    for row in zip(*columns.values(), (one.verdict for one in judged), strict=True):
-        table.add_row(*row)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDE)
+    table = Table(box=None, pad_edge=False)
+    widths = {
+        heading: max(map(len, (heading, *cells))) + _GAP for heading, cells in columns.items()
+    }
+    for heading, width in widths.items():
+        table.add_column(heading, no_wrap=True, min_width=width - _GAP)
+    # What is left: Rich narrows every column else, and the last ones to nothing.
+    left = max(_LEAST, console.width - sum(widths.values()))
+    table.add_column("verdict", no_wrap=True, overflow="ellipsis", max_width=left)
+    for row in zip(*columns.values(), (one.verdict for one in judged), strict=True):
+        table.add_row(*row)
     console.print(table)
     console.print(
         f"\n{sums['faults']} faults: {sums['named']} named, {sums['recovered']} recovered as the policy says, "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
-from dit_lora.adapters.load import load_adapter
+from dit_lora.adapters.load import PEFT_FILES, load_adapter
 from dit_lora.data.media.sound import unplayable
 from dit_lora.data.media.video import write_sample
 from dit_lora.environment.hub_files import result_folder
@@ -117,7 +117,7 @@ def _require_files(request: SampleRequest) -> None:
 
 def _from_hub(request: SampleRequest) -> SampleRequest:
     """Return the request with a local folder for a repository; samples then go to samples/NAME, not the Hub's cache."""
-    files = (ADAPTER_FILE, BASE_FILE, "model_index.json", *PAIR_PATTERNS)
+    files = (ADAPTER_FILE, BASE_FILE, "model_index.json", *PAIR_PATTERNS, *PEFT_FILES)
     folder = result_folder(request.target, files)
     if folder == request.target:
         return request

@@ -10,6 +10,8 @@ INITS = ("kaiming", "gaussian")
 RANK = 64
 Kind = Literal["lora", "dora", "lokr", "loha", "oft"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+KIND_NAMES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa", "oft": "OFT"}
+"""Kinds by the names that their papers give them."""
 # What each kind has besides kind, targets and init. PEFT's configs of the others have no such field.
 _OPTIONS: dict[Kind, set[str]] = {
     "lora": {"rank", "alpha", "rslora", "rank_pattern", "alpha_pattern", "dropout", "under"},

@@ -287,6 +287,11 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _one_expert_or_both(self) -> "Recipe":
         both, train = self.model.part == "both", self.train
+        if both and self.lora.kind in ("loha", "oft"):
+            raise ValueError(
+                f"lora.kind: {self.lora.kind} is kept in PEFT's format, one adapter a folder, and model.part: both writes "
+                "two into one; train one expert at a time"
+            )
         if train.high_noise_share is not None and not both:
             raise ValueError("train.high_noise_share is for model.part: both; remove it")
         if not both:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from dit_lora.adapters.layer_names import UNKNOWN, LayerNames
+from dit_lora.config.lora import Kind
 from dit_lora.errors import DitLoraError
 
 if TYPE_CHECKING:
@@ -80,11 +81,20 @@ class Site:
     """A self-attention of a chat model's vision encoder."""
     queries: str | None = None
     """The parameter of a Q-Former's queries that older trainers began at zero."""
+    kind: Kind = "lora"
+    """The kind of adapter that is trained."""
+    factors: tuple[str, str] = ("lora_A.default.weight", "lora_B.default.weight")
+    """An adapted layer's first parameter and the one that is zero at the start, by their ends."""
 
     @property
     def encoded(self) -> bool:
         """Return true if samples are encoded before training, and noise is drawn for them."""
         return self.samples != "conversations"
+
+    @property
+    def trains_lora(self) -> bool:
+        """Return true if the adapter is a LoRA, which has fused layers."""
+        return self.kind == "lora"
 
     @property
     def sound(self) -> bool:
@@ -108,7 +118,10 @@ class Site:
 
     def named(self, template: str) -> str:
         """Fill `{attention}.to_out.0` with this site's names."""
-        return template.format(**asdict(self))
+        first, idle = self.factors
+        # The module of a parameter, as verdicts name it.
+        names = {"first": first, "idle": idle, "idle_module": idle.rpartition(".")[0]}
+        return template.format(**asdict(self), **names)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from dit_lora.guard.switches import Switch
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams
 
-ADAPTED = "{attention}.{key}.lora_B.default.weight"
+ADAPTED = "{attention}.{key}.{idle}"
 OUTPUT = "{attention}.{out}"
 Rows = Callable[[Stage, LossOutput, Tensors], list[bool]]
 

@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
+from dit_lora.config.lora import KINDS, Kind
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.opened import open_picture
 from dit_lora.data.synthetic.clips import write_shapes
@@ -128,9 +131,31 @@ SITES: dict[str, Site] = {
 DEFAULT = "cogvideox-5b"
 
 
-def site_of(variant: str) -> Site:
+# An adapted layer's first parameter, and the one that is zero at the start, by PEFT's names.
+_FACTORS: Mapping[Kind, tuple[str, str]] = {
+    "lora": ("lora_A.default.weight", "lora_B.default.weight"),
+    "dora": ("lora_A.default.weight", "lora_B.default.weight"),
+    "lokr": ("lokr_w2.default", "lokr_w1.default"),
+    "loha": ("hada_w1_a.default", "hada_w2_b.default"),
+    "oft": ("oft_R.default.weight", "oft_R.default.weight"),
+}
+
+
+def site_of(variant: str, kind: str = "lora") -> Site:
+    """Return the tiny checkpoint's site with an adapter of that kind. Raises `DitLoraError` for names that are none."""
     if variant not in SITES:
         raise DitLoraError(
             f"no tiny checkpoint {variant!r} has faults; there are: {', '.join(SITES)}"
         )
-    return SITES[variant]
+    known = next((one for one in KINDS if one == kind), None)
+    if known is None:
+        raise DitLoraError(f"no adapter is of kind {kind!r}; there are: {', '.join(KINDS)}")
+    return replace(SITES[variant], kind=known, factors=_FACTORS[known])
+
+
+def lora_of(site: Site) -> dict[str, Any]:
+    """Return the recipe's `lora` section, of a small adapter."""
+    if site.kind == "oft":
+        return {"kind": site.kind, "block_size": 4}
+    # LoKr's second factor is whole at a rank as large as its side.
+    return {"kind": site.kind, "rank": 64 if site.kind == "lokr" else 4, "alpha": 4}

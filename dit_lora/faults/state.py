@@ -25,7 +25,7 @@ from dit_lora.fuse.gradient_norms import Norms
 from dit_lora.numerics.dtensors import is_sharded, local
 from dit_lora.numerics.streams import Streams
 
-_LAYER = "{key}.lora_B.default"
+_LAYER = "{key}.{idle_module}"
 _NAN, _INF = Element(math.nan, of_whole=True), Element(math.inf, of_whole=True)
 _ROLLED = Expected("weights", "rollback", ("1 NaN",), module=_LAYER, same_as="clean")
 _ROLLED_INF = Expected("weights", "rollback", ("1 Inf",), module=_LAYER, same_as="clean")

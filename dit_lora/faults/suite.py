@@ -1,6 +1,6 @@
 """Runs the faults and prints the table.
 
-torchrun --nproc_per_node 2 -m dit_lora.faults.suite OUT.json VARIANT ENGINE [PATTERN]      # what `dit-lora faults --ranks 2` does
+torchrun --nproc_per_node 2 -m dit_lora.faults.suite OUT.json VARIANT KIND ENGINE [PATTERN]      # what `dit-lora faults --ranks 2` does
 """
 
 import fnmatch
@@ -61,7 +61,7 @@ def catalog(site: Site, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
         *chat_data.FAULTS,
         *chat_steps.FAULTS,
         *chat_loops.FAULTS,
-        *(_LOOPS if site.variant == DEFAULT else ()),
+        *(_LOOPS if site.variant == DEFAULT and site.kind == "lora" else ()),
     ]
     return [fault for fault in every if fault.fits(site, ranks, engine)]
 
@@ -77,10 +77,14 @@ def chosen(pattern: str | None, site: Site, ranks: int = 1, engine: Engine = "dd
 
 
 def run_suite(
-    pattern: str | None, ranks: int, variant: str = DEFAULT, engine: Engine = "ddp"
+    pattern: str | None,
+    ranks: int,
+    variant: str = DEFAULT,
+    engine: Engine = "ddp",
+    kind: str = "lora",
 ) -> list[FaultResult]:
     """Judge every chosen fault on one tiny checkpoint, in this process or on ranks that torchrun starts."""
-    site = site_of(variant)
+    site = site_of(variant, kind)
     faults = chosen(pattern, site, ranks, engine)
     if ranks == 1:
         bar = tqdm(judge_all(faults, site), total=len(faults), desc="faults", unit="fault")
@@ -88,7 +92,7 @@ def run_suite(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "judged.json"
         launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        arguments = [str(out), variant, engine, *([pattern] if pattern else [])]
+        arguments = [str(out), variant, kind, engine, *([pattern] if pattern else [])]
         command = [sys.executable, "-m", *launch, "-m", "dit_lora.faults.suite", *arguments]
         # One thread a rank: they share this machine's processors.
         done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ})
@@ -127,9 +131,9 @@ def judge_all(faults: Sequence[Fault], site: Site, engine: Engine = "ddp") -> It
 
 def main(argv: Sequence[str]) -> None:
     """Judge on every rank; the main process writes the lines."""
-    out, site, engine = Path(argv[0]), site_of(argv[1]), engine_of(argv[2])
+    out, site, engine = Path(argv[0]), site_of(argv[1], argv[2]), engine_of(argv[3])
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    faults = chosen(argv[3] if len(argv) > 3 else None, site, ranks, engine)
+    faults = chosen(argv[4] if len(argv) > 4 else None, site, ranks, engine)
     is_main = os.environ.get("RANK", "0") == "0"
     bar = tqdm(
         judge_all(faults, site, engine),

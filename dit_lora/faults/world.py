@@ -23,7 +23,7 @@ from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families import get_family
 from dit_lora.families.base import Trained
 from dit_lora.families.family import ChatFamily, DiffusionFamily, Site
-from dit_lora.faults.site import data_of, drop_sample, write_samples
+from dit_lora.faults.site import data_of, drop_sample, lora_of, write_samples
 from dit_lora.guard.switches import kept_attention
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.precision import choose_precision
@@ -215,7 +215,7 @@ class World:
                 "cache": str(cache),
                 "workers": 0,
             },
-            "lora": {"rank": 4, "alpha": 4},
+            "lora": lora_of(self.site),
             "optim": {"groups": self.site.groups},
             "train": {
                 "steps": STEPS,

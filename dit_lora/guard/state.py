@@ -133,8 +133,9 @@ def diverged(case: Case) -> bool:
     trained = [p.detach() for p in case.suspects.model.parameters() if p.requires_grad]
     peak = weight_peak(trained, finite_only=True, together=case.suspects.lockstep)
     case.evidence |= {"weight_peak": peak, "weight_peak_at_start": case.suspects.start_peak}
-    # Weights that all began at zero have no scale to have left.
-    return bool(case.suspects.start_peak) and peak > _DIVERGED * case.suspects.start_peak
+    # Weights that all began at zero, as OFT's rotations do, have no scale to have left but what any adapter has.
+    start = case.suspects.start_peak
+    return peak > _DIVERGED * start if start else has_run_away(peak, start)
 
 
 def _most_are_lost(case: Case) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
+from dit_lora.adapters.kinds import adapter_words
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERTS
 from dit_lora.families import get_family
@@ -165,7 +166,7 @@ def _summary(contents: Contents) -> str:
         if contents.base
         else f"{plain(made.get('base_model') or 'a base model')}, which was a folder of its trainer's"
     )
-    what = f"A LoRA (rank {made.get('rank')}, alpha {made.get('alpha')}) of {base}"
+    what = f"A {adapter_words(made)} of {base}"
     if contents.kind == "pipeline":
         scratch = contents.run.config["model"].get("from_scratch") is not None
         what = (
@@ -297,10 +298,10 @@ def _values(contents: Contents) -> Iterator[tuple[str, str]]:
     config = contents.run.config
     train, optim = config["train"], config["optim"]
     if contents.kind != "pipeline" and contents.made.get("rank"):
-        lora = config["lora"]
+        dropout = contents.made.get("dropout", 0.0)
         yield (
             "rank, alpha, dropout",
-            f"{contents.made['rank']}, {contents.made['alpha']}, {lora['dropout']:g}",
+            f"{contents.made['rank']}, {contents.made['alpha']}, {dropout:g}",
         )
     for name, group in optim["groups"].items():
         if group:

@@ -7,7 +7,8 @@ from typing import Any
 
 import jinja2
 
-from dit_lora.adapters.diffusers_format import BASE_FILE
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
+from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
 from dit_lora.families import get_family
 from dit_lora.hub.contents import Contents
 from dit_lora.results.experts import pair_file
@@ -61,7 +62,8 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
         on_hub=contents.base is not None,
         base_weights=BASE_FILE if BASE_FILE in contents.files else None,
         has_adapter="adapter_config.json" in contents.files,
-        experts=_experts(contents),
+        loading=_loading(contents, repo_id) if is_pipeline else (),
+        in_peft_format=_kind(contents) in WITHOUT_DIFFUSERS,
         is_whole=contents.kind == "pipeline",
         is_video=_is_video(contents),
         ours=needs_ours(contents),
@@ -83,14 +85,34 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _experts(contents: Contents) -> list[dict[str, Any]]:
-    """Return the adapters' files by expert, where the base has two; empty for other bases and whole pipelines."""
-    if contents.kind == "pipeline" or contents.expert is None:
+def _kind(contents: Contents) -> str:
+    """Return the adapter's kind; headers from before there were kinds are of LoRAs."""
+    return str(contents.made.get("kind", "lora"))
+
+
+def _loading(contents: Contents, repo_id: str) -> list[str]:
+    """Return the lines that load the adapter, of two experts each one's; none for a whole pipeline."""
+    if contents.kind == "pipeline":
         return []
-    return [
-        {"file": pair_file(str(one.expert)), "second": one.made["part"] == "transformer_2"}
-        for one in contents.experts or (contents,)
-    ]
+    if needs_ours(contents):
+        return [f"dit_lora.load_adapter(pipe, {literal(repo_id)})"]
+    return [_load_line(one, repo_id) for one in contents.experts or (contents,)]
+
+
+def _load_line(contents: Contents, repo_id: str) -> str:
+    """Return how Diffusers, or PEFT for a kind that Diffusers does not read, loads one adapter."""
+    part = contents.made.get("part", "transformer")
+    if _kind(contents) in WITHOUT_DIFFUSERS:
+        return f"PeftModel.from_pretrained(pipe.{part}, {literal(repo_id)})"
+    name = pair_file(contents.expert) if contents.expert else ADAPTER_FILE
+    if _kind(contents) == "lokr":
+        # Few pipelines take one by `load_lora_weights`.
+        where = f'weight_name={literal(name)}, prefix="transformer"'
+        return f"pipe.{part}.load_lora_adapter({literal(repo_id)}, {where})"
+    arguments = [literal(repo_id)]
+    arguments += [f"weight_name={literal(name)}"] if contents.expert else []
+    arguments += ["load_into_transformer_2=True"] if part == "transformer_2" else []
+    return f"pipe.load_lora_weights({', '.join(arguments)})"
 
 
 def _is_video(contents: Contents) -> bool:

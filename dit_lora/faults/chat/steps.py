@@ -154,6 +154,7 @@ _ROTTEN = Expected("data", "quarantine", ("cannot be decoded",), names_target=Tr
 _WORD = "disc"  # is said of the target, and of clips beside it
 _FUSED = "lora_linear"
 _EXPERTS, _ATTENTION = ("experts",), ("vision_attention",)
+_LORA = (*_EXPERTS, "trains_lora")
 _ONE = (("train.batch_size", 1),)
 FAULTS: tuple[Fault, ...] = (
     Fault("chat:no labels", "labels", "every time", _UNLABELLED, _no_labels, needs=_EXPERTS),
@@ -202,7 +203,7 @@ FAULTS: tuple[Fault, ...] = (
         "optimizer",
         _half_trainables,
         "trainable tensors are not fp32",
-        "{attention}.{key}.lora_A.default.weight",
+        "{attention}.{key}.{first}",
     ),
     _refused(
         "bad token id",
@@ -216,7 +217,7 @@ FAULTS: tuple[Fault, ...] = (
         "kernel",
         Expected("kernel", "fallback", (_FUSED,), close_to="clean"),
         partial(_fused_lora, divided),
-        needs=_EXPERTS,
+        needs=_LORA,
     ),
     Fault(
         "chat:fused LoRA layers that are wrong backward",
@@ -225,7 +226,7 @@ FAULTS: tuple[Fault, ...] = (
         Expected("kernel", "fallback", (_FUSED, "gradient"), close_to="clean"),
         _fused_lora(backward_of(times(0.8)), When("from", 0)),
         CHECKED,
-        needs=_EXPERTS,
+        needs=_LORA,
     ),
     Fault("chat:a clip that rots", "media", "step 3", _ROTTEN, play=_rotten, needs=_EXPERTS),
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.config.experts import EXPERTS
-from dit_lora.config.lora import INITS
+from dit_lora.config.lora import INITS, KIND_NAMES
 from dit_lora.redact import redactor
 from dit_lora.report.charts.heat_map import heat_maps
 from dit_lora.report.pages import render, write_page
@@ -116,7 +116,8 @@ def _trained(config: Mapping[str, Any]) -> str:
         return "every weight of the transformer"
     groups = mapping(optim.get("groups"))
     base = [name for name in ("connector", "backbone") if groups.get(name)]
-    words = f"LoRA of rank {lora['rank']}" if lora.get("rank") else "LoRA"
+    name = KIND_NAMES.get(str(lora.get("kind", "lora")), str(lora.get("kind")))
+    words = f"{name} of rank {lora['rank']}" if lora.get("rank") else name
     if lora.get("init", "kaiming") not in INITS:
         words += f", continued from {lora['init']}"
     if groups.get("adapter", True) is None:

@@ -30,6 +30,7 @@ from dit_lora.adapters.update_norms import (
     weight_norms,
 )
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.adapter_tensors import is_adapter
 from dit_lora.numerics.finite import not_finite
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.results.tensor_file import header_of, tensors_of
@@ -184,16 +185,7 @@ def check_adapter(result: Result, fresh: nn.Module) -> Verification:
         layers = loaded_layers(fresh)
     # Without loaded layers there is no scale, and so no update to measure.
     if layers or not stored:
-        files = result.stock.weight_files()
-        norms = weight_norms(fresh, files)
-        plain = kind_of(config) == "lora" and not any("magnitude" in name for name in stored)
-        updates = (
-            module_updates(stored, layers, norms)
-            if plain
-            else measured_updates(fresh, norms, files)
-        )
-        changes = base_updates(base, files)
-        effects = effect(updates, [*base], changes, allow_extreme=result.allow_extreme)
+        updates, effects = _effect(result, fresh, stored, base, layers)
     if key_check.passed:
         output = result.output(fresh, result.dtype)
     checks = {
@@ -204,6 +196,24 @@ def check_adapter(result: Result, fresh: nn.Module) -> Verification:
         "output": output,
     }
     return Verification(result.name, result.base_name, checks, updates)
+
+
+def _effect(
+    result: Result,
+    fresh: nn.Module,
+    stored: Mapping[str, torch.Tensor],
+    base: Mapping[str, torch.Tensor],
+    layers: Mapping[str, LoadedLayer],
+) -> tuple[list[ModuleUpdate], Check]:
+    """Return the size of each layer's update, and the check of all of them."""
+    files = result.stock.weight_files()
+    norms, changes = weight_norms(fresh, files), base_updates(base, files)
+    is_lora = kind_of(result.config()) == "lora" and not any("magnitude" in name for name in stored)
+    # A LoRA's update is its file's alone; another's is that of a layer which was loaded, weight and all.
+    if not is_lora and any(p.is_meta for n, p in fresh.named_parameters() if is_adapter(n)):
+        return [], Check(True, f"not measured: {result.later}")
+    updates = module_updates(stored, layers, norms) if is_lora else measured_updates(fresh, norms)
+    return updates, effect(updates, [*base], changes, allow_extreme=result.allow_extreme)
 
 
 def _unread(result: Result, error: DitLoraError) -> Verification:

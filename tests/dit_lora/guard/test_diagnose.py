@@ -308,6 +308,8 @@ def test_weights_that_ran_away_are_the_learning_rate(model: Net) -> None:
         model.up.weight[:] = 500.0 + torch.rand(6, 2)
     assert diagnosed(batch(model), model, start_peak=0.25).cause == "learning_rate"
     assert diagnosed(batch(model), model, start_peak=0.6).cause == "transient"
+    # Of weights that began at zero: beyond what any adapter reaches.
+    assert diagnosed(batch(model), model, start_peak=0.0).cause == "learning_rate"
     with torch.no_grad():
         model.down.weight[0, 0] = torch.nan
         model.up.weight[:] = 500.0

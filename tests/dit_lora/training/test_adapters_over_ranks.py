@@ -2,27 +2,20 @@
 one process.
 """
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from exported import trained
 from launching import on_ranks
 from runs import adapter, lines
-from topologies import Case, Engine, run_all
+from topologies import ENGINES_HERE, Case, run_all
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 
 pytestmark = pytest.mark.slow
-ENGINES = [
-    engine
-    for engine in get_args(Engine)
-    if engine != "zero2" or importlib.util.find_spec("deepspeed") is not None
-]
 
 
 def test_every_engine_trains_shows_and_verifies_the_same(
@@ -57,9 +50,9 @@ def test_every_engine_trains_shows_and_verifies_the_same(
         )
 
     lora_main([*args("one", "train.batch_size=4")])
-    cases = [Case(engine, args(engine, "train.batch_size=2")) for engine in ENGINES]
+    cases = [Case(engine, args(engine, "train.batch_size=2")) for engine in ENGINES_HERE]
     found = on_ranks(2, run_all, cases)
-    for number, engine in enumerate(ENGINES):
+    for number, engine in enumerate(ENGINES_HERE):
         assert [(own[number].exit_code, own[number].error) for own in found] == [(0, "")] * 2
         run = tmp_path / engine
         whole, parts = (lines(place, "held_out.jsonl") for place in (tmp_path / "one", run))
