@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
+from dit_lora.config.lora import KINDS
 from dit_lora.errors import DitLoraError
 from dit_lora.faults import phases, suite
 from dit_lora.faults.fault import Expected, Fault, judged
@@ -186,10 +187,21 @@ def test_quick_faults_of_chat_are_named_and_recovered() -> None:
     judge_those(CHAT_QUICK, "videochat2-mistral")
 
 
-def judge_those(names: Sequence[str], variant: str) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lora"])
+@pytest.mark.parametrize(
+    "variant", [DEFAULT, "sana-600m", "flux2-klein", "wan-2.1-t2v", "videochat2-mistral"]
+)
+def test_faults_are_named_and_recovered_with_every_kind_of_adapter(variant: str, kind: str) -> None:
+    names = CHAT_CORE if SITES[variant].experts else CORE
+    judge_those([name for name in names if "fused LoRA" not in name], variant, kind)
+
+
+def judge_those(names: Sequence[str], variant: str, kind: str = "lora") -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    known = {fault.name: fault for fault in catalog(SITES[variant])}
-    results = list(judge_all([known[name] for name in names], SITES[variant]))
+    site = site_of(variant, kind)
+    known = {fault.name: fault for fault in catalog(site)}
+    results = list(judge_all([known[name] for name in names], site))
     assert not {one.name: one.why for one in results if not one.passed}
     assert len(results) == len(names)
 
