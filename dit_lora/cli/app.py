@@ -14,7 +14,7 @@ from dit_lora.version import __version__
 
 PANELS = {
     "Start": ("doctor", "init.recipes", "init", "tiny", "shapes"),
-    "Data": ("audit", "show", "cache"),
+    "Data": ("caption", "audit", "show", "cache"),
     "Train": ("plan", "guard", "replay", "quarantine", "faults"),
     "Use what was trained": (
         "report",

@@ -76,8 +76,19 @@ def _next(recipe: StockRecipe, out: Path, config: str) -> list[str]:
     lines = [] if out.resolve() == Path.cwd() else [f"cd {shlex.quote(str(out))}"]
     lines += recipe.commands[:-1]
     if not recipe.smoke:
+        lines += _captioning(recipe)
         lines += [f"dit-lora audit {recipe.file}", f"dit-lora plan {recipe.file}"]
     return [*lines, recipe.launch(config)]
+
+
+def _captioning(recipe: StockRecipe) -> list[str]:
+    """Return the command that describes what has no caption, where captions are what it trains on."""
+    # Chat models train on conversations, edits on what is to be done, and others on classes.
+    if not recipe.facts["Task"].startswith(("text-to-", "image-to-video")):
+        return []
+    folder = recipe.values["data"]["path"]
+    describe = f"dit-lora caption {folder} --model Qwen/Qwen2.5-VL-7B-Instruct"
+    return [f"{describe} --recipe {recipe.file}  # where captions are missing"]
 
 
 def _render(records: list[dict[str, Any]]) -> None:

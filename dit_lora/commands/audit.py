@@ -35,7 +35,7 @@ _SHOWN = 50  # rejects in the terminal
 
 _REMEDIES = {
     "missing": "restore the file, or remove its line",
-    "caption_missing": "write a caption, or remove the sample",
+    "caption_missing": "write a caption (dit-lora caption), or remove the sample",
     "caption_empty": "write a caption, or remove the sample",
     "caption_long": "shorten it, or remove the sample",
     "caption_not_text": "write the caption anew as UTF-8",

@@ -47,8 +47,10 @@ def test_recipes_of_one_family() -> None:
 def test_init_says_what_to_type_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = invoke("init", "cogvideox", "my run").splitlines()
-    assert [line.strip() for line in lines[-4:]] == [
+    assert [line.strip() for line in lines[-5:]] == [
         "cd 'my run'",
+        "dit-lora caption clips --model Qwen/Qwen2.5-VL-7B-Instruct --recipe cogvideox_2b_t2v.yaml"
+        "  # where captions are missing",
         "dit-lora audit cogvideox_2b_t2v.yaml",
         "dit-lora plan cogvideox_2b_t2v.yaml",
         "accelerate launch --quiet --config_file one_gpu.yaml lora.py cogvideox_2b_t2v.yaml",

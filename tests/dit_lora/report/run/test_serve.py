@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
-from dit_lora.report.run import serve as serving
-from dit_lora.report.run.serve import HOST, ReportServer, serve
+from dit_lora.report.local_server import HOST
+from dit_lora.report.run.serve import ReportServer, serve
 
 VIDEO = "/samples/step_000010/prompt_00.mp4"
 
@@ -136,7 +136,7 @@ def test_another_sites_name_for_this_machine_is_refused(server: ReportServer, ho
     for path in ("/", "/state", VIDEO):
         assert ask(server, path, Host=host)[0] == 421
     assert ask(server, "/state", Host=f"localhost:{server.server_port}")[0] == 200
-    assert ask(server, "/", "POST")[0] == 501
+    assert ask(server, "/", "POST")[0] == 403
     assert server.server_address[0] == "127.0.0.1"
 
 
@@ -175,7 +175,7 @@ def test_ctrl_c_ends_with_a_line(run_dir: Path) -> None:
     serve(run_dir, 0, tell)
     assert "http://127.0.0.1:" in told[0]
     assert told[1:] == ["ended"]
-    assert serving.HOST == "127.0.0.1"
+    assert HOST == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

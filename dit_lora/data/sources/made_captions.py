@@ -1,0 +1,68 @@
+"""Captions on their way into a folder's metadata.jsonl: each is on the disk as soon as it is made.
+
+They wait in `.captions/`, a file a process, and go into the table when the work ends or begins again; so a killed
+process loses none, and several may work at one folder.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dit_lora.data.sources.caption_table import CaptionTable
+from dit_lora.errors import DitLoraError
+from dit_lora.files import append_line, read_lines
+
+FOLDER = ".captions"
+
+
+class MadeCaptions:
+    """One process' captions of a folder."""
+
+    def __init__(self, root: Path, rank: int = 0) -> None:
+        self._folder = root / FOLDER
+        self._file = self._folder / f"part_{rank}.jsonl"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder within, for one command at a time; raises `DitLoraError` where another holds it."""
+        try:
+            self._folder.mkdir(exist_ok=True)
+            handle = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise DitLoraError(f"cannot write {self._folder}: {error.strerror}") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            where = self._folder.parent
+            raise DitLoraError(
+                f"another process writes captions of {where}; wait until it has ended"
+            ) from error
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+    def add(self, name: str, caption: str) -> None:
+        """Put a caption on the disk."""
+        append_line(self._file, json.dumps({"file": name, "caption": caption}, ensure_ascii=False))
+
+    def into(self, table: CaptionTable, *, of_all: bool) -> int:
+        """Move what waits into the table, this process' or that of all; return how many captions there were.
+
+        A caption that the table has meanwhile is left as it is.
+        """
+        files = sorted(self._folder.glob("part_*.jsonl")) if of_all else [self._file]
+        waiting = {
+            str(one["file"]): str(one["caption"]) for file in files for one in read_lines(file)[0]
+        }
+        wanted = {*table.missing}
+        new = {name: text for name, text in waiting.items() if name in wanted}
+        if new:
+            table.put(new)
+        for file in files:
+            file.unlink(missing_ok=True)
+        return len(new)

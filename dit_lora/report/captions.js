@@ -1,0 +1,64 @@
+'use strict';
+(() => {
+const { token } = document.querySelector('main').dataset;
+const unsaved = new Set();
+
+// What the audit says of the caption as it is now.
+const show = (list, findings) => {
+  list.replaceChildren(...findings.map(({ verdict, code, words }) => {
+    const item = document.createElement('li');
+    item.className = verdict;
+    const name = document.createElement('span');
+    name.className = 'code';
+    name.textContent = code;
+    const text = document.createElement('p');
+    text.textContent = words;
+    item.append(name, text);
+    return item;
+  }));
+};
+
+for (const card of document.querySelectorAll('.sample')) {
+  const area = card.querySelector('textarea');
+  const button = card.querySelector('button');
+  const said = card.querySelector('.said');
+  let written = area.value;
+  const changed = () => {
+    button.disabled = area.value === written;
+    unsaved[button.disabled ? 'delete' : 'add'](card);
+    if (!button.disabled) said.textContent = '';
+  };
+  const save = async () => {
+    if (button.disabled) return;
+    const caption = area.value;
+    button.disabled = true;
+    said.className = 'said';
+    said.textContent = 'saving …';
+    try {
+      const answer = await fetch('/caption', {
+        method: 'POST',
+        headers: { 'Content-Type': 'application/json' },
+        body: JSON.stringify({ token, file: card.dataset.file, caption }),
+      });
+      if (!answer.ok) throw new Error((await answer.text()).trim());
+      written = caption;
+      show(card.querySelector('.findings'), (await answer.json()).findings);
+      said.textContent = 'saved';
+    } catch (error) {
+      said.className = 'said wrong';
+      said.textContent = `not saved: ${error.message}`;
+      button.disabled = false;
+      return;
+    }
+    const word = said.textContent;
+    changed();
+    if (area.value === written) said.textContent = word;
+  };
+  area.addEventListener('input', changed);
+  area.addEventListener('keydown', (event) => {
+    if (event.key === 'Enter' && (event.ctrlKey || event.metaKey)) save();
+  });
+  button.addEventListener('click', save);
+}
+addEventListener('beforeunload', (event) => { if (unsaved.size) event.preventDefault(); });
+})();

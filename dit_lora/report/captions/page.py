@@ -1,0 +1,128 @@
+"""A folder's clips and pictures with their captions, and what the audit says of each caption."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from dit_lora.data.audit.captions import check_captions
+from dit_lora.data.audit.finding import VERDICTS, Finding
+from dit_lora.data.media.media import MediaFile, is_image
+from dit_lora.data.sources.caption_table import CaptionTable
+from dit_lora.data.sources.clips import Clip
+from dit_lora.report.pages import PagePictures, render, write_page
+
+SHOWN = 60
+"""Files on one page of those that are served; a page that is written has as many as it has pictures for."""
+_WRITTEN = 200
+_SCRIPT = "captions.js"
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """What captions are judged by beside what goes for all: a text encoder's limit, and a word that each must have."""
+
+    tokenizer: Any = None
+    max_tokens: int | None = None
+    trigger: str | None = None
+
+
+@dataclass(frozen=True)
+class CaptionCard:
+    """One file with its caption."""
+
+    name: str
+    caption: str
+    findings: Sequence[Finding]
+    is_video: bool
+    source: str
+    """The file's address on a served page; the data URI of a picture on one that is written, or nothing."""
+    link: str
+
+    @property
+    def verdict(self) -> str:
+        return max((one.verdict for one in self.findings), key=VERDICTS.index, default="ok")
+
+
+def judged_captions(table: CaptionTable, rules: TextRules) -> dict[str, list[Finding]]:
+    """Return what the audit says of each file's caption; files of which it says nothing are absent."""
+    described = [
+        Clip(name, MediaFile(table.root / name), table.captions[name])
+        for name in table.media
+        if name in table.captions
+    ]
+    found = check_captions(described, rules.tokenizer, rules.max_tokens)
+    for name in table.missing:
+        words = "it has no caption, and training would refuse it"
+        found[name] = [Finding("caption_missing", words, "reject", "write one")]
+    for clip in described if rules.trigger else ():
+        if not re.search(rf"(?<!\w){re.escape(rules.trigger or '')}(?!\w)", clip.caption):
+            words = f"its caption has no {rules.trigger}"
+            finding = Finding("trigger_missing", words, "warn", "write it in")
+            found[clip.id] = [*found.get(clip.id, ()), finding]
+    return found
+
+
+def write_captions_page(
+    path: Path, table: CaptionTable, rules: TextRules, thumbnail: Callable[[Path], bytes]
+) -> Path:
+    """Write the page, self-contained but for links to the files; those that the audit speaks of come first."""
+    found = judged_captions(table, rules)
+    ordered = sorted(table.media, key=lambda name: name not in found)
+    pictures = PagePictures()
+    cards = [
+        _card(table, name, found, pictures.uri(thumbnail(table.root / name)), path.parent)
+        for name in ordered[:_WRITTEN]
+    ]
+    page = render("captions_page.html", **_facts(table, found), cards=cards, live=None)
+    return write_page(path, page)
+
+
+def served_page(table: CaptionTable, rules: TextRules, token: str, number: int, only: bool) -> str:
+    """Return page `number` (from 1) of the files, or of those `only` that the audit speaks of, to be edited."""
+    found = judged_captions(table, rules)
+    names = [name for name in table.media if name in found] if only else table.media
+    pages = max(1, -(-len(names) // SHOWN))
+    number = min(max(1, number), pages)
+    shown = names[(number - 1) * SHOWN : number * SHOWN]
+    cards = [_card(table, name, found, f"media/{quote(name)}", None) for name in shown]
+    live = {"token": token, "number": number, "pages": pages, "only": only}
+    return render(
+        "captions_page.html",
+        scripts=[_SCRIPT],
+        sources="img-src 'self' data:; media-src 'self'; connect-src 'self'",
+        **_facts(table, found),
+        cards=cards,
+        live=live,
+    )
+
+
+def _facts(table: CaptionTable, found: dict[str, list[Finding]]) -> dict[str, Any]:
+    missing = len(table.missing)
+    return {
+        "title": table.root.resolve().name,
+        "total": len(table.media),
+        "missing": missing,
+        "flagged": len(found) - missing,
+    }
+
+
+def _card(
+    table: CaptionTable,
+    name: str,
+    found: dict[str, list[Finding]],
+    source: str,
+    beside: Path | None,
+) -> CaptionCard:
+    own = table.captions.get(name, "")
+    file = table.root / name
+    link = "" if beside is None else _relative(file, beside)
+    return CaptionCard(name, own, found.get(name, []), not is_image(MediaFile(file)), source, link)
+
+
+def _relative(file: Path, folder: Path) -> str:
+    """Return a link from a page in that folder; nothing where the file lies elsewhere."""
+    whole, root = file.resolve(), folder.resolve()
+    return quote(whole.relative_to(root).as_posix()) if whole.is_relative_to(root) else ""

@@ -1,0 +1,182 @@
+"""What serves a page to a browser on this machine, and to nobody else: the loopback, its own name, files by ranges."""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import BinaryIO
+
+from dit_lora.errors import DitLoraError
+
+HOST = "127.0.0.1"
+_CHUNK = 2**18
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
+
+
+class LocalServer(ThreadingHTTPServer):
+    """Serves on the loopback alone; a port of 0 is one that is free."""
+
+    daemon_threads = True
+
+    def __init__(self, handler: Callable[..., BaseHTTPRequestHandler], port: int = 0) -> None:
+        try:
+            super().__init__((HOST, port), handler)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise DitLoraError(
+                f"port {port} cannot be used: {reason}; choose another by --port, or leave it out for a free one"
+            ) from error
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/"
+
+
+def serve_until_interrupted(server: LocalServer, what: object, tell: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C; `tell` gets the address, and the last word."""
+    with server:
+        tell(f"{what}: {server.url} (Ctrl-C ends)")
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            tell("ended")
+
+
+class PageHandler(BaseHTTPRequestHandler):
+    """Answers with texts and files; what is asked for, and what may be had, its subclasses say."""
+
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "dit-lora", ""
+    timeout = 60
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:
+            # A browser that seeks drops what it had asked for; others hang up on a refusal.
+            self.close_connection = True
+
+    def do_GET(self) -> None:
+        if self._is_asked_here():
+            self.show()
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        # A page of another site may send to this address, though it cannot read the answer.
+        if not self._is_asked_here():
+            return
+        if self.headers.get("Origin", "") not in self._own_origins():
+            self.close_connection = True  # what was sent is not read
+            self.say(HTTPStatus.FORBIDDEN, "this takes what its own page sends")
+            return
+        self.take()
+
+    def show(self) -> None:
+        """Answer a request for a page or a file."""
+        raise NotImplementedError
+
+    def take(self) -> None:
+        """Answer what the page has sent."""
+        self.close_connection = True
+        self.say(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
+
+    def _is_asked_here(self) -> bool:
+        """Return true if the request names this server; answers any other."""
+        # Another site's name that points here (DNS rebinding) comes with that name.
+        if self.headers.get("Host", "") in self._names():
+            return True
+        self.say(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its own address only")
+        return False
+
+    def _own_origins(self) -> tuple[str, ...]:
+        """Return the origins of this server's own pages."""
+        return tuple(f"http://{name}" for name in self._names())
+
+    def _names(self) -> tuple[str, ...]:
+        _, port = self.connection.getsockname()
+        return f"{HOST}:{port}", f"localhost:{port}"
+
+    def file(self, target: Path, kind: str) -> None:
+        """Send a file, or the part of it that was asked for; that there is none, where it cannot be read."""
+        file = None
+        with suppress(OSError):  # removed since, or not ours to read
+            file = target.open("rb") if target.is_file() else None
+        if file is None:
+            self.say(HTTPStatus.NOT_FOUND, "no such file here")
+            return
+        with file:
+            self._part(file, kind)
+
+    def _part(self, file: BinaryIO, kind: str) -> None:
+        """Send what was asked for of a file."""
+        size = os.fstat(file.fileno()).st_size
+        asked = self._range(size)
+        if asked is None:
+            range = {"Content-Range": f"bytes */{size}"}
+            self.say(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "", range)
+            return
+        first, last, partly = asked
+        more = {"Accept-Ranges": "bytes"}
+        if partly:
+            more["Content-Range"] = f"bytes {first}-{last}/{size}"
+        status = HTTPStatus.PARTIAL_CONTENT if partly else HTTPStatus.OK
+        self._head(status, kind, last - first + 1, more)
+        if self.command != "HEAD":
+            self._copy(file, first, last - first + 1)
+
+    def _range(self, size: int) -> tuple[int, int, bool] | None:
+        """Return first and last byte asked for, and whether that is a part; None for bytes beyond the file."""
+        match = _RANGE.fullmatch(self.headers.get("Range", ""))
+        if match is None or not any(match.groups()):
+            return 0, size - 1, False  # several ranges may be answered by the whole
+        start, end = match.groups()
+        if start == "":
+            first, last = max(0, size - int(end)), size - 1
+        else:
+            first, last = int(start), min(int(end) if end else size - 1, size - 1)
+        return (first, last, True) if first <= last else None
+
+    def _copy(self, file: BinaryIO, first: int, count: int) -> None:
+        file.seek(first)
+        while count > 0 and (part := file.read(min(_CHUNK, count))):
+            self.wfile.write(part)
+            count -= len(part)
+        # Cut since: what is missing must not be the next answer's.
+        self.close_connection |= count > 0
+
+    def say(self, status: HTTPStatus, words: str, more: Mapping[str, str] = {}) -> None:
+        """Answer with a line of text."""
+        self.send(f"{words}\n", "text/plain; charset=utf-8", status, more)
+
+    def send(
+        self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK, more: Mapping[str, str] = {}
+    ) -> None:
+        """Answer with a text of that kind."""
+        body = text.encode(errors="backslashreplace")
+        self._head(status, kind, len(body), more)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _head(self, status: HTTPStatus, kind: str, length: int, more: Mapping[str, str]) -> None:
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(length),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            **more,
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: requests are no news, and errors come as pages."""

@@ -1,0 +1,189 @@
+"""`dit-lora caption`: by tiny models, whose words are noise; killed, resumed, over processes, to a recipe's length."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import ROOT
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from dit_lora.cli.app import app
+from dit_lora.commands.caption import fitted, with_trigger
+from dit_lora.data.synthetic.clips import write_shapes
+from dit_lora.families.base import TextLimit
+
+
+@pytest.fixture
+def clips(tmp_path: Path) -> Path:
+    """Three clips and two pictures; one clip has a caption, in a row with a column of its own."""
+    folder = tmp_path / "clips"
+    write_shapes(folder, clips=3, frames=5, height=32, width=48, fps=8)
+    write_shapes(folder / "stills", clips=2, frames=1, height=32, width=32, fps=8)
+    for path in (*folder.rglob("*.txt"), *folder.rglob("metadata.jsonl")):
+        path.unlink()
+    first = min(path.name for path in folder.glob("*.mp4"))
+    (folder / "metadata.jsonl").write_text(f'{{"file_name": "{first}",  "text": "mine", "n": 1}}\n')
+    return folder
+
+
+def rows(folder: Path) -> dict[str, str]:
+    lines = (folder / "metadata.jsonl").read_text().split("\n")
+    return {row["file_name"]: row["text"] for row in map(json.loads, filter(None, lines))}
+
+
+def caption(folder: Path, model: Path, *more: str) -> Result:
+    words = ["caption", str(folder), "--model", str(model), "--max-tokens", "6", *more]
+    return CliRunner().invoke(app, words)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["qwen2.5-vl", pytest.param("videochat2-mistral", marks=pytest.mark.thorough)],
+)
+def test_what_has_no_caption_gets_one_and_nothing_else_changes(
+    variant: str, tiny_checkpoints: dict[str, Path], clips: Path
+) -> None:
+    before = (clips / "metadata.jsonl").read_bytes()
+    done = caption(clips, tiny_checkpoints[variant], "--trigger", "sks")
+    assert done.exit_code == 0, done.output
+    after = (clips / "metadata.jsonl").read_bytes()
+    assert after.startswith(before)
+    made = rows(clips)
+    assert len(made) == 5
+    assert all(text.startswith("sks, ") for text in made.values() if text != "mine")
+    page = (clips / "captions.html").read_text()
+    assert all(name in page for name in made)
+    assert "4 captions written" in done.output
+    again = caption(clips, tiny_checkpoints[variant])
+    assert "0 captions written" in again.output
+    assert (clips / "metadata.jsonl").read_bytes() == after
+
+
+def test_a_file_that_cannot_be_read_is_named_at_the_end_and_stops_no_other(
+    tiny_checkpoints: dict[str, Path], clips: Path
+) -> None:
+    for name in ("broken.mp4", "broken.png"):
+        (clips / name).write_bytes(b"no media")
+    done = caption(clips, tiny_checkpoints["qwen2.5-vl"])
+    assert done.exit_code == 1
+    said = [line for line in done.stdout.split("\n") if line.startswith("could not be described")]
+    assert [line.split(": ")[1] for line in said] == ["broken.mp4", "broken.png"]
+    assert len(rows(clips)) == 5
+    assert "2 of 7 files have none" in done.output
+
+
+def test_an_output_that_is_not_finite_is_no_caption(
+    tiny_checkpoints: dict[str, Path], clips: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_checkpoints["qwen2.5-vl"], tmp_path / "model"))
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    name = next(key for key in tensors if key.endswith("norm.weight") and "visual" not in key)
+    save_file(tensors | {name: torch.full_like(tensors[name], torch.nan)}, file, {"format": "pt"})
+    done = caption(clips, model)
+    assert done.exit_code == 1
+    assert done.output.count("the model's output is not finite") == 4
+    assert rows(clips) == {min(rows(clips)): "mine"}
+
+
+def command(folder: Path, model: Path) -> list[str]:
+    words = ["caption", str(folder), "--model", str(model), "--max-tokens", "200"]
+    return ["-m", "dit_lora", *words]
+
+
+@pytest.mark.thorough
+def test_a_killed_start_goes_on_where_it_was(
+    tiny_checkpoints: dict[str, Path], clips: Path
+) -> None:
+    model = tiny_checkpoints["qwen2.5-vl"]
+    part = clips / ".captions" / "part_0.jsonl"
+    running = subprocess.Popen([sys.executable, *command(clips, model)], env=os.environ)
+    until = time.monotonic() + 60
+    while not (part.exists() and part.read_bytes().count(b"\n") >= 1):
+        assert time.monotonic() < until
+        assert running.poll() is None
+        time.sleep(0.02)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    kept = [json.loads(line) for line in part.read_text().splitlines()]
+    with part.open("a") as file:
+        file.write('{"file": "')
+    done = caption(clips, model)
+    assert f"and {len(kept)} of an earlier start" in done.output
+    made = rows(clips)
+    assert len(made) == 5
+    assert all(made[one["file"]] == one["caption"] for one in kept)
+
+
+@pytest.mark.thorough
+def test_processes_share_a_folder(tiny_checkpoints: dict[str, Path], clips: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words = [sys.executable, *launch, *command(clips, tiny_checkpoints["qwen2.5-vl"])]
+    done = subprocess.run(words, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("4 captions written") == 1
+    assert len(rows(clips)) == 5
+
+
+def test_a_trigger_is_put_before_what_does_not_have_it() -> None:
+    assert with_trigger("a dog", "sks") == "sks, a dog"
+    assert with_trigger("a sks dog", "sks") == "a sks dog"
+    assert with_trigger("a sksdog", "sks") == "sks, a sksdog"
+    assert with_trigger("a dog", None) == "a dog"
+
+
+class Words:
+    """A tokenizer of a token a word, and one special one."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(range(len(text.split())))}
+
+    def num_special_tokens_to_add(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept"),
+    [
+        (8, "One two. Three four! Five six."),
+        (7, "One two. Three four! Five six."),
+        (6, "One two. Three four!"),
+        (3, "One two."),
+        (2, "One"),
+    ],
+)
+def test_a_caption_is_cut_at_the_end_of_a_sentence(tokens: int, kept: str) -> None:
+    whole = "One two. Three four! Five six."
+    assert fitted(whole, TextLimit(Words(), tokens)) == (kept, kept != whole)
+    assert fitted(whole, None) == (whole, False)
+
+
+def test_a_recipe_bounds_captions_and_what_is_missing_is_said_in_a_line(
+    tiny_checkpoints: dict[str, Path], clips: Path, tmp_path: Path
+) -> None:
+    model, recipe = tiny_checkpoints["qwen2.5-vl"], tmp_path / "recipe.yaml"
+    for words, said in (
+        ([str(clips)], "give --model"),
+        ([str(clips), "--port", "1", "--model", "x"], "--port 1 is for --serve"),
+        ([str(clips / "none"), "--model", str(model)], "no folder"),
+        ([str(clips), "--model", str(clips)], "is neither a run's folder"),
+    ):
+        result = CliRunner().invoke(app, ["caption", *words])
+        assert result.exit_code != 0
+        assert said in str(result.exception)
+    for name, variant in (("cogvideox", "cogvideox-2b"), ("dit", "dit-tiny")):
+        text = (ROOT / "recipes" / "smoke" / f"{name}.yaml").read_text()
+        recipe.write_text(text.replace(f"tiny/{variant}", str(tiny_checkpoints[variant])))
+        done = caption(clips, model, "--recipe", str(recipe))
+        # DiT's pictures have classes.
+        assert (done.exit_code == 0) == (name == "cogvideox"), done.output
+    assert "trains on classes" in str(done.exception)

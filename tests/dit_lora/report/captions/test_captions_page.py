@@ -1,0 +1,179 @@
+"""The page of captions: what it shows, what it takes and from whom, and an edit in a browser that lands in the file."""
+
+import http.client
+import json
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from dit_lora.data.sources.caption_table import CaptionTable
+from dit_lora.data.synthetic.clips import write_shapes
+from dit_lora.report.captions.page import TextRules, judged_captions, write_captions_page
+from dit_lora.report.captions.serve import CaptionEdits, CaptionHandler
+from dit_lora.report.local_server import LocalServer
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+HOSTILE = '</script><img src=x onerror="window.hit=1"><script>window.hit=1</script>'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Clips and a picture with captions that say the same, something hostile, and nothing."""
+    root = tmp_path / "my clips"
+    write_shapes(root, clips=4, frames=5, height=32, width=48, fps=8)
+    write_shapes(root / "stills", clips=1, frames=1, height=32, width=32, fps=8)
+    for path in (*root.rglob("*.txt"), *root.rglob("metadata.jsonl")):
+        path.unlink()
+    names = CaptionTable.read(root).media
+    captions = ["the same", "the same", HOSTILE, "a sks dog"]
+    CaptionTable.read(root).put(dict(zip(names, captions, strict=False)))
+    return root
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[tuple[LocalServer, CaptionEdits]]:
+    edits = CaptionEdits(folder, TextRules(trigger="sks"))
+    with LocalServer(partial(CaptionHandler, edits)) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server, edits
+        server.shutdown()
+        thread.join()
+
+
+def ask(
+    server: LocalServer, method: str, path: str, body: Any = None, **headers: str
+) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    data = None if body is None else json.dumps(body)
+    connection.request(method, path, data, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read(), dict(answer.getheaders())
+
+
+def test_captions_are_judged_as_the_audit_does_and_by_the_trigger(folder: Path) -> None:
+    table = CaptionTable.read(folder)
+    found = judged_captions(table, TextRules(trigger="sks"))
+    codes = [[one.code for one in found.get(name, [])] for name in table.media]
+    assert codes == [
+        ["caption_duplicate", "trigger_missing"],
+        ["caption_duplicate", "trigger_missing"],
+        ["trigger_missing"],
+        [],
+        ["caption_missing"],
+    ]
+    assert not {"trigger_missing"} & {
+        f.code for fs in judged_captions(table, TextRules()).values() for f in fs
+    }
+
+
+def test_the_written_page_is_self_contained_and_escaped(folder: Path, tmp_path: Path) -> None:
+    table = CaptionTable.read(folder)
+    for place in (folder / "captions.html", tmp_path / "elsewhere" / "page.html"):
+        page = write_captions_page(place, table, TextRules(), lambda _: b"\xff\xd8jpeg").read_text()
+        assert "<script" not in page.lower().replace("&lt;script", "")
+        assert "<img src=x" not in page
+        assert page.count("data:image/jpeg;base64,") == 5
+        linked = 'href="stills/' in page
+        assert linked == (place.parent == folder)
+
+
+def test_an_edit_is_taken_from_its_own_page_alone(
+    server: tuple[LocalServer, CaptionEdits], folder: Path
+) -> None:
+    serving, edits = server
+    origin = {"Origin": serving.url.rstrip("/"), "Content-Type": "application/json"}
+    name = CaptionTable.read(folder).media[0]
+    good = {"token": edits.token, "file": name, "caption": "a\nnew   sks one"}
+    before = (folder / "metadata.jsonl").read_bytes()
+    for status, path, body, headers in (
+        (403, "/caption", good, {}),
+        (403, "/caption", good, {"Origin": "http://evil.example"}),
+        (421, "/caption", good, {**origin, "Host": "evil.example"}),
+        (403, "/caption", {**good, "token": "x"}, origin),
+        (404, "/other", good, origin),
+        (400, "/caption", {"file": name}, origin),
+        (400, "/caption", [1], origin),
+        (422, "/caption", {**good, "file": "../secret.mp4"}, origin),
+        (422, "/caption", {**good, "file": "metadata.jsonl"}, origin),
+        (422, "/caption", {**good, "caption": "  "}, origin),
+        (413, "/caption", {**good, "caption": "x" * 2**21}, origin),
+    ):
+        assert ask(serving, "POST", path, body, **headers)[0] == status, (path, body, headers)
+        assert (folder / "metadata.jsonl").read_bytes() == before
+    status, answer, _ = ask(serving, "POST", "/caption", good, **origin)
+    assert (status, json.loads(answer)) == (200, {"findings": []})
+    assert CaptionTable.read(folder).captions[name] == "a new sks one"
+
+
+def test_media_of_the_folder_are_served_and_nothing_else(
+    server: tuple[LocalServer, CaptionEdits], folder: Path
+) -> None:
+    serving, _ = server
+    name = CaptionTable.read(folder).media[0]
+    whole = (folder / name).read_bytes()
+    assert ask(serving, "GET", f"/media/{name}")[:2] == (200, whole)
+    status, part, headers = ask(serving, "GET", f"/media/{name}", Range="bytes=3-9")
+    assert (status, part, headers["Content-Type"]) == (206, whole[3:10], "video/mp4")
+    (folder.parent / "secret.mp4").write_bytes(b"secret")
+    for path in (
+        "/media/metadata.jsonl",
+        "/media/../secret.mp4",
+        "/media/%2e%2e/secret.mp4",
+        "/x",
+        f"/{name}",
+    ):
+        assert ask(serving, "GET", path)[0] == 404, path
+    assert ask(serving, "GET", "/", Host="evil.example")[0] == 421
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+def test_an_edit_in_a_browser_lands_in_the_file(
+    server: tuple[LocalServer, CaptionEdits], folder: Path
+) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    serving, _ = server
+    names = CaptionTable.read(folder).media
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page()
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("requestfailed", lambda request: errors.append(request.url))
+        page.goto(serving.url)
+        cards = page.locator(".sample")
+        assert cards.count() == 5
+        page.wait_for_function("document.querySelector('video').readyState >= 1")
+        assert page.evaluate("document.querySelector('img').naturalWidth") == 32
+        assert cards.nth(2).locator("textarea").input_value() == HOSTILE
+        card = cards.nth(0)
+        assert card.locator("button").is_disabled()
+        card.locator("textarea").fill("a sks square")
+        card.locator("button").click()
+        sync_api.expect(card.locator(".said")).to_have_text("saved")
+        sync_api.expect(card.locator(".findings li")).to_have_count(0)
+        # By keys; and what cannot be trained on is refused, and still to be saved.
+        other = cards.nth(4).locator("textarea")
+        other.fill("a still")
+        other.press("Control+Enter")
+        sync_api.expect(cards.nth(4).locator(".findings .code")).to_have_text("trigger_missing")
+        cards.nth(3).locator("textarea").fill("")
+        cards.nth(3).locator("button").click()
+        sync_api.expect(cards.nth(3).locator(".said")).to_have_text(
+            "not saved: its caption is empty"
+        )
+        assert cards.nth(3).locator("button").is_enabled()
+        page.evaluate("window.onbeforeunload = null")
+        assert page.evaluate("window.hit") is None
+        assert errors == []
+        browser.close()
+    captions = CaptionTable.read(folder).captions
+    assert (captions[names[0]], captions[names[4]]) == ("a sks square", "a still")
+    assert captions[names[3]] == "a sks dog"
