@@ -13,7 +13,7 @@ from dit_lora.terminal import echo
 from dit_lora.version import __version__
 
 PANELS = {
-    "Start": ("doctor", "init.recipes", "init", "tiny", "shapes"),
+    "Start": ("doctor", "init.recipes", "init", "tiny", "tiny.shapes"),
     "Data": ("caption", "audit", "show", "cache"),
     "Train": ("plan", "guard", "replay", "quarantine", "faults"),
     "Use what was trained": (

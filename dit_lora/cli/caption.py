@@ -1,13 +1,16 @@
 """The verb `dit-lora caption`: captions of clips and pictures by a chat model, and a page to edit them on."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dit_lora.cli.arguments import BaseModel, recipe_files
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.terminal import echo
+
+if TYPE_CHECKING:
+    from dit_lora.commands.caption import CaptionRequest
 
 EXAMPLES = {
     "caption": (
@@ -22,7 +25,7 @@ def caption(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="A chat model: a checkpoint, its Hub id, a run's folder or an adapter's."
+            help="A chat model: a checkpoint, its Hub id, a run's folder or an adapter's; without, the page alone."
         ),
     ] = None,
     base: BaseModel = None,
@@ -54,35 +57,48 @@ def caption(
         ),
     ] = None,
 ) -> None:
-    """Describe every clip and picture without a caption, into DIR/metadata.jsonl; a killed run goes on."""
+    """Describe every clip and picture without a caption, into DIR/metadata.jsonl, and show all on a page."""
     if port is not None and not serve:
         raise DitLoraError(f"--port {port} is for --serve")
-    if model is None and not serve:
-        raise DitLoraError(
-            "give --model, such as Qwen/Qwen2.5-VL-7B-Instruct; or --serve to edit what is there"
-        )
-    from dit_lora.commands.caption import CaptionRequest, caption_folder, limit_of, thumbnail
+    from dit_lora.commands.caption import CaptionRequest
+
+    failed: bool | None = False
+    if model is not None:
+        asked = CaptionRequest(folder, model, base, prompt, trigger, recipe, max_tokens, frames)
+        if (failed := _describe(asked)) is None:
+            return
+    _show(folder, recipe, trigger, html, port or 0 if serve else None)
+    if failed:
+        raise typer.Exit(CheckFailedError.exit_code)
+
+
+def _describe(asked: "CaptionRequest") -> bool | None:
+    """Describe, and say what was done; return whether a file could not be described, None on a process that says nothing."""
+    from dit_lora.commands.caption import caption_folder
+    from dit_lora.data.sources.caption_table import CaptionTable
+
+    done = caption_folder(asked)
+    if not done.is_told_here:
+        return None
+    for line in done.lines(CaptionTable.read(asked.folder)):
+        echo(line)
+    return bool(done.failed)
+
+
+def _show(
+    folder: Path, recipe: str | None, trigger: str | None, html: Path | None, port: int | None
+) -> None:
+    """Write the page, or serve it where there is a port."""
+    from dit_lora.commands.caption import limit_of, thumbnail
     from dit_lora.data.sources.caption_table import CaptionTable
     from dit_lora.report.captions.page import TextRules, write_captions_page
-    from dit_lora.report.captions.serve import serve as serve_captions
+    from dit_lora.report.captions.serve import serve
 
-    failed = False
-    if model is not None:
-        request = CaptionRequest(folder, model, base, prompt, trigger, recipe, max_tokens, frames)
-        done = caption_folder(request)
-        if not done.is_told_here:
-            return
-        for line in done.lines(CaptionTable.read(folder)):
-            echo(line)
-        failed = bool(done.failed)
-    limit = limit_of(recipe)
+    limit, table = limit_of(recipe), CaptionTable.read(folder)
     rules = TextRules(trigger=trigger)
     if limit is not None:
         rules = TextRules(limit.tokenizer, limit.max_tokens, trigger)
-    if serve:
-        serve_captions(folder, rules, port or 0, echo)
+    if port is not None:
+        serve(folder, rules, port, echo)
     else:
-        page = html or folder / "captions.html"
-        echo(write_captions_page(page, CaptionTable.read(folder), rules, thumbnail))
-    if failed:
-        raise typer.Exit(CheckFailedError.exit_code)
+        echo(write_captions_page(html or folder / "captions.html", table, rules, thumbnail))

@@ -44,7 +44,7 @@ _SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])\s+")
 
 @dataclass(frozen=True)
 class CaptionRequest:
-    """What to describe, by which model, and how."""
+    """The files to describe, the model that does it, and how."""
 
     folder: Path
     model: Path
@@ -62,7 +62,7 @@ class CaptionRequest:
 
 @dataclass
 class Captioned:
-    """What became of a folder's files."""
+    """The outcome for a folder's files."""
 
     written: int = 0
     earlier: int = 0
@@ -120,14 +120,10 @@ def caption_folder(request: CaptionRequest) -> Captioned:
         done = Captioned(earlier=earlier if main else 0, is_told_here=main)
         if not names:
             return done
-        own = names[state.process_index :: state.num_processes]
-        try:
-            _describe(request, own, made, limit, done)
-        except BaseException:
-            # Another process may be writing its own still: those are taken when the work begins again.
-            if main:
-                made.into(table, of_all=False)
-            raise
+        if main:
+            # Where this ends early, another process may be writing its own still: those are taken at the next start.
+            stack.callback(lambda: made.into(table, of_all=False))
+        _describe(request, names[state.process_index :: state.num_processes], made, limit, done)
         every: list[Captioned] = gather_object([done])
         if main:
             made.into(table, of_all=True)

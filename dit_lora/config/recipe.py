@@ -288,18 +288,15 @@ class Recipe(Section):
     def _one_expert_or_both(self) -> "Recipe":
         both, train = self.model.part == "both", self.train
         if both and self.lora.kind in ("loha", "oft"):
-            raise ValueError(
-                f"lora.kind: {self.lora.kind} is kept in PEFT's format, one adapter a folder, and model.part: both writes "
-                "two into one; train one expert at a time"
-            )
+            words = f"{self.lora.kind} is kept in PEFT's format, one adapter a folder, and model.part: both writes two"
+            raise ValueError(f"lora.kind: {words}; train one expert at a time")
         if train.high_noise_share is not None and not both:
             raise ValueError("train.high_noise_share is for model.part: both; remove it")
         if not both:
             return self
         if train.mode == "full":
-            raise ValueError(
-                "model.part: both writes two adapters; of train.mode: full, train one expert at a time"
-            )
+            words = "both writes two adapters; of train.mode: full, train one expert at a time"
+            raise ValueError(f"model.part: {words}")
         if train.resume not in ("none", "auto"):
             raise ValueError(
                 "train.resume: under model.part: both, auto finds the checkpoint of each expert; a path is one expert's: "

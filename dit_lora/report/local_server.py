@@ -1,4 +1,4 @@
-"""What serves a page to a browser on this machine, and to nobody else: the loopback, its own name, files by ranges."""
+"""Serves a page to a browser on this machine, and to nobody else: on the loopback, by its own name, files by ranges."""
 
 import os
 import re

@@ -22,7 +22,7 @@ _SCRIPT = "captions.js"
 
 @dataclass(frozen=True)
 class TextRules:
-    """What captions are judged by beside what goes for all: a text encoder's limit, and a word that each must have."""
+    """Rules for captions beside those for all: a text encoder's limit, and a word that each must have."""
 
     tokenizer: Any = None
     max_tokens: int | None = None
