@@ -288,15 +288,15 @@ class Recipe(Section):
     def _one_expert_or_both(self) -> "Recipe":
         both, train = self.model.part == "both", self.train
         if both and self.lora.kind in ("loha", "oft"):
-            words = f"{self.lora.kind} is kept in PEFT's format, one adapter a folder, and model.part: both writes two"
-            raise ValueError(f"lora.kind: {words}; train one expert at a time")
+            raise ValueError(
+                f"lora.kind: {self.lora.kind} has one adapter a folder; train one expert"
+            )
         if train.high_noise_share is not None and not both:
             raise ValueError("train.high_noise_share is for model.part: both; remove it")
         if not both:
             return self
         if train.mode == "full":
-            words = "both writes two adapters; of train.mode: full, train one expert at a time"
-            raise ValueError(f"model.part: {words}")
+            raise ValueError("model.part: both writes adapters; of mode full, train one expert")
         if train.resume not in ("none", "auto"):
             raise ValueError(
                 "train.resume: under model.part: both, auto finds the checkpoint of each expert; a path is one expert's: "
