@@ -298,10 +298,8 @@ class Recipe(Section):
         if train.mode == "full":
             raise ValueError("model.part: both writes adapters; of mode full, train one expert")
         if train.resume not in ("none", "auto"):
-            raise ValueError(
-                "train.resume: under model.part: both, auto finds the checkpoint of each expert; a path is one expert's: "
-                "continue that expert's own config.yaml"
-            )
+            words = "a path is one expert's, and auto finds both: continue that expert's own config.yaml"
+            raise ValueError(f"train.resume: under model.part: both, {words}")
         if train.steps < 2:
             raise ValueError("train.steps: model.part: both needs a step for each expert; got 1")
         if self.validation.other_expert is not None:
