@@ -36,6 +36,8 @@ class _Target:
     model: Any
     file: Path
     part: str
+    name: str | None = None
+    """The adapter's name; None for the loader's own choice."""
 
     @property
     def where(self) -> Mapping[str, bool]:
@@ -43,16 +45,19 @@ class _Target:
         return {} if self.part == "transformer" else {f"load_into_{self.part}": True}
 
 
-def load_adapter(pipeline: Any, adapter: str | Path, comfyui: LayerNames = UNKNOWN) -> None:
+def load_adapter(
+    pipeline: Any, adapter: str | Path, comfyui: LayerNames = UNKNOWN, *, name: str | None = None
+) -> None:
     """Load an adapter from a folder, a file or the Hub, with what was trained beside it.
 
     That is base weights, and classes that are new to a model with a class table, names included. A pipeline
     without a LoRA loader gets one (`with_lora`). An adapter that was trained on the second expert of a pipeline goes
     there, as `load_into_transformer_2=True` says to Diffusers. A file of another form than the pipeline's loader takes
-    is read by its layers, also by the `comfyui` names of the family. Raises `DitLoraError` if the adapter does not fit,
+    is read by its layers, also by the `comfyui` names of the family. `name` is the adapter's, by default Diffusers' own
+    choice. Raises `DitLoraError` if the adapter does not fit,
     or if nothing of it does.
     """
-    target = _with_base(pipeline, adapter)
+    target = _with_base(pipeline, adapter, name)
     try:
         state = stock_state(type(pipeline), target.file)
     except OF_CONVERTERS:
@@ -136,7 +141,7 @@ def _alike(one: str, other: str) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def _with_base(pipeline: Any, adapter: str | Path) -> _Target:
+def _with_base(pipeline: Any, adapter: str | Path, name: str | None = None) -> _Target:
     """Find the file and its model, and put base weights that lie beside it into that."""
     with_lora(pipeline)
     adapter = result_folder(adapter, (ADAPTER_FILE, BASE_FILE, *PEFT_FILES))
@@ -160,7 +165,7 @@ def _with_base(pipeline: Any, adapter: str | Path) -> _Target:
         _, unexpected = model.load_state_dict(weights, strict=False)
         if unexpected:
             raise DitLoraError(listed(f"{base}: the model has no such weights", unexpected))
-    return _Target(pipeline, model, file, part)
+    return _Target(pipeline, model, file, part, name)
 
 
 def _by_stock(target: _Target) -> None:
@@ -169,15 +174,24 @@ def _by_stock(target: _Target) -> None:
         lazy = next(target.model.parameters()).is_meta  # to which no file is read
         device = "cpu" if lazy else str(next(target.model.parameters()).device)
         peft.PeftModel.from_pretrained(
-            target.model, str(file.parent), torch_device=device, low_cpu_mem_usage=lazy
+            target.model,
+            str(file.parent),
+            adapter_name=target.name or "default",
+            torch_device=device,
+            low_cpu_mem_usage=lazy,
         )
     elif any(".lokr_" in name for name in load_file(file)):
         # Only some pipelines take LoKr by `load_lora_weights`; every model does.
         target.model.load_lora_adapter(
-            str(file.parent), weight_name=file.name, prefix="transformer"
+            str(file.parent),
+            weight_name=file.name,
+            prefix="transformer",
+            adapter_name=target.name,
         )
     else:
-        target.pipeline.load_lora_weights(file.parent, weight_name=file.name, **target.where)
+        target.pipeline.load_lora_weights(
+            file.parent, weight_name=file.name, adapter_name=target.name, **target.where
+        )
 
 
 def _in_pipeline(name: str) -> str:
@@ -218,7 +232,7 @@ def _put_layers(target: _Target, comfyui: LayerNames) -> None:
         for part, matrix in (("A", layer.a), ("B", layer.b))
     }
     config = peft_config(layers, list(layers)).to_dict()
-    target.model.load_lora_adapter(state, prefix=None, metadata=config)
+    target.model.load_lora_adapter(state, prefix=None, metadata=config, adapter_name=target.name)
 
 
 def _put_labels(pipeline: Any, file: Path) -> None:

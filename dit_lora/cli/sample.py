@@ -1,14 +1,21 @@
 """The verb `dit-lora sample`: videos and images of a trained model."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dit_lora.cli.arguments import BaseModel
+from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
-EXAMPLES = {"sample": ("sample runs/kitten --prompt 'a kitten in the snow' --seed 1",)}
+EXAMPLES = {
+    "sample": (
+        "sample runs/kitten --prompt 'a kitten in the snow' --seed 1",
+        "sample runs/kitten --prompt 'a kitten' --count 2 --strengths 0,0.5,1,1.5",
+    )
+}
 
 
 def sample(
@@ -36,12 +43,28 @@ def sample(
             help="Picture or clip to make it from, for models that edit. Repeat in order."
         ),
     ] = None,
+    count: Annotated[
+        int, typer.Option(min=1, help="Samples of each prompt, from --seed and the seeds after it.")
+    ] = 1,
+    strengths: Annotated[
+        str | None,
+        typer.Option(help="Of the adapter, such as 0,0.5,1,1.5: each from the same seeds."),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH[=WEIGHT]", help="A further adapter. Repeat for several."),
+    ] = None,
+    weight: Annotated[float, typer.Option(help="Of the target beside further adapters.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="By default beside the adapter.")] = None,
 ) -> None:
-    """Sample one mp4 (or image) a prompt with an adapter, or a trained model, in the stock pipeline."""
-    from dit_lora.commands.sample import SampleRequest
-    from dit_lora.commands.sample import sample as run_sample
+    """Sample an mp4 (or image) a prompt with an adapter, or a trained model, in the stock pipeline."""
+    from dit_lora.commands.sample import SampleRequest, sample_cells
+    from dit_lora.report.sample_grid import write_sample_grid
 
+    if weight != 1 and not adapter:
+        raise DitLoraError(
+            f"--weight {weight:g} is beside --adapter; alone: --strengths {weight:g}"
+        )
     request = SampleRequest(
         target=target,
         prompts=tuple(prompt),
@@ -57,6 +80,39 @@ def sample(
         last_image=last_image,
         references=tuple(reference or ()),
         out=out,
+        count=count,
+        strengths=_strengths(strengths),
+        others=tuple(map(_weighted, adapter or ())),
+        weight=weight,
     )
-    for path in run_sample(request):
-        echo(path)
+    cells = sample_cells(request)
+    for cell in cells:
+        echo(cell.path)
+    if len(cells) > 1:
+        rows = [(one.prompt, one.seed, one.strength, one.path) for one in cells]
+        echo(write_sample_grid(cells[0].path.parent / "samples.html", target.name, rows))
+
+
+def _strengths(words: str | None) -> tuple[float, ...]:
+    """Return the numbers of a list such as `0,0.5,1`."""
+    if words is None:
+        return ()
+    try:
+        numbers = tuple(float(word) for word in words.split(","))
+    except ValueError as error:
+        raise DitLoraError(f"--strengths takes numbers, as 0,0.5,1; got {words!r}") from error
+    if not all(map(math.isfinite, numbers)) or len(set(numbers)) < len(numbers):
+        raise DitLoraError(f"--strengths takes finite numbers, each once; got {words!r}")
+    return numbers
+
+
+def _weighted(words: str) -> tuple[Path, float]:
+    """Return path and weight of PATH=WEIGHT; the weight is 1 where there is none."""
+    path, _, weight = words.rpartition("=")
+    try:
+        number = float(weight) if path else 1.0
+    except ValueError:  # a path with an equals sign of its own
+        return Path(words), 1.0
+    if not math.isfinite(number):
+        raise DitLoraError(f"--adapter {words}: its weight is not finite")
+    return (Path(path), number) if path else (Path(words), 1.0)

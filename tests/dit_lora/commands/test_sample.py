@@ -1,0 +1,183 @@
+"""`dit-lora sample`: seeds in a row, strengths, several adapters; each cell is what stock Diffusers makes of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exported import trained
+from PIL import Image
+from typer.testing import CliRunner
+
+from dit_lora.adapters.diffusers_format import BASE_FILE
+from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
+from dit_lora.cli.app import app
+from dit_lora.commands.sample import SampleRequest, sample, sample_cells
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
+from dit_lora.families.base import Sampling, VideoShape
+
+PROMPT = "a red disc"
+SHAPE = {"frames": 1, "height": 64, "width": 64}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_checkpoints: dict[str, Path]) -> Path:
+    return tiny_checkpoints["sana-600m"]
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    one, other = (
+        trained("sana", base, folder / name, seed=seed, scale=0.3).folder
+        for name, seed in (("one", 1), ("other", 2))
+    )
+    return one, other
+
+
+def request(target: Path, base: Path, out: Path, **options: Any) -> SampleRequest:
+    how = {"inference_steps": 2, "guidance_scale": 1.0, **SHAPE}
+    return SampleRequest(target, (PROMPT,), model=str(base), out=out, **how, **options)
+
+
+def pixels(path: Path) -> Any:
+    return np.asarray(Image.open(path).convert("RGB"))
+
+
+def stock(base: Path, seed: int, put: Callable[[Any], None]) -> Any:
+    """What the stock pipeline makes of the prompt, once `put` has loaded what it is to have."""
+    checkpoint = get_family("sana").open(ModelConfig(family="sana", path=str(base)))
+    pipeline = checkpoint.pipeline(torch.float32)
+    put(pipeline)
+    how = Sampling(VideoShape(1, 64, 64), 2, 1.0, seed)
+    frames, _ = checkpoint.generate_with_sound(pipeline, checkpoint.conditions(PROMPT), how)
+    return frames[0].numpy()
+
+
+def test_each_seed_of_a_row_gives_what_it_gives_alone(
+    base: Path, adapters: tuple[Path, Path], tmp_path: Path
+) -> None:
+    row = sample(request(adapters[0], base, tmp_path / "row", seed=5, count=3))
+    assert len(row) == 3
+    for seed, path in zip((5, 6, 7), row, strict=True):
+        (alone,) = sample(request(adapters[0], base, tmp_path / f"alone_{seed}", seed=seed))
+        assert alone.name == path.name
+        assert alone.read_bytes() == path.read_bytes()
+    assert len({path.read_bytes() for path in row}) == 3
+
+
+def test_strengths_are_the_base_the_adapter_and_stock_weights_between(
+    base: Path, adapters: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def loaded(weight: float) -> Callable[[Any], None]:
+        def put(pipeline: Any) -> None:
+            pipeline.load_lora_weights(adapters[0], adapter_name="own")
+            pipeline.set_adapters("own", weight)
+
+        return put
+
+    asked = request(adapters[0], base, tmp_path / "row", seed=3, strengths=(1.5, 0, 1, 0.5))
+    cells = {cell.strength: cell.path for cell in sample_cells(asked)}
+    assert np.array_equal(pixels(cells[0]), stock(base, 3, lambda pipeline: None))
+    (plain,) = sample(request(adapters[0], base, tmp_path / "plain", seed=3))
+    assert plain.read_bytes() == cells[1].read_bytes()
+    for weight in (0.5, 1.5):
+        assert np.array_equal(pixels(cells[weight]), stock(base, 3, loaded(weight)))
+    assert len({path.read_bytes() for path in cells.values()}) == 4
+
+
+def test_several_adapters_act_as_stock_set_adapters_weighs_them(
+    base: Path, adapters: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def put(pipeline: Any) -> None:
+        for name, folder in zip(("a", "b"), adapters, strict=True):
+            pipeline.load_lora_weights(folder, adapter_name=name)
+        pipeline.set_adapters(["a", "b"], [0.75, -0.5])
+
+    both = {"others": ((adapters[1], -0.5),), "weight": 0.75}
+    (path,) = sample(request(adapters[0], base, tmp_path, seed=1, **both))
+    assert np.array_equal(pixels(path), stock(base, 1, put))
+
+
+@pytest.mark.parametrize(
+    "kind", ["dora", "lokr", pytest.param("loha", marks=pytest.mark.thorough), "oft"]
+)
+def test_other_kinds_are_sampled_and_left_out_at_strength_0(
+    kind: Any, base: Path, tmp_path: Path
+) -> None:
+    found = trained("sana", base, tmp_path / "adapter", kind=kind, scale=0.3).folder
+    target = found if kind in WITHOUT_DIFFUSERS else found / "pytorch_lora_weights.safetensors"
+    asked = request(target, base, tmp_path / "out", seed=2, strengths=(0, 1))
+    off, on = (pixels(cell.path) for cell in sample_cells(asked))
+    assert np.array_equal(off, stock(base, 2, lambda pipeline: None))
+    assert not np.array_equal(on, off)
+    if kind == "oft":
+        with pytest.raises(DitLoraError, match=r"strength 0\.5: OFT rotates"):
+            sample(request(target, base, tmp_path / "half", strengths=(0.5,)))
+
+
+def test_what_has_no_strength_is_refused_by_name(
+    base: Path, adapters: tuple[Path, Path], tmp_path: Path
+) -> None:
+    wider = trained("sana", base, tmp_path / "wider", connector=True).folder
+    assert (wider / BASE_FILE).is_file()
+    for asked in ({"strengths": (0.5,)}, {"others": ((adapters[0], 1.0),)}):
+        with pytest.raises(DitLoraError, match="base weights trained beside"):
+            sample(request(wider, base, tmp_path / "out", **asked))
+    with pytest.raises(DitLoraError, match="base weights trained beside"):
+        sample(request(adapters[0], base, tmp_path / "out", others=((wider, 1.0),)))
+    for words, said in (
+        (["--strengths", "0,x"], "takes numbers"),
+        (["--strengths", "1,1"], "each once"),
+        (["--strengths", "nan"], "finite"),
+        (["--weight", "2"], "is beside --adapter"),
+        (["--adapter", "x=inf"], "not finite"),
+        (["--adapter", "none"], "no adapter in none"),
+    ):
+        line = ["sample", str(adapters[0]), "--prompt", "x", "--model", str(base), *words]
+        shape = [f"--{name}={value}" for name, value in SHAPE.items()]
+        done = CliRunner().invoke(app, [*line, *shape])
+        assert done.exit_code != 0
+        assert said in str(done.exception), (words, done.exception)
+
+
+def test_a_grid_is_a_page_beside_its_files(
+    base: Path, adapters: tuple[Path, Path], tmp_path: Path
+) -> None:
+    words = [
+        "sample",
+        str(adapters[0]),
+        "--prompt",
+        "<b>a</b>",
+        "--prompt",
+        "b",
+        "--model",
+        str(base),
+    ]
+    words += [
+        "--count",
+        "2",
+        "--strengths",
+        "0,1",
+        "--inference-steps",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    words += [
+        f"--adapter={adapters[1]}=0.5",
+        *(f"--{name}={value}" for name, value in SHAPE.items()),
+    ]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    files = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert len(files) == 8
+    page = (tmp_path / "samples.html").read_text()
+    assert all(f'src="{name}"' in page for name in files)
+    assert page.count('<section class="row">') == 4
+    assert "<b>a</b>" not in page
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "samples.html")
