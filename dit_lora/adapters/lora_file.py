@@ -42,8 +42,8 @@ OF_CONVERTERS = (
     RuntimeError,
     AssertionError,
 )
-WEIGHTS_FILE, STATE_FILE = "trainable.safetensors", "state.json"
-"""Files of a run's checkpoint: what trains, and what run it is of."""
+WEIGHTS_FILE, AVERAGES_FILE, STATE_FILE = "trainable.safetensors", "ema.safetensors", "state.json"
+"""Files of a run's checkpoint: what trains, its moving averages, and what run it is of."""
 _METADATA = "lora_adapter_metadata"  # the key of PEFT's config in a header that Diffusers wrote
 
 
@@ -115,9 +115,18 @@ def _opened(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         # With values wherever the model is made, on `meta` too.
         with torch.device("cpu"), safe_open(file, framework="pt") as opened:
             header = dict(opened.metadata() or {})
-            return load_file(file), header
+            return tensors_in(file), header
     except (OSError, SafetensorError) as error:
         raise DitLoraError(f"{file} is not a safetensors file, or not whole: {error}") from error
+
+
+def tensors_in(file: Path) -> dict[str, torch.Tensor]:
+    """Return a file's tensors; of a run's checkpoint the averages in place of the weights, if it keeps some."""
+    tensors, averages = load_file(file), file.with_name(AVERAGES_FILE)
+    if file.name == WEIGHTS_FILE and averages.is_file():
+        # What the run shows, measures and saves.
+        tensors |= {name.removeprefix("ema/"): one for name, one in load_file(averages).items()}
+    return tensors
 
 
 def config_in(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:

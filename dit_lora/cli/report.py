@@ -1,5 +1,6 @@
 """The verb `dit-lora report`: a run, or what a guard left of any loop, as one page, written or served."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -46,9 +47,16 @@ def report(
             )
         from dit_lora.report.run import serve as served
 
-        served.serve(run, port or 0, echo)
+        served.serve(run, port or 0, echo, _export)
         return
     from dit_lora.report.run.page import write_report
 
     for one in runs:
         echo(write_report(one))
+
+
+def _export(file: Path, form: str, out: Path) -> None:
+    """Write a checkpoint's adapter to a new folder."""
+    from dit_lora.results.export.export import ExportRequest, export
+
+    export(ExportRequest((file,), "peft" if form == "peft" else "diffusers", out))

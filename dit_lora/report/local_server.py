@@ -2,14 +2,16 @@
 
 import os
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dit_lora.errors import DitLoraError
+from dit_lora.parsing import parse_json
 
 HOST = "127.0.0.1"
 _CHUNK = 2**18
@@ -84,6 +86,30 @@ class PageHandler(BaseHTTPRequestHandler):
         """Answer what the page has sent."""
         self.close_connection = True
         self.say(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
+
+    def sent(self, path: str, token: str, most: int) -> dict[str, Any] | None:
+        """Return the object that a page with this token has sent to a path; answers any other request, and returns None."""
+        length = self.headers.get("Content-Length", "")
+        if self.path != path or not (length.isascii() and length.isdigit()):
+            self.close_connection = True
+            self.say(HTTPStatus.NOT_FOUND, "nothing is written there")
+            return None
+        if int(length) > most:
+            self.close_connection = True
+            self.say(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {most:,} bytes are taken")
+            return None
+        try:
+            values = parse_json(self.rfile.read(int(length)))
+        except ValueError:
+            values = None
+        theirs = values.get("token") if isinstance(values, dict) else None
+        if not isinstance(theirs, str):
+            self.say(HTTPStatus.BAD_REQUEST, "this takes an object with the page's token")
+            return None
+        if not secrets.compare_digest(theirs.encode(), token.encode()):
+            self.say(HTTPStatus.FORBIDDEN, "this page is of an earlier start; load it anew")
+            return None
+        return dict(values)
 
     def _is_asked_here(self) -> bool:
         """Return true if the request names this server; answers any other."""

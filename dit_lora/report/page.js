@@ -282,11 +282,51 @@ const chooseSamples = () => {
     const two = figures.filter((one) => !one.hidden).length === 2;
     pair.classList.toggle('slider', mode === 'slider' && two);
     pair.classList.toggle('strip', mode === 'all');
+    // A row for each prompt, so that the steps are columns.
+    pair.closest('.samples').classList.toggle('rows', mode === 'all');
     const cut = pair.closest('.sample').querySelector('.cut');
     cut.hidden = !(mode === 'slider' && two);
     pair.style.setProperty('--cut', `${cut.value}%`);
   }
   if (playing()) play();
+};
+// The rows of a grid are scrolled together.
+document.addEventListener('scroll', ({ target }) => {
+  if (!target.matches?.('.pair.strip')) return;
+  for (const other of all('.pair.strip')) if (other.scrollLeft !== target.scrollLeft) other.scrollLeft = target.scrollLeft;
+}, true);
+
+// Taking a step: by the server, or by a line to type.
+const number = () => value('take').padStart(6, '0');
+const tellTake = () => {
+  const line = document.getElementById('take-line');
+  if (!line) return;
+  const { name, form } = line.closest('.take').dataset;
+  line.textContent = `dit-lora export ${name}/checkpoints/step_${number()}/trainable.safetensors --to ${form} --out ${name}/exports/step_${number()}`;
+};
+const takeStep = async (button) => {
+  const { token } = button.closest('.take').dataset;
+  const step = Number(value('take'));
+  const tell = (words, wrong) => {
+    const said = document.getElementById('exported');
+    said.textContent = words;
+    said.classList.toggle('reject', wrong);
+  };
+  button.disabled = true;
+  tell('exporting …', false);
+  try {
+    const answer = await fetch('export', {
+      method: 'POST',
+      headers: { 'Content-Type': 'application/json' },
+      body: JSON.stringify({ token, step }),
+    });
+    const words = await answer.text();
+    if (!answer.ok) throw new Error(words.trim());
+    tell(`written: ${JSON.parse(words).written}`, false);
+  } catch (error) {
+    tell(`not exported: ${error.message}`, true);
+  }
+  button.disabled = false;
 };
 const playing = () => document.getElementById('play')?.getAttribute('aria-pressed') === 'true';
 const said = (on) => {
@@ -336,11 +376,13 @@ document.addEventListener('input', (event) => {
   if (id === 'smoothing') curves();
   if (id.startsWith('heat-')) chooseHeat();
   if (['left', 'right', 'mode'].includes(id) || event.target.matches('.cut')) chooseSamples();
+  if (id === 'take') tellTake();
   if (id === 'seek') { pause(); seek(event.target.value / 1000); }
   if (id === 'loop') for (const video of all('.sample video')) video.loop = event.target.checked;
 });
 document.addEventListener('click', (event) => {
   if (event.target.id === 'play') (playing() ? pause : play)();
+  if (event.target.id === 'export') takeStep(event.target);
 });
 addEventListener('beforeprint', () => all('details').forEach((one) => { one.open = true; }));
 

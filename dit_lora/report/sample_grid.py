@@ -34,7 +34,7 @@ def write_sample_grid(path: Path, title: str, samples: Sequence[GridSample]) -> 
         "sample_grid.html",
         scripts=["sample_grid.js"],
         # Of the page's own folder.
-        sources="img-src file: 'self'; media-src file: 'self'",
+        sources="img-src data: file: 'self'; media-src file: 'self'",
         title=title,
         rows=shown,
         columns=max(len(row.cells) for row in shown),

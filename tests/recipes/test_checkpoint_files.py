@@ -66,3 +66,39 @@ def test_a_checkpoint_that_does_not_say_alpha_is_refused_with_the_folder_to_give
     said = str(done.exception)
     assert "does not say its alpha" in said
     assert said.endswith(f"give its folder: {tmp_path / 'two' / 'run'}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("lora", "diffusers"),
+        ("lokr", "diffusers"),
+        pytest.param("oft", "peft", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_averages_of_a_checkpoint_are_exported_as_the_run_saves_them(
+    kind: str,
+    form: str,
+    lora_main: Main,
+    tiny_checkpoints: dict[str, Path],
+    shape_clips: Path,
+    tmp_path: Path,
+) -> None:
+    options = (
+        ["lora.rank=null", "lora.alpha=null"]
+        if kind == "oft"
+        else ["lora.rslora=true"] * (kind == "lora")
+    )
+    base = tiny_checkpoints["cogvideox-2b"]
+    more = ["train.ema=0.5", f"lora.kind={kind}", *options]
+    file = run(lora_main, base, shape_clips, tmp_path, *more)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["export", str(file), f"--to={form}", f"--out={out}"])
+    assert done.exit_code == 0, done.output
+    (saved,) = (tmp_path / "run" / "adapter").glob("*.safetensors")
+    (exported,) = out.glob("*.safetensors")
+    first, last = load_file(saved), load_file(exported)
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    raw, averages = load_file(file), load_file(file.with_name("ema.safetensors"))
+    assert not any(torch.equal(raw[n.removeprefix("ema/")], one) for n, one in averages.items())

@@ -12,7 +12,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.sources.caption_text import caption_fault
 from dit_lora.errors import DitLoraError
-from dit_lora.parsing import parse_json
 from dit_lora.report.captions.page import TextRules, judged_captions, served_page
 from dit_lora.report.local_server import LocalServer, PageHandler, serve_until_interrupted
 
@@ -100,37 +99,16 @@ class CaptionHandler(PageHandler):
         self.file(file, kind)
 
     def take(self) -> None:
-        edit = self._edit()
+        edit = self.sent("/caption", self.edits.token, _MOST)
         if edit is None:
             return
-        name, caption = edit
+        name, caption = edit.get("file"), edit.get("caption")
+        if not (isinstance(name, str) and isinstance(caption, str)):
+            self.say(HTTPStatus.BAD_REQUEST, "an edit has a file and a caption")
+            return
         try:
             findings = self.edits.put(name, caption)
         except (DitLoraError, OSError) as error:
             self.say(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
             return
         self.send(json.dumps({"findings": findings}), "application/json")
-
-    def _edit(self) -> tuple[str, str] | None:
-        """Return file and caption of a request with this page's token; answers any other, and returns None."""
-        length = self.headers.get("Content-Length", "")
-        if self.path != "/caption" or not (length.isascii() and length.isdigit()):
-            self.say(HTTPStatus.NOT_FOUND, "nothing is written there")
-            return None
-        if int(length) > _MOST:
-            self.close_connection = True
-            self.say(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"an edit has at most {_MOST:,} bytes")
-            return None
-        try:
-            sent = parse_json(self.rfile.read(int(length)))
-            token, name, caption = (sent[key] for key in ("token", "file", "caption"))
-        except (ValueError, LookupError, TypeError):
-            self.say(HTTPStatus.BAD_REQUEST, "an edit has a token, a file and a caption")
-            return None
-        if not (isinstance(name, str) and isinstance(caption, str) and isinstance(token, str)):
-            self.say(HTTPStatus.BAD_REQUEST, "an edit has a token, a file and a caption")
-            return None
-        if not secrets.compare_digest(token.encode(), self.edits.token.encode()):
-            self.say(HTTPStatus.FORBIDDEN, "this page is of an earlier start; load it anew")
-            return None
-        return name, caption

@@ -1,13 +1,16 @@
 """The report of a run: what its folder holds, finished or not, as one self-contained page."""
 
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
 from dit_lora.config.experts import EXPERTS
 from dit_lora.config.lora import INITS, KIND_NAMES
+from dit_lora.families import CHAT_FAMILIES
 from dit_lora.redact import redactor
 from dit_lora.report.charts.heat_map import heat_maps
 from dit_lora.report.pages import render, write_page
@@ -38,8 +41,8 @@ def write_run_page(reader: RunReader, *, state: State | None = None, embed: bool
     return write_page(reader.folder / "report.html", page)
 
 
-def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
-    """Return the page; `live` is the fingerprint that a served page compares with the server's."""
+def render_run(run: RunFiles, *, embed: bool = True, live: str = "", token: str = "") -> str:
+    """Return the page; `live` is the fingerprint that a served page compares with the server's, `token` lets it export."""
     run = _public(run)
     prompts = mapping(run.config.get("validation")).get("prompts")
     texts = [str(prompt) for prompt in prompts] if isinstance(prompts, list) else []
@@ -65,6 +68,9 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
         windows=windows_of(run),
         heat=heat_maps(run.metrics.modules),
         sampled=sampled,
+        token=token,
+        form=form_of(run.config),
+        name=shlex.quote(run.folder.resolve().name),
         limit_mib=EMBED_LIMIT_BYTES // 2**20,
         embedding=embed,
         events=events[:SHOWN],
@@ -82,6 +88,17 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
         machine=list(flat(machine)) if machine else [],
         packages=list(flat(packages)) if packages else [],
     )
+
+
+def form_of(config: Mapping[str, Any]) -> str | None:
+    """Return the form that a step's adapter is exported in, by a run's recipe; None where there is none to export."""
+    lora, train, model = (mapping(config.get(name)) for name in ("lora", "train", "model"))
+    groups = mapping(mapping(config.get("optim")).get("groups"))
+    if train.get("mode") == "full" or groups.get("adapter", True) is None:
+        return None
+    if model.get("family") in CHAT_FAMILIES:
+        return None
+    return "peft" if lora.get("kind") in WITHOUT_DIFFUSERS else "diffusers"
 
 
 def _public(run: RunFiles) -> RunFiles:

@@ -72,6 +72,13 @@ class Sampled:
     answers: Sequence[Answered] = ()
     linked: int = 0
     hidden: int = 0
+    kept: Sequence[int] = ()
+    """Steps whose checkpoint is there, so that they can be taken."""
+
+    @property
+    def takeable(self) -> list[tuple[int, str]]:
+        """Return the steps that are shown and can be taken, with their names."""
+        return [(step, name) for step, name in self.steps if step in self.kept]
 
     @property
     def steps(self) -> list[tuple[int, str]]:
@@ -123,7 +130,19 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     shown = [clip.source for one in samples for clip in one.clips]
     shown += [one.source for sample in samples for one in sample.references]
     linked = sum(1 for one in shown if not one.startswith("data:"))
-    return Sampled(samples, _find_answers(folder), linked, hidden)
+    return Sampled(samples, _find_answers(folder), linked, hidden, _kept_steps(folder))
+
+
+def checkpoint_file(folder: Path, step: int) -> Path:
+    """Return where a run keeps what was trained at a step."""
+    return folder / "checkpoints" / f"step_{step:06d}" / "trainable.safetensors"
+
+
+def _kept_steps(folder: Path) -> list[int]:
+    """Return the steps whose checkpoints are there."""
+    found = (re.fullmatch(r"step_(\d{6,12})", p.name) for p in (folder / "checkpoints").glob("*"))
+    steps = (int(match[1]) for match in found if match)
+    return sorted(step for step in steps if checkpoint_file(folder, step).is_file())
 
 
 def _has_sound(path: Path) -> bool:

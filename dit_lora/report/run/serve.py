@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -13,19 +14,26 @@ from urllib.parse import unquote, urlsplit
 from dit_lora.errors import DitLoraError
 from dit_lora.report.local_server import LocalServer, PageHandler, serve_until_interrupted
 from dit_lora.report.run.files import RunReader
-from dit_lora.report.run.page import render_run
-from dit_lora.report.run.samples import TYPES
+from dit_lora.report.run.page import form_of, render_run
+from dit_lora.report.run.samples import TYPES, checkpoint_file
 
+_MOST = 2**12  # bytes of a request
 _SAMPLE = re.compile(
     r"samples/(step_[0-9]+/prompt_[0-9]+\.(mp4|png)|references/prompt_[0-9]+_[0-9]+\.(mp4|jpg))"
 )
 
 
-class Pages:
-    """The page as the folder is now, rendered once for equal files."""
+Export = Callable[[Path, str, Path], object]
+"""Writes a checkpoint's file, in a form, to a new folder; what it raises says why it did not."""
 
-    def __init__(self, folder: Path) -> None:
+
+class Pages:
+    """The page as the folder is now, rendered once for equal files; with `export`, steps can be taken from it."""
+
+    def __init__(self, folder: Path, export: Export | None = None) -> None:
         self.folder = Path(folder)
+        self.token = secrets.token_urlsafe() if export else ""
+        self._export, self._exporting = export, Lock()
         self._reader = RunReader(self.folder)
         self._lock = Lock()
         self._page, self._of = "", ""
@@ -38,23 +46,39 @@ class Pages:
         with self._lock:
             now = self.fingerprint()
             if now != self._of:
-                self._page = render_run(self._reader.read(), embed=False, live=now)
+                run = self._reader.read()
+                self._page = render_run(run, embed=False, live=now, token=self.token)
                 self._of = now
             return self._page
+
+    def take(self, step: int) -> str:
+        """Export a step's checkpoint into the run's folder; return where, below it.
+
+        Raises `DitLoraError` for a step without one, and for one that was exported before.
+        """
+        file, form = checkpoint_file(self.folder, step), form_of(self._reader.read().config)
+        if self._export is None or form is None or not file.is_file():
+            raise DitLoraError(f"there is no checkpoint of step {step} to export any more")
+        place = f"exports/step_{step:06d}"
+        with self._exporting:
+            self._export(file, form, self.folder / place)
+        return place
 
 
 class ReportServer(LocalServer):
     """Serves one run's report."""
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
-        pages = Pages(folder)
+    def __init__(self, folder: Path, port: int = 0, export: Export | None = None) -> None:
+        pages = Pages(folder, export)
         pages.page()  # refuses a folder that is no run before a port is taken
         super().__init__(partial(_Handler, pages), port)
 
 
-def serve(folder: Path, port: int, tell: Callable[[str], None]) -> None:
+def serve(
+    folder: Path, port: int, tell: Callable[[str], None], export: Export | None = None
+) -> None:
     """Serve until Ctrl-C; `tell` gets the address, and the last word."""
-    serve_until_interrupted(ReportServer(folder, port), folder, tell)
+    serve_until_interrupted(ReportServer(folder, port, export), folder, tell)
 
 
 class _Handler(PageHandler):
@@ -81,6 +105,23 @@ class _Handler(PageHandler):
             self.say(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
             return
         self.send(text, kind)
+
+    def take(self) -> None:
+        values = self.sent("/export", self.pages.token, _MOST) if self.pages.token else None
+        if values is None:
+            if not self.pages.token:
+                super().take()
+            return
+        step = values.get("step")
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            self.say(HTTPStatus.BAD_REQUEST, "a step is a number")
+            return
+        try:
+            written = self.pages.take(step)
+        except (DitLoraError, OSError) as error:
+            self.say(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
+            return
+        self.send(json.dumps({"written": written}), "application/json")
 
     def _sample(self, path: str) -> None:
         """Send a sample below the folder, and nothing else of it."""

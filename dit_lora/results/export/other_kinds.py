@@ -20,7 +20,7 @@ from dit_lora.adapters.diffusers_format import (
 )
 from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS, config_of, kind_of
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE, config_in
+from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE, config_in, tensors_in
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
@@ -48,7 +48,7 @@ def load_other_kind(model: Any, file: Path) -> None:
     Raises `DitLoraError` for what does not fit, and `CheckFailedError` for what is not finite or has no effect.
     """
     config = dict(_config(file) or {})
-    tensors = {_bare(name): tensor for name, tensor in load_file(file).items()}
+    tensors = {_bare(name): tensor for name, tensor in tensors_in(file).items()}
     own = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
     weights = {name: tensor for name, tensor in tensors.items() if name not in own}
     base = file.with_name(BASE_FILE)

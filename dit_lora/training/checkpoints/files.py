@@ -19,14 +19,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE
+from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.training.checkpoints.compatibility import samples_remedy
 
 MANIFEST = "manifest.json"
 _WEIGHTS, _OPTIMIZER, _STATE = WEIGHTS_FILE, "optimizer.safetensors", STATE_FILE
-_EMA = "ema.safetensors"
+_EMA = AVERAGES_FILE
 _NAME = re.compile(r"step_(\d{6,})")
 _ASIDE = (".step_*.partial", ".step_*.removed")
 """Patterns of the folders that a killed process leaves of a checkpoint that it was writing or removing."""
