@@ -13,6 +13,7 @@ from dit_lora.config.ladder import SHORTEST_WINDOW, LadderConfig, LoopConfig, Ru
 from dit_lora.config.lora import LoraConfig
 from dit_lora.config.optim import GroupsConfig, OptimConfig, TrainConfig
 from dit_lora.config.section import Count, Positive, Section
+from dit_lora.config.validation import ValidationConfig
 
 
 class ModelConfig(Section):
@@ -87,48 +88,6 @@ class KernelsConfig(Section):
         """Return the modes of what replaces parts of a model."""
         names = set(type(self).model_fields) - {"attention", "finite_norm"}
         return {name: getattr(self, name) for name in sorted(names)}
-
-
-class ValidationConfig(Section):
-    prompts: tuple[str, ...] = ()
-    """Videos or images are sampled for these at the same seed, before and after training; of a model with
-    classes, their names."""
-    model: str | None = None
-    """A second checkpoint of the same architecture, a folder or a Hub id, that samples are made with, the trained adapter
-    in it: training on the base, say, and sampling with its distilled version. Held-out losses stay the trained model's."""
-    images: tuple[str, ...] = ()
-    """Image-to-video: one file a prompt, its first frame."""
-    last_images: tuple[str, ...] = ()
-    """One file a prompt, its last frame, for models that are given that too (Wan 2.1 FLF2V)."""
-    references: tuple[tuple[str, ...], ...] = ()
-    """Models with references: a list of files a prompt; one file may stand by itself."""
-    media: tuple[str, ...] = ()
-    """Chat models: one image or video a prompt, which is then the question about it."""
-    conversations: str | None = None
-    """Chat models: a file of conversations that are never trained on, whose loss is the held-out loss."""
-    max_answer_tokens: Count = 64
-    """Chat models: tokens after which an answer is cut off."""
-    every: Count | None = None
-    """Steps between samples during training; by default only before and after."""
-    inference_steps: Count = 50
-    guidance_scale: Annotated[float, Field(ge=0)] = 6.0
-    """The pipeline's own argument. At 1 and below, most leave guidance out; distilled checkpoints want 0 or 1."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    other_expert: str | None = None
-    """Adapter of the expert that does not train (Wan 2.2 A14B), which samples are made with: a run's or an adapter's
-    folder, its file, or a repository on the Hub; null for that expert as the checkpoint has it."""
-    held_out_draws: Annotated[int, Field(ge=0)] = 4
-    """Noise and timestep draws per clip, never trained on, for the held-out loss; 0 turns it off."""
-    held_out_clips: Count = 16
-    """Clips in the held-out loss."""
-
-    @field_validator("references", mode="before")
-    @classmethod
-    def _lists(cls, given: Any) -> Any:
-        """Take one file for a list of one."""
-        if not isinstance(given, list | tuple):
-            return given
-        return [[one] if isinstance(one, str) else one for one in given]
 
 
 class GuardConfig(Section):

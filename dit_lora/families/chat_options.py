@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from dit_lora.config.recipe import Recipe, ValidationConfig
+from dit_lora.config.recipe import Recipe
+from dit_lora.config.validation import ValidationConfig
 from dit_lora.errors import DitLoraError, listed
 
 
@@ -89,6 +90,7 @@ def _validation(config: ValidationConfig) -> dict[str, tuple[bool, str]]:
         "validation.model": (config.model is not None, "answers are the trained model's"),
         "validation.other_expert": (config.other_expert is not None, "there is one model"),
         "validation.images": (bool(config.images), "give validation.media"),
+        "validation.count": (config.count != 1, answers),
         "validation.inference_steps": (config.inference_steps != usual.inference_steps, answers),
         "validation.guidance_scale": (config.guidance_scale != usual.guidance_scale, answers),
         "validation.held_out_draws": (

@@ -8,7 +8,7 @@ from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dit_lora.config.data import VideoShape
-from dit_lora.config.recipe import ValidationConfig
+from dit_lora.config.validation import ValidationConfig
 from dit_lora.data.media.video import read_frames
 from dit_lora.errors import DitLoraError
 

@@ -24,6 +24,7 @@ from dit_lora.hub.cleaning import clean_config, clean_json
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.redact import redacted, redacted_words
 from dit_lora.report.run.files import RunFiles, RunReader
+from dit_lora.report.run.page import texts_of
 from dit_lora.results.experts import pair_file, runs_of
 from dit_lora.training.tasks.facts import FACTS_FILE
 
@@ -211,7 +212,7 @@ def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]
 def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
     """Return what was made of the validation prompts, before and after training, and add sample files to `files`."""
     validation = run.config.get("validation") or {}
-    prompts = [redacted_words(str(one)) for one in validation.get("prompts") or ()]
+    prompts = [redacted_words(one) for one in texts_of(validation)]
     steps = sorted((run.folder / "samples").glob("step_*"))
     if not steps:
         return []

@@ -14,6 +14,7 @@ from dit_lora.adapters.diffusers_format import (
     read_provenance,
 )
 from dit_lora.adapters.load import in_peft_format
+from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
@@ -86,7 +87,7 @@ def find_source(
         return Source(target, whole, read_json(record) if record.is_file() else {}, True)
     file = _file_in(target, names) or _without_diffusers(target)
     if file is not None:
-        return Source(target, file, read(file))
+        return Source(target, file, read(file) or _made_of_checkpoint(file))
     in_peft_format = (path / CONFIG_NAME for path in (target, target / "adapter", target.parent))
     if names == DIFFUSERS_FORMAT and any(config.is_file() for config in in_peft_format):
         raise DitLoraError(
@@ -108,6 +109,17 @@ def _file_in(target: Path, names: Sequence[str]) -> Path | None:
     """Return the file of one of these names in a run's or an adapter's folder, or the target if it is a file."""
     candidates = [target, *(folder / n for folder in (target, target / "adapter") for n in names)]
     return next((path for path in candidates if path.is_file()), None)
+
+
+def _made_of_checkpoint(file: Path) -> dict[str, Any]:
+    """Return what a run's own result says of its making, for the file of a checkpoint of it; empty for any other file."""
+    if file.name != WEIGHTS_FILE or not file.with_name(STATE_FILE).is_file():
+        return {}
+    saved = _file_in(file.absolute().parents[2], ANY_FORMAT)
+    made = read_provenance(saved) if saved else {}
+    # Its output is that of the last step.
+    kept = {key: value for key, value in made.items() if key != "output"}
+    return kept | ({"steps": int(file.parent.name.removeprefix("step_"))} if kept else {})
 
 
 def _without_diffusers(target: Path) -> Path | None:

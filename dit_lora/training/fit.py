@@ -288,7 +288,7 @@ def validate(run: Run, step: int) -> None:
                 _report(run, step, "non_finite_validation", words)
         with phases.timing("samples"):
             setup.task.show(setup, step)
-        setup.session.trackers.samples(step, setup.recipe.validation.prompts)
+        setup.session.trackers.samples(step, setup.recipe.validation.sampled)
 
 
 def averaged(run: Run) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from typing import Any
 from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
 from dit_lora.config.experts import EXPERTS
 from dit_lora.config.lora import INITS, KIND_NAMES
+from dit_lora.config.validation import sampled_prompts
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.redact import redactor
 from dit_lora.report.charts.heat_map import heat_maps
@@ -44,8 +45,7 @@ def write_run_page(reader: RunReader, *, state: State | None = None, embed: bool
 def render_run(run: RunFiles, *, embed: bool = True, live: str = "", token: str = "") -> str:
     """Return the page; `live` is the fingerprint that a served page compares with the server's, `token` lets it export."""
     run = _public(run)
-    prompts = mapping(run.config.get("validation")).get("prompts")
-    texts = [str(prompt) for prompt in prompts] if isinstance(prompts, list) else []
+    texts = texts_of(mapping(run.config.get("validation")))
     sampled = find_sampled(run.folder, texts, embed=embed)
     events, recipe = event_rows(run), run.status.get("recipe")
     packages = mapping(run.environment.get("packages"))
@@ -88,6 +88,15 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "", token: str 
         machine=list(flat(machine)) if machine else [],
         packages=list(flat(packages)) if packages else [],
     )
+
+
+def texts_of(validation: Mapping[str, Any]) -> list[str]:
+    """Return what the run's samples are of, by its recipe's section, in the order of their files."""
+    prompts, count, seed = (validation.get(name) for name in ("prompts", "count", "seed"))
+    texts = [str(prompt) for prompt in prompts] if isinstance(prompts, list) else []
+    if not (isinstance(count, int) and isinstance(seed, int)):
+        return texts  # of a run from before there was a choice
+    return sampled_prompts(texts, count, seed)
 
 
 def form_of(config: Mapping[str, Any]) -> str | None:

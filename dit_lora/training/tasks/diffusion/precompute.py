@@ -16,7 +16,8 @@ import torch
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
-from dit_lora.config.recipe import Recipe, ValidationConfig
+from dit_lora.config.recipe import Recipe
+from dit_lora.config.validation import ValidationConfig
 from dit_lora.data.cache.cache import TensorCache, entry_key
 from dit_lora.data.cache.fill import Filled, Job, fill
 from dit_lora.data.loading.encoded import CachedClips, EncodedClips, Entry

@@ -27,7 +27,7 @@ from dit_lora.training.tasks.diffusion.stored_loras import in_samples
 
 
 def sample_videos(setup: Setup[Precomputed, Checkpoint], step: int) -> None:
-    """Write samples/step_NNNNNN/prompt_NN.mp4 (an image: .png) for each validation prompt, all from one seed.
+    """Write samples/step_NNNNNN/prompt_NN.mp4 (an image: .png) for each validation prompt and seed, prompt by prompt.
 
     The stock pipeline denoises with the transformer in training, under the autocast that training uses; or, with
     `validation.model`, with that checkpoint's transformer and the adapter of now.
@@ -57,7 +57,7 @@ def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampli
                 VideoShape.of(setup.recipe.data),
                 settings.inference_steps,
                 settings.guidance_scale,
-                settings.seed,
+                seed,
                 image=Path(settings.images[index]) if settings.images else None,
                 last_image=Path(settings.last_images[index]) if settings.last_images else None,
                 references=tuple(map(Path, settings.references[index]))
@@ -67,6 +67,7 @@ def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampli
             ),
         )
         for index, (key, negative) in enumerate(encoded.prompt_keys)
+        for seed in range(settings.seed, settings.seed + settings.count)
     ]
 
 

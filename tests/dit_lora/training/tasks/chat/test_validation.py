@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from chat_sets import recipe_of, records, set_of, write_records
 
-from dit_lora.config.recipe import ValidationConfig
+from dit_lora.config.validation import ValidationConfig
 from dit_lora.data.chat.rendered import IGNORE
 from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.errors import DitLoraError

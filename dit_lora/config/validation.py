@@ -1,0 +1,65 @@
+"""The section `validation` of a recipe: what is sampled, and what is measured, on the way."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from dit_lora.config.section import Count, Section
+
+
+class ValidationConfig(Section):
+    prompts: tuple[str, ...] = ()
+    """Videos or images are sampled for these at the same seed, before and after training; of a model with
+    classes, their names."""
+    model: str | None = None
+    """A second checkpoint of the same architecture, a folder or a Hub id, that samples are made with, the trained adapter
+    in it: training on the base, say, and sampling with its distilled version. Held-out losses stay the trained model's."""
+    images: tuple[str, ...] = ()
+    """Image-to-video: one file a prompt, its first frame."""
+    last_images: tuple[str, ...] = ()
+    """One file a prompt, its last frame, for models that are given that too (Wan 2.1 FLF2V)."""
+    references: tuple[tuple[str, ...], ...] = ()
+    """Models with references: a list of files a prompt; one file may stand by itself."""
+    media: tuple[str, ...] = ()
+    """Chat models: one image or video a prompt, which is then the question about it."""
+    conversations: str | None = None
+    """Chat models: a file of conversations that are never trained on, whose loss is the held-out loss."""
+    max_answer_tokens: Count = 64
+    """Chat models: tokens after which an answer is cut off."""
+    every: Count | None = None
+    """Steps between samples during training; by default only before and after."""
+    inference_steps: Count = 50
+    guidance_scale: Annotated[float, Field(ge=0)] = 6.0
+    """The pipeline's own argument. At 1 and below, most leave guidance out; distilled checkpoints want 0 or 1."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    count: Count = 1
+    """Samples of each prompt, from `seed` and the seeds after it."""
+    other_expert: str | None = None
+    """Adapter of the expert that does not train (Wan 2.2 A14B), which samples are made with: a run's or an adapter's
+    folder, its file, or a repository on the Hub; null for that expert as the checkpoint has it."""
+    held_out_draws: Annotated[int, Field(ge=0)] = 4
+    """Noise and timestep draws per clip, never trained on, for the held-out loss; 0 turns it off."""
+    held_out_clips: Count = 16
+    """Clips in the held-out loss."""
+
+    @field_validator("references", mode="before")
+    @classmethod
+    def _lists(cls, given: Any) -> Any:
+        """Take one file for a list of one."""
+        if not isinstance(given, list | tuple):
+            return given
+        return [[one] if isinstance(one, str) else one for one in given]
+
+    @property
+    def sampled(self) -> list[str]:
+        """Return what each sample of a step is of, in the order of their files."""
+        return sampled_prompts(self.prompts, self.count, self.seed)
+
+
+def sampled_prompts(prompts: Sequence[str], count: int, seed: int) -> list[str]:
+    """Return the prompts as samples are shown: each with its seeds where it has several samples."""
+    if count == 1:
+        return list(prompts)
+    seeds = range(seed, seed + count)
+    return [f"{prompt} (seed {one})" for prompt in prompts for one in seeds]
