@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,12 +10,32 @@ from dit_lora.cli.arguments import BaseModel
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
+if TYPE_CHECKING:
+    from dit_lora.commands.sample import SampleRequest
+
 EXAMPLES = {
     "sample": (
         "sample runs/kitten --prompt 'a kitten in the snow' --seed 1",
         "sample runs/kitten --prompt 'a kitten' --count 2 --strengths 0,0.5,1,1.5",
     )
 }
+
+
+References = Annotated[
+    list[Path] | None,
+    typer.Option(help="Picture or clip to make it from, for models that edit. Repeat in order."),
+]
+Count = Annotated[
+    int, typer.Option(min=1, help="Samples of each prompt, from --seed and the seeds after it.")
+]
+Strengths = Annotated[
+    str | None,
+    typer.Option(help="Of the adapter, such as 0,0.5,1,1.5: each from the same seeds."),
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATH[=WEIGHT]", help="A further adapter. Repeat for several."),
+]
 
 
 def sample(
@@ -37,29 +57,15 @@ def sample(
     last_image: Annotated[
         Path | None, typer.Option(help="Last frame, where the model is given that too.")
     ] = None,
-    reference: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Picture or clip to make it from, for models that edit. Repeat in order."
-        ),
-    ] = None,
-    count: Annotated[
-        int, typer.Option(min=1, help="Samples of each prompt, from --seed and the seeds after it.")
-    ] = 1,
-    strengths: Annotated[
-        str | None,
-        typer.Option(help="Of the adapter, such as 0,0.5,1,1.5: each from the same seeds."),
-    ] = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATH[=WEIGHT]", help="A further adapter. Repeat for several."),
-    ] = None,
+    reference: References = None,
+    count: Count = 1,
+    strengths: Strengths = None,
+    adapter: Adapters = None,
     weight: Annotated[float, typer.Option(help="Of the target beside further adapters.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="By default beside the adapter.")] = None,
 ) -> None:
     """Sample an mp4 (or image) a prompt with an adapter, or a trained model, in the stock pipeline."""
-    from dit_lora.commands.sample import SampleRequest, sample_cells
-    from dit_lora.report.sample_grid import write_sample_grid
+    from dit_lora.commands.sample import SampleRequest
 
     if weight != 1 and not adapter:
         raise DitLoraError(
@@ -85,12 +91,21 @@ def sample(
         others=tuple(map(_weighted, adapter or ())),
         weight=weight,
     )
+    _sample(request)
+
+
+def _sample(request: "SampleRequest") -> None:
+    """Sample, and print the files, and the page where there are several."""
+    from dit_lora.commands.sample import sample_cells
+    from dit_lora.report.sample_grid import write_sample_grid
+
     cells = sample_cells(request)
     for cell in cells:
         echo(cell.path)
     if len(cells) > 1:
         rows = [(one.prompt, one.seed, one.strength, one.path) for one in cells]
-        echo(write_sample_grid(cells[0].path.parent / "samples.html", target.name, rows))
+        page = cells[0].path.parent / "samples.html"
+        echo(write_sample_grid(page, request.target.name, rows))
 
 
 def _strengths(words: str | None) -> tuple[float, ...]:

@@ -255,7 +255,9 @@ class Recipe(Section):
         if not both:
             return self
         if train.mode == "full":
-            raise ValueError("model.part: both writes adapters; of mode full, train one expert")
+            raise ValueError(
+                "model.part: both writes two adapters; of train.mode: full, train one expert at a time"
+            )
         if train.resume not in ("none", "auto"):
             words = "a path is one expert's, and auto finds both: continue that expert's own config.yaml"
             raise ValueError(f"train.resume: under model.part: both, {words}")
