@@ -16,11 +16,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config
+from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.groups import base_parameters
 from dit_lora.adapters.kinds import DROPOUTS
 from dit_lora.adapters.lora_mixins import lora_pipeline_class
 from dit_lora.adapters.own_files import copy_own
+from dit_lora.adapters.start import saved_config, saved_state
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.numerics.adapter_tensors import is_idle
 from dit_lora.numerics.dtensors import stock_class
@@ -51,7 +52,8 @@ def save_adapter(
     `weights` are the trained weights by name, whole, where the model's own are spread over ranks. Raises
     `CheckFailedError`, before anything is written, for an adapter that is not finite or has no effect.
     """
-    lora = peft.get_peft_model_state_dict(transformer, weights, adapter_name=ADAPTER_NAME)
+    trained = peft.get_peft_model_state_dict(transformer, weights, adapter_name=ADAPTER_NAME)
+    lora = saved_state(transformer, trained)
     base = base_weights(transformer, weights)
     require_sound(lora, base)
     out.mkdir(parents=True, exist_ok=True)
@@ -60,7 +62,7 @@ def save_adapter(
     # JSON has no sets, and equal adapters are to be equal files.
     config = {
         key: sorted(value) if isinstance(value, set) else value
-        for key, value in adapter_config(transformer).items()
+        for key, value in saved_config(transformer, ADAPTER_NAME).to_dict().items()
     }
     # Diffusers leaves a loaded adapter in training mode, so its dropout would act on every sample.
     config |= {key: 0.0 for key in DROPOUTS if key in config}

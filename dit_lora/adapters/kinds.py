@@ -15,8 +15,8 @@ from dit_lora.config.lora import KIND_NAMES, Kind, LoraConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.quantized_linear import NarrowLinear
 
-# PEFT's values of `init_lora_weights` by ours of `lora.init`.
-_INITS: dict[str, Literal["gaussian"] | bool] = {"kaiming": True, "gaussian": "gaussian"}
+# PEFT's values of `init_lora_weights` by ours of `lora.init`; of others its own default.
+_INITS: dict[str, Literal["gaussian"] | bool] = {"gaussian": "gaussian"}
 _BLOCK_SIZE = 32  # PEFT's own default
 DROPOUTS = ("lora_dropout", "rank_dropout", "module_dropout")
 """Names of dropout in PEFT's configs: a saved one has none, so that no sample is drawn with parts left out."""
@@ -50,7 +50,7 @@ def config_of(lora: LoraConfig, targets: str | Sequence[str]) -> peft.PeftConfig
     return peft.LoraConfig(
         lora_alpha=alpha,
         lora_dropout=lora.dropout,
-        init_lora_weights=_INITS[lora.init],
+        init_lora_weights=_INITS.get(lora.init, True),
         use_rslora=lora.rslora,
         use_dora=lora.kind == "dora",
         **shared,

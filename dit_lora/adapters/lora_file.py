@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from dit_lora.adapters.diffusers_format import Tensors
 from dit_lora.adapters.layer_names import LayerNames, layers_by_spelling
 from dit_lora.adapters.lora_mixins import lora_pipeline_class
+from dit_lora.config.lora import FROM_WEIGHT
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.finite import not_finite
 from dit_lora.parsing import parse_json, read_json
@@ -45,6 +45,9 @@ OF_CONVERTERS = (
 WEIGHTS_FILE, AVERAGES_FILE, STATE_FILE = "trainable.safetensors", "ema.safetensors", "state.json"
 """Files of a run's checkpoint: what trains, its moving averages, and what run it is of."""
 _METADATA = "lora_adapter_metadata"  # the key of PEFT's config in a header that Diffusers wrote
+
+
+Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,12 @@ def _config_of_checkpoint(file: Path) -> dict[str, Any] | None:
     if file.name != WEIGHTS_FILE or not beside.is_file():
         return None
     identity = read_json(beside).get("identity", {})
+    init = identity.get("lora.init")
+    if init in FROM_WEIGHT:
+        run = file.absolute().parents[2]
+        raise DitLoraError(
+            f"{file} has what trained of {init} without its start; end the run, and give its folder: {run}"
+        )
     if "lora.rank" not in identity:
         run = file.absolute().parents[2]
         raise DitLoraError(

@@ -25,6 +25,7 @@ from dit_lora.adapters.diffusers_format import (
     unstage,
 )
 from dit_lora.adapters.kinds import DROPOUTS
+from dit_lora.adapters.start import saved_config, saved_state
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.numerics.adapter_tensors import is_adapter
 from dit_lora.numerics.dtensors import stock_class
@@ -107,11 +108,12 @@ def _adapter_tensors(model: nn.Module, weights: Tensors | None = None) -> dict[s
     state = peft.get_peft_model_state_dict(
         model, weights, adapter_name=ADAPTER_NAME, save_embedding_layers=False
     )
-    return {f"{_PREFIX}{name}": tensor for name, tensor in state.items()}
+    whole = saved_state(model, state)
+    return {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
 
 
 def _peft_config(model: Any, provenance: Mapping[str, Any]) -> peft.PeftConfig:
-    config = copy.deepcopy(model.peft_config[ADAPTER_NAME])
+    config: Any = copy.deepcopy(saved_config(model, ADAPTER_NAME))
     # The model's own name is a local path.
     config.base_model_name_or_path = provenance.get("base_model")
     config.revision = provenance.get("revision")

@@ -18,6 +18,7 @@ from dit_lora.adapters.attach import ADAPTER_NAME, UNDER, adaptable_layers
 from dit_lora.adapters.attach_file import exact_targets, peft_config, put_matrices
 from dit_lora.adapters.lora_file import StoredLayer
 from dit_lora.adapters.lora_mixins import adaptable
+from dit_lora.adapters.start import START
 
 Layers = Mapping[str, StoredLayer]
 
@@ -51,7 +52,7 @@ def put_under(model: Any, under: Mapping[str, tuple[peft.LoraConfig, Layers, flo
     model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_(True)
-    _activate(_tuner_layers(model), [ADAPTER_NAME, *under])
+    _activate(_tuner_layers(model), [ADAPTER_NAME, START, *under])
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def under_off(model: nn.Module, but: Iterable[str] = ()) -> Iterator[None]:
     """Leave the frozen adapters out within, all but these; nothing else of the model changes."""
     layers = [layer for layer in _tuner_layers(model) if _has_under(layer)]
     before = [list(layer.active_adapters) for layer in layers]
-    kept = {ADAPTER_NAME, *but}
+    kept = {ADAPTER_NAME, START, *but}
     for layer, names in zip(layers, before, strict=True):
         _activate([layer], [name for name in names if name in kept])
     try:
@@ -75,7 +76,7 @@ def trained_off(model: nn.Module) -> Iterator[None]:
     layers = _tuner_layers(model)
     before = [list(layer.active_adapters) for layer in layers]
     for layer, names in zip(layers, before, strict=True):
-        frozen = [name for name in names if name.startswith(UNDER)]
+        frozen = [name for name in names if name.startswith(UNDER) and name != START]
         _activate([layer], frozen or names)
         # Not by `enable_adapters`, which freezes them as well.
         layer._disable_adapters = not frozen

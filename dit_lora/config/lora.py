@@ -6,7 +6,9 @@ from pydantic import Field, field_validator, model_validator
 
 from dit_lora.config.section import Count, Decay, Section
 
-INITS = ("kaiming", "gaussian")
+FROM_WEIGHT = ("pissa", "olora")
+"""Starts that are made of the weight that is adapted."""
+INITS = ("kaiming", "gaussian", *FROM_WEIGHT)
 RANK = 64
 Kind = Literal["lora", "dora", "lokr", "loha", "oft"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -69,8 +71,9 @@ class LoraConfig(Section):
     """Names of linear layers and 2D convolutions, as PEFT matches them; by default the family's, or the layers that
     the file in `init` has."""
     init: str = "kaiming"
-    """Start of A, `kaiming` (PEFT's default) or `gaussian`, with B at zero. Or a LoRA to continue from: a run's or an
-    adapter's folder, a safetensors file in Diffusers', PEFT's, ComfyUI's or kohya's form, or a Hub id."""
+    """Start of A, `kaiming` (PEFT's default) or `gaussian`, with B at zero. Or of both from the weight itself: `pissa`, its
+    largest singular values (arXiv 2404.02948), or `olora`, of its QR decomposition (2406.01775); their product is taken back,
+    and the result has twice the rank. Or a LoRA to continue from: a run's or an adapter's folder, a safetensors file in Diffusers', PEFT's, ComfyUI's or kohya's form, or a Hub id."""
 
     under: tuple[UnderConfig, ...] = ()
     """Frozen adapters that are on while this one trains, such as one that takes a distillation back; each a path, or
@@ -107,6 +110,8 @@ class LoraConfig(Section):
             )
         if self.kind not in ("lora", "dora") and self.init != INITS[0]:
             raise ValueError(f"kind {self.kind} has a start of its own; leave `init` out")
+        if self.kind != "lora" and self.init in FROM_WEIGHT:
+            raise ValueError(f"init: {self.init} starts a LoRA, and kind is {self.kind}")
         if self.kind != "lora" and self.from_file:
             raise ValueError(
                 f"training continues from a LoRA's file, and kind is {self.kind}; a run goes on with train.resume"

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import DataConfig
 from dit_lora.config.ladder import SHORTEST_WINDOW, LadderConfig, LoopConfig, Rung, ladder_fault
-from dit_lora.config.lora import LoraConfig
+from dit_lora.config.lora import FROM_WEIGHT, LoraConfig
 from dit_lora.config.optim import GroupsConfig, OptimConfig, TrainConfig
 from dit_lora.config.section import Count, Positive, Section
 from dit_lora.config.validation import ValidationConfig
@@ -240,6 +240,15 @@ class Recipe(Section):
             raise ValueError(
                 "data.sources.generate samples the base with the steps and guidance of validation, which are "
                 "validation.model's; generate them in a run without it first"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _start_of_one_model(self) -> "Recipe":
+        if self.validation.model is not None and self.lora.init in FROM_WEIGHT:
+            raise ValueError(
+                f"validation.model: lora.init: {self.lora.init} starts from this base's weights, which the second model "
+                "has not"
             )
         return self
 

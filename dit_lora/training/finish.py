@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from dit_lora.adapters.attach import adapter_config
+from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.adapters.kinds import alpha_of
+from dit_lora.adapters.start import saved_config
 from dit_lora.adapters.under import under_off
+from dit_lora.config.lora import FROM_WEIGHT
 from dit_lora.config.remedies import HUB
 from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
@@ -109,14 +111,15 @@ def _lora_facts(setup: AnySetup) -> dict[str, Any]:
     lora = recipe.lora
     if recipe.optim.groups.adapter is None:
         return {"rank": lora.rank, "alpha": lora.alpha or lora.rank, "dropout": lora.dropout}
-    config = adapter_config(setup.transformer)
+    config = saved_config(setup.transformer, ADAPTER_NAME).to_dict()
     # What checkpoints and files from before there were kinds say of a LoRA is left as it was.
     facts: dict[str, Any] = {} if lora.kind == "lora" else {"kind": lora.kind}
     if lora.kind == "oft":
         return {**facts, "block_size": config["oft_block_size"]}
     facts |= {"rank": config["r"], "alpha": alpha_of(config)}
     facts |= {"dropout": lora.dropout} if "dropout" in lora.options else {}
-    facts |= {"rslora": True} if lora.rslora else {}
+    facts |= {"init": lora.init} if lora.init in FROM_WEIGHT else {}
+    facts |= {"rslora": True} if config.get("use_rslora") else {}
     facts |= {"factor": lora.factor} if lora.factor else {}
     # Layers that have others than the usual ones.
     return facts | {key: dict(config[key]) for key in PATTERNS if config[key]}

@@ -16,6 +16,10 @@ from dit_lora.commands.verify import verify_adapter
 from dit_lora.errors import DitLoraError
 
 Main = Callable[[list[str]], None]
+STARTS = {
+    "pissa": ["lora.init=pissa", "lora.rank=4", "lora.alpha=6"],
+    "olora": ["lora.init=olora", "lora.rank=4", "lora.rslora=true"],
+}
 KINDS = {
     "lora": [
         "lora.rslora=true",
@@ -28,12 +32,18 @@ KINDS = {
     "oft": ["lora.rank=null", "lora.alpha=null", "lora.block_size=4"],
 }
 DIFFUSION = ("cogvideox", "sana", "flux2", "wan")
-IN_CI = (("cogvideox", "dora"), ("flux2", "lokr"), ("sana", "oft"), ("wan", "loha"))
+IN_CI = (
+    ("cogvideox", "dora"),
+    ("cogvideox", "pissa"),
+    ("flux2", "lokr"),
+    ("sana", "oft"),
+    ("wan", "loha"),
+)
 """One row of each kind; the others repeat them."""
 
 
 def words_of(kind: str) -> list[str]:
-    return [f"lora.kind={kind}", *KINDS[kind]]
+    return STARTS[kind] if kind in STARTS else [f"lora.kind={kind}", *KINDS[kind]]
 
 
 @pytest.fixture
@@ -79,7 +89,7 @@ def rows() -> list[Any]:
     return [
         pytest.param(name, kind, marks=[] if (name, kind) in IN_CI else pytest.mark.thorough)
         for name in (*DIFFUSION, "videochat2")
-        for kind in KINDS
+        for kind in (*KINDS, *STARTS)
     ]
 
 
@@ -126,7 +136,7 @@ TOGETHER = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("further", TOGETHER)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *STARTS])
 def test_it_goes_with_what_a_run_may_have(
     lora_main: Main, arguments: Callable[[str], list[str]], tmp_path: Path, kind: str, further: str
 ) -> None:

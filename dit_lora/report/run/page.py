@@ -9,7 +9,7 @@ from typing import Any
 
 from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
 from dit_lora.config.experts import EXPERTS
-from dit_lora.config.lora import INITS, KIND_NAMES
+from dit_lora.config.lora import FROM_WEIGHT, INITS, KIND_NAMES
 from dit_lora.config.validation import sampled_prompts
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.redact import redactor
@@ -105,7 +105,8 @@ def form_of(config: Mapping[str, Any]) -> str | None:
     groups = mapping(mapping(config.get("optim")).get("groups"))
     if train.get("mode") == "full" or groups.get("adapter", True) is None:
         return None
-    if model.get("family") in CHAT_FAMILIES:
+    # A checkpoint of one that began from the weights lacks what its matrices stand beside.
+    if model.get("family") in CHAT_FAMILIES or lora.get("init") in FROM_WEIGHT:
         return None
     return "peft" if lora.get("kind") in WITHOUT_DIFFUSERS else "diffusers"
 

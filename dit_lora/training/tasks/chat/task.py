@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
 from dit_lora.adapters.peft_format import save_chat_adapter
+from dit_lora.adapters.start import attach_started
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import entry_key
@@ -85,7 +85,7 @@ class ChatTask:
         narrowed = quantized(recipe, model, family.group_patterns)
         said = "no adapter: optim.groups.adapter is null"
         if recipe.optim.groups.adapter is not None:
-            attached = attach_lora(
+            attached = attach_started(
                 model,
                 recipe.lora,
                 default_targets(family, model),

@@ -9,11 +9,11 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.attach_file import attach_lora_file, require_consistent
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
 from dit_lora.adapters.find_lora import find_lora, public_name
 from dit_lora.adapters.lora_file import LoraFile, StoredLayer, read_lora
+from dit_lora.adapters.start import attach_started
 from dit_lora.adapters.under import configs_under, put_under, under_name
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.remedies import hub_name
@@ -104,7 +104,7 @@ def attach_stored(
     # While the layers still have the names that files know.
     configs = configs_under(model, [file.layers for file in stored.under])
     if stored.continued is None:
-        said = str(attach_lora(model, lora, targets, seed=recipe.train.seed))
+        said = str(attach_started(model, lora, targets, seed=recipe.train.seed))
     else:
         report = attach_lora_file(model, stored.continued, lora, targets, seed=recipe.train.seed)
         said = f"{report}; continued from {public_name(lora.init)}"

@@ -1,0 +1,144 @@
+"""PiSSA and OLoRA start as PEFT's do and train as PEFT's do, over a base that stays as it is."""
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from dit_lora.adapters.attach import ADAPTER_NAME
+from dit_lora.adapters.start import START, attach_started, saved_config, saved_state
+from dit_lora.adapters.under import trained_off, under_off
+from dit_lora.config.lora import LoraConfig
+from dit_lora.errors import DitLoraError
+
+RANK = 5
+
+
+class Net(nn.Module):
+    """Two linear layers of other sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.tall = nn.Linear(33, 20), nn.Linear(20, 41, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.tall(torch.tanh(self.wide(x)))
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().requires_grad_(False)
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(3, 7, 33, generator=torch.Generator().manual_seed(1)).transpose(0, 1)
+
+
+def started(net: nn.Module, init: str, **options: Any) -> Any:
+    model = copy.deepcopy(net)
+    lora = LoraConfig(init=init, rank=RANK, alpha=8, **options)
+    attach_started(model, lora, ("wide", "tall"), seed=3)
+    return model
+
+
+def trained(model: Any) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_it_starts_as_the_base_with_the_part_of_the_weight_that_the_paper_takes(
+    init: str, net: Any
+) -> None:
+    model = started(net, init)
+    torch.testing.assert_close(model(inputs()), net(inputs()), rtol=1e-5, atol=1e-6)
+    for name in ("wide", "tall"):
+        layer, weight = getattr(model, name), getattr(net, name).weight.double()
+        assert torch.equal(layer.base_layer.weight, getattr(net, name).weight)
+        a, b = (one[ADAPTER_NAME].weight.double() for one in (layer.lora_A, layer.lora_B))
+        part = layer.scaling[ADAPTER_NAME] * (b @ a)
+        if init == "pissa":
+            u, s, v = torch.linalg.svd(weight, full_matrices=False)
+            expected = (u[:, :RANK] * s[:RANK]) @ v[:RANK]
+            torch.testing.assert_close(part, expected, rtol=1e-3, atol=1e-4)
+        else:
+            torch.testing.assert_close(b.T @ b, torch.eye(RANK, dtype=b.dtype), rtol=0, atol=1e-5)
+            torch.testing.assert_close(a, b.T @ weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_values_and_gradients_are_those_of_pefts_own_start(init: str, net: Any) -> None:
+    """PEFT takes the part out of the base; ours takes it back beside it."""
+    model, theirs = started(net, init), copy.deepcopy(net)
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=8,
+        target_modules=["wide", "tall"],
+        init_lora_weights=init,  # type: ignore[arg-type]
+    )
+    peft.inject_adapter_in_model(config, theirs)
+    torch.manual_seed(7)
+    step = {name: 0.1 * torch.randn(p.shape) for name, p in trained(model).items()}
+    with torch.no_grad():
+        for name, p in trained(theirs).items():
+            p.copy_(trained(model)[name])  # a singular vector's sign is free
+        for one in (model, theirs):
+            for name, p in trained(one).items():
+                p += step[name]
+    target = torch.randn(7, 3, 41)
+    for one in (model, theirs):
+        ((one(inputs()) - target) ** 2).mean().backward()
+    torch.testing.assert_close(model(inputs()), theirs(inputs()), rtol=1e-4, atol=1e-5)
+    ours = trained(model)
+    assert ours.keys() == trained(theirs).keys()
+    for name, p in trained(theirs).items():
+        torch.testing.assert_close(ours[name].grad, p.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_what_is_saved_is_one_lora_over_the_untouched_base(rslora: bool, net: Any) -> None:
+    model = started(net, "pissa", rslora=rslora, rank_pattern={"tall": 3})
+    with torch.no_grad():
+        for p in trained(model).values():
+            p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
+    state = saved_state(model, peft.get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME))
+    config = saved_config(model, ADAPTER_NAME)
+    assert (config.r, config.rank_pattern, config.use_rslora) in (
+        (2 * RANK, {"^tall": 6}, False),
+        (6, {"^wide": 2 * RANK}, False),
+    )
+    fresh = copy.deepcopy(net)
+    peft.inject_adapter_in_model(config, fresh)
+    peft.set_peft_model_state_dict(fresh, state)
+    torch.testing.assert_close(fresh(inputs()), model(inputs()), rtol=1e-5, atol=1e-6)
+    assert (model(inputs()) - net(inputs())).abs().max() > 0.05
+
+
+def test_the_start_is_on_wherever_what_trains_is_and_only_there(net: Any) -> None:
+    model = started(net, "pissa", dropout=0.5)
+    model.train()
+    assert all(".default." in name for name in trained(model))
+    drops = {type(layer.lora_dropout[START]) for layer in (model.wide, model.tall)}
+    assert drops == {nn.Identity}  # it takes back what is there, dropped or not
+    model.eval()
+    with torch.no_grad():
+        for p in trained(model).values():
+            p += 0.1
+    now = model(inputs())
+    with under_off(model):
+        assert torch.equal(model(inputs()), now)
+    with trained_off(model):
+        assert torch.equal(model(inputs()), net(inputs()))
+    assert torch.equal(model(inputs()), now)
+
+
+def test_a_rank_that_a_weight_has_not_is_refused_by_its_layer(net: Any) -> None:
+    model = copy.deepcopy(net)
+    lora = LoraConfig(init="olora", rank=21)
+    with pytest.raises(
+        DitLoraError, match=r"olora needs a rank.*\n.*wide: rank 21, and its weight has 20"
+    ):
+        attach_started(model, lora, ("wide", "tall"), seed=0)
