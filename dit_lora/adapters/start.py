@@ -14,6 +14,7 @@ from typing import Any
 import peft
 import torch
 from peft.tuners.lora import LoraLayer
+from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME, AttachReport, attach_lora
 from dit_lora.adapters.attach_file import peft_config
@@ -76,6 +77,11 @@ def start_from_weights(model: Any, adapter: str, init: str, *, seed: int) -> Non
         layer._active_adapter = [adapter, START]
     # Whole and on the host: in the model they may be spread over ranks when the result is written.
     setattr(model, _KEPT, first)
+
+
+def has_start(model: nn.Module) -> bool:
+    """Return true if a model's adapter began from its weights."""
+    return hasattr(model, _KEPT)
 
 
 def saved_config(model: Any, adapter: str) -> Any:

@@ -16,6 +16,7 @@ KINDS = {
     "lokr": ["lora.rank=4", "lora.factor=4"],
     "loha": ["lora.rank=4"],
     "oft": ["lora.rank=null", "lora.alpha=null", "lora.block_size=4"],
+    "lora": ["lora.rank=4", "lora.init=pissa"],
 }
 
 
