@@ -8,7 +8,9 @@ from dit_lora.config.section import Count, Decay, Section
 
 FROM_WEIGHT = ("pissa", "olora")
 """Starts that are made of the weight that is adapted."""
-INITS = ("kaiming", "gaussian", *FROM_WEIGHT)
+FROM_DATA = "eva"
+"""The start that is made of what layers are given by the data."""
+INITS = ("kaiming", "gaussian", FROM_DATA, *FROM_WEIGHT)
 RANK = 64
 Kind = Literal["lora", "dora", "lokr", "loha", "oft"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -71,7 +73,8 @@ class LoraConfig(Section):
     """Names of linear layers and 2D convolutions, as PEFT matches them; by default the family's, or the layers that
     the file in `init` has."""
     init: str = "kaiming"
-    """Start of A, `kaiming` (PEFT's default) or `gaussian`, with B at zero. Or of both from the weight itself: `pissa`, its
+    """Start of A, `kaiming` (PEFT's default) or `gaussian`, with B at zero; or `eva`, the directions in
+    which the layer's inputs vary most (2410.07170). Or of both from the weight itself: `pissa`, its
     largest singular values (arXiv 2404.02948), or `olora`, of its QR decomposition (2406.01775); their product is taken back,
     and the result has twice the rank. Or a LoRA to continue from: a run's or an adapter's folder, a safetensors file in Diffusers', PEFT's, ComfyUI's or kohya's form, or a Hub id."""
 
@@ -110,7 +113,7 @@ class LoraConfig(Section):
             )
         if self.kind not in ("lora", "dora") and self.init != INITS[0]:
             raise ValueError(f"kind {self.kind} has a start of its own; leave `init` out")
-        if self.kind != "lora" and self.init in FROM_WEIGHT:
+        if self.kind != "lora" and self.init in (FROM_DATA, *FROM_WEIGHT):
             raise ValueError(f"init: {self.init} starts a LoRA, and kind is {self.kind}")
         if self.kind != "lora" and self.from_file:
             raise ValueError(

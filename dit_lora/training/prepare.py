@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dit_lora.config.lora import LATER
+from dit_lora.config.lora import FROM_DATA, LATER
 from dit_lora.config.optimizers import DEFAULT
 from dit_lora.data.loading.training_set import Prepared
 from dit_lora.families.base import Trained
@@ -30,6 +30,7 @@ from dit_lora.training.optim.build import build_optimizer
 from dit_lora.training.run import Run
 from dit_lora.training.saved_state import Checkpoints, resume
 from dit_lora.training.session.session import Session, open_run_folder
+from dit_lora.training.start_from_data import start_from_data
 from dit_lora.training.status import told_to_trackers
 from dit_lora.training.task import AnySetup, Setup, Task
 
@@ -47,6 +48,9 @@ def prepare(
 ) -> Run:
     """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
     recipe, phases = session.recipe, session.phases
+    if recipe.lora.init == FROM_DATA and recipe.optim.groups.adapter and resume_from is None:
+        with phases.timing("EVA"):
+            session.say(start_from_data(session, checkpoint, data, transformer))
     with phases.timing("placing"):
         setup = _set_up(session, task, checkpoint, data, transformer, groups)
     # Over this rank's own tensors, so after the engine has spread them.

@@ -19,6 +19,7 @@ Main = Callable[[list[str]], None]
 STARTS = {
     "pissa": ["lora.init=pissa", "lora.rank=4", "lora.alpha=6"],
     "olora": ["lora.init=olora", "lora.rank=4", "lora.rslora=true"],
+    "eva": ["lora.init=eva", "lora.rank=4", "lora.alpha=6"],
 }
 KINDS = {
     "lora": [
