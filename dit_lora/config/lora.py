@@ -73,10 +73,11 @@ class LoraConfig(Section):
     """Names of linear layers and 2D convolutions, as PEFT matches them; by default the family's, or the layers that
     the file in `init` has."""
     init: str = "kaiming"
-    """Start of A, `kaiming` (PEFT's default) or `gaussian`, with B at zero; or `eva`, the directions in
-    which the layer's inputs vary most (2410.07170). Or of both from the weight itself: `pissa`, its
-    largest singular values (arXiv 2404.02948), or `olora`, of its QR decomposition (2406.01775); their product is taken back,
-    and the result has twice the rank. Or a LoRA to continue from: a run's or an adapter's folder, a safetensors file in Diffusers', PEFT's, ComfyUI's or kohya's form, or a Hub id."""
+    """Start of A, with B at zero: `kaiming` (PEFT's default), `gaussian`, or `eva`, the directions in which the layer's
+    inputs vary most (arXiv 2410.07170). Or of both, from the weight itself: `pissa`, its largest singular values
+    (2404.02948), or `olora`, its QR decomposition (2406.01775); their product is taken back, and the result has twice the
+    rank. Or a LoRA to continue from: a run's or an adapter's folder, a safetensors file in Diffusers', PEFT's, ComfyUI's or
+    kohya's form, or a Hub id."""
 
     under: tuple[UnderConfig, ...] = ()
     """Frozen adapters that are on while this one trains, such as one that takes a distillation back; each a path, or

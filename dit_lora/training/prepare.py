@@ -48,9 +48,8 @@ def prepare(
 ) -> Run:
     """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
     recipe, phases = session.recipe, session.phases
-    if recipe.lora.init == FROM_DATA and recipe.optim.groups.adapter and resume_from is None:
-        with phases.timing("EVA"):
-            session.say(start_from_data(session, checkpoint, data, transformer))
+    if resume_from is None:
+        _start_adapter(session, checkpoint, data, transformer)
     with phases.timing("placing"):
         setup = _set_up(session, task, checkpoint, data, transformer, groups)
     # Over this rank's own tensors, so after the engine has spread them.
@@ -98,6 +97,16 @@ def prepare(
         checkpoints,
         journal,
     )
+
+
+def _start_adapter(
+    session: Session, checkpoint: Trained, data: Prepared, transformer: nn.Module
+) -> None:
+    """Let a new adapter begin from the data, where the recipe says so; a checkpoint holds what it began with."""
+    recipe = session.recipe
+    if recipe.lora.init == FROM_DATA and recipe.optim.groups.adapter is not None:
+        with session.phases.timing("start from data"):
+            session.say(start_from_data(session, checkpoint, data, transformer))
 
 
 def _set_up(

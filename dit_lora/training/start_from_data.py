@@ -41,7 +41,7 @@ def start_from_data(session: Session, checkpoint: Trained, data: Any, model: nn.
             "do not have; start from kaiming, or from pissa"
         )
     layers = {
-        name: Seen(layer)
+        name: LayerInputs(layer)
         for name, layer in model.named_modules()
         if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear)
     }
@@ -66,7 +66,7 @@ def start_from_data(session: Session, checkpoint: Trained, data: Any, model: nn.
     return f"{words}; {len(kept)} were given fewer rows than their rank" if kept else words
 
 
-class Seen:
+class LayerInputs:
     """The principal components of what one layer is given."""
 
     def __init__(self, layer: LoraLayer) -> None:
@@ -98,9 +98,10 @@ class Seen:
 
 
 @contextmanager
-def _watched(layers: dict[str, Seen]) -> Iterator[None]:
+def _watched(layers: dict[str, LayerInputs]) -> Iterator[None]:
     handles = [
-        seen.layer.register_forward_pre_hook(partial(Seen.take, seen)) for seen in layers.values()
+        seen.layer.register_forward_pre_hook(partial(LayerInputs.take, seen))
+        for seen in layers.values()
     ]
     try:
         yield

@@ -12,16 +12,16 @@ from torch import nn
 from dit_lora.adapters.attach import ADAPTER_NAME, attach_lora
 from dit_lora.config.lora import LoraConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.training.start_from_data import Seen
+from dit_lora.training.start_from_data import LayerInputs
 
 Main = Callable[[list[str]], None]
 RANK = 3
 
 
-def seen_layer() -> tuple[Any, Seen]:
+def seen_layer() -> tuple[Any, LayerInputs]:
     model = nn.Sequential(nn.Linear(11, 7))
     attach_lora(model, LoraConfig(rank=RANK), ("0",), seed=0)
-    return model[0], Seen(model[0])
+    return model[0], LayerInputs(model[0])
 
 
 def varied(rows: int, seed: int) -> torch.Tensor:
