@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
@@ -79,7 +80,7 @@ class LoraFile:
 
 
 def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class: Any) -> LoraFile:
-    """Read a file for a model without adapters, whose weights need no values.
+    """Read a file for a model, whose weights need no values and which may have adapters.
 
     Raises `DitLoraError` with every name that fits no layer, every shape that is not its layer's, and for what is no
     safetensors file or not finite.
@@ -243,6 +244,8 @@ def _require_pairs(file: Path, found: Found) -> None:
 def _misfits(model: nn.Module, layer: str, own: Mapping[str, torch.Tensor]) -> list[str]:
     """Say which of a layer's matrices are not of the sides that its weight and the other one have."""
     module = model.get_submodule(layer)
+    if isinstance(module, BaseTunerLayer):  # of a model that has another adapter
+        module = module.get_base_layer()
     if isinstance(module, nn.Linear):
         size = [module.out_features, module.in_features]  # a quantised weight has other sides
     elif isinstance(module, nn.Conv2d):

@@ -186,12 +186,12 @@ def test_sample_writes_videos_that_the_adapter_changes(
     model = next(value for value in smoke if value.startswith("model.path=")).split("=")[1]
     common = ["--prompt", "a", "--prompt", "b", "--inference-steps", "2", "--seed", "3"]
     first = invoke("sample", run, *common, "--out", tmp_path / "one").split()
-    assert [Path(path).name[:9] for path in first] == ["seed_3_a_", "seed_3_b_"]
+    assert [Path(path).name[:9] for path in first] == ["seed_3_a_", "seed_3_b_", "samples.h"]
     adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
     copy = Path(shutil.copy(adapter, tmp_path / "copy.safetensors"))
     second = invoke("sample", adapter, *common, "--out", tmp_path / "two").split()
     third = invoke("sample", copy, "--model", model, *common, "--out", tmp_path / "three").split()
-    for same in zip(first, second, third, strict=True):
+    for same in zip(first[:2], second[:2], third[:2], strict=True):
         assert len({Path(path).read_bytes() for path in same}) == 1
     header = read_header(Path(first[0]))
     assert (header.height, header.width, header.fps) == (32, 48, 8.0)

@@ -19,6 +19,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling, VideoShape
+from dit_lora.results.export.export import ExportRequest, export
 
 PROMPT = "a red disc"
 SHAPE = {"frames": 1, "height": 64, "width": 64}
@@ -101,6 +102,28 @@ def test_several_adapters_act_as_stock_set_adapters_weighs_them(
     both = {"others": ((adapters[1], -0.5),), "weight": 0.75}
     (path,) = sample(request(adapters[0], base, tmp_path, seed=1, **both))
     assert np.array_equal(pixels(path), stock(base, 1, put))
+
+
+def test_a_second_adapter_may_be_in_another_programs_form(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    base = tiny_checkpoints["flux2-klein"]
+    one, other = (
+        trained("flux2", base, tmp_path / name, seed=seed, scale=0.3).folder
+        for name, seed in (("one", 1), ("other", 2))
+    )
+    comfyui = export(ExportRequest((other,), "comfyui", tmp_path / "comfyui", model=str(base)))
+    (file,) = comfyui.glob("*.safetensors")
+    shown = [
+        pixels(sample(request(one, base, tmp_path / name, others=others))[0]).astype(int)
+        for name, others in (
+            ("alone", ()),
+            ("stock", ((other, 0.5),)),
+            ("foreign", ((file, 0.5),)),
+        )
+    ]
+    assert abs(shown[1] - shown[2]).max() <= 1
+    assert abs(shown[0] - shown[1]).max() > 8
 
 
 @pytest.mark.parametrize(
