@@ -1,10 +1,11 @@
-"""Names of the tensors that adapters train, as PEFT gives them: in a model's parameters and in files."""
+"""Names of the tensors that adapters train, as PEFT gives them: in a model's parameters and in files.
+
+Diffusers' older names of LoRA's (`lora_linear_layer.down`) are among them.
+"""
 
 import re
 
-_TENSOR = re.compile(
-    r"\.(lora_(A|B|magnitude_vector)|lokr_w[12](_[ab])?|hada_w[12]_[ab]|oft_R)(\.|$)"
-)
+_TENSOR = re.compile(r"\.(lora_\w+|lokr_w[12](_[ab])?|hada_w[12]_[ab]|oft_R)(\.|$)")
 _IDLE = re.compile(r"\.(lora_B|lokr_w1(_a)?|hada_w2_b|oft_R)(\.|$)")
 
 
