@@ -115,7 +115,7 @@ def test_it_trains_resumes_bit_for_bit_and_is_loaded_as_trained(
     assert all(0 < one.norm < torch.inf for one in verification.modules)
 
 
-REFUSED = {("dora", "int8"), ("dora", "nf4"), ("lokr", "nf4"), ("loha", "nf4")}
+REFUSED = {("dora", "int8"), ("dora", "fp8"), ("dora", "nf4"), ("lokr", "nf4"), ("loha", "nf4")}
 """PEFT's layers of these compute with the weight itself, or with its shape."""
 TOGETHER = {
     "averages, dropped captions, accumulation": [
@@ -132,6 +132,7 @@ TOGETHER = {
     "preserve": ["train.preserve={trigger: red, class_words: painted}"],
     "int8": ["model.quantize=int8"],
     "nf4": ["model.quantize=nf4"],
+    "fp8": ["model.quantize=fp8"],
 }
 
 

@@ -12,7 +12,7 @@ from tiny_chat_models import MODELS
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import parameter_groups
-from dit_lora.adapters.peft_format import save_chat_adapter
+from dit_lora.adapters.peft_format import load_chat_adapter, save_chat_adapter
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.results.export.merge_chat import merge_adapter
@@ -162,3 +162,31 @@ def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:
     out.mkdir()
     with pytest.raises(DitLoraError, match="out exists already"):
         merge_adapter(adapter, base, out)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dora",
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in ("lokr", "loha", "oft")),
+    ],
+)
+def test_every_kind_of_adapter_is_merged_and_loaded_as_trained(kind: Any, tmp_path: Path) -> None:
+    name, base, out = next(iter(MODELS)), tmp_path / "base", tmp_path / "out"
+    model = saved_base(name, base)
+    how: dict[str, Any] = {"block_size": 4} if kind == "oft" else {"rank": 3, "alpha": 5}
+    lora = LoraConfig(kind=kind, targets=("v_proj", "o_proj"), **how)
+    before = logits(model, name)
+    attach_lora(model, lora, (), seed=0, within=WITHIN[name])
+    torch.testing.assert_close(logits(model, name), before)
+    train_a_little(model, 0.3)
+    save_chat_adapter(model, tmp_path / "adapter", {"steps": 3})
+    expected = logits(model, name)
+    assert (before - expected).abs().max() > 0.05
+    given = {"model_class": type(model)} if name == "videochat2" else {}
+    merge_adapter(tmp_path / "adapter", base, out, **given)
+    merged = type(model).from_pretrained(out).eval()
+    torch.testing.assert_close(logits(merged, name), expected, rtol=1e-4, atol=1e-4)
+    fresh = type(model).from_pretrained(base)
+    load_chat_adapter(fresh, tmp_path / "adapter")
+    torch.testing.assert_close(logits(fresh.eval(), name), expected)
