@@ -166,7 +166,8 @@ def _summary(contents: Contents) -> str:
         if contents.base
         else f"{plain(made.get('base_model') or 'a base model')}, which was a folder of its trainer's"
     )
-    what = f"A {adapter_words(made)} of {base}"
+    adapter = adapter_words(made)
+    what = f"{'An' if adapter.startswith('O') else 'A'} {adapter} of {base}"
     if contents.kind == "pipeline":
         scratch = contents.run.config["model"].get("from_scratch") is not None
         what = (

@@ -22,6 +22,7 @@ from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.data.synthetic.pairs import write_edit_pairs
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES
+from dit_lora.numerics.adapter_tensors import is_adapter
 
 Main = Callable[[list[str]], None]
 SMOKE = Path(__file__).parents[3] / "recipes" / "smoke"
@@ -179,6 +180,42 @@ def test_a_run_that_pushes_has_a_card_whose_code_runs_as_pasted(
         recipe = load_recipe(tmp_path / "run" / "config.yaml")
         assert (len(frames), fps) == (recipe.data.frames, recipe.data.fps)
         assert "load_state_dict(weights, strict=False)" in card
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("sana", "dora", "A DoRA (rank 4, alpha 4) of"),
+        ("sana", "lokr", "A LoKr (rank 4, alpha 4) of"),
+        ("cogvideox", "loha", "A LoHa (rank 4, alpha 4) of"),
+        ("flux2", "oft", "An OFT (blocks of 4) of"),
+    ],
+)
+def test_the_card_loads_every_kind_of_adapter(
+    hub: FakeHub,
+    tiny_checkpoints: dict[str, Path],
+    lora_main: Main,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: str,
+    words: str,
+) -> None:
+    size = ["lora.rank=null", "lora.alpha=null", "lora.block_size=4"]
+    size = size if kind == "oft" else ["lora.rank=4", "lora.alpha=4"]
+    lora_main([*arguments(name, hub, tiny_checkpoints, tmp_path), f"lora.kind={kind}", *size])
+    card = hub.read(REPO, "README.md").decode()
+    assert card_problems(card) == []
+    assert words in card
+    pipe = paste(card, tmp_path, monkeypatch)["pipe"]
+    (file,) = (tmp_path / "run" / "adapter").glob("*.safetensors")
+    stored = load_file(file)
+    loaded = [p for n, p in pipe.transformer.named_parameters() if is_adapter(n)]
+    assert len(loaded) == len(stored)
+    assert sum(p.double().sum() for p in loaded).item() == pytest.approx(
+        sum(t.double().sum() for t in stored.values()).item(), rel=1e-4, abs=1e-3
+    )
 
 
 def test_a_run_that_could_not_be_pushed_does_not_start(
