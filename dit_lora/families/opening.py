@@ -14,10 +14,18 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.parsing import parse_json
 
+_BESIDE_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja")
+
 
 def local_checkpoint(model: ModelConfig) -> Path:
     """Return the Diffusers folder of `model.path`, fetched from the Hub if it is not a local one."""
-    return model_folder(model, ("*.json", "*/*.safetensors", "*.model", "*.txt", "*.jinja"))
+    # Of its components alone: many a repository has the same weights in its root too, for other programs.
+    return model_folder(model, ("*/*.safetensors", *_BESIDE_WEIGHTS))
+
+
+def local_chat_checkpoint(model: ModelConfig) -> Path:
+    """Return the Transformers folder of `model.path`, whose weights lie in its root, fetched likewise."""
+    return model_folder(model, ("model*.safetensors", *_BESIDE_WEIGHTS))
 
 
 def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from dit_lora.families.chat.layouts import (
 from dit_lora.families.chat.qwen import QwenLayout
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.families.chat_options import refuse_options_of_diffusion
-from dit_lora.families.opening import local_checkpoint, read_config
+from dit_lora.families.opening import local_chat_checkpoint, read_config
 from dit_lora.parsing import read_json
 
 _FRAMES = 8  # where no recipe says how many
@@ -182,7 +182,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
 
 def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
     """Read config and tokenizer; refuse a model that has no layout here."""
-    path = local_checkpoint(model)
+    path = local_chat_checkpoint(model)
     model_type = str(read_config(path, "config.json", "Transformers").get("model_type", "nameless"))
     if model_type not in LAYOUTS:
         raise DitLoraError(

@@ -23,7 +23,7 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.families.chat_options import refuse_options_of_diffusion
-from dit_lora.families.opening import local_checkpoint, read_config
+from dit_lora.families.opening import local_chat_checkpoint, read_config
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
 
@@ -164,7 +164,7 @@ def tile_grid(height: int, width: int, most: int) -> tuple[int, int]:
 
 def open_checkpoint(model: ModelConfig) -> VideoChat2Checkpoint:
     """Read config and tokenizers of a folder that `dit-lora convert videochat2` made."""
-    path = local_checkpoint(model)
+    path = local_chat_checkpoint(model)
     model_type = read_config(path, "config.json", "Transformers").get("model_type")
     if model_type != "videochat2":
         raise DitLoraError(
