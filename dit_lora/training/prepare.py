@@ -48,8 +48,7 @@ def prepare(
 ) -> Run:
     """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
     recipe, phases = session.recipe, session.phases
-    if resume_from is None:
-        _start_adapter(session, checkpoint, data, transformer)
+    _start_adapter(session, checkpoint, data, transformer, resume_from)
     with phases.timing("placing"):
         setup = _set_up(session, task, checkpoint, data, transformer, groups)
     # Over this rank's own tensors, so after the engine has spread them.
@@ -66,7 +65,6 @@ def prepare(
     start = start_of_guard(setup, record)
     with phases.timing("memory counted"):  # what is free once the model is placed
         checkpoint_blocks(setup)
-
     # Nothing is written before this line: what is refused above leaves no folder behind.
     open_run_folder(session)
     keep_base(setup, base, start_step)
@@ -100,11 +98,16 @@ def prepare(
 
 
 def _start_adapter(
-    session: Session, checkpoint: Trained, data: Prepared, transformer: nn.Module
+    session: Session,
+    checkpoint: Trained,
+    data: Prepared,
+    transformer: nn.Module,
+    resume_from: Path | None,
 ) -> None:
     """Let a new adapter begin from the data, where the recipe says so; a checkpoint holds what it began with."""
     recipe = session.recipe
-    if recipe.lora.init == FROM_DATA and recipe.optim.groups.adapter is not None:
+    is_new = resume_from is None and recipe.optim.groups.adapter is not None
+    if is_new and recipe.lora.init == FROM_DATA:
         with session.phases.timing("start from data"):
             session.say(start_from_data(session, checkpoint, data, transformer))
 

@@ -4,8 +4,6 @@ import copy
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,7 @@ from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import parameter_groups
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import LoraConfig, ModelConfig
-from dit_lora.environment import hub_files
 from dit_lora.errors import DitLoraError
-from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat import FAMILY
 from dit_lora.families.chat.checkpoint import LAYOUTS
 from dit_lora.families.chat.tiny import VARIANTS as TINY
@@ -400,21 +396,3 @@ def test_smolvlm_says_its_embeddings_dtype_while_its_vision_encoder_trains_in_fp
         features = trunk.get_image_features(torch.ones(1, 1, 3, 64, 64), None, return_dict=True)
     assert features.pooler_output[0].dtype is torch.bfloat16
     assert trunk.float().dtype is torch.float32
-
-
-@pytest.mark.parametrize("name", CHAT_FAMILIES)
-def test_weights_in_a_repositorys_root_are_fetched(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Diffusers' lie in folders of components, and a root has other programs' beside them."""
-    asked: list[str] = []
-
-    def downloaded(repository: str, files: Sequence[str], *_: object) -> Path:
-        asked.extend(files)
-        raise DitLoraError("not here")
-
-    monkeypatch.setattr(hub_files, "_downloaded", downloaded)
-    with pytest.raises(DitLoraError, match="not here"):
-        get_family(name).open(ModelConfig(family=name, path="me/chat"))
-    for file in ("model.safetensors", "model-00002-of-00005.safetensors", "config.json"):
-        assert any(fnmatch(file, pattern) for pattern in asked), (file, asked)
