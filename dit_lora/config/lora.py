@@ -90,6 +90,16 @@ class LoraConfig(Section):
             return values
         return [{"path": one} if isinstance(one, str) else one for one in values]
 
+    @field_validator("init")
+    @classmethod
+    def _is_offered(cls, init: str) -> str:
+        if init == "loftq":
+            raise ValueError(
+                "loftq corrects the error of one quantisation, and its adapter fits no other base than that: take pissa, "
+                f"or another of {', '.join(INITS)}"
+            )
+        return init
+
     @model_validator(mode="before")
     @classmethod
     def _usual_rank(cls, values: Any) -> Any:

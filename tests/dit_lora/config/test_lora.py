@@ -1,0 +1,38 @@
+"""The section `lora`: each kind has its own options, and what it has not is refused by name."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from dit_lora.config.lora import KINDS, LoraConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kind": "lokr", "dropout": 0.1}, "kind lokr has no dropout; it has alpha, alpha_pattern"),
+        ({"kind": "loha", "rslora": True, "factor": 2}, "kind loha has no factor, rslora"),
+        ({"kind": "oft", "rank": 4, "alpha": 4}, "kind oft has no alpha, rank; it has block_size"),
+        ({"block_size": 4}, "kind lora has no block_size"),
+        ({"kind": "dora", "under": ["x"]}, "kind dora has no under"),
+        ({"kind": "lokr", "init": "gaussian"}, "kind lokr has a start of its own"),
+        ({"kind": "dora", "init": "pissa"}, "pissa starts a LoRA, and kind is dora"),
+        ({"kind": "dora", "init": "eva"}, "eva starts a LoRA, and kind is dora"),
+        ({"kind": "dora", "init": "runs/one"}, "continues from a LoRA's file, and kind is dora"),
+        ({"init": "runs/one", "rslora": True}, "are those of the file in `init`"),
+        ({"init": "loftq"}, "loftq corrects the error of one quantisation"),
+        ({"kind": "vera"}, "Input should be 'lora', 'dora', 'lokr', 'loha' or 'oft'"),
+    ],
+)
+def test_what_a_kind_has_not_is_refused_by_name(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        LoraConfig(**values)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_are_the_kinds_own(kind: Any) -> None:
+    config = LoraConfig(kind=kind)
+    assert config.rank == (None if kind == "oft" else 64)
+    assert LoraConfig.model_validate(config.model_dump()) == config
