@@ -82,11 +82,11 @@ def _kronecker(layer: Any, adapter: str, weight: Tensor) -> Tensor:
 
 def _factor(layer: Any, adapter: str, name: str, weight: Tensor) -> Tensor:
     """Return one of LoKr's factors, which may be whole or a product."""
-    whole = getattr(layer, name)
+    whole: dict[str, Tensor] = getattr(layer, name)
     if adapter in whole:
-        return whole[adapter].to(weight)  # type: ignore[no-any-return]
-    a, b = (getattr(layer, f"{name}_{part}")[adapter].to(weight) for part in "ab")
-    return a @ b  # type: ignore[no-any-return]
+        return whole[adapter].to(weight)
+    parts: list[Tensor] = [getattr(layer, f"{name}_{part}")[adapter] for part in "ab"]
+    return parts[0].to(weight) @ parts[1].to(weight)
 
 
 def _hadamard(layer: Any, adapter: str, weight: Tensor) -> Tensor:

@@ -127,6 +127,11 @@ def _unfit(layer: nn.Module, kind: Kind) -> str | None:
         return "a convolution, whose windows overlap once rotated"
     if isinstance(layer, NarrowLinear) and layer.kind in _UNQUANTIZED.get(kind, ()):
         return f"quantised to {layer.kind}, and {kind} is computed from the weight itself"
+    weight: Any = layer.weight
+    if kind == "dora" and not weight.is_meta:
+        zero = int((~weight.detach().flatten(1).any(dim=1)).sum())
+        if zero:  # as a layer has that begins at zero: the first step would be 0 / 0
+            return f"{zero} of its {len(weight)} rows are zero, and dora divides by their lengths"
     return None
 
 

@@ -174,8 +174,8 @@ def _adapted(model: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 def _weight(base: Any) -> torch.Tensor:
-    weight = base.widened(torch.float32) if isinstance(base, NarrowLinear) else base.weight
-    return weight.detach()  # type: ignore[no-any-return]
+    weight: torch.Tensor = base.weight
+    return (base.widened(torch.float32) if isinstance(base, NarrowLinear) else weight).detach()
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -64,6 +64,10 @@ Overrides = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="A run's folder.")]
 NewFolder = Annotated[Path, typer.Argument(help="Folder to write; must not exist.")]
 BaseModel = Annotated[str | None, typer.Option(help="Base checkpoint; by default the run's.")]
+Port = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="Of --serve; by default a free one.", show_default=False),
+]
 ChatModel = Annotated[Path, typer.Argument(help="A run's folder, an adapter's, or a checkpoint's.")]
 
 

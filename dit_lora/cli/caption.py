@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dit_lora.cli.arguments import BaseModel, recipe_files
+from dit_lora.cli.arguments import BaseModel, Port, recipe_files
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.terminal import echo
 
@@ -50,12 +50,7 @@ def caption(
     serve: Annotated[
         bool, typer.Option("--serve", help="Then edit them in this machine's browser.")
     ] = False,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=65535, help="Of --serve; by default a free one.", show_default=False
-        ),
-    ] = None,
+    port: Port = None,
 ) -> None:
     """Describe every clip and picture without a caption, into DIR/metadata.jsonl, and show all on a page."""
     if port is not None and not serve:
@@ -89,7 +84,7 @@ def _show(
     folder: Path, recipe: str | None, trigger: str | None, html: Path | None, port: int | None
 ) -> None:
     """Write the page, or serve it where there is a port."""
-    from dit_lora.commands.caption import limit_of, thumbnail
+    from dit_lora.commands.caption import limit_of
     from dit_lora.data.sources.caption_table import CaptionTable
     from dit_lora.report.captions.page import TextRules, write_captions_page
     from dit_lora.report.captions.serve import serve
@@ -101,4 +96,4 @@ def _show(
     if port is not None:
         serve(folder, rules, port, echo)
     else:
-        echo(write_captions_page(html or folder / "captions.html", table, rules, thumbnail))
+        echo(write_captions_page(html or folder / "captions.html", table, rules))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.cli.arguments import RunFolder
+from dit_lora.cli.arguments import Port, RunFolder
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
@@ -17,12 +17,7 @@ def report(
     serve: Annotated[
         bool, typer.Option("--serve", help="Show it to this machine's browser, and follow the run.")
     ] = False,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=65535, help="Of --serve; by default a free one.", show_default=False
-        ),
-    ] = None,
+    port: Port = None,
 ) -> None:
     """Write report.html of a run, finished or not, or of a guard's folder; or serve a run live on 127.0.0.1."""
     if port is not None and not serve:

@@ -1,6 +1,5 @@
 """Writes captions of clips and pictures by a chat model: into the folder's metadata.jsonl, where it has none yet."""
 
-import io
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,17 +10,14 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
 from dit_lora.config.load import load_recipe
-from dit_lora.data.chat.frames import frame_seconds
-from dit_lora.data.chat.mvbench import read_facts, read_frames_at
 from dit_lora.data.media.media import MediaFile, is_image
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.sources.caption_table import TABLE, CaptionTable
-from dit_lora.data.sources.caption_text import caption_fault
+from dit_lora.data.sources.caption_text import caption_fault, has_word
 from dit_lora.data.sources.made_captions import MadeCaptions
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
@@ -36,7 +32,6 @@ CLIP = (
     "Describe this video in one paragraph, as a caption: what is shown, what moves and how, what the camera does, the "
     "style and the light. Say only what can be seen."
 )
-_FRAMES, _HEIGHT = 3, 160  # of a clip on the page, and their pixels
 _WORDS_A_TOKEN = 0.6
 """Words of English that a token stands for, on the safe side: how long a caption the model is asked for."""
 _SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])\s+")
@@ -112,9 +107,9 @@ def caption_folder(request: CaptionRequest) -> Captioned:
     made, main = MadeCaptions(request.folder, state.process_index), state.is_main_process
     with ExitStack() as stack:
         if main:
-            table = CaptionTable.read(request.folder)
+            CaptionTable.read(request.folder)  # refuses a folder before anything is written there
             stack.enter_context(made.held())
-            earlier = made.into(table, of_all=True)  # of processes that were killed
+            earlier = made.merge(of_all=True)  # of processes that were killed
         state.wait_for_everyone()
         names = CaptionTable.read(request.folder).missing
         done = Captioned(earlier=earlier if main else 0, is_told_here=main)
@@ -122,11 +117,11 @@ def caption_folder(request: CaptionRequest) -> Captioned:
             return done
         if main:
             # Where this ends early, another process may be writing its own still: those are taken at the next start.
-            stack.callback(lambda: made.into(table, of_all=False))
+            stack.callback(made.merge, of_all=False)
         _describe(request, names[state.process_index :: state.num_processes], made, limit, done)
         every: list[Captioned] = gather_object([done])
         if main:
-            made.into(table, of_all=True)
+            made.merge(of_all=True)
         state.wait_for_everyone()
     for one in every[1:] if main else ():
         done.written += one.written
@@ -173,7 +168,7 @@ def describe(
 
 def with_trigger(caption: str, trigger: str | None) -> str:
     """Return a caption that has the trigger, before it where it was not in it as a word."""
-    if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption):
+    if not trigger or has_word(caption, trigger):
         return caption
     return f"{trigger}, {caption}"
 
@@ -209,7 +204,7 @@ def _length(text: str, limit: TextLimit) -> int:
 
 
 @contextmanager
-def finite_answers(model: nn.Module) -> Iterator[None]:
+def finite_answers(model: Any) -> Iterator[None]:
     """Raise `CheckFailedError` within where the output head gives a value that is not finite: its largest is no word."""
 
     def check(_module: nn.Module, _given: Any, logits: torch.Tensor) -> None:
@@ -218,27 +213,8 @@ def finite_answers(model: nn.Module) -> Iterator[None]:
                 "the model's output is not finite; another --model, or another dtype"
             )
 
-    head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
-    handle = head.register_forward_hook(check)
+    handle = model.get_output_embeddings().register_forward_hook(check)
     try:
         yield
     finally:
         handle.remove()
-
-
-def thumbnail(file: Path) -> bytes:
-    """Return frames of a clip side by side, or a picture, as a small JPEG; nothing where it cannot be read."""
-    media = MediaFile(file)
-    try:
-        header = read_facts(media)
-        seconds = [0.0]
-        if not header.is_image and header.seconds and header.fps:
-            seconds = list(frame_seconds(header.seconds, header.fps, _FRAMES))
-        width = round(min(4.0, max(0.25, header.width / header.height)) * _HEIGHT)
-        pixels = read_frames_at(media, seconds, height=_HEIGHT, width=width, fit="cover")
-    except ClipError:
-        return b""
-    stream = io.BytesIO()
-    row = torch.cat(list(pixels), dim=-1).permute(1, 2, 0).contiguous()
-    Image.fromarray(row.numpy()).save(stream, "JPEG", quality=75)
-    return stream.getvalue()

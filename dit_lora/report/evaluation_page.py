@@ -1,6 +1,5 @@
 """The evaluation of a chat model as one self-contained page: accuracy by task, and what it got wrong."""
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
-from PIL import Image
-
-from dit_lora.data.chat.mvbench import Question, letter, read_facts, read_frames_at
-from dit_lora.data.media.video import ClipError
+from dit_lora.data.chat.mvbench import Question, letter
+from dit_lora.report.film_strip import film_strip
 from dit_lora.report.pages import PagePictures, render, write_page
 
 CARDS = 48
@@ -123,14 +119,4 @@ def _strip(question: Question, seconds: Sequence[float]) -> bytes:
     """Return some of the frames that the model saw, side by side, as JPEG; empty if they can no longer be read."""
     count = min(_FRAMES, len(seconds))
     shown = [seconds[at * len(seconds) // count] for at in range(count)] or [0.0]
-    try:
-        header = read_facts(question.media)
-        width = round(min(4.0, max(0.25, header.width / header.height)) * _HEIGHT)
-        size = {"height": _HEIGHT, "width": width}
-        pixels = read_frames_at(question.media, shown, **size, fit="cover")
-    except ClipError:
-        return b""
-    stream = io.BytesIO()
-    row = torch.cat(list(pixels), dim=-1).permute(1, 2, 0).contiguous()
-    Image.fromarray(row.numpy()).save(stream, "JPEG", quality=75)
-    return stream.getvalue()
+    return film_strip(question.media, shown, _HEIGHT)

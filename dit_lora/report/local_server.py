@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
@@ -15,6 +16,7 @@ from dit_lora.parsing import parse_json
 
 HOST = "127.0.0.1"
 _CHUNK = 2**18
+_MOST_DROPPED = 2**22  # bytes read of what is refused
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
@@ -47,7 +49,7 @@ def serve_until_interrupted(server: LocalServer, what: object, tell: Callable[[s
             tell("ended")
 
 
-class PageHandler(BaseHTTPRequestHandler):
+class PageHandler(BaseHTTPRequestHandler, ABC):
     """Answers with texts and files; what is asked for, and what may be had, its subclasses say."""
 
     protocol_version = "HTTP/1.1"
@@ -73,30 +75,26 @@ class PageHandler(BaseHTTPRequestHandler):
         if not self._is_asked_here():
             return
         if self.headers.get("Origin", "") not in self._own_origins():
-            self.close_connection = True  # what was sent is not read
-            self.say(HTTPStatus.FORBIDDEN, "this takes what its own page sends")
+            self.refuse(HTTPStatus.FORBIDDEN, "this takes what its own page sends")
             return
         self.take()
 
+    @abstractmethod
     def show(self) -> None:
         """Answer a request for a page or a file."""
-        raise NotImplementedError
 
     def take(self) -> None:
         """Answer what the page has sent."""
-        self.close_connection = True
-        self.say(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
+        self.refuse(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
 
     def sent(self, path: str, token: str, most: int) -> dict[str, Any] | None:
         """Return the object that a page with this token has sent to a path; answers any other request, and returns None."""
         length = self.headers.get("Content-Length", "")
         if self.path != path or not (length.isascii() and length.isdigit()):
-            self.close_connection = True
-            self.say(HTTPStatus.NOT_FOUND, "nothing is written there")
+            self.refuse(HTTPStatus.NOT_FOUND, "nothing is written there")
             return None
         if int(length) > most:
-            self.close_connection = True
-            self.say(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {most:,} bytes are taken")
+            self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {most:,} bytes are taken")
             return None
         try:
             values = parse_json(self.rfile.read(int(length)))
@@ -116,7 +114,7 @@ class PageHandler(BaseHTTPRequestHandler):
         # Another site's name that points here (DNS rebinding) comes with that name.
         if self.headers.get("Host", "") in self._names():
             return True
-        self.say(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its own address only")
+        self.refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its own address only")
         return False
 
     def _own_origins(self) -> tuple[str, ...]:
@@ -174,6 +172,15 @@ class PageHandler(BaseHTTPRequestHandler):
             count -= len(part)
         # Cut since: what is missing must not be the next answer's.
         self.close_connection |= count > 0
+
+    def refuse(self, status: HTTPStatus, words: str) -> None:
+        """Answer with a line of text, and end the connection: what was sent with the request is no next request."""
+        self.close_connection = True
+        length = self.headers.get("Content-Length", "")
+        if length.isascii() and length.isdigit():
+            # A connection closed on unread bytes is reset, and its answer may be lost.
+            self.rfile.read(min(int(length), _MOST_DROPPED))
+        self.say(status, words)
 
     def say(self, status: HTTPStatus, words: str, more: Mapping[str, str] = {}) -> None:
         """Answer with a line of text."""

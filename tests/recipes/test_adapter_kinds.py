@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from chat_runs import common, write_data
-from launching import ROOT
+from peft.utils import get_peft_model_state_dict
 from runs import lines
 from safetensors.torch import load_file
-from smoke_recipes import SMOKES
+from smoke_recipes import SMOKES, smoke_args
 
 from dit_lora.commands.verify import verify_adapter
+from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
 
 Main = Callable[[list[str]], None]
 STARTS = {
@@ -61,20 +63,11 @@ def arguments(
             data = tmp_path / "chat"
             write_data(data)
             return common(name, tiny_checkpoints["videochat2-mistral"], data, tmp_path)
-        smoke = SMOKES[name]
-        smoke.prepare(monkeypatch)
-        data = shape_clips
-        if smoke.write_data is not None:
-            data = tmp_path / "data"
-            smoke.write_data(data)
+        SMOKES[name].prepare(monkeypatch)
         return [
-            str(ROOT / "recipes" / "smoke" / f"{smoke.recipe or name}.yaml"),
-            f"model.path={tiny_checkpoints[smoke.variant]}",
-            f"data.path={data}",
-            f"data.cache={tmp_path / 'cache'}",
+            *smoke_args(name, tiny_checkpoints, shape_clips, tmp_path),
             "validation.prompts=[]",
             "validation.held_out_draws=0",
-            *smoke.overrides,
         ]
 
     return args
@@ -84,6 +77,20 @@ def trained(run: Path) -> dict[str, torch.Tensor]:
     """What its last checkpoint holds, the optimizer's state too."""
     last = max((run / "checkpoints").glob("step_*"))
     return load_file(last / "trainable.safetensors") | load_file(last / "optimizer.safetensors")
+
+
+def resumed(main: Main, args: list[str], folder: Path) -> Path:
+    """Train four steps at once, and two and two; return the first run, once both ended with the same bits."""
+    whole, parts = folder / "whole", folder / "parts"
+    args = [*args, "train.save_every=2"]
+    main([*args, "train.steps=4", f"run.dir={whole}"])
+    main([*args, "train.steps=2", f"run.dir={parts}"])
+    main([*args, "train.steps=4", f"run.dir={parts}", "train.resume=auto"])
+    ours, theirs = trained(whole), trained(parts)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert not lines(whole, "events.jsonl")
+    return whole
 
 
 def rows() -> list[Any]:
@@ -98,15 +105,7 @@ def rows() -> list[Any]:
 def test_it_trains_resumes_bit_for_bit_and_is_loaded_as_trained(
     lora_main: Main, arguments: Callable[[str], list[str]], tmp_path: Path, name: str, kind: str
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    args = [*arguments(name), *words_of(kind), "train.save_every=2"]
-    lora_main([*args, "train.steps=4", f"run.dir={whole}"])
-    lora_main([*args, "train.steps=2", f"run.dir={parts}"])
-    lora_main([*args, "train.steps=4", f"run.dir={parts}", "train.resume=auto"])
-    ours, theirs = trained(whole), trained(parts)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert not lines(whole, "events.jsonl")
+    whole = resumed(lora_main, [*arguments(name), *words_of(kind)], tmp_path)
     # By its own library, from disk, over the base from disk.
     verification = verify_adapter(whole)
     assert verification.passed, "\n".join(verification.lines())
@@ -142,18 +141,25 @@ TOGETHER = {
 def test_it_goes_with_what_a_run_may_have(
     lora_main: Main, arguments: Callable[[str], list[str]], tmp_path: Path, kind: str, further: str
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    args = [*arguments("cogvideox"), *words_of(kind), *TOGETHER[further], "train.save_every=2"]
+    args = [*arguments("cogvideox"), *words_of(kind), *TOGETHER[further]]
     if (kind, further) in REFUSED:
         with pytest.raises(DitLoraError, match=f"quantised to {further}"):
-            lora_main([*args, "train.steps=2", f"run.dir={whole}"])
+            lora_main([*args, "train.steps=2", f"run.dir={tmp_path / 'run'}"])
         return
-    lora_main([*args, "train.steps=4", f"run.dir={whole}"])
-    lora_main([*args, "train.steps=2", f"run.dir={parts}"])
-    lora_main([*args, "train.steps=4", f"run.dir={parts}", "train.resume=auto"])
-    ours, theirs = trained(whole), trained(parts)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert not lines(whole, "events.jsonl")
+    whole = resumed(lora_main, args, tmp_path)
     verification = verify_adapter(whole)
     assert verification.passed, "\n".join(verification.lines())
+
+
+@pytest.mark.parametrize("name", ["flux2", pytest.param("z_image", marks=pytest.mark.thorough)])
+def test_these_pipelines_take_lokr_by_load_lora_weights(
+    lora_main: Main, arguments: Callable[[str], list[str]], tmp_path: Path, name: str
+) -> None:
+    lora_main([*arguments(name), *words_of("lokr"), "train.steps=1", f"run.dir={tmp_path / 'run'}"])
+    recipe = load_recipe(tmp_path / "run" / "config.yaml")
+    pipeline = get_family(recipe.model.family).open(recipe.model).pipeline(torch.float32)
+    pipeline.load_lora_weights(tmp_path / "run" / "adapter")
+    stored = load_file(tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors")
+    state = get_peft_model_state_dict(pipeline.transformer, adapter_name="default_0")
+    assert {f"transformer.{key}" for key in state} == stored.keys()
+    assert all(torch.equal(one, stored[f"transformer.{key}"]) for key, one in state.items())

@@ -45,6 +45,11 @@ def has_lone_surrogate(text: str) -> bool:
     return _LONE.search(text) is not None
 
 
+def has_word(text: str, word: str) -> bool:
+    """Return True if the text has a word, or words, that are no part of others."""
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
+
+
 def short(text: str) -> str:
     """Return the text's beginning in quotes, on one line."""
     text = " ".join(text.split())

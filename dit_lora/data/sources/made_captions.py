@@ -50,15 +50,16 @@ class MadeCaptions:
         """Put a caption on the disk."""
         append_line(self._file, json.dumps({"file": name, "caption": caption}, ensure_ascii=False))
 
-    def into(self, table: CaptionTable, *, of_all: bool) -> int:
-        """Move what waits into the table, this process' or that of all; return how many captions there were.
+    def merge(self, *, of_all: bool) -> int:
+        """Move what waits into metadata.jsonl, this process' or that of all; return how many captions there were.
 
-        A caption that the table has meanwhile is left as it is.
+        The table is read anew: it may have been edited since, and a caption that it has is left as it is.
         """
         files = sorted(self._folder.glob("part_*.jsonl")) if of_all else [self._file]
         waiting = {
             str(one["file"]): str(one["caption"]) for file in files for one in read_lines(file)[0]
         }
+        table = CaptionTable.read(self._folder.parent)
         wanted = {*table.missing}
         new = {name: text for name, text in waiting.items() if name in wanted}
         if new:

@@ -1,22 +1,27 @@
 """A folder's clips and pictures with their captions, and what the audit says of each caption."""
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from dit_lora.data.audit.captions import check_captions
-from dit_lora.data.audit.finding import VERDICTS, Finding
+from dit_lora.data.audit.finding import Finding
+from dit_lora.data.chat.frames import frame_seconds
+from dit_lora.data.chat.mvbench import read_facts
 from dit_lora.data.media.media import MediaFile, is_image
+from dit_lora.data.media.video import ClipError
 from dit_lora.data.sources.caption_table import CaptionTable
+from dit_lora.data.sources.caption_text import has_word
 from dit_lora.data.sources.clips import Clip
+from dit_lora.report.film_strip import film_strip
 from dit_lora.report.pages import PagePictures, render, write_page
 
 SHOWN = 60
 """Files on one page of those that are served; a page that is written has as many as it has pictures for."""
 _WRITTEN = 200
+_FRAMES, _HEIGHT = 3, 160  # of a thumbnail, and their pixels
 _SCRIPT = "captions.js"
 
 
@@ -41,10 +46,6 @@ class CaptionCard:
     """The file's address on a served page; the data URI of a picture on one that is written, or nothing."""
     link: str
 
-    @property
-    def verdict(self) -> str:
-        return max((one.verdict for one in self.findings), key=VERDICTS.index, default="ok")
-
 
 def judged_captions(table: CaptionTable, rules: TextRules) -> dict[str, list[Finding]]:
     """Return what the audit says of each file's caption; files of which it says nothing are absent."""
@@ -57,23 +58,21 @@ def judged_captions(table: CaptionTable, rules: TextRules) -> dict[str, list[Fin
     for name in table.missing:
         words = "it has no caption, and training would refuse it"
         found[name] = [Finding("caption_missing", words, "reject", "write one")]
-    for clip in described if rules.trigger else ():
-        if not re.search(rf"(?<!\w){re.escape(rules.trigger or '')}(?!\w)", clip.caption):
+    for clip in described:
+        if rules.trigger and not has_word(clip.caption, rules.trigger):
             words = f"its caption has no {rules.trigger}"
             finding = Finding("trigger_missing", words, "warn", "write it in")
             found[clip.id] = [*found.get(clip.id, ()), finding]
     return found
 
 
-def write_captions_page(
-    path: Path, table: CaptionTable, rules: TextRules, thumbnail: Callable[[Path], bytes]
-) -> Path:
+def write_captions_page(path: Path, table: CaptionTable, rules: TextRules) -> Path:
     """Write the page, self-contained but for links to the files; those that the audit speaks of come first."""
     found = judged_captions(table, rules)
     ordered = sorted(table.media, key=lambda name: name not in found)
     pictures = PagePictures()
     cards = [
-        _card(table, name, found, pictures.uri(thumbnail(table.root / name)), path.parent)
+        _card(table, name, found, pictures.uri(_thumbnail(table.root / name)), path.parent)
         for name in ordered[:_WRITTEN]
     ]
     page = render("captions_page.html", **_facts(table, found), cards=cards, live=None)
@@ -97,6 +96,18 @@ def served_page(table: CaptionTable, rules: TextRules, token: str, number: int, 
         cards=cards,
         live=live,
     )
+
+
+def _thumbnail(file: Path) -> bytes:
+    """Return some frames of a clip, or a picture; empty if it cannot be read."""
+    media, seconds = MediaFile(file), [0.0]
+    try:
+        header = read_facts(media)
+        if not header.is_image and header.seconds and header.fps:
+            seconds = list(frame_seconds(header.seconds, header.fps, _FRAMES))
+    except ClipError:
+        return b""
+    return film_strip(media, seconds, _HEIGHT)
 
 
 def _facts(table: CaptionTable, found: dict[str, list[Finding]]) -> dict[str, Any]:

@@ -154,7 +154,8 @@ def _peft_config(config: Config, layers: list[str]) -> peft.PeftConfig:
         "auto_mapping",
     }
     values = {key: value for key, value in config.items() if key in known}
-    return made(**{**values, "target_modules": layers, "inference_mode": False})  # type: ignore[no-any-return]
+    whole: peft.PeftConfig = made(**{**values, "target_modules": layers, "inference_mode": False})
+    return whole
 
 
 def _bare(name: str) -> str:

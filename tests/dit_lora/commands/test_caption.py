@@ -7,18 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bare_media import write_without_captions
 from launching import ROOT
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from dit_lora.cli.app import app
+from dit_lora.commands import caption as captions
 from dit_lora.commands.caption import fitted, with_trigger
-from dit_lora.data.synthetic.clips import write_shapes
+from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.families.base import TextLimit
 
 
@@ -26,10 +29,7 @@ from dit_lora.families.base import TextLimit
 def clips(tmp_path: Path) -> Path:
     """Three clips and two pictures; one clip has a caption, in a row with a column of its own."""
     folder = tmp_path / "clips"
-    write_shapes(folder, clips=3, frames=5, height=32, width=48, fps=8)
-    write_shapes(folder / "stills", clips=2, frames=1, height=32, width=32, fps=8)
-    for path in (*folder.rglob("*.txt"), *folder.rglob("metadata.jsonl")):
-        path.unlink()
+    write_without_captions(folder, clips=3, stills=2)
     first = min(path.name for path in folder.glob("*.mp4"))
     (folder / "metadata.jsonl").write_text(f'{{"file_name": "{first}",  "text": "mine", "n": 1}}\n')
     return folder
@@ -93,6 +93,29 @@ def test_an_output_that_is_not_finite_is_no_caption(
     assert done.exit_code == 1
     assert done.output.count("the model's output is not finite") == 4
     assert rows(clips) == {min(rows(clips)): "mine"}
+
+
+def test_a_caption_that_is_written_meanwhile_is_kept(
+    tiny_checkpoints: dict[str, Path], clips: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a browser, or by hand, while the model is at work."""
+    edited: dict[str, str] = {}
+
+    def describe(inner: Any, answerer: Any, file: Path, *args: Any) -> str:
+        if not edited:
+            table = CaptionTable.read(clips)
+            edited.update(
+                {min(rows(clips)): "better", file.relative_to(clips).as_posix(): "by hand"}
+            )
+            table.put(edited)
+        return str(inner(answerer, file, *args))
+
+    monkeypatch.setattr(captions, "describe", partial(describe, captions.describe))
+    done = caption(clips, tiny_checkpoints["qwen2.5-vl"])
+    assert done.exit_code == 0, done.output
+    made = rows(clips)
+    assert len(made) == 5
+    assert {name: made[name] for name in edited} == edited
 
 
 def command(folder: Path, model: Path) -> list[str]:

@@ -80,8 +80,8 @@ def test_what_waits_is_moved_once_and_never_over_another_caption(tmp_path: Path)
         with (tmp_path / ".captions" / "part_1.jsonl").open("a") as file:
             file.write('{"file": "c.mp4", "capt')  # of a process that was killed
         CaptionTable.read(tmp_path).put({"a.mp4": "by hand"})
-        assert other.into(CaptionTable.read(tmp_path), of_all=True) == 1
-        assert other.into(CaptionTable.read(tmp_path), of_all=True) == 0
+        assert other.merge(of_all=True) == 1
+        assert other.merge(of_all=True) == 0
     table = CaptionTable.read(tmp_path)
     assert table.captions == {"a.mp4": "by hand", "b.mp4": "second\nline"}
     assert table.missing == ["c.mp4"]

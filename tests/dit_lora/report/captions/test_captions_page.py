@@ -3,6 +3,7 @@
 import http.client
 import json
 import shutil
+import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,9 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from bare_media import write_without_captions
 
 from dit_lora.data.sources.caption_table import CaptionTable
-from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.report.captions.page import TextRules, judged_captions, write_captions_page
 from dit_lora.report.captions.serve import CaptionEdits, CaptionHandler
 from dit_lora.report.local_server import LocalServer
@@ -25,10 +26,7 @@ HOSTILE = '</script><img src=x onerror="window.hit=1"><script>window.hit=1</scri
 def folder(tmp_path: Path) -> Path:
     """Clips and a picture with captions that say the same, something hostile, and nothing."""
     root = tmp_path / "my clips"
-    write_shapes(root, clips=4, frames=5, height=32, width=48, fps=8)
-    write_shapes(root / "stills", clips=1, frames=1, height=32, width=32, fps=8)
-    for path in (*root.rglob("*.txt"), *root.rglob("metadata.jsonl")):
-        path.unlink()
+    write_without_captions(root, clips=4, stills=1)
     names = CaptionTable.read(root).media
     captions = ["the same", "the same", HOSTILE, "a sks dog"]
     CaptionTable.read(root).put(dict(zip(names, captions, strict=False)))
@@ -75,7 +73,7 @@ def test_captions_are_judged_as_the_audit_does_and_by_the_trigger(folder: Path) 
 def test_the_written_page_is_self_contained_and_escaped(folder: Path, tmp_path: Path) -> None:
     table = CaptionTable.read(folder)
     for place in (folder / "captions.html", tmp_path / "elsewhere" / "page.html"):
-        page = write_captions_page(place, table, TextRules(), lambda _: b"\xff\xd8jpeg").read_text()
+        page = write_captions_page(place, table, TextRules()).read_text()
         assert "<script" not in page.lower().replace("&lt;script", "")
         assert "<img src=x" not in page
         assert page.count("data:image/jpeg;base64,") == 5
@@ -109,6 +107,21 @@ def test_an_edit_is_taken_from_its_own_page_alone(
     status, answer, _ = ask(serving, "POST", "/caption", good, **origin)
     assert (status, json.loads(answer)) == (200, {"findings": []})
     assert CaptionTable.read(folder).captions[name] == "a new sks one"
+
+
+def test_what_is_sent_with_a_refused_request_is_no_request(
+    server: tuple[LocalServer, CaptionEdits],
+) -> None:
+    # A page under another name that points here could else read this one, and its token.
+    serving, edits = server
+    inner = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{serving.server_port}\r\n\r\n"
+    outer = f"POST /caption HTTP/1.1\r\nHost: evil.example\r\nContent-Length: {len(inner)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", serving.server_port), timeout=10) as connection:
+        connection.sendall((outer + inner).encode())
+        answers = connection.makefile("rb").read()
+    assert answers.count(b"HTTP/1.1 ") == 1
+    assert answers.startswith(b"HTTP/1.1 421 ")
+    assert edits.token.encode() not in answers
 
 
 def test_media_of_the_folder_are_served_and_nothing_else(

@@ -1,0 +1,27 @@
+"""Frames of a clip side by side, or a picture, small, for pages."""
+
+import io
+from collections.abc import Sequence
+
+import torch
+from PIL import Image
+
+from dit_lora.data.chat.mvbench import FrameFolder, read_facts, read_frames_at
+from dit_lora.data.media.media import Media
+from dit_lora.data.media.video import ClipError
+
+
+def film_strip(media: Media | FrameFolder | None, seconds: Sequence[float], height: int) -> bytes:
+    """Return the frames at these times as one JPEG of that height; empty if they cannot be read."""
+    if media is None:
+        return b""
+    try:
+        header = read_facts(media)
+        width = round(min(4.0, max(0.25, header.width / header.height)) * height)
+        pixels = read_frames_at(media, seconds, height=height, width=width, fit="cover")
+    except ClipError:
+        return b""
+    stream = io.BytesIO()
+    row = torch.cat(list(pixels), dim=-1).permute(1, 2, 0).contiguous()
+    Image.fromarray(row.numpy()).save(stream, "JPEG", quality=75)
+    return stream.getvalue()
