@@ -23,7 +23,7 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.faults.site import DEFAULT, site_of
 from dit_lora.faults.suite import catalog
 from dit_lora.faults.world import World
-from dit_lora.guard.plugin.guard import Guard
+from dit_lora.guard.attach.guard import Guard
 
 
 def stock_step(accelerator: Accelerator, *, guarded: bool) -> Callable[[Batch], float]:

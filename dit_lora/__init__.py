@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from dit_lora.adapters.lora_mixins import with_lora
     from dit_lora.config.ladder import LadderConfig, LoopConfig
     from dit_lora.fuse.api import fuse, unfuse
-    from dit_lora.guard.plugin.callbacks.lightning_callback import LightningGuard as LightningGuard
-    from dit_lora.guard.plugin.callbacks.trainer_callback import GuardCallback
-    from dit_lora.guard.plugin.guard import Guard
+    from dit_lora.guard.attach.callbacks.lightning_callback import LightningGuard as LightningGuard
+    from dit_lora.guard.attach.callbacks.trainer_callback import GuardCallback
+    from dit_lora.guard.attach.guard import Guard
 
 # LightningGuard is not among them: `import *` must not ask for Lightning.
 __all__ = [
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Guard": "dit_lora.guard.plugin.guard",
-    "GuardCallback": "dit_lora.guard.plugin.callbacks.trainer_callback",
+    "Guard": "dit_lora.guard.attach.guard",
+    "GuardCallback": "dit_lora.guard.attach.callbacks.trainer_callback",
     "LadderConfig": "dit_lora.config.ladder",
     "LoopConfig": "dit_lora.config.ladder",
-    "LightningGuard": "dit_lora.guard.plugin.callbacks.lightning_callback",
+    "LightningGuard": "dit_lora.guard.attach.callbacks.lightning_callback",
     "fuse": "dit_lora.fuse.api",
     "unfuse": "dit_lora.fuse.api",
     "parameter_groups": "dit_lora.adapters.groups",

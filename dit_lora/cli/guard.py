@@ -52,7 +52,7 @@ def guard(
 
     On several processes: accelerate launch -m dit_lora guard SCRIPT, or torchrun -m dit_lora guard SCRIPT.
     """
-    from dit_lora.guard.plugin.script import run_script
+    from dit_lora.guard.attach.run_script import run_script
 
     config = LoopConfig(
         max_skips=max_skips,

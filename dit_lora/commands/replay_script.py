@@ -11,11 +11,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dit_lora.commands.replayed import Replayed, judged, other_versions
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.guard.attach.bundles import parameters_in_words, unpacked_call, versions
+from dit_lora.guard.attach.guard import Guard
+from dit_lora.guard.attach.outermost_calls import leave, listen
+from dit_lora.guard.attach.run_script import run_as_main
 from dit_lora.guard.bundle import Bundle
-from dit_lora.guard.plugin.bundles import parameters_in_words, unpacked_call, versions
-from dit_lora.guard.plugin.guard import Guard
-from dit_lora.guard.plugin.outermost import leave, listen
-from dit_lora.guard.plugin.script import run_as_main
 from dit_lora.numerics.dtensors import fill, needs_all_ranks, stock_class
 from dit_lora.patching import Patches
 from dit_lora.terminal import echo

@@ -12,7 +12,7 @@ from torch import nn
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.world import Observation, World
-from dit_lora.guard.plugin.guard import Guard
+from dit_lora.guard.attach.guard import Guard
 
 STEPS, ROWS, WIDTH = 6, 3, 16
 

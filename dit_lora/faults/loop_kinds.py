@@ -14,7 +14,7 @@ from dit_lora.faults.loop import forget, observed
 from dit_lora.faults.loops import spoil_gradient_once
 from dit_lora.faults.triggers import Element
 from dit_lora.faults.world import Observation, World
-from dit_lora.guard.plugin.guard import Guard
+from dit_lora.guard.attach.guard import Guard
 
 _WIDTH = 6
 

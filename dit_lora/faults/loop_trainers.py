@@ -40,7 +40,7 @@ class TransformersLoop(TrainerLoop):
     def run(self) -> None:
         from transformers import Trainer, TrainingArguments
 
-        from dit_lora.guard.plugin.callbacks.trainer_callback import GuardCallback
+        from dit_lora.guard.attach.callbacks.trainer_callback import GuardCallback
 
         loop = self
 
@@ -93,7 +93,7 @@ class LightningLoop(TrainerLoop):
     def run(self) -> None:
         from lightning.pytorch import Trainer
 
-        from dit_lora.guard.plugin.callbacks.lightning_callback import LightningGuard
+        from dit_lora.guard.attach.callbacks.lightning_callback import LightningGuard
 
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # its banner
         loop = self

@@ -179,7 +179,7 @@ def _trainer(fault: Fault, world: World) -> Observation:
     """Run a Trainer of Transformers on a tiny language model, one sample without a label to learn from."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-    from dit_lora.guard.plugin.callbacks.trainer_callback import GuardCallback
+    from dit_lora.guard.attach.callbacks.trainer_callback import GuardCallback
 
     torch.manual_seed(0)
     config = LlamaConfig(

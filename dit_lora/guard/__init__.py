@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dit_lora.config.ladder import LadderConfig, LoopConfig
+    from dit_lora.guard.attach.callbacks.lightning_callback import LightningGuard as LightningGuard
+    from dit_lora.guard.attach.callbacks.trainer_callback import GuardCallback
+    from dit_lora.guard.attach.guard import Guard
     from dit_lora.guard.gate import NonFiniteError
-    from dit_lora.guard.plugin.callbacks.lightning_callback import LightningGuard as LightningGuard
-    from dit_lora.guard.plugin.callbacks.trainer_callback import GuardCallback
-    from dit_lora.guard.plugin.guard import Guard
 
 # LightningGuard is not among them: `import *` must not ask for Lightning.
 __all__ = ["Guard", "GuardCallback", "LadderConfig", "LoopConfig", "NonFiniteError"]
 
 _HOMES = {
-    "Guard": "dit_lora.guard.plugin.guard",
-    "GuardCallback": "dit_lora.guard.plugin.callbacks.trainer_callback",
+    "Guard": "dit_lora.guard.attach.guard",
+    "GuardCallback": "dit_lora.guard.attach.callbacks.trainer_callback",
     "LadderConfig": "dit_lora.config.ladder",
     "LoopConfig": "dit_lora.config.ladder",
-    "LightningGuard": "dit_lora.guard.plugin.callbacks.lightning_callback",
+    "LightningGuard": "dit_lora.guard.attach.callbacks.lightning_callback",
     "NonFiniteError": "dit_lora.guard.gate",
 }
 

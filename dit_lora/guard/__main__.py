@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     with reported_errors():
-        from dit_lora.guard.plugin.looks import LOOKS
-        from dit_lora.guard.plugin.script import run_script
+        from dit_lora.guard.attach.monitoring import LOOKS
+        from dit_lora.guard.attach.run_script import run_script
 
         settings = ("max_skips", "snapshot_every", "bundles", *LOOKS)
         config = LoopConfig(**{name: getattr(given, name) for name in settings})

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.files import read_lines
-from dit_lora.guard.plugin.guard_file import NAME, starts_in
-from dit_lora.guard.plugin.looks import STATISTICS
-from dit_lora.guard.plugin.names import identifies
+from dit_lora.guard.attach.guard_json import NAME, starts_in
+from dit_lora.guard.attach.monitoring import STATISTICS
+from dit_lora.guard.attach.sample_ids import identifies
 from dit_lora.redact import redactor
 from dit_lora.report.charts.heat_map import ModuleHistory, heat_maps
 from dit_lora.report.pages import render, write_page

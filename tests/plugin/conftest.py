@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dit_lora.guard.plugin import outermost
+from dit_lora.guard.attach import outermost_calls
 
 
 @pytest.fixture(autouse=True)
@@ -21,5 +21,5 @@ def _with_no_guard_of_another_test() -> None:
     logging.getLogger("dit_lora").setLevel(
         logging.NOTSET
     )  # the fault suite, in this process, hides warnings
-    for listener in outermost._present():
-        outermost.leave(listener)
+    for listener in outermost_calls._present():
+        outermost_calls.leave(listener)

@@ -8,9 +8,9 @@ import torch
 from loop_helpers import batch, causes, fresh_accelerator
 from torch import nn
 
+from dit_lora.guard.attach.finite_checks import CHECKS
+from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.gate import NonFiniteError
-from dit_lora.guard.plugin.checks import CHECKS
-from dit_lora.guard.plugin.guard import Guard
 
 
 class Counting(nn.Linear):

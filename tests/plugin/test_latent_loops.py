@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from dit_lora.config.ladder import LadderConfig
-from dit_lora.guard.plugin.script import Overseer
+from dit_lora.guard.attach.run_script import Overseer
 
 
 class Pictures(Dataset[torch.Tensor]):

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from dit_lora.errors import DitLoraError
 from dit_lora.guard import Guard, LadderConfig, LoopConfig
+from dit_lora.guard.attach import monitoring
+from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attention_backends import AttentionCall, BackendParity
-from dit_lora.guard.plugin import looks
-from dit_lora.guard.plugin.host import Host
 from dit_lora.guard.switches import kept_attention
 
 
@@ -77,7 +77,7 @@ def trained(config: LoopConfig | None, folder: Path, steps: int = 5) -> tuple[nn
 
 def test_statistics_are_those_of_the_whole_step(tmp_path: Path) -> None:
     _, kept = trained(LoopConfig(monitor_every=2), tmp_path)
-    second, fourth = lines(tmp_path / looks.STATISTICS)
+    second, fourth = lines(tmp_path / monitoring.STATISTICS)
     assert (second["step"], fourth["step"]) == (2, 4)
     first_layer, last_layer = fourth["modules"]["0"], fourth["modules"]["2"]
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in kept["grads"]))
@@ -96,7 +96,7 @@ def test_a_loop_that_is_looked_at_trains_bit_for_bit_the_same(tmp_path: Path) ->
     alone, _ = trained(None, tmp_path)
     for one, other in zip(looked.parameters(), alone.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert len(lines(tmp_path / looks.STATISTICS)) == 5
+    assert len(lines(tmp_path / monitoring.STATISTICS)) == 5
     assert not lines(tmp_path / "events.jsonl")
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import dit_lora
+from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.gate import NonFiniteError
-from dit_lora.guard.plugin.guard import Guard
 
 
 class Clips(Dataset[dict[str, torch.Tensor]]):

@@ -12,12 +12,12 @@ from torch import nn
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.errors import DitLoraError
 from dit_lora.guard import Guard, LadderConfig
+from dit_lora.guard.attach import bundles as plugin_bundles
+from dit_lora.guard.attach.bundles import packed_call, unpacked_call
+from dit_lora.guard.attach.call_recorder import CapturedCall
+from dit_lora.guard.attach.call_tree import CallWriter
+from dit_lora.guard.attach.run_script import run_script
 from dit_lora.guard.bundle import Bundle, read_bundle, write_bundle
-from dit_lora.guard.plugin import bundles as plugin_bundles
-from dit_lora.guard.plugin.bundles import packed_call, unpacked_call
-from dit_lora.guard.plugin.call_tree import CallWriter
-from dit_lora.guard.plugin.recorded_calls import CapturedCall
-from dit_lora.guard.plugin.script import run_script
 
 CPU = torch.device("cpu")
 SCRIPT = """

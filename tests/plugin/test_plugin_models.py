@@ -10,7 +10,7 @@ from torch import nn
 
 import dit_lora
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.plugin.guard import Guard
+from dit_lora.guard.attach.guard import Guard
 
 
 class TextEncoder(nn.Linear):

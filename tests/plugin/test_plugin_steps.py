@@ -11,9 +11,9 @@ from loop_helpers import bad_batch, batch, causes, everything, fresh_accelerator
 from torch import nn
 
 from dit_lora.errors import DitLoraError
+from dit_lora.guard.attach.finite_checks import CHECKS
+from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.gate import NonFiniteError
-from dit_lora.guard.plugin.checks import CHECKS
-from dit_lora.guard.plugin.guard import Guard
 
 
 def test_a_bad_loss_in_fp16_leaves_scaler_schedule_and_weights_as_they_were() -> None:

@@ -18,7 +18,7 @@ from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.loop import forget, not_finite, observed
 from dit_lora.faults.world import Observation, World
-from dit_lora.guard.plugin.guard import Guard
+from dit_lora.guard.attach.guard import Guard
 from dit_lora.training.tasks.chat.samples import find_conversations, training_set
 
 Change = Callable[[Any], None]

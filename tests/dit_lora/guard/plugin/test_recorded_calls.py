@@ -10,13 +10,13 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
-from dit_lora.guard.diagnose import diagnose
-from dit_lora.guard.plugin.recorded_calls import (
+from dit_lora.guard.attach.call_recorder import (
     OUTPUT_GRADIENT,
     CapturedCall,
     Recorder,
     main_output,
 )
+from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.replay import run
 from dit_lora.guard.suspects import Suspects
 from dit_lora.guard.switches import Switch

@@ -13,8 +13,8 @@ from torch import nn
 
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.optimizers import OPTIMIZERS
+from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.gate import Gate, gated_step
-from dit_lora.guard.plugin.loop_state import LoopState
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state import bad_state
 from dit_lora.guard.suspects import Suspects

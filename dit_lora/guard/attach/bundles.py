@@ -12,10 +12,10 @@ from torch import nn
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError
+from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.call_recorder import CapturedCall
+from dit_lora.guard.attach.call_tree import CallReader, CallWriter
 from dit_lora.guard.bundle import WEIGHTS, Bundle, too_large, write_bundle
-from dit_lora.guard.plugin.call_tree import CallReader, CallWriter
-from dit_lora.guard.plugin.host import Host
-from dit_lora.guard.plugin.recorded_calls import CapturedCall
 from dit_lora.numerics.dtensors import gathered, stock_class
 
 _LOG = logging.getLogger("dit_lora")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
 from dit_lora.config.ladder import LadderConfig
-from dit_lora.guard.plugin.checks import CHECKS
-from dit_lora.guard.plugin.guard import Guard
+from dit_lora.guard.attach.finite_checks import CHECKS
+from dit_lora.guard.attach.guard import Guard
 
 if TYPE_CHECKING:  # seconds to import, for an annotation
     from transformers import Trainer, TrainingArguments

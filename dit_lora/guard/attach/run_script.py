@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader
 
 from dit_lora.config.ladder import LadderConfig, LoopConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.plugin.guard import Guard
-from dit_lora.guard.plugin.loaders import Loaders
-from dit_lora.guard.plugin.names import Names
-from dit_lora.guard.plugin.outermost import leave, listen
+from dit_lora.guard.attach.dataloaders import Loaders
+from dit_lora.guard.attach.guard import Guard
+from dit_lora.guard.attach.outermost_calls import leave, listen
+from dit_lora.guard.attach.sample_ids import Names
 from dit_lora.numerics.ranks import process_index
 from dit_lora.patching import Patches
 from dit_lora.terminal import echo

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from dit_lora.guard.plugin.host import bare_model
-from dit_lora.guard.plugin.recorded_calls import is_recorded, is_redirected
+from dit_lora.guard.attach.accelerator_adapter import bare_model
+from dit_lora.guard.attach.call_recorder import is_recorded, is_redirected
 
 Listener = Callable[[nn.Module], AbstractContextManager[None]]
 """Gives what holds around the call of a module that may be a part of a training step."""

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from dit_lora.errors import DitLoraError
+from dit_lora.guard.attach.call_recorder import CapturedCall
+from dit_lora.guard.attach.gather_calls import RankCalls
+from dit_lora.guard.attach.sample_ids import identifies
+from dit_lora.guard.attach.watched_models import Watched
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.episode import Found
-from dit_lora.guard.plugin.names import identifies
-from dit_lora.guard.plugin.recorded_calls import CapturedCall
-from dit_lora.guard.plugin.shared_calls import RankCalls
-from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.replay import MicroBatch, run
 from dit_lora.guard.state import bad_state, run_away
 from dit_lora.guard.verdict import Verdict

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.files import write_whole
+from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.bundles import versions
+from dit_lora.guard.attach.find_models import Models
 from dit_lora.guard.gate import ACCELERATED
-from dit_lora.guard.plugin.bundles import versions
-from dit_lora.guard.plugin.host import Host
-from dit_lora.guard.plugin.models import Models
 from dit_lora.numerics.dtensors import stock_class
 from dit_lora.parsing import parse_json
 from dit_lora.patching import is_a

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.plugin.checks import CHECKS
-from dit_lora.guard.plugin.guard import Guard
-from dit_lora.guard.plugin.loaders import Loaders
-from dit_lora.guard.plugin.names import Names
+from dit_lora.guard.attach.dataloaders import Loaders
+from dit_lora.guard.attach.finite_checks import CHECKS
+from dit_lora.guard.attach.guard import Guard
+from dit_lora.guard.attach.sample_ids import Names
 from dit_lora.patching import Patches
 
 if TYPE_CHECKING:

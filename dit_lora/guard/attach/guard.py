@@ -21,15 +21,15 @@ from torch import nn
 
 from dit_lora.config.ladder import LadderConfig, LoopConfig
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.guard.plugin.checks import CHECKS, checked
-from dit_lora.guard.plugin.guard_file import GuardFile, models_in_words, optimizers_in_words
-from dit_lora.guard.plugin.host import Host
-from dit_lora.guard.plugin.looks import Looks
-from dit_lora.guard.plugin.loop_state import Averages, LoopState
-from dit_lora.guard.plugin.names import Names
-from dit_lora.guard.plugin.recovery import PluginRecovery
-from dit_lora.guard.plugin.steps import Steps
-from dit_lora.guard.plugin.watched import Watched
+from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.finite_checks import CHECKS, checked
+from dit_lora.guard.attach.guard_json import GuardFile, models_in_words, optimizers_in_words
+from dit_lora.guard.attach.monitoring import Looks
+from dit_lora.guard.attach.recovery import PluginRecovery
+from dit_lora.guard.attach.sample_ids import Names
+from dit_lora.guard.attach.step_hooks import Steps
+from dit_lora.guard.attach.training_state import Averages, LoopState
+from dit_lora.guard.attach.watched_models import Watched
 from dit_lora.guard.suspects import Suspects
 from dit_lora.patching import Patches
 

@@ -10,6 +10,19 @@ from typing import Any, ClassVar
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.files import append_line
+from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.bundles import Bundles
+from dit_lora.guard.attach.call_recorder import CapturedCall
+from dit_lora.guard.attach.diagnosis import (
+    call_verdicts,
+    of_the_loops_loss,
+    state_verdict,
+    unseen,
+)
+from dit_lora.guard.attach.save_weights import save_trained
+from dit_lora.guard.attach.skip_budget import SkipBudget
+from dit_lora.guard.attach.training_state import LoopState
+from dit_lora.guard.attach.watched_models import Watched
 from dit_lora.guard.episode import (
     OF_STATE,
     OF_WEIGHTS,
@@ -21,19 +34,6 @@ from dit_lora.guard.episode import (
 )
 from dit_lora.guard.event import Event, event_of
 from dit_lora.guard.gate import NonFiniteError
-from dit_lora.guard.plugin.budget import SkipBudget
-from dit_lora.guard.plugin.bundles import Bundles
-from dit_lora.guard.plugin.diagnosis import (
-    call_verdicts,
-    of_the_loops_loss,
-    state_verdict,
-    unseen,
-)
-from dit_lora.guard.plugin.host import Host
-from dit_lora.guard.plugin.loop_state import LoopState
-from dit_lora.guard.plugin.recorded_calls import CapturedCall
-from dit_lora.guard.plugin.saved import save_trained
-from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.policy import Action, Policy
 from dit_lora.guard.switches import find_switch
 from dit_lora.guard.verdict import Verdict

@@ -6,20 +6,20 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from dit_lora.guard.plugin.host import Host, bare_model
-from dit_lora.guard.plugin.loop_state import LoopState
-from dit_lora.guard.plugin.models import (
+from dit_lora.guard.attach.accelerator_adapter import Host, bare_model
+from dit_lora.guard.attach.call_recorder import CapturedCall, Recorder
+from dit_lora.guard.attach.discover_models import Roots
+from dit_lora.guard.attach.find_models import (
     Models,
     held_parameters,
     parts_of,
     trainable_parameters,
     trained_models,
 )
-from dit_lora.guard.plugin.names import Names
-from dit_lora.guard.plugin.record import LoopRecord
-from dit_lora.guard.plugin.recorded_calls import CapturedCall, Recorder
-from dit_lora.guard.plugin.roots import Roots
-from dit_lora.guard.plugin.shared_calls import RankCalls, shared_calls
+from dit_lora.guard.attach.frozen_weights import LoopRecord
+from dit_lora.guard.attach.gather_calls import RankCalls, shared_calls
+from dit_lora.guard.attach.sample_ids import Names
+from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.state import weight_peak
 from dit_lora.guard.suspects import Suspects
 from dit_lora.guard.switches import all_switches

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dit_lora.guard.plugin.names import Names
+from dit_lora.guard.attach.sample_ids import Names
 from dit_lora.patching import Patches
 
 Note = Callable[[Iterator[Any]], Iterator[Any]]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from dit_lora.guard.plugin.recorded_calls import CapturedCall
+from dit_lora.guard.attach.call_recorder import CapturedCall
 from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.ranks import gather_object, process_index
 

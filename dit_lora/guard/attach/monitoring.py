@@ -20,6 +20,9 @@ from torch.distributed.tensor import DTensor
 from dit_lora.config.ladder import LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
+from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.outermost_calls import leave, listen
+from dit_lora.guard.attach.watched_models import Watched
 from dit_lora.guard.attention_backends import AttentionCall, recorded_calls
 from dit_lora.guard.checks import (
     attention_backends,
@@ -29,9 +32,6 @@ from dit_lora.guard.checks import (
 )
 from dit_lora.guard.event import Event, kernel_event
 from dit_lora.guard.monitor import Monitor
-from dit_lora.guard.plugin.host import Host
-from dit_lora.guard.plugin.outermost import leave, listen
-from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.spikes import SpikeDetector
 from dit_lora.guard.switches import attention_switches
 from dit_lora.numerics.dtensors import local

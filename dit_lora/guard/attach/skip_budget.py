@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dit_lora.guard.plugin.names import identifies
+from dit_lora.guard.attach.sample_ids import identifies
 from dit_lora.guard.verdict import Verdict
 
 # Steps over which `max_skips` counts.

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.plugin.host import Host
+from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import is_finite, magnitudes
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from dit_lora.guard.plugin.outermost import leave, listen
-from dit_lora.guard.plugin.recorded_calls import CapturedCall, Recorder
+from dit_lora.guard.attach.call_recorder import CapturedCall, Recorder
+from dit_lora.guard.attach.outermost_calls import leave, listen
 
 
 class Roots:

@@ -8,15 +8,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.call_recorder import CapturedCall
+from dit_lora.guard.attach.finite_checks import StepChecks
+from dit_lora.guard.attach.monitoring import Looks
+from dit_lora.guard.attach.recovery import OF_FROZEN, WEIGHTS, PluginRecovery, PluginTrip
+from dit_lora.guard.attach.scheduler_gating import Turns
+from dit_lora.guard.attach.training_state import LoopState
+from dit_lora.guard.attach.watched_models import Watched
 from dit_lora.guard.gate import ACCELERATED, NonFiniteError, any_not_finite
-from dit_lora.guard.plugin.checks import StepChecks
-from dit_lora.guard.plugin.host import Host
-from dit_lora.guard.plugin.looks import Looks
-from dit_lora.guard.plugin.loop_state import LoopState
-from dit_lora.guard.plugin.recorded_calls import CapturedCall
-from dit_lora.guard.plugin.recovery import OF_FROZEN, WEIGHTS, PluginRecovery, PluginTrip
-from dit_lora.guard.plugin.turns import Turns
-from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.state import altered_state, has_run_away, weight_peak
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import has_nan, is_finite
