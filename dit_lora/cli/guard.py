@@ -23,8 +23,12 @@ def guard(
         typer.Option(help="Gets events.jsonl, bundles and, at a stop, the last good weights."),
     ] = Path("dit_lora_guard"),
     max_skips: Annotated[
-        int, typer.Option(help="Tripped steps that skips may answer; then the script is stopped.")
-    ] = LoopConfig.max_skips,
+        int | None,
+        typer.Option(
+            help="End the script once so many steps of the last 100 were skipped for something new; by default never.",
+            show_default=False,
+        ),
+    ] = None,
     snapshot_every: Annotated[
         int, typer.Option(help="Steps between snapshots of what is trained; 0 for none.")
     ] = LoopConfig.snapshot_every,
@@ -48,14 +52,14 @@ def guard(
     ] = LoopConfig.spike_threshold,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
 ) -> None:
-    """Run a training script with every optimizer watched; what is behind SCRIPT are its own arguments.
+    """Run a training script with every optimizer watched; everything after SCRIPT is passed to it.
 
     On several processes: accelerate launch -m dit_lora guard SCRIPT, or torchrun -m dit_lora guard SCRIPT.
     """
     from dit_lora.guard.attach.run_script import run_script
 
-    config = LoopConfig(
-        max_skips=max_skips,
+    config = LoopConfig.for_script(
+        max_skips,
         snapshot_every=snapshot_every,
         bundles=bundles,
         preflight=preflight,

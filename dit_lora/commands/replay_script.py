@@ -12,12 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dit_lora.commands.replayed import Replayed, judged, other_versions
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.guard.attach.bundles import parameters_in_words, unpacked_call, versions
+from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, leave, listen
 from dit_lora.guard.attach.guard import Guard
-from dit_lora.guard.attach.outermost_calls import leave, listen
+from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.run_script import run_as_main
 from dit_lora.guard.bundle import Bundle
 from dit_lora.numerics.dtensors import fill, needs_all_ranks, stock_class
-from dit_lora.patching import Patches
 from dit_lora.terminal import echo
 
 
@@ -71,9 +71,9 @@ class _Again:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Look at every outermost call within; leaves once the verdict is there, or it is clear that none comes."""
-        patches = Patches()
+        found = Interceptions()
         # A guard of the script's own is not to write into the folder that the bundle may lie in.
-        patches.method(Guard, "__init__", _without_folder)
+        found.class_method(Guard, "__init__", self._without_folder)
         listen(self._around)
         hook = register_optimizer_step_pre_hook(self._before_step)
         try:
@@ -86,7 +86,7 @@ class _Again:
         finally:
             hook.remove()
             leave(self._around)
-            patches.undo()
+            found.undo()
 
     def nothing_fits(self, script: str) -> DitLoraError:
         """Return the error that says what differs in the model that is nearest to the bundle's, whole."""
@@ -108,8 +108,8 @@ class _Again:
         )
 
     @contextmanager
-    def _around(self, outermost: nn.Module) -> Iterator[None]:
-        model = self._fitting(outermost)
+    def _around(self, call: OutermostCall) -> Iterator[None]:
+        model = self._fitting(call.module)
         if model is not None:
             try:
                 self.result = self._replayed(model)
@@ -132,6 +132,9 @@ class _Again:
                 differing = _differing(self._wanted, found) or ["the class, or the order"]
                 self._others.setdefault(id(module), (kind, differing))
         return None
+
+    def _without_folder(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        original(*args, **{**kwargs, "folder": None})
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Leave at an optimizer's second step: by then every model of a step was called."""
@@ -170,7 +173,3 @@ def _differing(wanted: Sequence[str], found: Sequence[str]) -> list[str]:
         for name, (there, here) in shapes.items()
         if there != here
     ]
-
-
-def _without_folder(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    original(*args, **{**kwargs, "folder": None})

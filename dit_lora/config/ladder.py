@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dit_lora.errors import DitLoraError
 
@@ -57,10 +57,13 @@ class LadderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(LadderConfig):
-    """Says what a guard looks at in healthy steps too, of a loop that is not ours. Raises `DitLoraError` as its base.
+    """Settings of a guard in somebody else's loop. Raises `DitLoraError` as its base does.
 
-    A recipe's `guard` section has these settings under the same names.
+    By default nothing ends the loop: `on_nonfinite` has no `stop`. With one, `NonFiniteError` ends it where no other
+    answer fits, or `max_skips` is used up. A recipe's `guard` section has the other settings under the same names.
     """
+
+    on_nonfinite: tuple[Rung, ...] = RUNGS[:-1]
 
     preflight: bool = False
     """Check base weights, gradients and attention at the first step, and switch off the attention backends that are
@@ -69,10 +72,16 @@ class LoopConfig(LadderConfig):
     """Steps between statistics of every module in statistics.jsonl; 0 for none. Blocks that are compiled are compiled
     once more for them."""
     spike_threshold: float | None = None
-    """Report losses and gradient norms this many MADs above their median; None for none. A loss is known in loops of
-    Accelerate and with a closure."""
+    """Report losses and gradient norms this many MADs above their median; None for none."""
     spike_window: int = 200
     """Steps in that median."""
+
+    @classmethod
+    def for_script(cls, max_skips: int | None, **settings: Any) -> "LoopConfig":
+        """Settings of the command: with a number of skips the ladder ends in a stop, without one nothing stops."""
+        if max_skips is None:
+            return cls(**settings)
+        return cls(on_nonfinite=RUNGS, max_skips=max_skips, **settings)
 
     @classmethod
     def of(cls, config: LadderConfig) -> "LoopConfig":

@@ -154,7 +154,9 @@ def observed(guard: Callable[[], Guard], run: Callable[[], str | None]) -> Obser
 
 
 def not_finite(model: nn.Module) -> str | None:
-    bad = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
+    """Say which trained weights and buffers are not finite; of frozen weights no guard holds a copy."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    bad = [name for name, t in [*named, *model.named_buffers()] if not torch.isfinite(t).all()]
     return f"not finite at the end: {bad}" if bad else None
 
 

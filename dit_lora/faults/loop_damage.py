@@ -127,9 +127,12 @@ def _altered(
 def _base(
     name: str, module: str | None, spoil: Spoil, *words: str, step: int = 4
 ) -> tuple[Fault, ...]:
-    """Return a fault of a frozen base in memory."""
-    expected = Expected("weights", "stop", (*words, _DAMAGED), module=module, exit_code=3)
-    return _fault(name, f"before step {step}", expected, spoil, change=_frozen_base)
+    """A fault of a frozen base in memory: a loop that asks for good state is ended, and a trainer goes on."""
+    stopped = Expected("weights", "stop", (*words, _DAMAGED), module=module, exit_code=3)
+    reported = Expected("weights", "report", (*words, _DAMAGED), module=module)
+    return _fault(
+        name, f"before step {step}", stopped, spoil, in_trainers=reported, change=_frozen_base
+    )
 
 
 _OTHER_SIGN = times(-1.0)
@@ -158,7 +161,7 @@ FAULTS: tuple[Fault, ...] = (
     *_fault(
         "NaN in a buffer",
         "before step 4",
-        Expected("weights", "stop", ("the buffer scale", _DAMAGED), exit_code=3),
+        Expected("weights", "skip", ("the buffer scale", _DAMAGED)),
         at(4, _buffer, Element(math.nan, 3)),
     ),
     *_fault(

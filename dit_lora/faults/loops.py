@@ -97,6 +97,12 @@ def _nan_gradient(loop: ToyLoop, step: int, batch: Batch) -> None:
         spoil_gradient_once(next(loop.bare.parameters()), Element(math.nan, 3))
 
 
+def _half(model: Toy) -> None:
+    """Train all of the model in fp16."""
+    model.half()
+    model.register_forward_pre_hook(lambda module, args: tuple(x.half() for x in args))
+
+
 def _fp16(model: Toy) -> None:
     """Hold layers in fp16 as a frozen base is: only the table of classes trains, in fp32."""
     for layer in (model.first, model.norm, model.last):
@@ -175,6 +181,22 @@ def played(
     return play
 
 
+def _label_outside_of_the_table(fault: Fault, world: World) -> Observation:
+    """Give a label that the table does not have: torch's error ends the loop, and the guard has named the sample."""
+    messages: list[str] = []
+    loop = ToyLoop(world, in_batch(2, "labels", 2, 12))
+    recovery: Any = loop.guard._recovery
+    recovery.say = messages.append
+    try:
+        loop.run()
+    except IndexError:
+        return Observation(loop.guard.events, DitLoraError("\n".join(messages)))
+    finally:
+        loop.guard.detach()
+        forget(world.accelerator)
+    return Observation(loop.guard.events, None)
+
+
 def _trainer(fault: Fault, world: World) -> Observation:
     """Run a Trainer of Transformers on a tiny language model, one sample without a label to learn from."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -211,9 +233,23 @@ def _moment(loop: ToyLoop, batch: Batch) -> torch.Tensor:
 
 
 def in_loops(
-    name: str, when: str, expected: Expected, *how: Any, **options: Any
+    name: str,
+    when: str,
+    expected: Expected,
+    *how: Any,
+    in_trainers: Expected | None = None,
+    **options: Any,
 ) -> tuple[Fault, ...]:
-    """Return the fault in every kind of loop: Accelerate's as published scripts have it, a plain one, trainers'."""
+    """The fault in every kind of loop: Accelerate's as published scripts have it, a plain one, trainers'.
+
+    Args:
+        name: Begins the fault's name.
+        when: When it strikes.
+        expected: What the guard must say and do.
+        how: Arguments of `played`.
+        in_trainers: What it must say and do in trainers, if that differs: their batches come from a loader.
+        options: Options of `played`.
+    """
     kinds: dict[str, type[ToyLoop]] = {
         "a stock loop": ToyLoop,
         "a plain loop": PlainToyLoop,
@@ -224,7 +260,7 @@ def in_loops(
             f"{name} in {loop}",
             "plugin",
             when,
-            expected,
+            in_trainers if in_trainers is not None and loop in TRAINERS else expected,
             play=played(*how, kind=kind, **options),
             most_ranks=1 if loop in TRAINERS else 8,
         )
@@ -238,14 +274,16 @@ def _precision(name: str, expected: Expected, change: Callable[[Toy], None], **h
 
 
 _DATA = Expected("data", "skip", ("1 NaN",))
-_OUTPUT = Expected("data", "skip", ("gradient of the output",))
+# What comes back from outside of the model is no fact about a sample, unless the item is bad as it was loaded.
+_TARGET_OF_NOBODY = Expected("unknown", "skip", ("the gradient that came back to it is not",))
+_TARGET_OF_AN_ITEM = Expected("data", "skip", ("y has 1 NaN",))
 _TRANSIENT, _ROLLED = Expected("transient", "skip"), Expected("optimizer", "rollback")
 _LABEL = Expected("refused", "refused", ("step 2 row 2", "12", "classes has 0..9"), exit_code=2)
-_FP16 = Expected("refused", "refused", ("fp16", "AdamW"), exit_code=2)
+_FP16 = Expected("precision", "skip", ("it is fp16, where AdamW's eps of 1e-8 is 0",))
 _OVERFLOW = Expected("precision", "stop", ("first inf", "last"), exit_code=3)
 _BACKWARD = Expected("precision", "stop", ("in the backward",), module="norm", exit_code=3)
 _COLLAPSE = Expected("refused", "stop", ("every loss scale",), exit_code=3)
-_IGNORED = Expected("labels", "skip", ("-100",))
+_IGNORED = Expected("labels", "report", ("-100",))
 _STOP = LadderConfig(max_skips=1)
 _PIXEL = in_batch(3, "x", 18, math.nan)
 _TARGET = in_batch(3, "y", 33, math.nan, on_last_rank=True)
@@ -258,7 +296,14 @@ FAULTS: tuple[Fault, ...] = (
         _DATA,
         play=played(_PIXEL, _named(3, 1), scaled=True),
     ),
-    *in_loops("a NaN target on one rank", "step 3, last rank", _OUTPUT, _TARGET, _named(3, 2)),
+    *in_loops(
+        "a NaN target on one rank",
+        "step 3, last rank",
+        _TARGET_OF_NOBODY,
+        _TARGET,
+        _named(3, 2),
+        in_trainers=_TARGET_OF_AN_ITEM,
+    ),
     *in_loops("a NaN gradient element", "step 3", _TRANSIENT, _nan_gradient, _two_skipped),
     *in_loops("a NaN moment", "step 4", _ROLLED, at(4, _moment, Element(math.nan, 0))),
     Fault(
@@ -266,7 +311,7 @@ FAULTS: tuple[Fault, ...] = (
         "labels",
         "step 2",
         _LABEL,
-        play=played(in_batch(2, "labels", 2, 12)),
+        play=_label_outside_of_the_table,
     ),
     Fault(
         "a Trainer's sample with all labels ignored",
@@ -279,13 +324,19 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "AdamW on fp16 parameters",
         "optimizer",
-        "before the run",
+        "from step 1",
         _FP16,
-        play=played(change=lambda model: model.half()),
+        play=played(change=_half),
     ),
     _precision("overflow of fp16", _OVERFLOW, _overflowing, config=_STOP),
     _precision(
         "LayerNorm eps 1e-12 over zero queries in fp16", _BACKWARD, _zero_queries, config=_STOP
     ),
-    _precision("a loss scale that collapses", _COLLAPSE, _overflowing_gradient, scaled=True),
+    _precision(
+        "a loss scale that collapses",
+        _COLLAPSE,
+        _overflowing_gradient,
+        scaled=True,
+        config=LadderConfig(),
+    ),
 )

@@ -8,11 +8,11 @@ from dit_lora.errors import reported_errors
 
 
 def main() -> None:
-    """Run the script with what is behind its name as its arguments."""
+    """Run the script with everything after its name as its arguments."""
     default = LoopConfig()
     parser = argparse.ArgumentParser(prog="python -m dit_lora.guard", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("dit_lora_guard"))
-    parser.add_argument("--max-skips", type=int, default=default.max_skips)
+    parser.add_argument("--max-skips", type=int, help="end the script once so many were skipped")
     parser.add_argument("--snapshot-every", type=int, default=default.snapshot_every)
     parser.add_argument("--bundles", type=int, default=default.bundles)
     parser.add_argument("--preflight", action="store_true")
@@ -26,8 +26,8 @@ def main() -> None:
         from dit_lora.guard.attach.monitoring import LOOKS
         from dit_lora.guard.attach.run_script import run_script
 
-        settings = ("max_skips", "snapshot_every", "bundles", *LOOKS)
-        config = LoopConfig(**{name: getattr(given, name) for name in settings})
+        settings = {name: getattr(given, name) for name in ("snapshot_every", "bundles", *LOOKS)}
+        config = LoopConfig.for_script(given.max_skips, **settings)
         run_script(
             given.script, given.arguments, config=config, folder=given.folder, module=given.module
         )

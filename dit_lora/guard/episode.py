@@ -199,11 +199,15 @@ def telling(trip: Tripped, verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def verdict_lines(verdicts: Sequence[Verdict], *, alone: bool = False) -> list[str]:
-    """Return a line for each distinct verdict; of one process that is `alone`, without its rank beside samples."""
+    """Return a line for each distinct verdict; without ranks for the only process, which is `alone`."""
     places: dict[str, list[str]] = {}
     for verdict in verdicts:
-        rank = f"rank {verdict.rank}"
+        rank = "" if alone else f"rank {verdict.rank}"
         names = ", ".join(verdict.sample_ids)
-        place = names if alone else f"{names} ({rank})"
-        places.setdefault(verdict.words, []).append(place if names else rank)
-    return [f"{', '.join(dict.fromkeys(where))}: {words}" for words, where in places.items()]
+        place = f"{names} ({rank})" if names and rank else names or rank
+        places.setdefault(verdict.words, []).append(place)
+    lines = []
+    for words, where in places.items():
+        named = ", ".join(dict.fromkeys(filter(None, where)))
+        lines.append(f"{named}: {words}" if named else words)
+    return lines

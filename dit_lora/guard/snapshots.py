@@ -44,7 +44,6 @@ class Snapshots:
         self._every = every
         self._keep = keep
         self._held: dict[int, Tensors] = {}
-        self._peaks: dict[int, Tensors] = {}
         self._spare: list[Tensors] = []
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
@@ -68,13 +67,15 @@ class Snapshots:
         """Hold the values of now as those of `step`; the oldest snapshot gives way once `keep` are held."""
         live = self._live()
         buffers = self._free_buffers(step)
-        # Peaks go with the snapshots that have given way.
-        self._peaks = {held: self._peaks[held] for held in self._held}
-        self._peaks[step] = stacked_peaks(live)  # not read here: the host waits for nothing
         with self._aside(live):
-            self._held[step] = {
-                name: _copied_into(buffers.get(name), tensor) for name, tensor in live.items()
-            }
+            if _all_fit(buffers, live):
+                # One operation for all; on a CPU each would cost more than the values that it copies.
+                torch._foreach_copy_([buffers[name] for name in live], list(live.values()))
+                self._held[step] = {name: buffers[name] for name in live}
+            else:
+                self._held[step] = {
+                    name: _copied_into(buffers.get(name), tensor) for name, tensor in live.items()
+                }
 
     def before_update(self) -> None:
         """Make the current CUDA stream wait for a copy under way; what it overwrites next has been read."""
@@ -119,7 +120,7 @@ class Snapshots:
 
     def peaks(self) -> dict[str, float]:
         """Return the largest magnitude of each tensor of the newest snapshot; empty while none is held."""
-        return read_scalars(self._peaks[max(self._held)]) if self._held else {}
+        return read_scalars(stacked_peaks(self.read(max(self._held)))) if self._held else {}
 
     def forget(self, step: int) -> None:
         """Hold the snapshot no more; its buffers are the next snapshot's."""
@@ -169,6 +170,14 @@ def _copied_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Ten
         # Freed by its owner, its memory must not be handed out before this stream has read it.
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return buffer
+
+
+def _all_fit(buffers: Tensors, live: Tensors) -> bool:
+    """True if every tensor is on the CPU and has a buffer that fits."""
+    return all(
+        tensor.device.type == "cpu" and name in buffers and _fits(buffers[name], tensor)
+        for name, tensor in live.items()
+    )
 
 
 def _fits(buffer: torch.Tensor, tensor: torch.Tensor | None) -> bool:

@@ -36,8 +36,13 @@ def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
 def _frozen(case: Case) -> Verdict | None:
     suspects = case.suspects
     trained = {name for name, p in suspects.model.named_parameters() if p.requires_grad}
-    weights = ((f"weight {n}", p) for n, p in suspects.named_parameters() if n not in trained)
-    buffers = ((n, b) for n, b in untrained(suspects.model) if n.startswith("buffer "))
+    left_out = trained | set(suspects.infinite)
+    weights = ((f"weight {n}", p) for n, p in suspects.named_parameters() if n not in left_out)
+    buffers = (
+        (n, b)
+        for n, b in untrained(suspects.model)
+        if n.startswith("buffer ") and n.removeprefix("buffer ") not in left_out
+    )
     wrong = case.wrong([*weights, *buffers], describe_bad) or _gathered(
         case, suspects.frozen.changed() if suspects.frozen is not None else []
     )
@@ -73,12 +78,22 @@ def _not_finite(case: Case) -> Verdict | None:
         )
     if diverged(case):
         return _too_high(case)
-    # Memory spoils one tensor; a learning rate, most of them.
-    if len(weights) > len(trained) / 2:
+    # Memory spoils an element, and a step that is too large most of them; NaN alone comes from elsewhere.
+    if _most_elements_overflowed(trained.values()):
         words = f"{len(weights)} of {len(trained)} trained tensors overflowed in one update, with finite moments: "
         return case.found("learning_rate", words + "the learning rate is too high")
     words = f"the trained weight {weights[0]}{others(weights)}, with finite gradients and moments"
     return case.found("weights", words, module=_module(weights[0]))
+
+
+def _most_elements_overflowed(weights: Iterable[torch.Tensor]) -> bool:
+    """True if more than half of all trained elements are not finite, and an infinite one among them."""
+    bad, infinite, count = 0, 0, 0
+    for weight in map(local, weights):
+        bad += int((~torch.isfinite(weight)).sum())
+        infinite += int(torch.isinf(weight).sum())
+        count += weight.numel()
+    return bad > count / 2 and infinite > 0
 
 
 def _owner(described: str, trained: Collection[str]) -> tuple[Cause, str]:
@@ -123,7 +138,7 @@ def _gathered(case: Case, own: list[str]) -> list[str]:
 
 def _negative(name: str, tensor: torch.Tensor) -> str | None:
     cannot_be = name.endswith(of_all(lambda record: record.never_negative))
-    if not cannot_be or not tensor.numel() or tensor.min() >= 0:
+    if not cannot_be or not tensor.numel() or tensor.is_complex() or tensor.min() >= 0:
         return None
     return f"{name} must not be negative and reaches {tensor.min().item():.3g}"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,18 @@ from dit_lora.guard.verdict import Cause, Verdict
 from dit_lora.numerics.dtensors import Describe, described
 from dit_lora.numerics.quantized_linear import weight_values
 
+T = TypeVar("T")
 NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+class Attempt(Protocol):
+    """Runs one experiment; None stands for an experiment that has no answer."""
+
+    def __call__(self, experiment: Callable[[], T]) -> T | None: ...
+
+
+def _uncontained(experiment: Callable[[], T]) -> T | None:
+    return experiment()
 
 
 def _no_other(_wanted: MicroBatch, _without: Collection[str]) -> MicroBatch | None:
@@ -39,6 +50,8 @@ class Suspects:
     """
     frozen: FrozenRecord | None = None
     """The frozen weights and buffers as they were at the start."""
+    infinite: Collection[str] = ()
+    """Names of frozen weights and buffers that held infinity at the start, as masks of -inf do."""
     peaks: Callable[[], Mapping[str, float]] = dict
     """The largest magnitudes of the newest snapshot's tensors, by the names of trained weights and `optimizer_state`."""
     switched_off: Collection[str] = ()
@@ -47,6 +60,9 @@ class Suspects:
     """The largest share of a weight that one step's weight decay takes away: learning rate times decay."""
     another: Callable[[MicroBatch, Collection[str]], MicroBatch | None] = _no_other
     """A micro-batch of one sample that is none of those named, for comparison; None where there is none."""
+
+    attempt: Attempt = _uncontained
+    """Runs one experiment. In somebody else's loop an experiment may raise: a model that cannot run one sample, say."""
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield the parameters by name; this rank's part where ranks do not diagnose together."""

@@ -54,8 +54,9 @@ def convicts(
 def switch_at_fault(case: Case) -> Switch | None:
     """Return the first switch without which it is healthy. Where a step does not fit into memory, that is noted."""
     for switch in case.suspects.in_use():
+        off = switch.off
         try:
-            if convicts(case, switch.off):
+            if case.suspects.attempt(lambda: convicts(case, off)):  # noqa: B023  run at once
                 return switch
         except torch.OutOfMemoryError:
             if case.suspects.lockstep:
@@ -66,8 +67,12 @@ def switch_at_fault(case: Case) -> Switch | None:
 
 def finite_in_fp32(case: Case) -> bool:
     """Return True if fp32 weights and compute make it finite."""
+    model = case.suspects.model
     try:
-        return convicts(case, lambda: in_fp32(case.suspects.model), rounds=ROUNDS // 2)
+        is_cause = case.suspects.attempt(
+            lambda: convicts(case, lambda: in_fp32(model), rounds=ROUNDS // 2)
+        )
+        return bool(is_cause)
     except torch.OutOfMemoryError:
         if case.suspects.lockstep:
             raise
@@ -77,6 +82,16 @@ def finite_in_fp32(case: Case) -> bool:
 
 def blamed(case: Case) -> Verdict:
     """Return the verdict where no switch helps: on samples, the draw, the place in the run, or nothing of these."""
+    verdict = case.suspects.attempt(lambda: _blamed(case))
+    if verdict is not None:
+        return verdict
+    words = (
+        "nothing that was switched off makes it healthy, and its samples cannot be run one by one"
+    )
+    return case.found("unknown", words)
+
+
+def _blamed(case: Case) -> Verdict:
     alone = _alone(case.micro_batch)
     # One by one: in a batch a healthy sample would share the blame.
     failing = [sample for sample in alone if not _steadily(case, sample, rounds=1)]

@@ -1,10 +1,24 @@
 """Says how many ranks there are, and gathers what each has, by torch's own process group: Accelerate is not needed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 from torch import distributed
 
 T = TypeVar("T")
+_IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside the context this process counts as the only one: for processes of a group that train models of their own."""
+    token = _IS_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _IS_ALONE.reset(token)
 
 
 def process_count() -> int:
@@ -25,4 +39,4 @@ def gather_object(own: list[T]) -> list[T]:
 
 
 def _spread() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
+    return not _IS_ALONE.get() and distributed.is_available() and distributed.is_initialized()

@@ -10,7 +10,7 @@ from typing import Any
 from dit_lora.files import read_lines
 from dit_lora.guard.attach.guard_json import NAME, starts_in
 from dit_lora.guard.attach.monitoring import STATISTICS
-from dit_lora.guard.attach.sample_ids import identifies
+from dit_lora.guard.attach.samples.loaded_batches import is_sample_name
 from dit_lora.redact import redactor
 from dit_lora.report.charts.heat_map import ModuleHistory, heat_maps
 from dit_lora.report.pages import render, write_page
@@ -136,7 +136,7 @@ def _figures(
     for event in events:
         for sample in _listed(event.get("sample_ids")):
             blamed[sample] = blamed.get(sample, 0) + 1
-    named = {sample: count for sample, count in blamed.items() if identifies(sample)}
+    named = {sample: count for sample, count in blamed.items() if is_sample_name(sample)}
     worst = max(named, key=lambda sample: named[sample], default="")
     most = f"most often {worst} ({named[worst]}x)" if worst else ""
     unnamed = len(blamed) - len(named)

@@ -69,7 +69,7 @@ def test_a_loop_is_guarded_where_torch_alone_is_installed(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     told, finite, *put_back, last = done.stdout.splitlines()
-    assert told == "3 sample 3 of micro-batch 0 data"
+    assert told == "3 row 3 of micro-batch 0 inputs"
     assert (finite, put_back, last) == ("True", [], "True"), done.stdout
     assert (tmp_path / "guard" / "events.jsonl").exists()
     assert (tmp_path / "guard" / "guard.json").exists()

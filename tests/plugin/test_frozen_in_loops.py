@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_helpers import batch, causes, fresh_accelerator
+from loop_helpers import batch, causes, fresh_accelerator, spoil_once
 from torch import nn
 
+from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.attach.finite_checks import CHECKS
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.gate import NonFiniteError
@@ -37,11 +38,12 @@ def counting_loop(
     spoil: Spoil,
     checks: Collection[str] = CHECKS,
     seen: Callable[[Guard], None] = lambda guard: None,
+    config: LadderConfig | None = None,
 ) -> Guard:
     accelerator, model = fresh_accelerator(), Counting()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = accelerator.prepare(torch.optim.AdamW(trained))
-    guard = Guard.attach(accelerator, model, optimizer, checks=checks)
+    guard = Guard.attach(accelerator, model, optimizer, checks=checks, config=config)
     seen(guard)
     for number in range(5):
         x = batch(number)
@@ -70,14 +72,18 @@ def test_buffers_that_the_loop_itself_changes_are_not_damage_and_frozen_weights_
         if number == 3:
             model.frozen.weight.data[0, 0] = 3e38
 
-    assert causes(counting_loop(in_the_data(3)).events) == [("data", "skip")]
+    assert causes(counting_loop(in_the_data(3)).events) == [("inputs", "skip")]
     # Before a healthy step has shown which buffers they are, and after another start of them was loaded.
-    assert causes(counting_loop(in_the_data(0)).events) == [("data", "skip")]
-    assert causes(counting_loop(in_the_data(4, loads=2)).events) == [("data", "skip")]
+    assert causes(counting_loop(in_the_data(0)).events) == [("inputs", "skip")]
+    assert causes(counting_loop(in_the_data(4, loads=2)).events) == [("inputs", "skip")]
     with pytest.raises(NonFiniteError, match=r"of the step before; they are in .*frozen") as error:
-        counting_loop(in_memory)
+        counting_loop(in_memory, config=LadderConfig())
     assert error.value.event["verdict"]["cause"] == "weights"
     assert error.value.event["sample_ids"] == []
+    # Without a stop in the ladder every step with the damaged weight is skipped.
+    guard = counting_loop(in_memory)
+    assert causes(guard.events) == [("weights", "skip")] * 2
+    assert [event["sample_ids"] for event in guard.events] == [[], []]
 
 
 def turned(number: int, model: Counting, x: torch.Tensor) -> None:
@@ -195,7 +201,7 @@ def test_what_a_passed_save_found_changed_is_not_damage_when_a_later_step_trips(
             x[1, 2] = torch.nan
 
     guard = counting_loop(change, seen=saves.append)
-    assert causes(guard.events) == [("data", "skip")]
+    assert causes(guard.events) == [("inputs", "skip")]
 
 
 def test_an_average_moved_past_its_version_is_not_damage_when_a_later_step_trips() -> None:
@@ -204,20 +210,30 @@ def test_an_average_moved_past_its_version_is_not_damage_when_a_later_step_trips
         if number == 4:
             x[1, 2] = torch.nan
 
-    assert causes(counting_loop(change).events) == [("data", "skip")]
+    assert causes(counting_loop(change).events) == [("inputs", "skip")]
 
 
-def test_a_buffer_that_the_model_writes_to_is_named_where_no_sample_is_bad(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_buffer_that_the_model_writes_to_is_named_and_put_back_where_no_sample_is_bad(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is told as the state that it is; the samples of that step are healthy."""
-    monkeypatch.chdir(tmp_path)
+    """It is no damage, since the model writes to it; the samples of that step are healthy."""
+    models: list[Counting] = []
 
     def change(number: int, model: Counting, x: torch.Tensor) -> None:
+        models[:] = [model]
         if number == 3:
             model.calls.data.fill_(torch.nan)
-            model.weight.register_hook(lambda gradient: gradient * torch.nan)
+            spoil_once(model.weight, torch.nan)
 
-    with pytest.raises(NonFiniteError, match="the buffer calls has 3 NaN") as error:
-        counting_loop(change)
-    assert error.value.event["sample_ids"] == []
+    guard = counting_loop(change)
+    assert causes(guard.events) == [("unknown", "skip")]
+    (event,) = guard.events
+    assert (event["step"], event["sample_ids"]) == (4, [])
+    words = event["verdict"]["words"]
+    assert words.startswith("the buffer calls has 3 NaN among 3 values; the model itself writes to")
+    assert (
+        "step 4: non finite gradient; the step was not taken; not finite and put back: calls"
+        in (caplog.text)
+    )
+    # It begins again with the count that the snapshot of the start holds, and step 5 adds one.
+    assert models[0].calls.tolist() == [1.0] * 3

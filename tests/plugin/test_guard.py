@@ -16,7 +16,6 @@ from launching import launch_environment
 from torch import nn
 
 import dit_lora
-from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.gate import NonFiniteError
 
@@ -112,20 +111,20 @@ def test_detaching_gives_the_loop_its_own_methods_back() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_weights_are_refused_in_fp16_and_warned_of_in_bf16(
+def test_half_precision_weights_are_warned_of(
     dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 2).to(dtype)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    with caplog.at_level(logging.WARNING, logger="dit_lora"):
+        Guard.attach(accelerator, model, optimizer)
+    (message,) = caplog.messages
     if dtype is torch.float16:
-        with pytest.raises(DitLoraError, match="2 trained parameters are fp16"):
-            Guard.attach(accelerator, model, optimizer)
+        assert "parameters are fp16, where AdamW turns a gradient of 0 into NaN" in message
     else:
-        with caplog.at_level(logging.WARNING, logger="dit_lora"):
-            Guard.attach(accelerator, model, optimizer)
-        assert "bf16" in caplog.text
+        assert "parameters are bf16: small updates round to nothing" in message
 
 
 def test_under_deepspeed_a_bad_loss_never_reaches_backward_and_gradients_are_not_judged() -> None:
@@ -146,8 +145,8 @@ def test_under_deepspeed_a_bad_loss_never_reaches_backward_and_gradients_are_not
             optimizer.step()
         assert len(stepped) == 2
         assert all(value == value for value in stepped)
-        assert [event["verdict"]["cause"] for event in guard.events] == ["data"]
-        assert guard._watched.calls == []  # nothing piles up
+        assert [event["verdict"]["cause"] for event in guard.events] == ["inputs"]
+        assert len(guard._watched.log.calls) == 1  # nothing piles up
         guard.detach()
 
 
@@ -229,7 +228,7 @@ def test_a_model_that_returns_an_object_is_recorded_and_one_that_returns_no_tens
     guard = Guard.attach(accelerator, model, optimizer)
     accelerator.backward(model(bad()).sample.square().mean())
     optimizer.step()
-    assert [event["verdict"]["cause"] for event in guard.events] == ["data"]
+    assert [event["verdict"]["cause"] for event in guard.events] == ["inputs"]
 
 
 def test_the_public_names_are_there() -> None:

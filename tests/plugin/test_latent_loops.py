@@ -64,4 +64,5 @@ def test_no_sample_is_named_by_another_passs_order(tmp_path: Path) -> None:
     assert len(events) == 3
     for event in events:
         (name,) = event["sample_ids"]
-        assert name.startswith("sample ")
+        assert name in ("row 0 of micro-batch 0", "row 1 of micro-batch 0")
+        assert event["verdict"]["cause"] == "inputs"

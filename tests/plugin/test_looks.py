@@ -201,7 +201,7 @@ def test_a_first_step_that_trips_is_not_judged_by_the_preflight(
             optimizer.step()
             assert ("checks at the first" in caplog.text) is (step > 1)
     guard.detach()
-    assert [one["kind"] for one in guard.events] == ["non_finite_gradient"]
+    assert [event["kind"] for event in guard.events] == ["non_finite_loss"]
     assert caplog.text.count("checks at the first") == 1
 
 
@@ -231,4 +231,12 @@ def test_what_a_loop_is_not_able_to_look_at_is_refused(monkeypatch: pytest.Monke
 
 
 def test_answers_alone_are_settings_too() -> None:
-    assert LoopConfig.of(LadderConfig(max_skips=3)) == LoopConfig(max_skips=3)
+    config = LoopConfig.of(LadderConfig(max_skips=3))
+    assert config == LoopConfig(max_skips=3, on_nonfinite=LadderConfig().on_nonfinite)
+
+
+def test_a_ladder_ends_in_a_stop_and_that_of_a_loop_has_none() -> None:
+    assert LadderConfig().on_nonfinite[-1] == "stop"
+    assert LoopConfig().on_nonfinite == LadderConfig().on_nonfinite[:-1]
+    assert LoopConfig.for_script(None) == LoopConfig()
+    assert LoopConfig.for_script(0) == LoopConfig.of(LadderConfig(max_skips=0))

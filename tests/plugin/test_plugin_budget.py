@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from loop_helpers import bad_batch, causes
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -96,7 +97,8 @@ def test_a_bad_sample_is_named_by_its_index_told_once_and_costs_the_budget_once(
         number > 0 for number in range(epochs)
     ]
     first, last = [record.message for record in caplog.records]
-    assert "dataset index 3: argument 0 has 1 NaN" in first
+    # The loop has added noise: the item is named because it was bad as it was loaded.
+    assert first.endswith("\n  - dataset index 3: x has 1 NaN among 4 values")
     assert f"{epochs} of {4 * epochs} optimizer steps were not taken" in last
     assert f"dataset index 3 ({epochs}x)" in last
     assert all(torch.isfinite(p).all() for p in loop.model.parameters())
@@ -135,7 +137,7 @@ def test_a_disk_that_cannot_be_written_does_not_hide_why_it_stopped() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     Guard.attach(None, model, optimizer, config=dit_lora.LadderConfig(max_skips=0))
     Path("dit_lora_guard").write_text("in the way")
-    model(torch.full((1, 4), torch.nan)).sum().backward()
+    model(bad_batch(0)).sum().backward()
     with pytest.raises(NonFiniteError, match=r"could not be written to .*max_skips=0 is used up"):
         optimizer.step()
 
@@ -196,16 +198,27 @@ def trained_in_pairs(
     """As Transformers' Trainer accumulates: it takes several batches, then runs the first."""
     while pair := list(islice(batches, 2)):
         for batch in pair:
-            loop.train(batch["x"] if alike else batch["x"] * 1.0)
+            loop.train(batch["x"] if alike else batch["x"] * 0.5)
 
 
 def test_batches_that_are_taken_ahead_are_named_by_what_they_are_or_not_at_all() -> None:
-    for alike, names in ((True, "dataset index 3"), (False, "sample 0 of micro-batch 0")):
+    for alike, names in ((True, ["dataset index 3"] * 3), (False, [])):
         loop = Loop(Clips(6, bad=(3,)), batch_size=1)
         for _ in range(3):
             trained_in_pairs(loop, iter(loop.loader), alike=alike)
-        assert set(blamed(loop.guard)) == {names}
-        assert len(loop.guard.events) == 3
+        assert blamed(loop.guard) == names
+        assert causes(loop.guard.events) == [("data" if alike else "inputs", "skip")] * 3
+
+
+def test_batches_that_are_taken_ahead_and_changed_are_not_named_by_their_order() -> None:
+    ladder = dit_lora.LoopConfig().on_nonfinite  # without a stop
+    loop = Loop(Clips(12, bad=(3,)), batch_size=2, on_nonfinite=ladder)
+    for _ in range(3):
+        trained_in_pairs(loop, iter(loop.loader), alike=False)
+    assert causes(loop.guard.events) == [("inputs", "skip")] * 3
+    rows = {f"row {row} of micro-batch 0" for row in (0, 1)}
+    assert len(blamed(loop.guard)) == 3
+    assert set(blamed(loop.guard)) <= rows
 
 
 def test_skipped_batches_and_a_loader_of_plain_pytorch_are_named_too() -> None:
@@ -233,27 +246,45 @@ def test_skipped_batches_and_a_loader_of_plain_pytorch_are_named_too() -> None:
 def test_a_trainer_says_at_its_end_how_many_steps_were_not_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Trainer,
+        TrainingArguments,
+        default_data_collator,
+    )
 
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=32, num_hidden_layers=1, num_key_value_heads=2, **sizes)
     rows = torch.randint(0, 32, (6, 8), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": row, "labels": row.clone()} for row in rows]
+    data = [{"inputs_embeds": torch.randn(8, 16), "labels": row} for row in rows]
     data[2]["labels"] = torch.full((8,), -100)
+    data[4]["inputs_embeds"][3, 5] = torch.nan
     arguments = TrainingArguments(
         output_dir=str(tmp_path / "out"), per_device_train_batch_size=1, max_steps=12,
         use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=data)
+    trainer = Trainer(
+        LlamaForCausalLM(config),
+        arguments,
+        train_dataset=data,
+        data_collator=default_data_collator,
+    )
     trainer.add_callback(dit_lora.GuardCallback(trainer))
     with caplog.at_level(logging.WARNING, logger="dit_lora"):
         trainer.train()
     told = [record.message for record in caplog.records if record.message.startswith("guard:")]
-    assert len(told) == 2
-    assert "dataset index 2" in told[0]
-    assert "2 of 12 optimizer steps were not taken" in told[1]
+    without_labels = "dataset index 2: all of its 8 labels are -100, which the loss ignores"
+    for message in (told[0], told[2]):
+        head, sample = message.split("\n  - ")
+        assert head.endswith("the loss is not finite, but every gradient is; the step was taken")
+        assert sample == without_labels
+    assert told[1].endswith("\n  - dataset index 4: inputs_embeds has 1 NaN among 128 values")
+    assert told[3].startswith("guard: 2 of 12 optimizer steps were not taken")
+    assert told[3].endswith(": dataset index 4 (2x)")
+    assert len(told) == 4
 
 
 def test_the_guard_is_imported_without_diffusers() -> None:

@@ -14,8 +14,8 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard import Guard, LadderConfig
 from dit_lora.guard.attach import bundles as plugin_bundles
 from dit_lora.guard.attach.bundles import packed_call, unpacked_call
-from dit_lora.guard.attach.call_recorder import CapturedCall
-from dit_lora.guard.attach.call_tree import CallWriter
+from dit_lora.guard.attach.calls.call_tree import CallWriter
+from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.run_script import run_script
 from dit_lora.guard.bundle import Bundle, read_bundle, write_bundle
 
@@ -80,9 +80,12 @@ def test_a_bundle_comes_to_its_verdict_in_the_script_which_takes_no_step(
     before = (bundle.parent.parent / "guard.json").read_bytes()
     replayed = replay_bundle(bundle, script=str(script), arguments=["--steps", "3"])
     assert replayed.verdict is not None
-    assert replayed.verdict.cause == replayed.recorded["verdict"]["cause"] == "data"
-    assert replayed.verdict.sample_ids == ("dataset index 9",)
-    assert replayed.ids == tuple(f"dataset index {index}" for index in range(8, 12))
+    # The loader has shown that it is item 9; its bundle holds the call, whose rows have no other names.
+    assert replayed.recorded["verdict"]["cause"] == "data"
+    assert replayed.recorded["sample_ids"] == ["dataset index 9"]
+    assert replayed.verdict.cause == "inputs"
+    assert replayed.verdict.sample_ids == ("row 1 of micro-batch 0",)
+    assert replayed.ids == tuple(f"row {row} of micro-batch 0" for row in range(4))
     assert not replayed.notes
     assert not (script.parent / "done").exists()
     assert (bundle.parent.parent / "guard.json").read_bytes() == before
@@ -103,7 +106,8 @@ def test_the_call_is_made_with_the_weights_and_the_dropout_of_then(
     torch.set_rng_state(mended.samples[facts["call"]["random_state"]["tensor"]])
     hidden = nn.functional.dropout(samples[number] @ w["enter.weight"].T + w["enter.bias"], 0.5)
     out = hidden @ w["leave.weight"].T + w["leave.bias"]
-    gradient = samples[facts["call"]["output_gradient"]["tensor"]]
+    (packed,) = facts["call"]["output_gradients"]
+    gradient = samples[packed["tensor"]]
     expected = (out * gradient).sum(1)[[0, 2, 3]]
     losses = torch.tensor(replayed.outcome.losses)[[0, 2, 3]]
     assert expected.isfinite().all()
@@ -164,7 +168,8 @@ encoder = nn""",
     script.write_text(wrapped)
     replayed = replay_bundle(bundle, script=str(script))
     assert replayed.verdict is not None
-    assert replayed.verdict.cause == "data"
+    assert replayed.verdict.cause == "inputs"
+    assert replayed.verdict.sample_ids == ("row 1 of micro-batch 0",)
 
 
 def in_a_bundle(call: CapturedCall, tmp_path: Path) -> Bundle:
@@ -187,8 +192,8 @@ def call_of(*args: Any, **kwargs: Any) -> CapturedCall:
         torch.get_rng_state(),
         None,
         generator=(generator, state),
-        output=torch.zeros(2),
-        output_gradient=torch.tensor([torch.nan, 1.0]),
+        outputs=(torch.zeros(2),),
+        output_gradients=[torch.tensor([torch.nan, 1.0])],
         micro_step=3,
     )
 
@@ -224,8 +229,9 @@ def test_a_tree_of_tensors_and_plain_values_comes_back(tmp_path: Path) -> None:
     assert back.kwargs["draws"] is back.generator[0]
     assert torch.equal(back.generator[1], call.generator[1])  # type: ignore[index]
     assert torch.equal(back.random_state, call.random_state)
-    assert back.output_gradient is not None
-    assert back.output_gradient.isnan().tolist() == [True, False]
+    (gradient,) = back.output_gradients
+    assert gradient is not None
+    assert gradient.isnan().tolist() == [True, False]
     assert (back.ids, back.micro_step, back.output_is_finite) == (("a", "b"), 3, True)
 
 

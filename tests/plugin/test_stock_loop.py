@@ -46,7 +46,10 @@ def test_one_nan_sample_ruins_every_tensor_without_the_guard_and_none_with_it(
     lines = (tmp_path / "guarded" / "events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     assert {event["verdict"]["cause"] for event in events} == {"data"}
-    assert all("hidden_states has 1 NaN" in event["verdict"]["words"] for event in events)
+    # The item as it was loaded; the model was given it with noise.
+    words = {event["verdict"]["words"] for event in events}
+    assert words == {"latents has 1 NaN among 288 values"}
+    assert all(event["sample_ids"] == ["dataset index 3"] for event in events)
     assert all(event["action"] == "skip" for event in events)
     assert all(
         tensor.any() for name, tensor in adapter(tmp_path / "guarded").items() if "B" in name

@@ -94,8 +94,8 @@ def test_a_bad_row_is_named_in_the_first_step_too(named: str, step: int, tmp_pat
 
     model = None if named == "nothing" else pair.denoiser
     (event,) = guarded(pair, model, tmp_path, 4, spoil).events
-    assert (event["step"], event["verdict"]["cause"]) == (step, "data")
-    assert event["sample_ids"] == ["sample 1 of micro-batch 1"]
+    assert (event["step"], event["verdict"]["cause"]) == (step, "inputs")
+    assert event["sample_ids"] == ["row 1 of micro-batch 1"]
     assert all(bool(p.isfinite().all()) for p in pair.modules().parameters())
 
 
@@ -154,7 +154,7 @@ def test_a_model_of_which_the_loop_calls_parts_alone_is_watched_by_its_parts(
         whole["leave"](whole["enter"](x).tanh()).square().mean().backward()
         optimizer.step()
     (event,) = guard.events
-    assert (event["step"], event["sample_ids"]) == (2, ["sample 2 of micro-batch 0"])
+    assert (event["step"], event["sample_ids"]) == (2, ["row 2 of micro-batch 0"])
 
 
 def test_healthy_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_sample_is_named_though_the_model_returns_one_loss(row: int, tmp_path:
         model(tokens)["loss"].backward()
         optimizer.step()
     (event,) = guard.events
-    assert event["sample_ids"] == [f"sample {row} of micro-batch 0"]
+    assert event["sample_ids"] == [f"row {row} of micro-batch 0"]
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
@@ -244,32 +244,36 @@ def test_what_checkpointing_computes_again_is_no_call_of_the_loop(tmp_path: Path
             x[1, 0] = torch.nan
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        assert [call.owner for call in guard._watched.calls] == [model]
+        assert [call.owner for call in guard._watched.log.calls] == [model]
         optimizer.step()
     (event,) = guard.events
-    assert event["sample_ids"] == ["sample 1 of micro-batch 0"]
+    assert event["sample_ids"] == ["row 1 of micro-batch 0"]
 
 
 @pytest.mark.parametrize("by_sample", [False, True])
-def test_a_sample_with_several_rows_is_named_as_far_as_that_is_certain(
-    by_sample: bool, tmp_path: Path
+def test_a_sample_with_several_rows_is_named_if_they_have_its_content(
+    by_sample: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Chosen and rejected answers: row 0 and the last are certain, those between are of one of two samples."""
+    """Chosen and rejected answers, one after the other or one half after the other."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     data = [torch.full((3,), float(n)) for n in range(6)]
+    data[3][1] = torch.nan
     loader = torch.utils.data.DataLoader(data, batch_size=2)
-    guard = Guard.watch(model, optimizer, folder=tmp_path, loader=loader)
+    guard = Guard.watch(model, optimizer, folder=tmp_path)
     for number, x in enumerate(loader):
         several = x.repeat_interleave(2, 0) if by_sample else x.repeat(2, 1)
-        if number:
-            several[number, 0] = torch.nan
+        if number == 2:  # what the loop itself spoils is nobody's content any more
+            several[1, 0] = torch.nan
         optimizer.zero_grad()
         model(several).square().mean().backward()
         optimizer.step()
-    names = [name for event in guard.events for name in event["sample_ids"]]
-    assert names == ["dataset index 3 or dataset index 2", "dataset index 4 or dataset index 5"]
+    events = [(event["verdict"]["cause"], event["sample_ids"]) for event in guard.events]
+    assert events == [("data", ["dataset index 3"]), ("inputs", ["row 1 of micro-batch 0"])]
+    assert (
+        "\n  - row 1 of micro-batch 0 (its dataset index is not known): argument 0" in caplog.text
+    )
 
 
 def test_a_guard_that_is_gone_looks_at_no_call() -> None:
@@ -330,7 +334,8 @@ def test_a_step_that_has_no_gradient_at_all_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(NonFiniteError, match="no gradient reached a trained weight in 3 steps"):
         train()
-    assert [event["kind"] for event in guard.events] == ["zero_gradient"] * 3
+    told = [(event["step"], event["kind"], event["action"]) for event in guard.events]
+    assert told == [(1, "zero_gradient", "report"), (3, "zero_gradient", "stop")]
 
 
 def test_a_moment_that_vanishes_is_not_altered_memory(tmp_path: Path) -> None:

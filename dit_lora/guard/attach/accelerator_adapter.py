@@ -1,20 +1,25 @@
 """The surroundings of a loop that is not ours: Accelerate, or nobody, in plain PyTorch."""
 
-import sys
-from collections.abc import Sequence
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.ranks import gather_object, process_count, process_index
+from dit_lora.numerics.ranks import alone, gather_object, process_count, process_index
 from dit_lora.patching import is_a
+from dit_lora.terminal import echo
 
 if TYPE_CHECKING:  # the guard needs torch alone
     from accelerate import Accelerator
 
+_LOG = logging.getLogger("dit_lora")
 T = TypeVar("T")
 
 
@@ -30,21 +35,75 @@ class Host:
         self.accelerator = accelerator
         self._rank = process_index()
         self.device = accelerator.device if accelerator is not None else device
+        self.is_shared = False
+        """True if ranks train one model together, so that they must agree on each step."""
 
     @property
     def ranks(self) -> int:
-        return process_count()
+        """Number of ranks that agree on each step; 1 once the loop has ended its process group."""
+        return process_count() if self.is_shared else 1
+
+    def look_for_ranks(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Find out whether ranks train these parameters together: by DDP, sharded, or under Accelerate.
+
+        Processes of a group that train models of their own are not asked to agree: one may skip what others do not.
+        """
+        if self.is_shared or process_count() == 1:
+            return
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        accelerated = self.accelerator is not None and self.accelerator.num_processes > 1
+        self.is_shared = is_sharded or accelerated or _is_wrapped(parameters)
 
     @property
-    def rank(self) -> int:
+    def process(self) -> int:
+        """The number of this process in its group."""
         # A loop may end its process group before the guard has said all.
         self._rank = max(self._rank, process_index())
         return self._rank
 
     @property
+    def rank(self) -> int:
+        """The number of this process among those that train one model; 0 where it trains alone."""
+        return self.process if self.is_shared else 0
+
+    @property
+    def is_apart(self) -> bool:
+        """True if there are other processes, and nothing shows whether they train the same model, as DDP would."""
+        return not self.is_shared and process_count() > 1
+
+    @contextmanager
+    def ranks_that_agree(self) -> Iterator[None]:
+        """Inside the context, collective calls reach the ranks that train one model, and no other process."""
+        if self.is_shared:
+            yield
+        else:
+            with alone():
+                yield
+
+    def own_folder(self, folder: Path) -> Path:
+        """Return a folder of this process's own where each process of a group trains alone, else the same folder."""
+        return folder if self.is_shared or not self.process else folder / f"process_{self.process}"
+
+    def say(self, words: str) -> None:
+        """Log a warning that begins with "guard: "; one process speaks for those that train together."""
+        if self.rank != 0:
+            return
+        if not self.is_shared and self.process:
+            words = words.replace("guard: ", f"guard: process {self.process}: ", 1)
+        if _LOG.manager.disable >= logging.WARNING:  # a trainer has silenced the whole process
+            echo(words, err=True)
+        else:
+            _LOG.warning("%s", words)
+
+    @property
     def syncs_gradients(self) -> bool:
         """True if this backward is the last before an optimizer's step; a plain loop steps only then."""
         return self.accelerator is None or self.accelerator.sync_gradients
+
+    @property
+    def steps_now(self) -> bool:
+        """True if an optimizer's step is one that the loop takes itself, after the last backward of an accumulation."""
+        return self.syncs_gradients and not self.under_deepspeed
 
     @property
     def scaler(self) -> Any | None:
@@ -85,19 +144,39 @@ class Host:
 
     def gathered(self, objects: Sequence[T]) -> list[T]:
         """Return what all ranks have, in the order of ranks; collective."""
-        return gather_object(list(objects))
+        with self.ranks_that_agree():
+            return gather_object(list(objects))
+
+
+def _is_wrapped(parameters: Sequence[nn.Parameter]) -> bool:
+    """True if a module that gathers gradients over ranks holds one of the parameters. Looks among all objects."""
+    wanted = {id(parameter) for parameter in parameters}
+    for candidate in gc.get_objects():
+        kind = type(candidate)
+        # By its type: proxies among the objects act when they are asked what they are.
+        if kind.__name__ in _SHARING and issubclass(kind, nn.Module):
+            return any(id(parameter) in wanted for parameter in candidate.parameters())
+    return False
+
+
+_SHARING = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+    ("torch.nn.parallel.data_parallel", "DataParallel"),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"),
+)
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """Return the model without DDP around it."""
-    if "accelerate" not in sys.modules:
-        while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        return model
-    from accelerate.utils import extract_model_from_parallel
+    """The model without DDP or another engine around it; compiled, and with the autocast that Accelerate adds."""
+    while any(is_a(model, f"{module}:{name}") for module, name in _WRAPPERS):
+        model = model.module  # type: ignore[assignment]
+    return model
 
-    # With its autocast and compilation: a replay must run what the loop runs.
-    bare: nn.Module = extract_model_from_parallel(
-        model, keep_fp32_wrapper=True, keep_torch_compile=True
-    )
-    return bare
+
+def found_infinity(scaler: Any, optimizer: Any) -> bool:
+    """True if the scaler has found an infinite gradient, also where a fused optimizer reads that on the device."""
+    # A scaler that is not enabled has no states.
+    state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+    return any(bool(found) for found in state.get("found_inf_per_device", {}).values())

@@ -13,8 +13,8 @@ from torch import nn
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.accelerator_adapter import Host
-from dit_lora.guard.attach.call_recorder import CapturedCall
-from dit_lora.guard.attach.call_tree import CallReader, CallWriter
+from dit_lora.guard.attach.calls.call_tree import CallReader, CallWriter
+from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.bundle import WEIGHTS, Bundle, too_large, write_bundle
 from dit_lora.numerics.dtensors import gathered, stock_class
 
@@ -119,8 +119,10 @@ def packed_call(call: CapturedCall, writer: CallWriter) -> dict[str, Any]:
         "kwargs": [[name, writer.node(one, name)] for name, one in call.kwargs.items()],
         "output_is_finite": call.output_is_finite,
     }
+    packed["output_gradients"] = [
+        writer.node(gradient, "gradient of the output") for gradient in call.output_gradients
+    ]
     kept = {
-        "output_gradient": call.output_gradient,
         "random_state": call.random_state,
         "cuda_random_state": call.cuda_random_state,
         "generator_state": call.generator[1] if call.generator is not None else None,
@@ -144,16 +146,19 @@ def unpacked_call(bundle: Bundle, model: nn.Module, device: torch.device) -> Cap
             state = state if generator.device.type == kind else generator.get_state()
         here = CallReader(bundle.samples, device, generator)
         cuda = states.value(facts["cuda_random_state"])
+        # Bundles of earlier versions have the gradient of one output.
+        gradients = facts.get("output_gradients") or [facts["output_gradient"]]
+        # The outputs themselves are made anew; what counts is whether they were finite.
+        output = torch.tensor(0.0 if facts["output_is_finite"] else torch.nan)
         return CapturedCall(
             args=tuple(here.value(node) for node in facts["args"]),
             kwargs={name: here.value(node) for name, node in facts["kwargs"]},
-            ids=tuple(bundle.facts["replay"]["ids"]),
+            names=tuple(bundle.facts["replay"]["ids"]),
             random_state=states.value(facts["random_state"]),
             cuda_random_state=cuda if device.type == "cuda" else None,
             generator=(generator, state) if generator is not None else None,
-            # The output itself is made anew; what counts is whether it was finite.
-            output=torch.tensor(0.0 if facts["output_is_finite"] else torch.nan),
-            output_gradient=here.value(facts["output_gradient"]),
+            outputs=(output,) * len(gradients),
+            output_gradients=[here.value(node) for node in gradients],
             owner=model,
             micro_step=bundle.facts["replay"]["micro_step"],
         )

@@ -1,119 +1,326 @@
-"""Find the causes of a tripped step in a loop that is not ours, over every model that is trained."""
+"""Find the cause of a failed step in somebody else's loop: facts about state and inputs first, then experiments.
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+A sample is named only if the tensor that failed is proven to be its own (`samples/loaded_batches.py`). Whatever came
+back from outside of a model, such as the gradient of its output, is no fact about a sample. An experiment that raises
+has no answer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from math import isfinite
 from typing import Any
 
-from torch import nn
+import torch
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.attach.call_recorder import CapturedCall
-from dit_lora.guard.attach.gather_calls import RankCalls
-from dit_lora.guard.attach.sample_ids import identifies
-from dit_lora.guard.attach.watched_models import Watched
+from dit_lora.guard.attach.calls.call_rows import SamplePart, iter_parts
+from dit_lora.guard.attach.calls.captured_call import CapturedCall
+from dit_lora.guard.attach.calls.gather_calls import RankCalls
+from dit_lora.guard.attach.containment import contain
+from dit_lora.guard.attach.experiments import undisturbed
+from dit_lora.guard.attach.name_samples import SampleNamer
+from dit_lora.guard.attach.samples.loaded_batches import bad_rows, describe_values, row_name
+from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.episode import Found
 from dit_lora.guard.replay import MicroBatch, run
 from dit_lora.guard.state import bad_state, run_away
 from dit_lora.guard.verdict import Verdict
-from dit_lora.numerics.finite import is_finite
 
-Diagnose = Callable[[CapturedCall], Found[CapturedCall]]
+LOSS_WORDS = (
+    "the model's output is finite, but the gradient that came back to it is not: a target, another model or the "
+    "loop's own loss arithmetic makes it so"
+)
+_LOSS_ALONE_WORDS = (
+    "the model's output and the gradient that came back to it are finite: the loop's own loss arithmetic, or another "
+    "output of the model, makes the loss so"
+)
+_TWICE_WORDS = "the loop differentiates through this call's gradient (create_graph=True), which a replay of the call cannot repeat"
+_MANY_WORDS = "not looked into: too many steps in a row have failed"
+_OVERWRITTEN_WORDS = (
+    "the call's inputs were overwritten in place since, so a replay would prove nothing"
+)
 
 
-def state_verdict(watched: Watched, kind: str, step: int, rank: int) -> Verdict | None:
-    """Return what is wrong with any model's weights or any moment, or None."""
-    nothing = nothing_run(step, rank)
+def state_verdict(watched: WatchedModels, kind: str, step: int, rank: int) -> Verdict | None:
+    """Look for bad values in every model's weights and optimizer state; None if all are finite."""
+    nothing = no_micro_batch(step, rank)
     verdict = bad_state(nothing, watched.together)
     if verdict is None and kind == "diverged_weights":
         return run_away(nothing, watched.together)
     return verdict
 
 
-def call_verdicts(
-    of_rank: RankCalls, watched: Watched, kind: str, step: int
-) -> list[Found[CapturedCall]]:
-    """Return one verdict a micro-batch, on the call that what is wrong comes from. Collective in lockstep."""
-    calls, controls, rank = of_rank.calls, of_rank.controls, of_rank.rank
+@dataclass
+class CallDiagnosis:
+    """Diagnoses the calls of one failed step."""
 
-    def verdict(call: CapturedCall) -> Found[CapturedCall]:
-        suspects, control = watched.suspects[id(call.owner)], controls.get(id(call.owner))
+    watched: WatchedModels
+    namer: SampleNamer
+    kind: str
+    step: int
+    is_raised: bool = False
+    """True if torch has raised or will raise an error for this step, perhaps in the midst of its backward."""
+    has_experiments: bool = True
+    """False to look at facts alone, where many steps in a row have failed."""
 
-        def batch(captured: CapturedCall, of_step: int) -> MicroBatch:
-            number = call.micro_step
+    def verdicts(self, of_rank: RankCalls) -> list[Found[CapturedCall]]:
+        """One verdict for each micro-batch that shows something wrong, else for each. Collective in lockstep."""
+        calls = [call for call in of_rank.calls if call.outputs]
+        groups = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
+        # A bad output explains the bad gradients that other calls of the step get.
+        for is_bad in (_has_bad_output, _has_bad_gradient):
+            if any(map(is_bad, groups)):
+                groups = [group for group in groups if is_bad(group)]
+                break
+        return [self._of_micro_batch(group, of_rank) for group in groups]
+
+    def bad_samples(
+        self,
+        calls: Sequence[CapturedCall],
+        controls: Mapping[int, CapturedCall],
+        rank: int,
+    ) -> list[Found[CapturedCall]]:
+        """Named samples that are bad as they were loaded; runs nothing."""
+        found = []
+        for call in calls:
+            verdict = self._from_inputs(call, controls.get(id(call.owner)), rank)
+            if verdict is None or verdict.cause != "data":
+                items = self.namer.bad_items(call, 0)
+                if not items:
+                    continue
+                verdict = self._verdict(call, rank, "data", _each(items), tuple(items), {})
+            found.append(Found(_of_model(verdict, self.watched.prefixes[id(call.owner)]), call))
+        return found
+
+    def _of_micro_batch(
+        self, group: Sequence[CapturedCall], of_rank: RankCalls
+    ) -> Found[CapturedCall]:
+        """The verdict on the call that what is wrong comes from.
+
+        What one model gives is what the next is given, and in the backward the other way round.
+        """
+        bad_output = next((call for call in group if not call.output_is_finite), None)
+        if bad_output is not None:
+            return self._of_call(bad_output, of_rank)
+        found = self._of_call(group[-1], of_rank, is_last=True)
+        # The backward goes from the last model to the first: a healthy one passes the question on.
+        for call in reversed(group[:-1]):
+            if found.verdict.cause != "transient":
+                break
+            found = self._of_call(call, of_rank)
+        return found
+
+    def _of_call(
+        self, call: CapturedCall, of_rank: RankCalls, *, is_last: bool = False
+    ) -> Found[CapturedCall]:
+        control = of_rank.controls.get(id(call.owner))
+        verdict = self._from_inputs(call, control, of_rank.rank)
+        has_failed_before = self.is_raised and not call.has_gradient
+        is_of_loss = self.kind == "non_finite_loss" and call.output_is_finite
+        if (
+            verdict is None
+            and is_last
+            and (has_failed_before or is_of_loss or call.has_bad_gradient)
+        ):
+            verdict = self._from_loss(call, of_rank.rank)
+        if verdict is None:
+            verdict = self._from_experiments(call, control, of_rank.rank)
+        return Found(_of_model(verdict, self.watched.prefixes[id(call.owner)]), call)
+
+    def _from_inputs(
+        self, call: CapturedCall, control: CapturedCall | None, rank: int
+    ) -> Verdict | None:
+        """The verdict on arguments without samples or with bad values; None if there are none."""
+        if call.num_samples == 0:
+            return self._verdict(call, rank, "inputs", "the batch has no samples", (), {})
+        tolerated = {part.path for part in _bad_parts(control)} if control else set()
+        # A healthy call had bad values there too, as masks of -inf have.
+        bad = [part for part in _bad_parts(call) if part.path not in tolerated]
+        if not bad:
+            return None
+        samples: dict[str, str] = {}
+        unnamed: dict[str, str] = {}
+        for part in bad:
+            name = self.namer.name(call, part)
+            description = describe_values(part.path, part.values)
+            if name is not None:
+                samples.setdefault(name, description)
+            elif part.row is not None and _num_bad(bad, part.path) < part.num_parts:
+                unnamed.setdefault(row_name(part.row, call.micro_step), description)
+            else:  # where all rows are bad, none of them is to be named
+                unnamed.setdefault("", description)
+        if unnamed and not samples:
+            rows = {part.row for part in bad if part.row is not None}
+            samples = self.namer.bad_items(call, len(rows))
+        samples = self.namer.with_file_names(samples, bad)
+        evidence = {"inputs": [describe_values(part.path, part.values) for part in bad[:20]]}
+        if samples:
+            return self._verdict(call, rank, "data", _each(samples), tuple(samples), evidence)
+        words = _each(unnamed)
+        if any(self.watched.log.is_earlier_output(part.values) for part in bad):
+            words += "; it was carried over from an earlier call"
+            return self._verdict(call, rank, "unknown", words, (), evidence)
+        named_rows = tuple(name for name in unnamed if name)
+        return self._verdict(call, rank, "inputs", words, named_rows, evidence)
+
+    def _from_loss(self, call: CapturedCall, rank: int) -> Verdict:
+        """The verdict on a call whose output is good and whose gradient came back bad."""
+        rows = call.bad_gradient_rows
+        evidence: dict[str, Any] = {"of_the_loop": True, "rows_with_bad_gradient": rows[:50]}
+        items = self.namer.bad_items(call, len(rows))
+        if items:
+            return self._verdict(call, rank, "data", _each(items), tuple(items), evidence)
+        words = LOSS_WORDS
+        peak = call.gradient_peak
+        if call.has_gradient and not call.has_bad_gradient:
+            return self._verdict(call, rank, "unknown", _LOSS_ALONE_WORDS, (), evidence)
+        if not call.has_gradient:
+            words = "the backward failed in the loss, before it came to the model's output"
+        elif isfinite(peak):
+            words = (
+                f"the gradient that came back from the loss reaches {peak:.3g}, whose square overflows fp32 in the "
+                "optimizer"
+            )
+        return self._verdict(call, rank, "unknown", words, (), evidence)
+
+    def _from_experiments(
+        self, call: CapturedCall, control: CapturedCall | None, rank: int
+    ) -> Verdict:
+        if not self.has_experiments:
+            return self._verdict(call, rank, "unknown", _MANY_WORDS, (), {})
+        if call.is_differentiated_twice:
+            return self._verdict(call, rank, "unknown", _TWICE_WORDS, (), {})
+        if not call.is_intact:
+            return self._verdict(call, rank, "unknown", _OVERWRITTEN_WORDS, (), {})
+        if control is not None and not control.is_intact:
+            control = None
+        with undisturbed(self.watched.all_models()):
+            if self.watched.lockstep:
+                # Other ranks run the same: one that gave up alone would leave them waiting.
+                return self._experiment(call, control, rank)
+            failure: list[str] = []
+            verdict = contain(
+                lambda: self._experiment(call, control, rank),
+                on_error=lambda error: failure.append(f"{type(error).__name__}: {error}"),
+            )
+        if verdict is not None:
+            return verdict
+        words = f"not found: the call cannot be run again by itself ({_short(failure[0])})"
+        return self._verdict(call, rank, "unknown", words, (), {})
+
+    def _experiment(self, call: CapturedCall, control: CapturedCall | None, rank: int) -> Verdict:
+        suspects = self.watched.suspects[id(call.owner)]
+
+        def batch(captured: CapturedCall, step: int) -> MicroBatch:
             return captured.micro_batch(
-                suspects.model, step=of_step, micro_step=number, rank=rank, place=call
+                suspects.model, step=step, micro_step=call.micro_step, rank=rank, position=call
             )
 
-        healthy = batch(_renamed(control), step - 1) if control is not None else None
-        failed = batch(call, step)
-        model_verdict = diagnose(failed, suspects, kind=kind, control=healthy)
-        if model_verdict.cause == "precision":
-            model_verdict = _whose(model_verdict, failed, healthy, suspects.model)
-        return Found(_of_model(model_verdict, watched.prefixes[id(call.owner)]), call)
-
-    micro_batches = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
-    return [_of_micro_batch(group, verdict) for group in micro_batches]
-
-
-def of_the_loops_loss(
-    found: Sequence[Found[CapturedCall]], calls: Sequence[CapturedCall]
-) -> list[Found[CapturedCall]]:
-    """Return what was found of a loss that is not finite, where nothing that the models gave, or had come back, was bad:
-    then it is the loop's own arithmetic, which no replay of a model repeats, and not chance.
-    """
-    gradients = (call.output_gradient for call in calls)
-    is_sound = all(call.output_is_finite for call in calls) and all(
-        is_finite(one) for one in gradients if one is not None
-    )
-    if not calls or not is_sound:
-        return list(found)
-    words = (
-        "the loss is not finite, though what the model gave and what came back to it are: the loop's own arithmetic makes "
-        "it so, outside of the model"
-    )
-    return [
-        replace(
-            one,
-            verdict=replace(
-                one.verdict,
-                cause="unknown",
-                words=words,
-                evidence={**one.verdict.evidence, "of_the_loop": True},
-            ),
+        healthy = batch(_of_earlier_step(control), self.step - 1) if control is not None else None
+        failed = batch(call, self.step)
+        verdict = diagnose(failed, suspects, kind=self.kind, control=healthy)
+        if verdict.cause == "precision":
+            verdict = _with_failing_rows(verdict, failed, healthy, suspects.model)
+        if verdict.cause == "unknown":
+            name = None
+            if not verdict.evidence.get("every_sample") and not self.watched.lockstep:
+                name = contain(lambda: self.namer.row_by_replacement(call, suspects.model))
+            if name is None:
+                return replace(verdict, sample_ids=())
+            words = f"it is healthy with another sample in this one's place{_origin(verdict)}"
+            return replace(verdict, cause="inputs", words=words, sample_ids=(name,))
+        if not verdict.sample_ids:
+            return verdict
+        names = self.namer.names_of_failing_rows(
+            call, control, verdict.sample_ids, suspects.model, failed
         )
-        if one.verdict.cause == "transient"
-        else one
-        for one in found
+        return replace(verdict, sample_ids=names)
+
+    def _verdict(
+        self,
+        call: CapturedCall,
+        rank: int,
+        cause: Any,
+        words: str,
+        sample_ids: tuple[str, ...],
+        evidence: Mapping[str, Any],
+    ) -> Verdict:
+        return Verdict(
+            cause,
+            words,
+            step=self.step,
+            rank=rank,
+            micro_step=call.micro_step,
+            sample_ids=sample_ids,
+            evidence=dict(evidence),
+        )
+
+
+def no_micro_batch(step: int, rank: int) -> MicroBatch:
+    """A stand-in for a step of which only the state is in question."""
+
+    def refuse(*_: Any) -> Any:
+        raise DitLoraError("there is nothing to replay")
+
+    return MicroBatch((), step, 0, rank, {}, forward=refuse, single=refuse)
+
+
+def no_call(step: int, rank: int) -> Verdict:
+    words = "no call of a watched model led to these gradients, so there is nothing to replay"
+    return Verdict("unknown", words, step, rank)
+
+
+def _bad_parts(call: CapturedCall) -> list[SamplePart]:
+    """Parts of arguments with values that are not finite or whose square overflows fp32."""
+    if not call.is_intact:  # what was written over them since says nothing
+        return []
+    return [
+        part
+        for parts in iter_parts(call.arguments)
+        for part in parts
+        if part.values.is_floating_point() and bad_rows(part.values.reshape(1, -1))
     ]
 
 
-def _whose(
-    verdict: Verdict, failed: MicroBatch, healthy: MicroBatch | None, model: nn.Module
-) -> Verdict:
-    """Return the verdict with the samples whose values leave the range: they do so alone, and another does not."""
+def _num_bad(parts: Sequence[SamplePart], path: str) -> int:
+    return sum(part.path == path for part in parts)
 
-    def fails(one: MicroBatch) -> bool:
-        return not run(one, model).is_healthy(needs_gradient=False)
+
+def _has_bad_output(group: Sequence[CapturedCall]) -> bool:
+    return any(not call.output_is_finite for call in group)
+
+
+def _has_bad_gradient(group: Sequence[CapturedCall]) -> bool:
+    return any(call.has_bad_gradient for call in group)
+
+
+def _with_failing_rows(
+    verdict: Verdict, failed: MicroBatch, healthy: MicroBatch | None, model: torch.nn.Module
+) -> Verdict:
+    """The verdict with the samples whose values leave the range: they do so alone, and another does not."""
+
+    def fails(micro_batch: MicroBatch) -> bool:
+        return not run(micro_batch, model).is_healthy(needs_gradient=False)
 
     alone = [failed.single(row) for row in range(len(failed.ids))]
-    failing = [one for one in alone if fails(one)]
+    failing = [single for single in alone if fails(single)]
     is_of_all = len(failing) == len(alone) and (healthy is None or fails(healthy.single(0)))
     if is_of_all:
         return verdict
-    return replace(verdict, sample_ids=tuple(one.ids[0] for one in failing))
+    return replace(verdict, sample_ids=tuple(single.ids[0] for single in failing))
 
 
-def _renamed(call: CapturedCall) -> CapturedCall:
-    """Mark numbered samples as an earlier step's: a number in one batch is not the sample of that number in another."""
-    ids = (sample if identifies(sample) else f"{sample} of an earlier step" for sample in call.ids)
-    return replace(call, ids=tuple(ids))
+def _of_earlier_step(call: CapturedCall) -> CapturedCall:
+    """Mark numbered rows as an earlier step's: a row of one batch is not the row of that number in another."""
+    if call.names:
+        return call
+    return replace(call, names=tuple(f"{name} of an earlier step" for name in call.ids))
 
 
 def _of_model(verdict: Verdict, prefix: str) -> Verdict:
-    """Return the verdict with the name of the model, where there are several."""
-    # Chance is no one model's.
+    """The verdict with the name of the model, where there are several."""
     if not prefix or verdict.cause == "transient":
         return verdict
     words = f"{prefix.removesuffix('.')}: {verdict.words}"
@@ -121,32 +328,21 @@ def _of_model(verdict: Verdict, prefix: str) -> Verdict:
     return replace(verdict, words=words, module=module)
 
 
-def _of_micro_batch(calls: Sequence[CapturedCall], verdict: Diagnose) -> Found[CapturedCall]:
-    """Return the verdict on the call to blame: what one model gives is what the next is given, and in the backward
-    the other way round.
-    """
-    # The first bad output is where a forward went wrong; without one, the last call is the first of the backward.
-    bad_output = next((c for c in calls if c.output is not None and not c.output_is_finite), None)
-    if bad_output is not None:
-        return verdict(bad_output)
-    answer = verdict(calls[-1])
-    # The backward goes from the last model to the first: a healthy one passes the question on.
-    for call in reversed(calls[:-1]):
-        if answer.verdict.cause != "transient":
-            break
-        answer = verdict(call)
-    return answer
+def _origin(verdict: Verdict) -> str:
+    """Return the end of a verdict's words, which tells where the first bad value was seen."""
+    _, separator, origin = verdict.words.partition("; first ")
+    return separator + origin
 
 
-def nothing_run(step: int, rank: int) -> MicroBatch:
-    """Return a stand-in for a step between whose bounds only the state is in question."""
+def _each(described: Mapping[str, str]) -> str:
+    """The description of one sample, or of each with its name."""
+    if len(described) == 1:
+        return next(iter(described.values()))
+    return "; ".join(
+        f"{name}: {words}" if name else words for name, words in list(described.items())[:20]
+    )
 
-    def refused(*_: Any) -> Any:
-        raise DitLoraError("there is nothing to replay")
 
-    return MicroBatch((), step, 0, rank, {}, forward=refused, single=refused)
-
-
-def unseen(step: int, rank: int) -> Verdict:
-    words = "the model was not called between two optimizer steps, so there is nothing to replay"
-    return Verdict("unknown", words, step, rank)
+def _short(text: str) -> str:
+    first_line = text.strip().splitlines()[0] if text.strip() else text
+    return first_line if len(first_line) <= 120 else f"{first_line[:117]}..."

@@ -1,18 +1,16 @@
-"""The guard as a plugin: two lines make a loop safe that somebody else wrote.
+"""The guard in somebody else's loop: two lines make it safe.
 
     guard = dit_lora.Guard.attach(accelerator, model, optimizer)     # after accelerator.prepare
     guard = dit_lora.Guard.watch(model, optimizer)                   # in plain PyTorch
 
-The loop stays as it is. Its `accelerator.backward`, `accelerator.clip_grad_norm_` and `optimizer.step` are watched;
-a step whose loss or gradient is not finite on any rank is not taken, and `lr_scheduler.step` after it does nothing.
-Only then the micro-batch is replayed, and the cause named.
+The loop stays as it is. Each optimizer step is judged by the gradients that it is about to use; a step with a bad one
+is skipped, and `lr_scheduler.step` after it does nothing. Only then the micro-batch is run again, and the cause named.
 """
 
-import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,21 +20,55 @@ from torch import nn
 from dit_lora.config.ladder import LadderConfig, LoopConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.guard.attach.accelerator_adapter import Host
-from dit_lora.guard.attach.finite_checks import CHECKS, checked
+from dit_lora.guard.attach.calls.call_log import CallLog
+from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
+from dit_lora.guard.attach.containment import contain_error
+from dit_lora.guard.attach.finite_checks import CHECKS, check_names
 from dit_lora.guard.attach.guard_json import GuardFile, models_in_words, optimizers_in_words
+from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.guard.attach.monitoring import Looks
+from dit_lora.guard.attach.name_samples import SampleNamer
 from dit_lora.guard.attach.recovery import PluginRecovery
-from dit_lora.guard.attach.sample_ids import Names
-from dit_lora.guard.attach.step_hooks import Steps
+from dit_lora.guard.attach.step_hooks import StepHooks
 from dit_lora.guard.attach.training_state import Averages, LoopState
-from dit_lora.guard.attach.watched_models import Watched
+from dit_lora.guard.attach.watched_models import WatchedModels
+from dit_lora.guard.gate import ACCELERATED, NonFiniteError
 from dit_lora.guard.suspects import Suspects
-from dit_lora.patching import Patches
+from dit_lora.patching import is_a
 
 if TYPE_CHECKING:  # the guard needs torch alone
     from accelerate import Accelerator
 
-_LOG = logging.getLogger("dit_lora")
+_ANCHOR = "_dit_lora_guard"
+
+
+class _Anchor:
+    """Keeps a guard alive as long as its optimizer. Copies and pickles of the optimizer hold None in its place."""
+
+    def __init__(self, guard: "Guard") -> None:
+        self.guard = guard
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class _GatedMethod:
+    """Stands in for the `step` of a schedule or an average: it does nothing for a step that was skipped."""
+
+    def __init__(self, owner: Any, is_shut: Callable[[Any], bool]) -> None:
+        self._owner = weakref.ref(owner)
+        self._is_shut = is_shut
+
+    def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner()
+        is_shut = owner is not None and contain_error(
+            lambda: self._is_shut(owner), "holding a schedule"
+        )
+        return None if is_shut else original(*args, **kwargs)
 
 
 class Guard:
@@ -51,15 +83,18 @@ class Guard:
         config: LoopConfig,
         folder: Path | None,
         checks: frozenset[str],
-        names: Names | None = None,
+        discovery: ModelDiscovery | None = None,
     ) -> None:
         self._host = host
-        self._patches = Patches()
-        self._names = names or Names()
+        self._interceptions = Interceptions()
+        self._gated: list[_GatedMethod] = []
         self._state = LoopState({}, optimizers, every=config.snapshot_every)
-        self._watched = Watched(
-            host, models, self._state, self._names, compares_frozen="frozen" in checks
+        if discovery is None:
+            discovery = ModelDiscovery(CallLog(EVENTS.batches), dict)
+        self._watched = WatchedModels(
+            host, models, self._state, discovery, compares_frozen="frozen" in checks
         )
+        self._state.models = lambda: self._watched.models
         self._file = GuardFile(host, folder)
         self._recovery = PluginRecovery(
             host,
@@ -67,6 +102,7 @@ class Guard:
             config,
             folder,
             self._watched,
+            SampleNamer(EVENTS.batches),
             note=self._note,
             guard_id=self._file.id,
         )
@@ -79,9 +115,9 @@ class Guard:
             guard_id=self._file.id,
             write=self._recovery.write,
         )
-        self._steps = Steps(host, self._watched, self._recovery, checks, self._looks)
+        self._steps = StepHooks(host, self._watched, self._recovery, checks, self._looks)
         self._load_hooks: set[int] = set()
-        self._said = False
+        self._has_closed = False
 
     @classmethod
     def attach(
@@ -99,15 +135,22 @@ class Guard:
     ) -> "Guard":
         """Guard a loop whose model and optimizer `accelerator.prepare` has returned; `watch` is for plain PyTorch.
 
-        Everything that the optimizer holds is guarded, and every model that a loss of the first step comes through.
-        Several models, optimizers or schedulers are a list.
+        Everything that the optimizer holds is guarded, and every model that a loss of the first step comes through. A
+        skipped step is gone: its other samples wait for the next epoch, and a bad sample stays in the loop's dataset.
 
-        A learning rate scheduler that Accelerate prepared needs nothing; give another one, and an EMA with a
-        `step` method, so that a tripped step does not advance them either. `folder` gets guard.json, events.jsonl,
-        bundles and, at a stop, the last good weights; with `config` a `LoopConfig`, statistics too. `checks` are those to make, of `CHECKS`. `loader` is one that Accelerate has
-        not prepared: verdicts then name samples by their index in its dataset. In a loop that is not ours a
-        skipped step is gone: its other samples wait for the next epoch, and `quarantine` cannot take a sample
-        out of the loop's dataset: it skips, and names it.
+        Args:
+            accelerator: The loop's `Accelerator`.
+            model: The prepared model, or a list of models.
+            optimizer: The prepared optimizer, or a list.
+            lr_scheduler: A schedule that Accelerate has not prepared, or a list: a skipped step does not advance it.
+            ema: An average with a `step` method, as Diffusers' `EMAModel`: a skipped step does not advance it.
+            config: A `LoopConfig`, or a `LadderConfig`, whose default ladder ends in a stop.
+            folder: Gets guard.json, events.jsonl, bundles, statistics and, at a stop, the last good weights.
+            checks: The checks to make, by default all of `CHECKS`.
+            loader: Not needed any more: every DataLoader of the process is followed.
+
+        Raises:
+            DitLoraError: For a model that the optimizer holds nothing of, and settings out of bounds.
         """
         models = _listed(model)
         if not models:
@@ -121,7 +164,6 @@ class Guard:
             config=config,
             folder=folder,
             checks=checks,
-            loader=loader,
         )
 
     @classmethod
@@ -140,10 +182,15 @@ class Guard:
     ) -> "Guard":
         """Guard a loop in plain PyTorch: its `optimizer.step`, with a closure or a gradient scaler too.
 
-        Over a process group, as in DDP, all ranks agree. `model` may be None: then the models are those that a loss of
-        the first step comes through.
-        `scaler` is the loop's `torch.amp.GradScaler`: it keeps its own check, but a step that it leaves out for an
-        output which is not finite is diagnosed, and a scale below 1 stops the loop. Everything else is as in `attach`.
+        Over a process group, as in DDP, all ranks agree.
+
+        Args:
+            model: The model or a list; None for those that a loss of the first step comes through.
+            optimizer: The optimizer or a list.
+            scaler: Not needed any more: a `torch.amp.GradScaler` is followed by itself. It keeps its own check; a step
+                that it skips because an output is not finite is diagnosed.
+
+        The other arguments are those of `attach`.
         """
         return cls.over(
             None,
@@ -154,8 +201,6 @@ class Guard:
             config=config,
             folder=folder,
             checks=checks,
-            loader=loader,
-            scaler=scaler,
         )
 
     @classmethod
@@ -170,31 +215,31 @@ class Guard:
         config: LadderConfig | None = None,
         folder: str | Path | None = None,
         checks: Collection[str] = CHECKS,
-        loader: Any = None,
-        scaler: Any = None,
-        names: Names | None = None,
+        discovery: ModelDiscovery | None = None,
     ) -> "Guard":
-        """Guard a loop with an accelerator or without, and models that are named or not; `names` knows its loaders."""
+        """Guard a loop with an accelerator or without, and models that are named or not.
+
+        `discovery` has looked for models before there was a guard.
+        """
         wrong = [type(model).__name__ for model in models if not isinstance(model, nn.Module)]
         if wrong:
             raise DitLoraError(f"Guard: model is a torch.nn.Module; got {', '.join(wrong)}")
-        held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         if not held:
             raise DitLoraError("Guard: there is no optimizer that holds a parameter; got none")
         host = Host(accelerator, held[0].device)
+        host.look_for_ranks(held)
         guard = cls(
             host,
             models,
-            [host.prepared(each) for each in optimizers],
+            [host.prepared(optimizer) for optimizer in optimizers],
             config=LoopConfig.of(config or LoopConfig()),
-            folder=Path(folder) if folder is not None else None,
-            checks=checked(checks),
-            names=names,
+            folder=host.own_folder(Path(folder)) if folder is not None else None,
+            checks=check_names(checks),
+            discovery=discovery,
         )
-        guard._require_wide_weights()
-        guard._watch(_listed(lr_scheduler), ema, _listed(loader))
-        for each in _listed(scaler):
-            guard._patches.method(each, "step", partial(guard._steps.scaled_step, each))
+        guard._warn_of_narrow_weights()
+        guard._watch(_listed(lr_scheduler), ema)
         return guard
 
     @property
@@ -216,85 +261,113 @@ class Guard:
     def microbatch(
         self, ids: Sequence[str], generator: torch.Generator | None = None
     ) -> Iterator[None]:
-        """Name the samples of the forward passes within, in the order of their rows.
+        """Name the samples of the forward passes inside the context, in the order of their rows.
 
-        A replay puts `generator` back where it is now; torch's own are put back anyway. An index that no
-        embedding table of the model has raises `DitLoraError` with the sample's name (on a CPU; a GPU ends
+        A replay puts `generator` back where it is now; torch's own generators are put back anyway. For an index that
+        no embedding table of the model has, a line names the sample before the error is raised (on a CPU; a GPU ends
         the process).
         """
-        self._names.given = tuple(ids)
+        self._watched.log.given_names = tuple(ids)
         self._watched.draw_from(generator)
         try:
             yield
-        except IndexError as error:
-            offenders = self._watched.out_of_range()
-            if not offenders:
-                raise
-            raise DitLoraError(
-                listed("no table of the model has these indices", offenders)
-            ) from error
+        except IndexError:
+            offenders = contain_error(self._watched.find_out_of_range, "an index out of range")
+            if offenders:
+                self._recovery.say(
+                    listed("guard: no table of the model has these indices", offenders)
+                )
+            raise
         finally:
-            self._names.given = ()
+            self._watched.log.given_names = ()
             self._watched.draw_from(None)
 
     def before_save(self, saved: Any = None) -> None:
-        """Put the last good state back if the last step has spoiled the weights; cheaper than `require_finite`.
+        """Put the last good state back if trained weights are bad, and say what in `saved` is not finite.
 
-        Not collective: of several ranks, the one that saves may call it alone. `saved` is what it is about to write: where
-        weights are sharded, copies were gathered before, and NaN among them raises `NonFiniteError`.
+        `torch.save` and safetensors do this by themselves while a guard lives; call it before saving in another way.
+        Not collective: of several ranks, the one that saves may call it alone.
         """
-        self._steps.before_save(saved)
+        self._steps.saving(saved, "what is saved")
 
     def before_clipping(self) -> None:
-        """Call it before a loop in plain PyTorch clips gradients, which spreads one NaN to all: it is named then."""
+        """Call it before clipping by a function other than `clip_grad_norm_`, so that the bad gradient is named."""
         self._steps.before_clipping()
 
+    def add_schedule(self, schedule: Any) -> None:
+        """Hold a learning rate schedule in skipped steps too, and take it back with the weights."""
+        self._state.schedules.append(schedule)
+        self._gate(schedule)
+
+    def trains_with(self, optimizer: Any) -> bool:
+        """True if this guard watches the optimizer."""
+        return any(watched.inner is optimizer for watched in self._steps.optimizers)
+
     def detach(self) -> None:
-        """Give the loop its own methods back, and say how many steps were not taken."""
+        """Release the loop, and say how many steps were not taken."""
         self._close()
+        EVENTS.remove(self._steps)
         self._watched.stop()
-        self._patches.undo()
+        self._interceptions.undo()
+        for optimizer in self._state.optimizers:
+            vars(_inner(optimizer)).pop(_ANCHOR, None)
 
     def require_finite(self) -> None:
-        """Call it before saving: what is trained, moments and averages must be finite, unaltered and of use on every rank.
+        """Call it before saving: what is trained, optimizer state and averages must be finite, unaltered and of use.
 
-        Puts the last good state back where it is not. Raises `NonFiniteError` on every rank where none is held, or
-        where memory has altered a frozen weight or a buffer, of which no copy is held.
+        Collective. Puts the last good state back where it is not.
+
+        Raises:
+            NonFiniteError: On every rank, where no good state is held, or where memory has altered a frozen weight or
+                a buffer, of which no copy is held.
         """
         self._steps.require_finite()
         self._note()
 
-    def _watch(self, schedules: list[Any], ema: Averages | None, loaders: list[Any]) -> None:
-        accelerator, patches, steps = self._host.accelerator, self._patches, self._steps
+    def check_state(self) -> None:
+        """Check like `require_finite`, but only log what cannot be put back. Collective."""
+        contain_error(
+            lambda: self._steps.require_finite(may_raise=False),
+            "looking at what is trained",
+            passes=(NonFiniteError,),
+        )
+        self._note()
+
+    def closing_line(self) -> str | None:
+        """One line on the steps that were not taken; None if all were."""
+        return self._recovery.budget.closing()
+
+    def _watch(self, schedules: list[Any], ema: Averages | None) -> None:
+        accelerator, found, steps = self._host.accelerator, self._interceptions, self._steps
         if accelerator is not None:
-            patches.method(accelerator, "backward", steps.backward)
-            patches.method(accelerator, "end_training", self._end)
-            patches.method(accelerator, "clip_grad_norm_", steps.clip)
-            patches.method(accelerator, "clip_grad_value_", steps.clip)
-            patches.method(accelerator, "load_state", steps.load)
-            patches.method(accelerator, "skip_first_batches", self._skip_batches)
-        for optimizer in self._state.optimizers:
-            patches.method(optimizer, "step", partial(steps.step, optimizer))
-            patches.method(optimizer, "load_state_dict", steps.load)
-            # In plain PyTorch nothing else says that a backward has been used up.
-            if accelerator is None:
-                patches.method(optimizer, "zero_grad", steps.zero_grad)
+            found.method(accelerator, "end_training", self._end)
+            found.method(accelerator, "load_state", steps.load)
+            if self._host.under_deepspeed:
+                found.method(accelerator, "backward", steps.deepspeed_backward)
+        for watched in steps.optimizers:
+            found.method(watched.optimizer, "step", watched.step)
+            found.method(watched.optimizer, "load_state_dict", watched.loaded)
+            setattr(watched.inner, _ANCHOR, _Anchor(self))
         self._watched.on_survey = self._survey
         self._survey()
         for owner in [*schedules, *_listed(ema)]:
-            # A step that is not taken must not move the learning rate or the average.
-            patches.gated_step(owner, partial(steps.shuts, owner))
-        prepared = accelerator._dataloaders if accelerator is not None else []
-        for data_loader in [*prepared, *loaders]:
-            self._names.watch(data_loader, patches)
+            self._gate(owner)
         self._state.ema = ema
         self._state.schedules = [*(accelerator._schedulers if accelerator else []), *schedules]
         # The start is held, so that a fault in the first steps has something to go back to.
         if not self._host.under_deepspeed:  # its optimizer state is the engine's
             self._state.take(0)
+        EVENTS.add(steps)
+        EVENTS.follow_accelerate()
+
+    def _gate(self, owner: Any) -> None:
+        """Let `owner.step` do nothing in a skipped step: neither the learning rate nor an average may move."""
+        gated = _GatedMethod(owner, self._steps.is_gate_shut)
+        self._gated.append(gated)
+        self._interceptions.method(owner, "step", gated.step)
 
     def _survey(self) -> None:
-        self._watch_loads()
+        self._steps.survey()
         self._file.note(
             models=models_in_words(self._watched.models),
             optimizers=optimizers_in_words(self._state.optimizers),
@@ -308,49 +381,36 @@ class Guard:
         off = sorted(self._watched.switched_off)
         self._file.note(taken=budget.taken, lost=budget.lost, switched_off=off, **facts)
 
-    def _watch_loads(self) -> None:
-        # Weights may be loaded past Accelerate: what is held from before is then of no use.
-        for module in self._watched.owners():
-            if id(module) not in self._load_hooks:
-                self._load_hooks.add(id(module))
-                hook = module.register_load_state_dict_post_hook(self._steps.loaded)
-                self._patches.handle(hook)
-
-    def _require_wide_weights(self) -> None:
-        """Refuse fp16 weights, which cannot be trained: AdamW's eps of 1e-8 is 0 there, and 0 / 0 is NaN."""
-        dtypes = {name: p.dtype for name, p in self._state.parameters.items()}
-        if torch.float16 in dtypes.values():
-            names = [name for name, dtype in dtypes.items() if dtype is torch.float16]
-            raise DitLoraError(
-                listed(
-                    f"{len(names)} trained parameters are fp16, where AdamW turns a gradient of 0 into NaN; cast "
-                    "them to fp32 before accelerator.prepare",
-                    names[:10],
-                )
+    def _warn_of_narrow_weights(self) -> None:
+        """Warn of fp16 weights, with which AdamW's eps of 1e-8 is 0 and 0 / 0 is NaN, and of bf16 ones."""
+        dtypes = {p.dtype for p in self._state.parameters.values()}
+        if torch.float16 in dtypes:
+            self._host.say(
+                "guard: trained parameters are fp16, where AdamW turns a gradient of 0 into NaN; cast them to fp32"
             )
-        if torch.bfloat16 in dtypes.values():
-            _LOG.warning(
+        if torch.bfloat16 in dtypes:
+            self._host.say(
                 "guard: trained parameters are bf16: small updates round to nothing; use fp32"
             )
 
     def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._close()
+        contain_error(self._close, "closing the guard")
         return original(*args, **kwargs)
 
     def _close(self) -> None:
         """Say and write how many steps were not taken."""
         self._looks.end()
         self._note(ended=True)
-        summary = self._recovery.budget.closing()
+        line = self.closing_line()
         # Once: the end of training and `detach` may both come.
-        if summary and not self._said and self._host.rank == 0:
-            self._said = True
-            _LOG.warning("guard: %s", summary)
+        if line and not self._has_closed:
+            self._has_closed = True
+            self._host.say(f"guard: {line}")
 
-    def _skip_batches(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loader = original(*args, **kwargs)
-        self._names.watch(loader, self._patches)
-        return loader
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer without Accelerate's wrapper."""
+    return optimizer.optimizer if is_a(optimizer, ACCELERATED) else optimizer
 
 
 def _listed(value: Any) -> list[Any]:

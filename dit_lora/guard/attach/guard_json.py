@@ -32,13 +32,13 @@ class GuardFile:
     def __init__(self, host: Host, folder: Path | None) -> None:
         self.id = secrets.token_hex(4)
         """Tells this guard's events from those of others in the same folder."""
-        self._path = folder / NAME if folder is not None and host.rank == 0 else None
+        self._host = host
+        self._path = folder / NAME if folder is not None else None
         self._part: dict[str, Any] = {
             "id": self.id,
             "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "script": Path(sys.argv[0]).name if sys.argv else "",
             "loop": "Accelerate" if host.accelerator is not None else "plain PyTorch",
-            "ranks": host.ranks,
             "device": str(host.device),
             "versions": versions(),
             "taken": 0,
@@ -49,8 +49,8 @@ class GuardFile:
 
     def note(self, **facts: Any) -> None:
         """Write what has become known. A folder that cannot be written is said once, and costs no run."""
-        self._part |= facts
-        if self._path is None:
+        self._part |= {"ranks": self._host.ranks, **facts}
+        if self._path is None or self._host.rank != 0:
             return
         starts = [one for one in starts_in(self._path.parent) if one["id"] != self.id]
         whole = {"format": FORMAT, "starts": [*starts, self._part]}

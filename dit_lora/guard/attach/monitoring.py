@@ -4,7 +4,6 @@ Nothing of it changes a step, but that an attention backend which the preflight 
 """
 
 import json
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +20,8 @@ from dit_lora.config.ladder import LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
-from dit_lora.guard.attach.outermost_calls import leave, listen
-from dit_lora.guard.attach.watched_models import Watched
+from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, leave, listen
+from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.attention_backends import AttentionCall, recorded_calls
 from dit_lora.guard.checks import (
     attention_backends,
@@ -36,7 +35,6 @@ from dit_lora.guard.spikes import SpikeDetector
 from dit_lora.guard.switches import attention_switches
 from dit_lora.numerics.dtensors import local
 
-_LOG = logging.getLogger("dit_lora")
 STATISTICS = "statistics.jsonl"
 LOOKS = ("preflight", "monitor_every", "spike_threshold")
 Parameters = Mapping[str, nn.Parameter]
@@ -48,7 +46,7 @@ class Looks:
     def __init__(
         self,
         host: Host,
-        watched: Watched,
+        watched: WatchedModels,
         config: LoopConfig,
         folder: Path | None,
         *,
@@ -118,7 +116,9 @@ class Looks:
         if self._spikes is not None:
             self._observe(self._spikes, step, losses)
         self._norm = None
-        if self._monitor is not None:
+        # The first of several optimizers ends the forward passes, and begins the update.
+        if self._monitor is not None and not self._updated:
+            self._hooks.close()
             self._monitor.before_update()
             self._updated = step
 
@@ -152,7 +152,7 @@ class Looks:
         self._drop()
 
     @contextmanager
-    def _around(self, model: nn.Module) -> Iterator[None]:
+    def _around(self, call: OutermostCall) -> Iterator[None]:
         with recorded_calls() as calls:
             yield
         self._attention += calls
@@ -238,5 +238,4 @@ class Looks:
         self._say(f"guard: step {step}: {words}")
 
     def _say(self, words: str) -> None:
-        if self._host.rank == 0:
-            _LOG.warning("%s", words)
+        self._host.say(words)

@@ -1,34 +1,39 @@
 """The guard around a script that knows nothing of it: `dit-lora guard SCRIPT.py ARGS`.
 
-Optimizers, schedules and loaders are noted as they are made. The first call of a model that one of the optimizers
-trains begins the guard, with Accelerate where the loop uses it, before anything has been trained.
+Optimizers and schedules are noted as they are made, and every DataLoader is followed. The first call of a model that
+one of the optimizers trains begins the guard, with Accelerate where the loop uses it, before anything was trained.
 """
 
+import builtins
 import gc
+import io
 import runpy
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from dit_lora.config.ladder import LadderConfig, LoopConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.attach.dataloaders import Loaders
+from dit_lora.guard.attach.calls.call_log import CallLog
+from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
+from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, leave, listen
+from dit_lora.guard.attach.containment import contain_error
 from dit_lora.guard.attach.guard import Guard
-from dit_lora.guard.attach.outermost_calls import leave, listen
-from dit_lora.guard.attach.sample_ids import Names
+from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.loop_events import EVENTS
+from dit_lora.guard.gate import NonFiniteError
 from dit_lora.numerics.ranks import process_index
-from dit_lora.patching import Patches
 from dit_lora.terminal import echo
 
 Say = Callable[[str], None]
@@ -44,12 +49,14 @@ def run_script(
 ) -> list[Guard]:
     """Run a script, or with `module` a module by its name, as `python` does, and guard all that it trains.
 
-    Returns the guards. Raises what the script raises; `NonFiniteError` where the guard stops it.
+    Returns the guards that still live. Raises what the script raises, and `NonFiniteError` where the ladder of
+    `config` has a `stop` and the guard ends the script.
     """
     config = LoopConfig.of(config)
     overseer = Overseer(config, folder, _say)
     name = ["-m", script] if module else [script]
-    options = [f"--folder={folder}", f"--max-skips={config.max_skips}"]
+    options = [f"--folder={folder}"]
+    options += [f"--max-skips={config.max_skips}"] if "stop" in config.on_nonfinite else []
     options += [f"--snapshot-every={config.snapshot_every}", f"--bundles={config.bundles}"]
     options += ["--preflight"] if config.preflight else []
     options += [f"--monitor-every={config.monitor_every}"]
@@ -63,19 +70,59 @@ def run_script(
 
 
 def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) -> None:
-    """Run a script, or with `module` a module by its name, as `python` does. Raises what it raises."""
-    if not module and not Path(script).is_file():
+    """Run a script, or with `module` a module by its name, as `python` does. Raises what it raises.
+
+    The script's module stays `__main__` until its threads have ended, since they may pickle objects of its classes.
+    """
+    if not module and not Path(script).exists():
         raise DitLoraError(f"no such script: {script}")
-    argv, path = sys.argv[:], sys.path[:]
+    argv, path, main = sys.argv[:], sys.path[:], sys.modules["__main__"]
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path.cwd() if module else Path(script).resolve().parent)
     try:
-        if module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
+        if not module and Path(script).is_dir():
             runpy.run_path(script, run_name="__main__")
+            return
+        code, scope = _module_code(script) if module else _script_code(script)
+        sys.argv[0] = scope.__file__ or script
+        sys.modules["__main__"] = scope
+        exec(code, vars(scope))
+        _wait_for_threads()
     finally:
+        sys.modules["__main__"] = main
         sys.argv[:], sys.path[:] = argv, path
+
+
+def _script_code(script: str) -> tuple[CodeType, ModuleType]:
+    scope = ModuleType("__main__")
+    vars(scope).update(__file__=script, __builtins__=builtins, __spec__=None, __package__=None)
+    with io.open_code(str(Path(script).resolve())) as file:
+        return compile(file.read(), script, "exec"), scope
+
+
+def _module_code(name: str) -> tuple[CodeType, ModuleType]:
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    code = spec.loader.get_code(spec.name) if spec is not None and spec.loader else None  # type: ignore[attr-defined]
+    if spec is None or code is None:
+        raise DitLoraError(f"no module named {name} that can be run")
+    scope = ModuleType("__main__")
+    vars(scope).update(
+        __file__=spec.origin,
+        __builtins__=builtins,
+        __spec__=spec,
+        __package__=spec.parent,
+        __loader__=spec.loader,
+    )
+    return code, scope
+
+
+def _wait_for_threads() -> None:
+    """Wait for threads that python itself would wait for at its end."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
 
 
 class OwnCommand:
@@ -91,12 +138,12 @@ class OwnCommand:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        patches = Patches()
-        patches.method(subprocess.Popen, "__init__", self._started)
+        found = Interceptions()
+        found.class_method(subprocess.Popen, "__init__", self._started)
         try:
             yield
         finally:
-            patches.undo()
+            found.undo()
 
     def _started(
         self, original: Callable[..., None], process: Any, args: Any, *rest: Any, **kwargs: Any
@@ -114,121 +161,156 @@ class OwnCommand:
         return command
 
 
+class _FirstStep:
+    """Stands in for the step of an optimizer that is not guarded yet: its closure may be the first to call a model."""
+
+    def __init__(self, overseer: "Overseer", optimizer: torch.optim.Optimizer) -> None:
+        self._overseer = overseer
+        self._optimizer = weakref.ref(optimizer)
+
+    def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer = self._optimizer()
+        if optimizer is None or not self._overseer.begins_with(optimizer):
+            return original(*args, **kwargs)
+        return optimizer.step(*args, **kwargs)
+
+
 class Overseer:
     """Notes what a loop is made of, and guards it from the first call of a model that is trained."""
 
     def __init__(self, config: LoopConfig, folder: Path, say: Say) -> None:
-        self.guards: list[Guard] = []
         self._config = config
         self._folder = folder
         self._say = say
-        self._names = Names()
-        self._patches = Patches()
-        self._loaders = Loaders(self._names, self._patches)
-        self._waiting: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._guards: list[weakref.ref[Guard]] = []
+        self._interceptions = Interceptions()
+        self._first_steps = Interceptions()
+        self._waiting: list[tuple[weakref.ref[torch.optim.Optimizer], _FirstStep]] = []
         """Optimizers that are not guarded yet."""
+        self._discovery: ModelDiscovery | None = None
+        """Records calls of models before there is a guard: which of them is trained, the first backward shows."""
         self._schedules: list[weakref.ref[LRScheduler]] = []
-        self._scalers: list[weakref.ref[Any]] = []
-        self._stepped_by: set[type] = set()
-        """Classes of optimizers whose `step` is watched for a first step."""
+        self._num_optimizers = 0
+
+    @property
+    def guards(self) -> list[Guard]:
+        """The guards that live: a guard ends with its optimizers."""
+        return [guard for ref in self._guards if (guard := ref()) is not None]
 
     @contextmanager
     def overseeing(self) -> Iterator[None]:
-        """Note what is made within."""
-        self._patches.method(torch.optim.Optimizer, "__init__", self._optimizer)
-        self._patches.method(LRScheduler, "__init__", self._schedule)
-        self._patches.method(torch.amp.GradScaler, "__init__", self._scaler)
-        self._loaders.follow_all(DataLoader)
-        for module in (nn.utils, nn.utils.clip_grad):  # the same function, by two ways
-            for name in ("clip_grad_norm_", "clip_grad_value_"):
-                self._patches.method(module, name, self._clip)
-        self._patches.method(torch, "save", self._save)
-        # Before anybody imports the function by its name.
-        if find_spec("safetensors") is not None:
-            self._patches.method(import_module("safetensors.torch"), "save_file", self._save)
+        """Note what is made inside the context."""
+        self._interceptions.class_method(torch.optim.Optimizer, "__init__", self._optimizer)
+        self._interceptions.class_method(LRScheduler, "__init__", self._schedule)
+        EVENTS.after_backward.append(self._look_at_gradients)
         try:
-            yield
+            with EVENTS.held():
+                yield
         finally:
-            leave(self._around)
+            EVENTS.after_backward.remove(self._look_at_gradients)
+            self._leave()
             for guard in self.guards:
-                guard.detach()
-            self._patches.undo()
+                contain_error(guard.detach, "ending the guard")
+            self._first_steps.undo()
+            self._interceptions.undo()
 
     def end(self) -> None:
         """Look once more at what was trained, and say what was not guarded."""
         for guard in self.guards:
-            guard.require_finite()
-        for optimizer in filter(None, (one() for one in self._waiting)):
-            self._say(f"not guarded: {_named(optimizer)}, for no model that it trains was called")
-        if not self._stepped_by:
+            guard.check_state()
+        for ref, _ in self._waiting:
+            optimizer = ref()
+            if optimizer is not None:
+                self._say(
+                    f"not guarded: {_named(optimizer)}, for no model that it trains was called"
+                )
+        if not self._num_optimizers:
             self._say("nothing was guarded: the script made no torch.optim.Optimizer")
+
+    def begins_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Begin to guard at the first step at the latest; True if this optimizer was not guarded before."""
+        if not any(ref() is optimizer for ref, _ in self._waiting):
+            return False
+        self._begin()
+        return True
 
     def _optimizer(
         self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         original(optimizer, *args, **kwargs)
-        self._waiting.append(weakref.ref(optimizer))
-        self._loaders.follow_accelerate()  # by now it is imported, if the loop uses it
-        kind = type(optimizer)
-        if kind not in self._stepped_by:
-            self._stepped_by.add(kind)
-            self._patches.method(kind, "step", self._step)
+        contain_error(lambda: self._note_optimizer(optimizer), "noting an optimizer")
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(ref() is optimizer for ref, _ in self._waiting):  # its constructor ran twice
+            return
+        self._num_optimizers += 1
+        EVENTS.follow_accelerate()  # by now it is imported, if the loop uses it
+        first = _FirstStep(self, optimizer)
+        self._waiting.append((weakref.ref(optimizer), first))
+        self._first_steps.method(optimizer, "step", first.step)
+        if self._discovery is None:
+            self._discovery = ModelDiscovery(CallLog(EVENTS.batches), dict)
+            self._discovery.look()
         listen(self._around)
-
-    def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for guard in self.guards:
-            guard.before_clipping()
-        return original(*args, **kwargs)
-
-    def _step(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Begin to guard at the first step at the latest: its closure may be the first to call a model."""
-        waiting = [one for one in (ref() for ref in self._waiting) if one is not None]
-        if not any(one is optimizer for one in waiting):
-            return original(optimizer, *args, **kwargs)
-        self._begin(waiting)
-        return optimizer.step(*args, **kwargs)
 
     def _schedule(
         self, original: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any
     ) -> None:
         original(schedule, *args, **kwargs)
+        contain_error(lambda: self._note_schedule(schedule), "noting a schedule")
+
+    def _note_schedule(self, schedule: LRScheduler) -> None:
         self._schedules.append(weakref.ref(schedule))
-
-    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Look at what the last step left before a checkpoint has it: tensors in it are those that are put back."""
         for guard in self.guards:
-            guard.before_save(args or kwargs)
-        return original(*args, **kwargs)
-
-    def _scaler(
-        self, original: Callable[..., None], scaler: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        original(scaler, *args, **kwargs)
-        self._scalers.append(weakref.ref(scaler))
+            if guard.trains_with(schedule.optimizer):
+                guard.add_schedule(schedule)
 
     @contextmanager
-    def _around(self, model: nn.Module) -> Iterator[None]:
-        """Begin to guard if the model is one that an optimizer trains."""
-        waiting = [one for one in (ref() for ref in self._waiting) if one is not None]
-        own = {id(parameter) for parameter in model.parameters()}
-        if not any(id(p) in own for one in waiting for p in _held(one)):
-            yield
-            return
-        self._begin(waiting)
+    def _around(self, call: OutermostCall) -> Iterator[None]:
+        """Begin to guard if the module is one that an optimizer trains."""
+        contain_error(lambda: self._look_at(call.module), "beginning the guard")
         yield
 
-    def _begin(self, waiting: Sequence[torch.optim.Optimizer]) -> None:
-        self._waiting.clear()
-        leave(self._around)
-        self._guard(waiting)
+    def _look_at(self, module: nn.Module) -> None:
+        own = {id(parameter) for parameter in module.parameters()}
+        waiting = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
+        if any(id(p) in own for optimizer in waiting for p in _held(optimizer)):
+            self._begin()
 
-    def _guard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _look_at_gradients(self) -> None:
+        """Begin to guard after the first backward: weights may be used by models that do not own them."""
+        waiting = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
+        if any(p.grad is not None for optimizer in waiting for p in _held(optimizer)):
+            self._begin()
+
+    def _leave(self) -> None:
+        leave(self._around)
+        if self._discovery is not None:
+            self._discovery.stop()
+            self._discovery = None
+
+    def _begin(self) -> None:
+        optimizers = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
+        self._waiting.clear()
+        self._first_steps.undo()
+        leave(self._around)
+        discovery, self._discovery = self._discovery, None
+        contain_error(
+            lambda: self._guard(optimizers, discovery),
+            "beginning the guard",
+            passes=(NonFiniteError,),
+        )
+
+    def _guard(
+        self, optimizers: Sequence[torch.optim.Optimizer], discovery: ModelDiscovery | None
+    ) -> None:
         accelerator = _accelerator_of(optimizers)
-        prepared = [one.scheduler for one in accelerator._schedulers] if accelerator else []
+        prepared = [each.scheduler for each in accelerator._schedulers] if accelerator else []
+        live = [schedule for ref in self._schedules if (schedule := ref()) is not None]
         schedules = [
-            one
-            for one in (ref() for ref in self._schedules)
-            if one is not None and one.optimizer in optimizers and one not in prepared
+            schedule
+            for schedule in live
+            if schedule.optimizer in optimizers and schedule not in prepared
         ]
         names = ", ".join(map(_named, optimizers))
         try:
@@ -239,15 +321,13 @@ class Overseer:
                 lr_scheduler=schedules,
                 config=self._config,
                 folder=self._folder,
-                # Accelerate has its own, which the guard knows.
-                scaler=[] if accelerator else [one for one in (r() for r in self._scalers) if one],
-                names=self._names,
+                discovery=discovery,
             )
         except DitLoraError as problem:
             self._say(f"not guarded: {names}: {problem}")
             return
-        self.guards.append(guard)
-        count = sum(parameter.numel() for one in optimizers for parameter in _held(one))
+        self._guards.append(weakref.ref(guard))
+        count = sum(parameter.numel() for each in optimizers for parameter in _held(each))
         loop = "an Accelerate loop" if accelerator is not None else "a plain PyTorch loop"
         self._say(
             f"watching {names} with {count:,} trained numbers in {loop}; events go to {self._folder}"
@@ -276,8 +356,8 @@ def _accelerator_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     for candidate in gc.get_objects() if accelerate is not None else ():
         # By its type: proxies among the objects act when they are asked what they are.
         if issubclass(type(candidate), kind):
-            wrapped = [wrapper.optimizer for wrapper in candidate._optimizers]
-            if any(one is other for one in wrapped for other in optimizers):
+            wrapped = {id(wrapper.optimizer) for wrapper in candidate._optimizers}
+            if any(id(optimizer) in wrapped for optimizer in optimizers):
                 return candidate
     return None
 

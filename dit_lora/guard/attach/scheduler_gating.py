@@ -22,7 +22,10 @@ class Turns:
         """Count a turn of the optimizer."""
         key = id(_bare(optimizer))
         self._turns[key] += 1
-        self._left_out = self._left_out | {key} if left_out else self._left_out - {key}
+        if left_out:
+            self._left_out.add(key)
+        else:
+            self._left_out.discard(key)
 
     def shuts(self, owner: Any) -> bool | None:
         """Return True if a schedule moves for a step that was left out; None if it is of no optimizer that had a turn.

@@ -1,66 +1,65 @@
-"""Count what a loop that is not ours loses: distinct samples and incidents, not one bad sample in each epoch."""
+"""Count what a loop loses: failed steps by what caused them, one bad sample once and not in each epoch."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dit_lora.guard.attach.sample_ids import identifies
+from dit_lora.guard.attach.samples.loaded_batches import is_sample_name
 from dit_lora.guard.verdict import Verdict
 
-# Steps over which `max_skips` counts.
 _WINDOW = 100
-# Steps in a row, none of them taken: at least so many, whatever they were, and nothing is trained.
-_BARREN = 10
-_FOR_GOOD = ("data", "labels")
+"""Steps over which `max_skips` counts."""
+_MANY_IN_A_ROW = 10
+"""So many skipped steps in a row, whatever caused them, and nothing is being trained."""
+_BAD_AS_STORED = ("data", "labels")
+_MAX_NAMED = 10
 
 
 @dataclass
 class SkipBudget:
-    """Counts of what was not taken, equal on all ranks."""
+    """Counts of steps that were taken and skipped, equal on all ranks."""
 
     taken: int = 0
     lost: int = 0
-    """Steps that were not taken."""
+    """Steps that were skipped or undone."""
     in_a_row: int = 0
-    """Steps that were not taken since the last that was."""
-    _blamed: dict[str, int] = field(default_factory=dict)
-    """Sample to the step in which it was first blamed."""
+    """Steps that were lost since the last one that was taken."""
     _incidents: list[int] = field(default_factory=list)
-    """Steps that no sample of a name is to blame for."""
-    _bad: Counter[str] = field(default_factory=Counter)
-    """Samples that are bad where they are stored, and how often they came."""
+    """Steps that failed for something new: a sample that had not failed before, or no named sample."""
+    _samples: Counter[str] = field(default_factory=Counter)
+    """Named samples, and how many steps each has cost."""
+    _bad_as_stored: set[str] = field(default_factory=set)
+    _num_unnamed: int = 0
+    """Steps that no named sample has cost."""
 
     def knows(self, verdicts: Sequence[Verdict]) -> bool:
-        """Return True if all that is wrong is samples that are known to be bad."""
-        return all(
-            verdict.cause in _FOR_GOOD
+        """True if all that is wrong is samples that are known to be bad as they are stored."""
+        return bool(verdicts) and all(
+            verdict.cause in _BAD_AS_STORED
             and verdict.sample_ids
-            and all(sample in self._bad for sample in verdict.sample_ids)
+            and all(sample in self._bad_as_stored for sample in verdict.sample_ids)
             for verdict in verdicts
         )
 
     def spent(self, step: int) -> int:
-        """Return what counts against `max_skips`: distinct samples and other incidents of the last 100 steps."""
-        recent = [*self._blamed.values(), *self._incidents]
-        return sum(blamed_in > step - _WINDOW for blamed_in in recent)
+        """Return the count held against `max_skips`: steps of the last 100 that failed for something new."""
+        return sum(incident > step - _WINDOW for incident in self._incidents)
 
-    def barren(self, most: int) -> bool:
-        """Return True if so many steps in a row were lost that nothing is trained."""
-        return self.in_a_row >= max(_BARREN, most)
+    def is_stuck(self, max_skips: int) -> bool:
+        """True if so many steps in a row were lost that nothing is being trained."""
+        return self.in_a_row >= max(_MANY_IN_A_ROW, max_skips)
 
-    def skip(self, kind: str, step: int, verdicts: Sequence[Verdict]) -> None:
-        """Count a step that is skipped. One without a gradient counts only while no other is taken."""
+    def skip(self, step: int, verdicts: Sequence[Verdict]) -> None:
+        """Count a step that is skipped."""
         self.lose()
-        self._bad.update(
-            {s for v in verdicts if v.cause in _FOR_GOOD for s in v.sample_ids if identifies(s)}
-        )
-        # A numbered row is another sample in each epoch: it must not count as one that was seen before.
-        blamed = {sample for verdict in verdicts for sample in verdict.sample_ids}
-        named = set(filter(identifies, blamed))
-        for sample in named:
-            self._blamed.setdefault(sample, step)
-        if kind != "zero_gradient" and not named:
+        named = {s for v in verdicts for s in v.sample_ids if is_sample_name(s)}
+        if not named or named - self._samples.keys():
             self._incidents.append(step)
+        self._num_unnamed += not named
+        self._samples.update(named)
+        self._bad_as_stored |= {
+            s for v in verdicts if v.cause in _BAD_AS_STORED for s in v.sample_ids if s in named
+        }
 
     def lose(self) -> None:
         """Count a step that is not taken."""
@@ -73,12 +72,16 @@ class SkipBudget:
         self.in_a_row = 0
 
     def closing(self) -> str | None:
-        """Return what was lost, in words; None if nothing was."""
+        """One line on what was lost; None if nothing was."""
         if not self.lost:
             return None
-        words = f"{self.lost} of {self.taken + self.lost} optimizer steps were not taken"
-        if not self._bad:
-            return words
-        worst = ", ".join(f"{sample} ({count}x)" for sample, count in self._bad.most_common(10))
-        more = f" and {len(self._bad) - 10} more" if len(self._bad) > 10 else ""
-        return f"{words}; remove or mend the samples that cost them: {worst}{more}"
+        line = f"{self.lost} of {self.taken + self.lost} optimizer steps were not taken"
+        if self._samples:
+            worst = self._samples.most_common(_MAX_NAMED)
+            shown = ", ".join(f"{sample} ({count}x)" for sample, count in worst)
+            more = len(self._samples) - len(worst)
+            line += f"; remove or mend the samples that cost them: {shown}"
+            line += f" and {more} more" if more > 0 else ""
+            if self._num_unnamed:
+                line += f"; {self._num_unnamed} had another cause (events.jsonl)"
+        return line

@@ -1,400 +1,596 @@
-"""Look at one optimizer step of a loop that is not ours, and take it or leave it out."""
+"""Judge each optimizer step of somebody else's loop by the gradients that it is about to use, and take it or skip it.
 
-import logging
-from collections.abc import Callable
+backward        counts generations of gradients: whatever is known of dropped ones is dropped too
+clipping        notes which gradients were bad before one NaN spreads to all
+optimizer.step  its own gradients finite?  no: diagnose, skip      yes: step, then its own weights finite?
+                                                                   no: diagnose, put the snapshot back
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from torch import nn
 
-from dit_lora.guard.attach.accelerator_adapter import Host
-from dit_lora.guard.attach.call_recorder import CapturedCall
-from dit_lora.guard.attach.finite_checks import StepChecks
+from dit_lora.guard.attach.accelerator_adapter import Host, found_infinity
+from dit_lora.guard.attach.calls.backward_passes import BackwardPasses
+from dit_lora.guard.attach.calls.captured_call import CapturedCall
+from dit_lora.guard.attach.containment import contain_error, contained
+from dit_lora.guard.attach.finite_checks import OptimizerChecks
+from dit_lora.guard.attach.finite_values import (
+    find_bad_tensors,
+    is_finite_any,
+    name_bad_tensors,
+)
+from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.guard.attach.monitoring import Looks
-from dit_lora.guard.attach.recovery import OF_FROZEN, WEIGHTS, PluginRecovery, PluginTrip
+from dit_lora.guard.attach.recovery import OF_FROZEN, WEIGHTS, PluginRecovery, StepFailure
 from dit_lora.guard.attach.scheduler_gating import Turns
+from dit_lora.guard.attach.state_checks import StateChecks
 from dit_lora.guard.attach.training_state import LoopState
-from dit_lora.guard.attach.watched_models import Watched
-from dit_lora.guard.gate import ACCELERATED, NonFiniteError, any_not_finite
-from dit_lora.guard.state import altered_state, has_run_away, weight_peak
-from dit_lora.numerics.dtensors import local
-from dit_lora.numerics.finite import has_nan, is_finite
+from dit_lora.guard.attach.watched_models import WatchedModels
+from dit_lora.guard.gate import ACCELERATED, NonFiniteError
+from dit_lora.numerics.finite import is_finite
 from dit_lora.patching import is_a
 
-_LOG = logging.getLogger("dit_lora")
 # Below this a gradient scaler has halved itself 16 times from Accelerate's start at 2**16.
 _SCALE_FLOOR = 1.0
-
-_OF_WHAT_IS_HELD = (WEIGHTS, "altered_state", "diverged_weights")
-
-
-class _GateShutError(Exception):
-    """Leaves an optimizer's step, from within its closure, before it changes anything."""
+_MAX_REPORTS = 10
 
 
-class Steps:
-    """Stands between a loop and its `backward`, its clipping and its optimizers' `step`."""
+class _SkipStepError(Exception):
+    """Leaves an optimizer's step from within its closure, before it changes anything."""
+
+
+class WatchedOptimizer:
+    """One optimizer of the loop, with the checks of what it trains."""
+
+    def __init__(self, hooks: "StepHooks", optimizer: Any) -> None:
+        self._hooks = hooks
+        self.optimizer = optimizer
+        self.is_accelerated = is_a(optimizer, ACCELERATED)
+        self.inner = optimizer.optimizer if self.is_accelerated else optimizer
+        """The optimizer without Accelerate's wrapper."""
+        self.checks = OptimizerChecks([], optimizer)
+
+    def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in for `optimizer.step`."""
+        return self._hooks.step(self, original, *args, **kwargs)
+
+    def loaded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in for `optimizer.load_state_dict`."""
+        result = original(*args, **kwargs)
+        self._hooks.loaded()
+        return result
+
+
+class StepHooks:
+    """Follows the steps of a loop; also the guard's `LoopListener`."""
 
     def __init__(
         self,
         host: Host,
-        watched: Watched,
+        watched: WatchedModels,
         recovery: PluginRecovery,
         checks: frozenset[str],
         looks: Looks,
     ) -> None:
         self.number = 1
-        """The number of the optimizer step under way."""
+        """The number of the optimizer step under way, or of the next one once an optimizer has stepped."""
         self.tripped = False
+        """True if the last step was skipped or undone."""
         self._host = host
         self._watched = watched
         self._state: LoopState = recovery.state
         self._recovery = recovery
         self._looks = looks
-        watched.on_call = lambda: looks.call_begins(self.number)
-        self._checks = StepChecks(host, checks)
+        watched.log.on_begin = self._call_begins
+        self._checks = checks
         self._checks_weights = "weights" in checks
+        self._judges_gradients = "gradient" in checks
+        self.optimizers = [WatchedOptimizer(self, each) for each in self._state.optimizers]
         self._controls: dict[int, CapturedCall] = {}
+        self._passes = BackwardPasses(
+            lambda: (p for watched in self.optimizers for _, p in watched.checks.parameters),
+            keeps_gradients=not host.under_deepspeed,
+        )
         self._stepped: set[int] = set()
+        """Optimizers that have stepped since the last backward."""
+        self._judged = 1
+        """The number of the step whose optimizers are being judged."""
+        self._has_failed = False
+        """True once an optimizer of the step under way had bad gradients: those of the others have the same cause."""
+        self._has_new_backward = False
         self._turns = Turns()
-        self._reached = False
-        """True once a gradient scaler of the loop has called an optimizer's step."""
+        self._scaler_has_skipped = False
+        """True if a gradient scaler has skipped the step under way: it is closed already."""
         self._is_due = False
         self._was_loaded = False
+        self._is_diagnosing = False
         self._noted_in = 0
         """The step within which frozen weights and buffers were noted; 0 before the first."""
+        self._num_reports = 0
+        self._tolerated: set[str] = set()
+        self._scalars: set[str] = set()
+        self._thread = threading.current_thread()
+        self._scaled: set[int] = set()
+        self._num_held = 0
+        self._state_checks = StateChecks(host, self._state, watched)
 
-    def require_finite(self) -> None:
-        """Recover if a trained weight, a moment or an average is not finite, altered or beyond use on any rank; stop
-        if memory has altered a frozen weight or a buffer.
-        """
-        kind = self._wrong_state()
-        if kind is None and self._is_frozen_damaged():
-            kind = OF_FROZEN
-        if kind is not None:
-            self._recover(kind, between_steps=True)
+    def _call_begins(self) -> None:
+        self._looks.call_begins(self.number)
+        self._watched.call_begins()
 
-    def before_save(self, saved: Any) -> None:
-        """Go back where the last step has left weights that are not finite, which the next would have found.
+    def survey(self) -> None:
+        """Note what each optimizer trains, after the watched models have changed."""
+        self._num_held = self._watched.num_held()
+        names = {id(p): name for name, p in self._state.parameters.items()}
+        self._tolerated = {name for names in self._watched.infinite.values() for name in names}
+        self._scalars = {
+            name
+            for model in self._watched.all_models()
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            if not tensor.ndim
+        }
+        for watched in self.optimizers:
+            held = [p for group in watched.optimizer.param_groups for p in group["params"]]
+            named = [(names[id(p)], p) for p in held if id(p) in names]
+            before = set(watched.checks.not_checked)
+            checked = {id(p) for _, p in watched.checks.parameters}
+            watched.checks = OptimizerChecks(named, watched.optimizer, checked)
+            if any(p.grad is not None for _, p in watched.checks.parameters):
+                # The guard began, or began anew, between a backward and its step.
+                self._passes.num_backwards = max(1, self._passes.num_backwards)
+            for name in set(watched.checks.not_checked) - before:
+                self._recovery.say(f"guard: {name} is not checked: it is not finite from the start")
 
-        Of several ranks one alone may save: it goes back by itself, and the others at their next step.
-        """
-        if not self._checks_weights:
+    # Events of the loop
+
+    @contained("looking at a loss")
+    def backward_begins(self, tensors: Any) -> None:
+        """Note a loss, and whether the gradients that it adds to are new ones."""
+        if self._is_diagnosing:
             return
-        if self._host.ranks == 1:
-            if self._has_bad_weights():
-                self._recover(WEIGHTS, between_steps=True)
-        elif any_not_finite(self._state.parameters.values(), self._host.device):
-            self._recovery.put_back_alone(self.number)
-        elif self._watched.lockstep and has_nan(saved):
-            self._recovery.refuse_to_save(self.number)
+        self._has_new_backward = True
+        if self._passes.begin(tensors):
+            self._watched.log.renew_gradients()
+            for watched in self.optimizers:
+                watched.checks.forget()
 
-    def _has_bad_weights(self) -> bool:
-        bad = any_not_finite(self._state.parameters.values(), self._host.device)
-        return self._host.any_rank(bad)
+    def backward_failed(self, error: RuntimeError) -> None:
+        """Say what is known before anomaly mode's error ends the loop."""
+        self._diagnose_before_error("non_finite_gradient")
 
-    def loaded(self, *_: Any) -> None:
-        """Note that a checkpoint was loaded: what is held from before is of no use to go back to."""
+    def gradient_norm(self) -> None:
+        """Look at gradients that are about to be clipped."""
+        if not self._is_diagnosing:
+            self._looks.gradients(self._state.parameters)
+
+    def norm_is_bad(self, *, raises: bool) -> None:
+        """Note which gradients make their norm infinite or NaN; say the cause at once if torch raises an error for it."""
+        if self._is_diagnosing:
+            return
+        for watched in self.optimizers:
+            watched.checks.note_bad_gradients()
+        if raises and any(watched.checks.clipped_names for watched in self.optimizers):
+            self._diagnose_before_error("non_finite_gradient")
+
+    def before_clipping(self) -> None:
+        """For loops that clip by functions of their own."""
+        self.gradient_norm()
+        for watched in self.optimizers:
+            if not watched.checks.gradients_are_healthy():
+                watched.checks.note_bad_gradients()
+
+    def loaded(self) -> None:
+        """A checkpoint was loaded: what is held from before is of no use to go back to."""
         self._was_loaded = True
+
+    def weights_loaded(self, module: nn.Module) -> None:
+        held = {id(p) for p in self._state.parameters.values()}
+        if any(id(p) in held for p in module.parameters()):
+            self.loaded()
 
     def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         self._was_loaded = True
         return result
 
-    def backward(self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> Any:
-        self._checks.loss(loss)
-        if self._host.under_deepspeed and self._host.any_rank(self._checks.last_loss_is_bad()):
-            # Its backward also steps: this is the last moment, and costs a read by the host.
-            self._recover("non_finite_loss")
-            self._close(taken=False)
-            return None
-        result = original(loss, **kwargs)
-        if self._host.under_deepspeed:
-            self._close(taken=True)
-        return result
+    def saving(self, value: Any, path: object) -> None:
+        """Look at what the loop saves. Bad trained weights are put back first, so that tensors in it are good."""
+        if self._is_diagnosing or "weights" not in self._checks:
+            return
+        # A thread that saves while the loop trains must not write to weights.
+        is_loop = threading.current_thread() is self._thread
+        if is_loop and self._weights_are_bad() and not self._recovery.has_given_up:
+            if self._host.ranks == 1:
+                self._recover(self.optimizers[0], WEIGHTS, between_steps=True)
+            elif not self._watched.lockstep:
+                self._recovery.put_back_alone(self.number)
+        bad = find_bad_tensors(value, self._tolerated, self._scalars)
+        if bad:
+            self._recovery.report_save(self.number, str(path), name_bad_tensors(bad))
 
-    def clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._host.syncs_gradients and not self._host.under_deepspeed:  # it has used them
-            self._note()
-        return original(*args, **kwargs)
+    def require_finite(self, *, may_raise: bool = True) -> None:
+        """Recover if a trained weight, optimizer state or average is bad on any rank; say if frozen memory changed."""
+        kind = self._state_checks.find_wrong()
+        if kind is None and not self._was_loaded and self._state_checks.is_frozen_damaged():
+            kind = OF_FROZEN
+        if kind is not None:
+            self._recover(self.optimizers[0], kind, between_steps=True, required=may_raise)
 
-    def before_clipping(self) -> None:
-        """Look at the gradients of a plain loop that is about to clip them."""
-        self._checks.forget_gradients()
-        self._note()
-
-    def scaled_step(
-        self, scaler: Any, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Let a plain loop's own gradient scaler take a step, and judge one that it leaves out.
-
-        Gradients beyond fp16 are the scaler's affair, by a lower scale; an output that is not finite is not.
-        """
-        self._reached = False
-        result = original(optimizer, *args, **kwargs)
-        if self._reached:
-            return result
-        self._look_at_models()
-        outputs = (call.output for call in self._watched.calls)
-        is_bad = any(output is not None and not is_finite(output) for output in outputs)
-        if self._host.any_rank(is_bad):
-            self._recover("non_finite_loss")
-        elif scaler.get_scale() < _SCALE_FLOOR:
-            self._stop_at_scale(scaler.get_scale())
-        else:
-            self.tripped = False  # the schedule moves, as it does without the guard
-        self._close(taken=False)
-        self._turns.count(optimizer, left_out=self.tripped)
-        return result
-
-    def zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Forget the calls of a plain loop that have had their backward: they are over, also where a scaler left
-        the step out.
-        """
-        calls = self._watched.calls
-        calls[:] = [call for call in calls if call.output_gradient is None]
-        return original(*args, **kwargs)
-
-    def step(self, optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._reached = True
-        if not self._host.syncs_gradients or self._host.under_deepspeed:
-            return original(*args, **kwargs)
-        # torch passes a closure first or by name, and None is none.
-        closure, *rest = args or (kwargs.pop("closure", None),)
-        if closure is not None:
-            return self._step_with_closure(
-                optimizer, lambda watched: original(watched, *rest, **kwargs), closure
-            )
-        if self._begins(optimizer):
-            kind = self._tripped_by(optimizer)
-            self.tripped = kind is not None
-            if kind is not None:
-                self._recover(kind)
-                self._close(taken=False)
-        self._turns.count(optimizer, left_out=self.tripped)
-        return None if self.tripped else self._taken(optimizer, partial(original, *args, **kwargs))
-
-    def _step_with_closure(
-        self, optimizer: Any, original: Callable[..., Any], closure: Callable[[], Any]
-    ) -> Any:
-        """Take a step whose closure makes the gradients: they are looked at each time that it has run."""
-        kind, loss, ran = "", None, False
-
-        def watched() -> Any:
-            nonlocal kind, loss, ran
-            # What came before the first run is a part of the step: micro-batches that were accumulated or, where
-            # the closure does nothing, as Lightning's may, all of it.
-            if ran:
-                self._forget()
-            ran = True
-            loss = closure()
-            if isinstance(loss, torch.Tensor) and not self._checks.has_losses:
-                self._checks.loss(loss)
-            if self._begins(optimizer):
-                kind = self._tripped_by(optimizer) or ""
-                self.tripped = bool(kind)
-            if self.tripped:
-                raise _GateShutError
-            return loss
-
-        # An optimizer may call its closure several times and write in between, as LBFGS does.
-        before = self._versions()
-        try:
-            return self._taken(optimizer, lambda: original(watched))
-        except _GateShutError:
-            if kind:  # else the step was left out at another optimizer's part of it
-                self._recover(kind, moved=self._versions() != before)
-                self._close(taken=False)
-            return loss
-        finally:
-            if len(self._stepped) > 1:  # judged with another's: what was noted is no next step's
-                self._checks.forget()
-            self._turns.count(optimizer, left_out=self.tripped)
-
-    def shuts(self, owner: Any) -> bool:
-        """Return True if a schedule, or an average, moves for a step that was left out."""
+    def is_gate_shut(self, owner: Any) -> bool:
+        """True if a schedule, or an average, moves for a step that was skipped."""
         shut = self._turns.shuts(owner)
         return self.tripped if shut is None else shut  # an average has no optimizer
 
-    def _versions(self) -> list[int]:
-        """Return the counters that each write to a trained weight raises."""
-        return [local(parameter)._version for parameter in self._state.parameters.values()]
+    # One optimizer step
 
-    def _begins(self, optimizer: Any) -> bool:
-        """Return True if this optimizer's step begins one of the loop's, and is not another optimizer's part of it."""
-        begins = bool(
-            not self._stepped
-            or id(optimizer) in self._stepped
-            or self._watched.calls
-            or self._checks.has_losses
+    def step(
+        self, watched: WatchedOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Judge a step of an optimizer; take it or skip it."""
+        if self._is_diagnosing:  # by a hook, inside a replay
+            return None
+        if self._host.accelerator is not None and not self._host.steps_now:
+            return original(*args, **kwargs)
+        # torch passes a closure first or by name, and None is none.
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None and callable(closure):
+            return self._step_with_closure(watched, original, closure, args, kwargs)
+        if self._is_bad(watched):
+            self._turns.count(watched.optimizer, left_out=True)
+            return None
+        # A snapshot is copied beside the forward and backward; its weights are not to be overwritten before.
+        self._state.snapshots.before_update()
+        self._scaler_has_skipped = False
+        result = original(*args, **kwargs)
+        if not self._scaler_has_skipped:
+            self._after(watched)
+        return result
+
+    def _is_bad(self, watched: WatchedOptimizer) -> bool:
+        """Judge a step that is about to be taken; True after it was diagnosed and is to be skipped."""
+        if self._recovery.has_given_up:
+            return False
+        kind = self._judge(watched)
+        self.tripped = kind is not None
+        if kind is None:
+            return False
+        if self._has_failed:
+            self._mark_optimizers()
+            self._close(taken=False)
+            return True
+        self._has_failed = True
+        # Whatever becomes of the diagnosis, the step is skipped.
+        contain_error(
+            lambda: self._recover(watched, kind), "diagnosing a step", passes=(NonFiniteError,)
         )
-        self._stepped = {id(optimizer)} if begins else {*self._stepped, id(optimizer)}
-        return begins
+        self._is_diagnosing = False
+        if self._recovery.has_given_up:
+            return False
+        self.tripped = True
+        scaler = self._host.scaler
+        if scaler is not None:
+            # It may have unscaled gradients that no step will use: begin its next iteration, at the same scale.
+            scaler.update(scaler.get_scale())
+        self._close(taken=False)
+        return True
 
-    def _note(self, *, gradients: bool = True) -> None:
-        """Note weights, and gradients but for those that Accelerate's gradient scaler has scaled: its own check decides."""
-        gradients = gradients and self._host.scaler is None
-        self._checks.note(self._state.parameters, gradients=gradients)
-        if gradients:
-            self._looks.gradients(self._state.parameters)
+    @contained("judging a step", passes=(NonFiniteError,))
+    def _judge(self, watched: WatchedOptimizer) -> str | None:
+        self._begin(watched)
+        return self._failure_kind(watched)
 
-    def _tripped_by(self, optimizer: Any) -> str | None:
-        """Return what is wrong with the step on any rank, or None; takes a snapshot that is due where the weights
-        are good.
-        """
+    def _begin(self, watched: WatchedOptimizer) -> None:
+        """Begin a step of the loop, unless this optimizer's is a part of the one under way."""
+        key = id(watched.optimizer)
+        # The first optimizer of a step began it; a scaler's skip is told of a step that has begun.
+        begins = self._has_new_backward or not self._stepped or key in self._stepped
+        self._has_new_backward = False
+        self._stepped = {key} if begins else {*self._stepped, key}
+        if not begins:
+            return
+        self._judged = self.number
+        self._has_failed = False
         self._looks.step_begins()
         self._look_at_models()
-        # Else torch's scaler decides, in the optimizer.
-        self._note(gradients=vars(optimizer).get("found_inf") is None)
-        kind = self._checks.tripped_by(self._asks_for_gradient)
-        if kind != WEIGHTS and self._is_due:
-            self._is_due = False
-            # Bad weights must not take the place of a snapshot that is good.
-            wrong = self._wrong_state() if self._checks_weights else None
-            if wrong is None:
-                self._state.take(self.number - 1)
-            kind = wrong or kind
-        if kind is None:
-            self._looks.healthy(self.number, optimizer, self._state.parameters, self._checks.losses)
-        return kind
+        self._looks.gradients(self._state.parameters)
+
+    def _failure_kind(self, watched: WatchedOptimizer) -> str | None:
+        """Find bad gradients of this step on any rank; None if there are none. One read of the device."""
+        bad_gradient, is_zero = False, False
+        if self._judges_gradients and self._are_unscaled(watched):
+            checks = watched.checks
+            if not checks.gradients_are_healthy():
+                peak = checks.gradient_peak()
+                bad_gradient = checks.gradient_is_bad(peak)
+                is_zero = peak == 0.0
+            if not self._passes.has_witness and not is_zero:
+                self._passes.choose_witness()
+        if self._host.ranks > 1 and not self._is_inside_backward():
+            # Weights that one rank's memory has spoiled are known to it alone: all ranks go back together.
+            bad_weights = self._checks_weights and not watched.checks.weights_are_finite()
+            flags = torch.tensor([bad_gradient, bad_weights], device=self._host.device).float()
+            bad_gradient, bad_weights = map(bool, self._host.summed(flags))
+            if bad_weights:
+                return WEIGHTS
+        bad_loss = self._passes.has_bad_loss()
+        if bad_gradient:
+            return "non_finite_loss" if bad_loss else "non_finite_gradient"
+        if bad_loss and not self._scaled and not self._has_failed and "loss" in self._checks:
+            self._report_loss()
+        if not is_zero:
+            self._recovery.gradient_arrived()
+        elif (
+            "zero_gradient" in self._checks
+            and not bad_loss
+            and not self._has_failed
+            and self._asks_for_gradient()
+        ):
+            self._recovery.report_zero_gradient(self._judged)
+        if self._is_due and self._take_due_snapshot():
+            return WEIGHTS
+        self._looks.healthy(
+            self._judged, watched.optimizer, self._state.parameters, self._passes.losses
+        )
+        return None
+
+    @contained("looking at weights", passes=(NonFiniteError,))
+    def _after(self, watched: WatchedOptimizer) -> None:
+        """Look at the weights that a step has left, before the loop copies, averages or saves them."""
+        is_good = True
+        if self._checks_weights and self._host.ranks == 1 and not self._recovery.has_given_up:
+            is_good = watched.checks.weights_are_finite()
+        if is_good:
+            self._close(taken=True)
+        else:
+            self._recover(watched, WEIGHTS)
+            self._close(taken=False)
+        if self._host.scaler is not None:
+            self._check_accelerate_scaler(watched)
+        self._turns.count(watched.optimizer, left_out=not is_good)
+
+    def _step_with_closure(
+        self,
+        watched: WatchedOptimizer,
+        original: Callable[..., Any],
+        closure: Callable[[], Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Take a step whose closure makes the gradients: those of its first run are judged.
+
+        Optimizers that run it more than once, as LBFGS does, deal with a bad trial themselves.
+        """
+        loss, num_runs = None, 0
+
+        def judged() -> Any:
+            nonlocal loss, num_runs
+            num_runs += 1
+            loss = closure()
+            if num_runs == 1 and self._is_bad(watched):
+                raise _SkipStepError
+            return loss
+
+        if args:
+            args = (judged, *args[1:])
+        else:
+            kwargs = {**kwargs, "closure": judged}
+        self._state.snapshots.before_update()
+        try:
+            result = original(*args, **kwargs)
+        except _SkipStepError:
+            self._turns.count(watched.optimizer, left_out=True)
+            return loss
+        self._after(watched)
+        return result
+
+    # Gradient scalers
+
+    def scaler_step(
+        self, scaler: Any, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Let a gradient scaler take a step, and diagnose one that it skips because an output is not finite.
+
+        Gradients beyond fp16 are the scaler's affair, by a lower scale.
+        """
+        watched = next((w for w in self.optimizers if w.inner is optimizer), None)
+        if watched is None:
+            return NotImplemented
+        self._scaled.add(id(optimizer))
+        result = original(scaler, optimizer, *args, **kwargs)
+        if found_infinity(scaler, optimizer):
+            self._scaler_has_skipped = True
+            contain_error(
+                lambda: self._after_scaler_skip(watched, scaler.get_scale()),
+                "looking at a step that the scaler skipped",
+                passes=(NonFiniteError,),
+            )
+        return result
+
+    def _after_scaler_skip(self, watched: WatchedOptimizer, scale: float) -> None:
+        self._begin(watched)
+        calls = [call for call in self._watched.log.current() if call.outputs]
+        # A scaled loss may be infinite, but it is NaN only if something went wrong before.
+        is_bad = any(not call.output_is_finite for call in calls) or any(
+            bool(loss.isnan()) for loss in self._passes.losses
+        )
+        if self._host.any_rank(is_bad):
+            self._recover(watched, "non_finite_loss")
+        elif scale < _SCALE_FLOOR:
+            self._recovery.report_loss_scale(self.number, scale)
+        else:
+            self.tripped = False  # the schedule moves, as it does without the guard
+        self._close(taken=False)
+        self._turns.count(watched.optimizer, left_out=self.tripped)
+
+    def _check_accelerate_scaler(self, watched: WatchedOptimizer) -> None:
+        scaler = self._host.scaler
+        if scaler is None or not watched.is_accelerated:
+            return
+        if watched.optimizer.step_was_skipped and scaler.get_scale() < _SCALE_FLOOR:
+            self._recovery.report_loss_scale(self.number, scaler.get_scale())
+
+    def _are_unscaled(self, watched: WatchedOptimizer) -> bool:
+        """False where a gradient scaler judges gradients: they are scaled, or it has found infinity itself."""
+        if self._host.scaler is not None:
+            return False
+        return vars(watched.inner).get("found_inf") is None
+
+    # DeepSpeed
+
+    def deepspeed_backward(
+        self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        """Its backward also steps: this is the last moment to skip, and costs a read by the host."""
+        self._judged = self.number
+        self._passes.losses[:] = [loss.detach()]
+        if self._host.any_rank(not is_finite(loss.detach())):
+            self._recover(self.optimizers[0], "non_finite_loss")
+            self._close(taken=False)
+            return None
+        result = original(loss, **kwargs)
+        self._close(taken=True)
+        return result
+
+    # State
+
+    def _asks_for_gradient(self) -> bool:
+        """True if anything came back to a model's output: if not, the loss wants nothing changed."""
+        gradients = [g for call in self._watched.log.current() for g in call.output_gradients]
+        return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+
+    def _weights_are_bad(self) -> bool:
+        return any(not watched.checks.weights_are_finite() for watched in self.optimizers)
+
+    def _is_inside_backward(self) -> bool:
+        return bool(torch._C._current_graph_task_id() != -1)
 
     def _look_at_models(self) -> None:
-        """Begin anew where other models are trained than before, or others are known."""
-        if self._watched.has_changed():
+        """Begin from here where other models are trained than before, others are known, or weights were loaded."""
+        has_more = self._num_held != self._watched.num_held()
+        if has_more or any(watched.checks.has_unfrozen() for watched in self.optimizers):
             self._watched.survey()
             self._was_loaded = True
         # The first step shows which models the loss comes through.
         self._was_loaded |= self._watched.find_models()
+        if self.number == 1:  # DDP may have come around a model since the guard began
+            self._host.look_for_ranks(list(self._state.parameters.values()))
         if self._was_loaded:
-            self._start_from_here()
+            self._was_loaded = self._is_due = False
+            self._noted_in = self.number
+            self._state.forget()
+            self._state.take(self.number - 1)
+            self._watched.suspect()
 
-    def _wrong_state(self) -> str | None:
-        """Return why what is trained must not take the place of the snapshot that is held, on any rank; None if it
-        may.
+    def _take_due_snapshot(self) -> bool:
+        """Hold the state of now, unless it is bad; True if optimizer state is not finite. Collective.
+
+        Weights that are merely large may be meant so.
         """
-        together = self._watched.together
-        peak = weight_peak(self._state.parameters.values())
-        wrong = [
-            not all(is_finite(local(tensor)) for tensor in self._state.tensors().values()),
-            bool(altered_state(together)),
-            has_run_away(peak, together.start_peak),
-        ]
-        flags = self._host.summed(torch.tensor(wrong, device=self._host.device).float())
-        return next(
-            (kind for kind, flag in zip(_OF_WHAT_IS_HELD, flags, strict=True) if flag), None
+        self._is_due = False
+        is_bad = "weights" in self._checks and self._state_checks.is_suspect()
+        if not self._host.any_rank(is_bad):
+            self._state.take(self.number - 1)
+            return False
+        return self._host.any_rank(self._state_checks.has_bad_moment())
+
+    def _diagnose_before_error(self, kind: str) -> None:
+        """Say the cause of a failed step whose error torch raises right after."""
+        self._begin(self.optimizers[0])
+        self._recover(self.optimizers[0], kind, raised_by_torch=True)
+        self._close(taken=False)
+
+    def _report_loss(self) -> None:
+        # Ranks diagnose together, and here each reports by itself.
+        if self._num_reports < _MAX_REPORTS and self._host.ranks == 1:
+            self._num_reports += 1
+            failure = self._failure(self.optimizers[0], "non_finite_loss")
+            with self._diagnosing():
+                self._recovery.report_loss(failure)
+
+    def _failure(self, watched: WatchedOptimizer, kind: str) -> StepFailure:
+        gradients = watched.checks.clipped_names or watched.checks.bad_gradients()
+        # Where all are bad, clipping or a bad loss has spread one NaN to all of them.
+        is_named = bool(watched.checks.clipped_names) or len(gradients) < len(
+            watched.checks.parameters
+        )
+        return StepFailure(
+            self._judged,
+            kind,
+            self._watched.log.current(),
+            tuple(gradients) if is_named or len(gradients) == 1 else (),
+            dict(self._controls),
+            weights_are_bad="weights" in self._checks and self._weights_are_bad(),
         )
 
-    def _is_frozen_damaged(self) -> bool:
-        record = self._watched.record
-        # What a checkpoint loaded, or a loop froze since, is the next step's start.
-        is_as_noted = not self._was_loaded and not self._watched.has_changed()
-        return self._host.any_rank(record is not None and is_as_noted and record.is_damaged())
-
-    def _start_from_here(self) -> None:
-        self._was_loaded = self._is_due = False
-        self._noted_in = self.number
-        self._state.forget()
-        self._state.take(self.number - 1)
-        self._watched.suspect()
-
-    def _asks_for_gradient(self) -> bool:
-        """Return True if anything came back to a model's output: if not, the loss wants nothing changed."""
-        gradients = [call.output_gradient for call in self._watched.calls]
-        return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
-
-    def _taken(self, optimizer: Any, step: Callable[[], Any]) -> Any:
-        # The snapshot is copied beside the forward and backward; its weights are not to be overwritten before.
-        self._state.snapshots.before_update()
-        result = step()
-        self._check_scaler(optimizer)
-        # Of several optimizers the first ends the step; the others are parts of it.
-        if len(self._stepped) == 1:
-            self._close(taken=True)
-        if self._state.ema is not None and self._checks_weights and self._has_bad_weights():
-            self._recover(WEIGHTS)  # an average that took in NaN has it for good
-        return result
-
-    def _check_scaler(self, optimizer: Any) -> None:
-        """Stop at a scaler that halves itself for ever: it never trains again and never says so."""
-        scaler = self._host.scaler
-        if scaler is None or not optimizer.step_was_skipped:
-            return
-        if (scale := scaler.get_scale()) < _SCALE_FLOOR:
-            self._stop_at_scale(scale)
-
-    def _stop_at_scale(self, scale: float) -> NoReturn:
-        raise NonFiniteError(
-            f"step {self.number}: gradients overflow fp16 at every loss scale down to {scale:g}; use bf16, or "
-            "a lower learning rate",
-            {"step": self.number, "kind": "loss_scale", "action": "stop"},
-        )
-
-    def _recover(self, kind: str, *, moved: bool = False, between_steps: bool = False) -> None:
-        """Recover from the trip. Raises `NonFiniteError` on every rank if leaving the step out, or going back, is
-        not enough.
-        """
+    def _recover(self, watched: WatchedOptimizer, kind: str, **how: Any) -> None:
+        """Diagnose a failed step and recover. Raises `NonFiniteError` on every rank where the ladder has a stop."""
         self.tripped = True
         self._looks.left_out()
-        gradients = self._checks.bad_gradients()
-        calls, controls = list(self._watched.calls), dict(self._controls)
-        trip = PluginTrip(self.number, kind, calls, gradients, controls)
-        bad = self._checks.own_loss_is_bad()
-        trip = replace(trip, moved=moved, between_steps=between_steps, own_loss_is_bad=bad)
-        # No step may use the gradients of one that tripped.
-        self._forget_gradients()
-        with self._watched.unrecorded():  # replays are not to be recorded
-            went_back = self._recovery.recover(trip)
-        if went_back:
+        failure = replace(self._failure(watched, kind), **how)
+        if failure.between_steps:
+            failure = replace(failure, step=self.number)
+        with self._diagnosing():
+            answered = self._recovery.recover(failure)
+        self.tripped = answered.is_skipped
+        if answered.went_back:
             self._is_due = False
+        self._clear_unheld_gradients()
         self._mark_optimizers()
 
-    def _forget_gradients(self) -> None:
-        for parameter in self._state.parameters.values():
-            parameter.grad = None
-        # What no optimizer holds, and so nothing clears, would spoil the clipping of every step to come.
+    @contextmanager
+    def _diagnosing(self) -> Iterator[None]:
+        """Inside the context, steps, backward passes and saves are the guard's own and not the loop's."""
+        self._is_diagnosing = True
+        try:
+            with self._watched.unrecorded(), EVENTS.own_save():
+                yield
+        finally:
+            self._is_diagnosing = False
+
+    def _clear_unheld_gradients(self) -> None:
+        """Zero bad gradients that no optimizer holds and so nothing clears: they would spoil every later clipping."""
+        held = {id(p) for p in self._state.parameters.values()}
         for model in self._watched.models.values():
             for parameter in model.parameters():
-                if parameter.grad is not None and not is_finite(local(parameter.grad)):
-                    parameter.grad = None
-        scaler = self._host.scaler
-        if scaler is not None and self._checks.has_losses:
-            # It has unscaled gradients that no step will use: begin its next iteration, at the same scale.
-            scaler.update(scaler.get_scale())
+                grad = parameter.grad
+                if grad is not None and id(parameter) not in held and not is_finite_any(grad):
+                    grad.zero_()
 
     def _close(self, *, taken: bool) -> None:
-        """End the step, be it taken or not."""
+        """End the step of the loop that this optimizer's is part of."""
         syncs = self._host.syncs_gradients  # DeepSpeed's micro-steps count as one
+        is_first = len(self._stepped) <= 1
+        self._watched.log.is_closed = self._passes.are_used = True
         if taken:
             self.tripped = False
             self._mark_optimizers()
-            # To compare a failing call with; its output is memory that nobody needs.
-            self._controls = {id(call.owner): call for call in self._watched.calls}
-            for call in self._watched.calls:
-                call.output = call.output_gradient = None
-            if syncs:
+            for call in self._watched.log.current():
+                if call.is_intact:  # to compare a failing call with
+                    self._controls[id(call.owner)] = call
+            if syncs and is_first:
                 self._recovery.budget.take()
                 self._settle()
                 self._is_due |= self._state.due(self.number)
-        self.number += int(syncs)
-        self._forget()
+        if is_first:
+            self.number += int(syncs)
 
     def _settle(self) -> None:
-        """Leave out of the comparison what this step, which was healthy, has changed in frozen weights and buffers."""
+        """Leave out of the comparison what this healthy step has changed in frozen weights and buffers."""
         record = self._watched.record
         # A record that was made within a step has not seen the whole of it.
         if record is not None and not record.is_settled and self.number > self._noted_in:
             record.settle()
 
     def _mark_optimizers(self) -> None:
-        """Say whether the step was taken by Accelerate's word for it, which its schedules obey; a scaler says so
-        itself.
-        """
-        for optimizer in self._state.optimizers:
-            if is_a(optimizer, ACCELERATED) and (self.tripped or self._host.scaler is None):
-                optimizer._is_overflow = self.tripped
-
-    def _forget(self) -> None:
-        self._watched.forget_calls()
-        self._checks.forget()
+        """Tell Accelerate whether the step was taken, which its schedules obey; a scaler does so itself."""
+        if self._host.accelerator is None:
+            return
+        for watched in self.optimizers:
+            if watched.is_accelerated and (self.tripped or self._host.scaler is None):
+                watched.optimizer._is_overflow = self.tripped

@@ -1,15 +1,20 @@
-"""The trained state of a loop that is not ours, to go back to: weights, optimizer state, schedules."""
+"""The trained state of somebody else's loop, to go back to: weights, optimizer state, schedules, buffers."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from dit_lora.guard.attach.containment import contain
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state import decay_share
+from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.optimizer_numbers import as_tensor, group_numbers, put_back
+
+_MAX_BUFFER_BYTES = 64 * 2**20
 
 
 class Averages(Protocol):
@@ -35,7 +40,12 @@ class LoopState:
         self.ema: Averages | None = None
         self._ema_steps: dict[int, int] = {}
         self.snapshots = Snapshots(self.tensors, every=max(every, 1), keep=1, put=self._put)
-        self._schedule_states: dict[int, list[dict[str, Any]]] = {}
+        self._schedule_states: dict[int, dict[str, Any]] = {}
+        """States of the schedules at the step that is held, by the schedule's id."""
+        self._buffers: dict[str, torch.Tensor] = {}
+        """Copies of the models' buffers at the step that is held, by name."""
+        self.models: Callable[[], Mapping[str, nn.Module]] = dict
+        """The models by the prefix of their names."""
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
         """Return state as `<parameter>/<name>` and `group <number>/<name>`; numbers become tensors, which are
@@ -62,7 +72,8 @@ class LoopState:
         if not self.every:
             return
         self.snapshots.take(step)
-        self._schedule_states = {step: [dict(schedule.state_dict()) for schedule in self.schedules]}
+        self._schedule_states = {id(each): _copied_state(each) for each in self.schedules}
+        self._take_buffers()
         # EMAModel's decay follows its count of steps, which so has to go back with the averages.
         self._ema_steps = {} if self.ema is None else {step: self.ema.optimization_step}
 
@@ -81,9 +92,14 @@ class LoopState:
 
     def restore(self, step: int) -> None:
         """Put back the state of a held step, bit for bit; optimizer state that is younger is dropped."""
-        self._drop(self.snapshots.restore(step))
-        for schedule, state in zip(self.schedules, self._schedule_states[step], strict=True):
-            schedule.load_state_dict(state)
+        # A graph of the loop's may have saved these tensors; without a new version its backward still runs.
+        live = tuple(self.tensors().values())
+        with torch.autograd._unsafe_preserve_version_counter(live):
+            born_since = self.snapshots.restore(step)
+        self._drop(born_since)
+        for schedule in self.schedules:
+            if id(schedule) in self._schedule_states:  # one made since has no state to go back to
+                schedule.load_state_dict(copy.copy(self._schedule_states[id(schedule)]))
         if self.ema is not None:
             self.ema.optimization_step = self._ema_steps[step]
 
@@ -94,7 +110,38 @@ class LoopState:
         for schedule in self.schedules:
             # Accelerate's scheduler wraps torch's, which computes its rates from `base_lrs`.
             inner = schedule.scheduler if "scheduler" in vars(schedule) else schedule
-            inner.base_lrs = [rate * factor for rate in inner.base_lrs]
+            if "base_lrs" in vars(inner):
+                inner.base_lrs = [rate * factor for rate in inner.base_lrs]
+
+    @torch.no_grad()
+    def restore_bad_buffers(self) -> list[str]:
+        """Put back buffers that are not finite and were so at the step that is held; returns their names."""
+        restored = []
+        for name, buffer in self._float_buffers():
+            held = self._buffers.get(name)
+            if held is None or held.shape != buffer.shape or is_finite(buffer):
+                continue
+            with torch.autograd._unsafe_preserve_version_counter(buffer):
+                buffer.copy_(held)
+            restored.append(name)
+        return restored
+
+    @torch.no_grad()
+    def _take_buffers(self) -> None:
+        room = _MAX_BUFFER_BYTES
+        self._buffers = {}
+        for name, buffer in sorted(self._float_buffers(), key=lambda item: item[1].nbytes):
+            room -= buffer.nbytes
+            if room < 0:
+                return
+            if is_finite(buffer):
+                self._buffers[name] = buffer.detach().clone()
+
+    def _float_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, model in self.models().items():
+            for name, buffer in model.named_buffers():
+                if buffer.is_floating_point() and buffer.device.type != "meta":
+                    yield prefix + name, local(buffer)
 
     def largest_decay(self) -> float:
         """Return the largest share of a weight that a step's weight decay takes away."""
@@ -129,6 +176,13 @@ class LoopState:
                     _make_finite(state)
                     # Without state an optimizer begins anew with a parameter, as it did then.
                     del optimizer.state[parameter]
+
+
+def _copied_state(schedule: Any) -> dict[str, Any]:
+    """A schedule's state, copied: it may hold lists that the schedule goes on writing to."""
+    state = dict(schedule.state_dict())
+    copied: dict[str, Any] | None = contain(lambda: copy.deepcopy(state))
+    return copied if copied is not None else state
 
 
 def _make_finite(state: Mapping[str, Any]) -> None:

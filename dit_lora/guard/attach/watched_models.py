@@ -1,14 +1,18 @@
-"""The models of a loop that is not ours: the part of them that is trained, and the calls since the last step."""
+"""The models that a loop's optimizers train, and the calls of them that the gradients of now come from."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from dit_lora.guard.attach.accelerator_adapter import Host, bare_model
-from dit_lora.guard.attach.call_recorder import CapturedCall, Recorder
-from dit_lora.guard.attach.discover_models import Roots
+from dit_lora.guard.attach.calls.call_recorder import Recorder
+from dit_lora.guard.attach.calls.captured_call import CapturedCall
+from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
+from dit_lora.guard.attach.calls.gather_calls import RankCalls, shared_calls
+from dit_lora.guard.attach.containment import contain
 from dit_lora.guard.attach.find_models import (
     Models,
     held_parameters,
@@ -16,47 +20,67 @@ from dit_lora.guard.attach.find_models import (
     trainable_parameters,
     trained_models,
 )
+from dit_lora.guard.attach.finite_values import names_with_infinity
 from dit_lora.guard.attach.frozen_weights import LoopRecord
-from dit_lora.guard.attach.gather_calls import RankCalls, shared_calls
-from dit_lora.guard.attach.sample_ids import Names
+from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.state import weight_peak
 from dit_lora.guard.suspects import Suspects
 from dit_lora.guard.switches import all_switches
+from dit_lora.guard.trials import UnsteadyError
 from dit_lora.numerics.dtensors import needs_all_ranks
 
+T = TypeVar("T")
+_MAX_SEARCHES = 20
+"""Steps in which models are looked for; after them weights of no model that was called are taken as loose ones."""
 
-class Watched:
-    """Records the calls of every model that the optimizers train."""
+
+def _attempt(experiment: Callable[[], T]) -> T | None:
+    return contain(experiment, passes=(UnsteadyError, torch.OutOfMemoryError))
+
+
+def _attempt_together(experiment: Callable[[], T]) -> T | None:
+    return experiment()
+
+
+class WatchedModels:
+    """Records the calls of every model that the optimizers train.
+
+    Args:
+        host: The loop's surroundings.
+        given: Models that the user named; may be empty.
+        state: Weights and optimizer state; its parameters are set here.
+        discovery: Looks for the models that a loss comes through; it may have found some already.
+        compares_frozen: Whether frozen weights and buffers are compared with the start.
+    """
 
     def __init__(
         self,
         host: Host,
         given: Sequence[nn.Module],
         state: LoopState,
-        names: Names,
+        discovery: ModelDiscovery,
         *,
         compares_frozen: bool,
     ) -> None:
-        self.calls: list[CapturedCall] = []
-        """Calls of the step under way, in order."""
+        self.log = discovery.log
+        """The calls that the models made lately."""
         self.suspects: dict[int, Suspects] = {}
-        """Suspects of each model, by its id."""
+        """Parts that a diagnosis may look at in each model, by the model's id."""
         self.prefixes: dict[int, str] = {}
         """The prefix of its parameters' names, where there are several models."""
         self.together: Suspects
-        """Suspects of all models as one, whose weights have the names that they have here."""
+        """All models as one, whose weights have the names that they have here."""
         self.record: LoopRecord | None
         """Frozen weights and buffers as they began; None if they are not to be compared."""
         self.lockstep = False
         """True if a model is sharded, which no rank can run alone: all diagnose together."""
+        self.infinite: dict[int, list[str]] = {}
+        """Names of the weights and buffers of each model, by its id, that held infinity when it was first watched."""
         self.switched_off: set[str] = set()
-        """Switches that verdicts have turned off."""
-        self.names = names
+        """Names of switches that diagnoses have turned off."""
         self.on_survey: Callable[[], None] = lambda: None
         """Called when other models are watched than before."""
-        self.on_call: Callable[[], None] = lambda: None
-        """Called when a call of a model begins."""
         self._host = host
         self._given = list(given)
         self._state = state
@@ -64,28 +88,32 @@ class Watched:
         self._models: Models = {}
         self._parts: Models = {}
         self._found: list[nn.Module] = []
-        self._recorders: list[Recorder] = []
-        self._roots = Roots(
-            self._recorder, self.calls, lambda: {id(one.model) for one in self._recorders}
-        )
+        self._recorders: dict[int, Recorder] = {}
+        self._interceptions = Interceptions()
+        self._discovery = discovery
+        discovery.known = lambda: self._recorders
+        self._num_searches = 0
         self._held = (0, 0)
         self._trained: set[int] = set()
         """Ids of what has been trained. It stays so where the loop freezes it for a while, as a GAN's does."""
-        self._last_trained: list[int] = []
+        self.log.on_end = self._call_ends
         self.survey()
-        self._roots.look()
+        self._discovery.look()
 
     @property
     def models(self) -> Models:
         """The models by the prefix of their parameters' names."""
         return self._models
 
+    def all_models(self) -> list[nn.Module]:
+        return [*self._models.values(), *self._parts.values()]
+
     def survey(self) -> None:
-        """Find what the optimizers train, and what it is part of."""
+        """Find what the optimizers train, and which models it is part of."""
         known = self._host.models(self._given)
-        found = [one for one in self._found if not any(one is other for other in known)]
+        found = [model for model in self._found if not any(model is other for other in known)]
         inside = {id(module) for model in known for module in model.modules()}
-        models = [*known, *(one for one in found if id(one) not in inside)]
+        models = [*known, *(model for model in found if id(model) not in inside)]
         if self._host.under_deepspeed:  # its optimizer holds copies
             self._models = {"": models[0]}
             self._state.parameters = trainable_parameters(self._models)
@@ -93,35 +121,43 @@ class Watched:
             required = bare_model(self._given[0]) if self._given else None
             optimizers = self._state.optimizers
             self._held = self._fingerprint()
-            self._models = trained_models(models, optimizers, through=found, required=required)
+            self._models = trained_models(
+                models, optimizers, through=self._found, required=required
+            )
             self._state.parameters = held_parameters(self._models, optimizers, self._trained)
         self._parts = parts_of(self._models, found)
-        self._pause()
-        called = [*self._models.values(), *self._parts.values()]
-        self._recorders = [self._recorder(model) for model in called]
-        self._start()
+        self._interceptions.undo()
+        # A recorder goes on with the calls that it has open and the gradients that it has seen.
+        self._recorders = {
+            id(model): self._recorders.get(id(model)) or Recorder(model, self.log)
+            for model in self.all_models()
+        }
+        for recorder in self._recorders.values():
+            self._interceptions.method(recorder.model, "__call__", recorder.handle)
+        self.infinite = {
+            id(model): self.infinite[id(model)]
+            if id(model) in self.infinite
+            else names_with_infinity(model)
+            for model in self.all_models()
+        }
         self.suspect()
         self.on_survey()
 
     def find_models(self) -> bool:
-        """End the search for models once some were called; return True if there are any that were not known."""
-        if not self._roots.is_looking or not self.calls:
+        """End the search for models once a step shows them; True if there are any that were not known.
+
+        The search goes on while an optimizer is known that holds weights of no model that was called.
+        """
+        if not self._discovery.is_looking or not self.log.calls:
             return False
-        new = self._roots.found()
+        new = self._discovery.take_found()
         self._found += new
         if new:
             self.survey()
+        self._num_searches += 1
+        if self._has_loose_parameters() and self._num_searches < _MAX_SEARCHES:
+            self._discovery.look()
         return bool(new)
-
-    def _recorder(self, model: nn.Module) -> Recorder:
-        return Recorder(
-            model,
-            self.names.ids,
-            self.calls,
-            sees=self.names.see,
-            begins=self._call_begins,
-            ends=self._call_ends,
-        )
 
     def suspect(self) -> None:
         """Note weights, buffers and switches as those that training begins with."""
@@ -130,16 +166,78 @@ class Watched:
         self.prefixes = {id(model): prefix for prefix, model in called.items()}
         # One module whose parameters have the names that they have here, for what is judged over all models.
         parts = {prefix.removesuffix("."): model for prefix, model in models.items()}
-        alone = next(iter(models.values()), nn.Module())
-        whole = nn.ModuleDict(parts) if len(models) > 1 else alone
+        single = next(iter(models.values()), nn.Module())
+        whole = nn.ModuleDict(parts) if len(models) > 1 else single
         self.lockstep = needs_all_ranks(whole)
         self.record = LoopRecord(whole, self._trained) if self._compares_frozen else None
-        self.together = self._suspects(whole, "", self.record)
+        infinite = [
+            prefix + name for prefix, model in models.items() for name in self.infinite[id(model)]
+        ]
+        self.together = self._suspects(whole, "", self.record, infinite)
         self.suspects = {
-            id(model): self._suspects(model, prefix, None) for prefix, model in called.items()
+            id(model): self._suspects(model, prefix, None, self.infinite[id(model)])
+            for prefix, model in called.items()
         }
 
-    def _suspects(self, model: nn.Module, prefix: str, record: LoopRecord | None) -> Suspects:
+    def shared(
+        self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall]
+    ) -> list[RankCalls]:
+        """The calls that this rank is to diagnose: its own or, in lockstep, those of all ranks. Collective.
+
+        In lockstep none, where arguments of a call cannot be sent to other ranks: no rank may run a model alone.
+        """
+        if not self.lockstep:
+            return [RankCalls(self._host.rank, calls, controls)]
+        models = [recorder.model for recorder in self._recorders.values()]
+        return shared_calls(calls, controls, models, self._host.device) or []
+
+    def has_changed(self) -> bool:
+        """True if an optimizer was given more to train, or something that it has was unfrozen."""
+        return self._fingerprint() != self._held
+
+    def num_held(self) -> int:
+        """Number of parameters that the optimizers hold."""
+        optimizers = self._state.optimizers
+        return sum([len(group["params"]) for each in optimizers for group in each.param_groups])
+
+    def draw_from(self, generator: torch.Generator | None) -> None:
+        """Note the state of the loop's own generator with each call, from now on."""
+        self.log.generator = generator
+
+    def find_out_of_range(self) -> list[str]:
+        return [
+            line for recorder in self._recorders.values() for line in recorder.find_out_of_range()
+        ]
+
+    def owners(self) -> list[nn.Module]:
+        """The modules that hold what is trained themselves."""
+        wanted = {id(parameter) for parameter in self._state.parameters.values()}
+        modules = (module for model in self._models.values() for module in model.modules())
+        return [m for m in modules if any(id(p) in wanted for p in m.parameters(recurse=False))]
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Record no call inside the context: replays are not the loop's."""
+        for recorder in self._recorders.values():
+            recorder.is_paused = True
+        try:
+            yield
+        finally:
+            for recorder in self._recorders.values():
+                recorder.is_paused = False
+
+    def stop(self) -> None:
+        """Look for no more models, and record no more calls."""
+        self._discovery.stop()
+        self._interceptions.undo()
+
+    def _suspects(
+        self,
+        model: nn.Module,
+        prefix: str,
+        record: LoopRecord | None,
+        infinite: Collection[str],
+    ) -> Suspects:
         def peaks() -> dict[str, float]:
             of_all = self._state.snapshots.peaks()
             return {**of_all, **{n.removeprefix(prefix): peak for n, peak in of_all.items()}}
@@ -153,60 +251,21 @@ class Watched:
             ),
             lockstep=self.lockstep,
             frozen=record,
+            infinite=infinite,
             peaks=peaks,
             switched_off=self.switched_off,
             decay=self._state.largest_decay,
+            # Ranks that run a model together must all go on, or all fail.
+            attempt=_attempt_together if self.lockstep else _attempt,
         )
 
-    def shared(
-        self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall]
-    ) -> list[RankCalls]:
-        """Return the calls that this rank is to diagnose: its own or, in lockstep, those of all ranks. Collective."""
-        models = [recorder.model for recorder in self._recorders]
-        shared = shared_calls(calls, controls, models, self._host.device) if self.lockstep else None
-        return shared if shared is not None else [RankCalls(self._host.rank, calls, controls)]
+    def _has_loose_parameters(self) -> bool:
+        return "optimizer." in self._models or any(
+            type(model) is nn.Module for model in self._models.values()
+        )
 
-    def has_changed(self) -> bool:
-        """Return True if an optimizer was given more to train, or some of what it has was frozen or freed."""
-        return self._fingerprint() != self._held
-
-    def draw_from(self, generator: torch.Generator | None) -> None:
-        """Note the state of the loop's own generator with each call, from now on."""
-        for recorder in self._recorders:
-            recorder.generator = generator
-
-    def out_of_range(self) -> list[str]:
-        return [words for recorder in self._recorders for words in recorder.out_of_range()]
-
-    def owners(self) -> list[nn.Module]:
-        """Return the modules that hold what is trained themselves."""
-        wanted = {id(parameter) for parameter in self._state.parameters.values()}
-        modules = (module for model in self._models.values() for module in model.modules())
-        return [m for m in modules if any(id(p) in wanted for p in m.parameters(recurse=False))]
-
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        self._pause()
-        try:
-            yield
-        finally:
-            self._start()
-
-    def stop(self) -> None:
-        """Look for models no more, and record no calls."""
-        self._roots.stop()
-        self._pause()
-
-    def _pause(self) -> None:
-        for recorder in self._recorders:
-            recorder.stop()
-
-    def forget_calls(self) -> None:
-        self.calls.clear()
-        self.names.next_step()
-
-    def _call_begins(self) -> None:
-        self.on_call()
+    def call_begins(self) -> None:
+        """Note frozen weights and buffers before a call of a model, while it is not known what calls change."""
         if self.record is not None and not self.record.is_settled:
             self.record.call_begins()
 
@@ -214,15 +273,8 @@ class Watched:
         if self.record is not None and not self.record.is_settled:
             self.record.call_ends()
 
-    def _start(self) -> None:
-        for recorder in self._recorders:
-            recorder.start()
-
     def _fingerprint(self) -> tuple[int, int]:
-        groups = [group for optimizer in self._state.optimizers for group in optimizer.param_groups]
-        # A loop may free weights, or give its optimizer more of them, at any step.
-        trained = [id(p) for group in groups for p in group["params"] if p.requires_grad]
-        if trained != self._last_trained:
-            self._last_trained = trained
-            self._trained.update(trained)
-        return sum(len(group["params"]) for group in groups), len(self._trained)
+        lists = [group["params"] for each in self._state.optimizers for group in each.param_groups]
+        # A loop may freeze weights for a while, as a GAN's does; what was trained once stays watched.
+        self._trained.update(id(p) for held in lists for p in held if p.requires_grad)
+        return sum(map(len, lists)), len(self._trained)

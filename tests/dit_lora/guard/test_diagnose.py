@@ -126,12 +126,30 @@ def test_weights_that_grew_a_hundredfold_are_the_learning_rate(model: Net, finit
     assert diagnosed(batch(model), model, start_peak=0.4).cause != "learning_rate"
 
 
-def test_most_weights_bad_at_once_with_good_moments_are_the_learning_rate(model: Net) -> None:
+@pytest.mark.parametrize(
+    ("num_bad", "num_infinite", "cause"),
+    [
+        (13, 1, "learning_rate"),
+        (13, 0, "weights"),  # NaN without an overflow comes from elsewhere
+        (12, 12, "weights"),
+        (2, 2, "weights"),
+    ],
+)
+def test_more_than_half_of_the_elements_bad_with_good_moments_are_the_learning_rate(
+    model: Net, num_bad: int, num_infinite: int, cause: str
+) -> None:
+    values = torch.full((24,), 0.1)
+    values[12 - num_bad // 2 :][:num_bad] = torch.nan  # about as many in each of the two tensors
+    values[12 - num_bad // 2 :][:num_infinite] = torch.inf
     with torch.no_grad():
-        model.up.weight[1, 1] = model.down.weight[1, 1] = torch.inf
+        model.down.weight.copy_(values[:12].view(2, 6))
+        model.up.weight.copy_(values[12:].view(6, 2))
     verdict = diagnosed(batch(model), model)
-    words = "2 of 2 trained tensors overflowed in one update"
-    assert (verdict.cause, verdict.words[: len(words)]) == ("learning_rate", words)
+    words = {
+        "learning_rate": "2 of 2 trained tensors overflowed in one update, with finite moments: ",
+        "weights": "the trained weight down.weight has ",
+    }[cause]
+    assert (verdict.cause, verdict.words[: len(words)]) == (cause, words)
 
 
 def test_what_is_finite_when_it_is_run_again_is_transient(model: Net) -> None:

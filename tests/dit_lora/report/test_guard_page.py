@@ -32,7 +32,7 @@ EVENTS = [
     event(2, sample_ids=["dataset index 5"], bundle=BUNDLE),
     event(7, "attention_backend", action="fallback", told=FLASH),
     event(12, sample_ids=["dataset index 5"], known=True),
-    event(14, "labels", sample_ids=["sample 1 of micro-batch 0"], of=HOSTILE),
+    event(14, "labels", sample_ids=["row 1 of micro-batch 0"], of=HOSTILE),
     event(3, "weights", action="stop", guard="bb"),
 ]
 START = {

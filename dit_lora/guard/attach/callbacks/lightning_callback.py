@@ -6,15 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
-
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.attach.dataloaders import Loaders
+from dit_lora.guard.attach.containment import contain_error
 from dit_lora.guard.attach.finite_checks import CHECKS
 from dit_lora.guard.attach.guard import Guard
-from dit_lora.guard.attach.sample_ids import Names
-from dit_lora.patching import Patches
+from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.loop_events import EVENTS
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -38,9 +36,13 @@ else:
 class LightningGuard(Callback):
     """Guards a `Trainer`: `Trainer(callbacks=[LightningGuard()])`.
 
-    Events go to `events.jsonl` in the trainer's log folder. A tripped step leaves weights, optimizers and schedules
-    alone. Before each checkpoint what is trained is looked at, and put back where it is not finite. `checks` are
-    those of `Guard.attach`; `folder` takes the place of the log folder.
+    Events go to `events.jsonl` in the trainer's log folder. A skipped step leaves weights, optimizers and schedules as
+    they were. Before each checkpoint what is trained is looked at, and put back where it is not finite.
+
+    Args:
+        config: A `LoopConfig` or `LadderConfig`, as in `Guard.attach`.
+        folder: Where events go in place of the log folder.
+        checks: As in `Guard.attach`.
     """
 
     def __init__(
@@ -56,15 +58,15 @@ class LightningGuard(Callback):
         self.checks = checks
         self.guard: Guard | None = None
         """The guard, from the start of training on."""
-        self._names = Names()
-        self._patches = Patches()
+        self._interceptions = Interceptions()
+        self._is_following = False
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Follow the loaders, which Lightning makes and begins before training starts."""
         self._let_go()
-        self._names, self._patches = Names(), Patches()
-        Loaders(self._names, self._patches).follow_all(DataLoader)
-        self._patches.method(trainer.strategy, "batch_to_device", self._moved)
+        EVENTS.hold()
+        self._is_following = True
+        self._interceptions.method(trainer.strategy, "batch_to_device", self._moved)
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         # Of all ranks: the log folder is agreed upon.
@@ -77,15 +79,13 @@ class LightningGuard(Callback):
             config=self.config,
             folder=self.folder if self.folder is not None else log_folder,
             checks=self.checks,
-            scaler=vars(trainer.precision_plugin).get("scaler"),
-            names=self._names,
         )
-        self._patches.method(trainer, "save_checkpoint", self._saved)
+        self._interceptions.method(trainer, "save_checkpoint", self._saved)
 
     def on_train_batch_start(
         self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        self._names.begin(batch)
+        contain_error(lambda: EVENTS.batches.begin(batch), "following a batch")
 
     def on_before_optimizer_step(
         self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Any
@@ -95,7 +95,7 @@ class LightningGuard(Callback):
 
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         if self.guard is not None:
-            self.guard.require_finite()
+            self.guard.check_state()
 
     def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Leave the trainer as it was: its last checkpoints are written by now."""
@@ -104,15 +104,18 @@ class LightningGuard(Callback):
     def _saved(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Before the checkpoint is put together: `on_save_checkpoint` comes after that.
         if self.guard is not None:
-            self.guard.require_finite()
+            self.guard.check_state()
         return original(*args, **kwargs)
 
     def _moved(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         copy = original(batch, *args, **kwargs)
-        self._names.moved(batch, copy)
+        contain_error(lambda: EVENTS.batches.note_copy(batch, copy), "following a batch")
         return copy
 
     def _let_go(self) -> None:
         if self.guard is not None:
             self.guard.detach()
-        self._patches.undo()
+        self._interceptions.undo()
+        if self._is_following:
+            self._is_following = False
+            EVENTS.let_go()

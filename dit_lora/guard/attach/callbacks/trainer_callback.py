@@ -17,9 +17,13 @@ if TYPE_CHECKING:  # seconds to import, for an annotation
 class GuardCallback(TrainerCallback):
     """Guards a `Trainer`: `trainer.add_callback(GuardCallback(trainer))`.
 
-    Events go to `events.jsonl` in the trainer's output folder. A tripped step leaves weights, optimizer and
-    schedule alone; its loss still reaches the trainer's log. How many there were is said at the end.
-    `checks` are those of `Guard.attach`.
+    Events go to `events.jsonl` in the trainer's output folder. A skipped step leaves weights, optimizer and schedule as
+    they were; its loss still reaches the trainer's log. How many there were is said at the end.
+
+    Args:
+        trainer: The `Trainer` that the callback is added to.
+        config: A `LoopConfig` or `LadderConfig`, as in `Guard.attach`.
+        checks: As in `Guard.attach`.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class GuardCallback(TrainerCallback):
     ) -> None:
         """Check before a checkpoint: the trainer writes it after its callbacks, if they leave `should_save` set."""
         if self.guard is not None and control.should_save:
-            self.guard.require_finite()
+            self.guard.check_state()
 
     on_epoch_end = on_step_end
 
@@ -73,7 +77,7 @@ class GuardCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self.guard is not None:  # save_strategy="best" decides to save right after this
-            self.guard.require_finite()
+            self.guard.check_state()
 
     def on_train_end(
         self,
@@ -83,5 +87,5 @@ class GuardCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self.guard is not None:
-            self.guard.require_finite()
+            self.guard.check_state()
             self.guard.detach()

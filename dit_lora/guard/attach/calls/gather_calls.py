@@ -3,13 +3,12 @@
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from dit_lora.guard.attach.call_recorder import CapturedCall
+from dit_lora.guard.attach.calls.captured_call import CapturedCall
+from dit_lora.guard.attach.samples.tensors import map_tensors
 from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.ranks import gather_object, process_index
 
@@ -66,7 +65,7 @@ def _micro_batches_with_bad_values(calls: Sequence[CapturedCall]) -> set[int]:
     return {
         call.micro_step
         for call in calls
-        for tensor in (call.output, call.output_gradient)
+        for tensor in (*call.outputs, *call.output_gradients)
         if tensor is not None and not is_finite(tensor)
     }
 
@@ -74,7 +73,9 @@ def _micro_batches_with_bad_values(calls: Sequence[CapturedCall]) -> set[int]:
 def _packed(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:
     """Return the call on the host, without the model, which every rank has, and without a generator of the loop's own."""
     sent = _moved(call, torch.device("cpu"))
-    return replace(sent, owner=None, generator=None), numbers[id(call.owner)]
+    return replace(sent, owner=None, generator=None, versions=(), graph=None), numbers[
+        id(call.owner)
+    ]
 
 
 def _unpacked(
@@ -84,10 +85,8 @@ def _unpacked(
 
 
 def _moved(call: CapturedCall, device: torch.device) -> CapturedCall:
-    def moved(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-
-    args, kwargs, output, gradient = tree_map(
-        moved, (call.args, call.kwargs, call.output, call.output_gradient)
+    args, kwargs, outputs, gradients = map_tensors(
+        lambda tensor: tensor.to(device),
+        (call.args, call.kwargs, call.outputs, call.output_gradients),
     )
-    return replace(call, args=args, kwargs=kwargs, output=output, output_gradient=gradient)
+    return replace(call, args=args, kwargs=kwargs, outputs=outputs, output_gradients=gradients)

@@ -10,12 +10,11 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
-from dit_lora.guard.attach.call_recorder import (
-    OUTPUT_GRADIENT,
-    CapturedCall,
-    Recorder,
-    main_output,
-)
+from dit_lora.guard.attach.calls.call_log import CallLog
+from dit_lora.guard.attach.calls.call_recorder import Recorder
+from dit_lora.guard.attach.calls.captured_call import CapturedCall, main_outputs
+from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.replay import run
 from dit_lora.guard.suspects import Suspects
@@ -60,12 +59,28 @@ def inputs(seed: int = 3) -> tuple[torch.Tensor, dict[str, Any]]:
     return torch.randn(3, 6, generator=draws), keywords
 
 
-def recorder(model: nn.Module, **facts: Any) -> Recorder:
-    made = Recorder(
-        model, lambda call, count: tuple(f"{call}.{row}" for row in range(count)), **facts
-    )
-    made.start()
-    return made
+class RecordedModel:
+    """Records the calls of a model, as a guard does."""
+
+    def __init__(self, model: nn.Module, generator: torch.Generator | None = None) -> None:
+        self.log = CallLog(LoadedBatches())
+        self.log.generator = generator
+        self.recorder = Recorder(model, self.log)
+        self._interceptions = Interceptions()
+        self._interceptions.method(model, "__call__", self.recorder.handle)
+
+    @property
+    def calls(self) -> list[CapturedCall]:
+        return self.log.calls
+
+    def stop(self) -> None:
+        self._interceptions.undo()
+
+
+def single_row(call: CapturedCall, row: int) -> CapturedCall:
+    cutter = call.cutter()
+    assert cutter is not None
+    return call.single(row, cutter)
 
 
 def gradients(model: nn.Module) -> Gradients:
@@ -98,7 +113,7 @@ def replayed(call: CapturedCall, model: nn.Module) -> Gradients:
 def test_a_replayed_call_gives_the_gradients_of_the_loops_own_backward() -> None:
     """Two micro-steps with dropout inside, replayed in the other order."""
     model = Net(dropout=0.4)
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
     torch.manual_seed(21)
     originals = [loop_step(model, seed) for seed in (3, 4)]
     recorded.stop()
@@ -114,7 +129,7 @@ def test_a_replayed_call_gives_the_gradients_of_the_loops_own_backward() -> None
 
 def test_half_precision_calls_come_back_bit_for_bit_too() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 4)).bfloat16()
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
     model(inputs()[0].bfloat16()).float().sub(0.4).square().mean().backward()
     original = gradients(model)
     assert original["0.weight"].dtype is torch.bfloat16
@@ -123,18 +138,20 @@ def test_half_precision_calls_come_back_bit_for_bit_too() -> None:
 
 def test_positional_and_keyword_inputs_are_kept_with_their_names() -> None:
     model = Net()
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
     latents, keywords = inputs()
     latents.requires_grad_()
     output = model(latents, **keywords)[0]
-    assert recorded.calls[0].tensors().keys() == {"argument 0", "text", "timestep"}
+    assert recorded.calls[0].output_gradients == [None]
     (output * torch.arange(18).view(3, 6)).sum().backward()
     (call,) = recorded.calls
     tensors = call.tensors()
-    assert tensors.keys() == {"argument 0", "text", "timestep", OUTPUT_GRADIENT}
+    assert tensors.keys() == {"argument 0", "text", "timestep"}
     assert torch.equal(tensors["argument 0"], latents)
     assert torch.equal(tensors["text"], keywords["text"])
-    assert torch.equal(tensors[OUTPUT_GRADIENT], torch.arange(18.0).view(3, 6))
+    (gradient,) = call.output_gradients
+    assert gradient is not None
+    assert torch.equal(gradient, torch.arange(18.0).view(3, 6))
     assert not any(tensor.requires_grad for tensor in tensors.values())
     assert call.kwargs["scale"] == 0.7
     assert call.run(model).timesteps.tolist() == [999, 0, 37]
@@ -142,40 +159,39 @@ def test_positional_and_keyword_inputs_are_kept_with_their_names() -> None:
 
 def test_a_model_without_a_timestep_has_none() -> None:
     model = nn.Linear(6, 4)
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
     model(inputs()[0])
     assert recorded.calls[0].run(model).timesteps.tolist() == [-1, -1, -1]
 
 
-def test_samples_are_named_by_call_and_row() -> None:
-    asked: list[tuple[int, int]] = []
-
-    def names(call: int, count: int) -> tuple[str, ...]:
-        asked.append((call, count))
-        return ("cat.mp4", "dog.mp4", "hen.mp4")[:count]
-
+def test_samples_have_the_loops_names_or_the_numbers_of_their_rows() -> None:
     model = nn.Linear(6, 4)
-    recorded = Recorder(model, names)
-    recorded.start()
-    model(inputs()[0])
-    model(inputs()[0][:2])
-    assert asked == [(0, 3), (1, 2)]
-    batch = recorded.calls[0].micro_batch(model, step=8, micro_step=1, rank=2)
+    recorded = RecordedModel(model)
+    recorded.log.given_names = ("cat.mp4", "dog.mp4", "hen.mp4")
+    outputs = [model(inputs()[0])]
+    recorded.log.given_names = ()
+    outputs.append(model(inputs()[0][:2]))
+    named, numbered = recorded.calls
+    batch = named.micro_batch(model, step=8, micro_step=1, rank=2)
     assert batch.ids == ("cat.mp4", "dog.mp4", "hen.mp4")
     assert (batch.step, batch.micro_step, batch.rank) == (8, 1, 2)
     single = batch.single(1)
     assert (single.ids, single.step, single.micro_step) == (("dog.mp4",), 8, 1)
-    assert [call.batch_size for call in recorded.calls] == [3, 2]
+    assert numbered.ids == ("row 0 of micro-batch 1", "row 1 of micro-batch 1")
+    assert [call.num_samples for call in recorded.calls] == [3, 2]
+    assert [call.may_get_gradient for call in recorded.calls] == [True, True]
+    outputs.clear()
+    assert [call.may_get_gradient for call in recorded.calls] == [False, False]
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_single_samples_gradients_are_those_of_its_row(index: int) -> None:
     model = Net()
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
     loop_step(model)
     recorded.stop()
     (call,) = recorded.calls
-    single = call.single(index)
+    single = single_row(call, index)
     latents, keywords = call.args[0], call.kwargs
     row = slice(index, index + 1)
     output = model(
@@ -185,13 +201,14 @@ def test_a_single_samples_gradients_are_those_of_its_row(index: int) -> None:
         rotary=keywords["rotary"],
         scale=keywords["scale"],
     )[0]
-    assert call.output_gradient is not None
-    output.backward(call.output_gradient[row])
+    (gradient,) = call.output_gradients
+    assert gradient is not None
+    output.backward(gradient[row])
     expected = gradients(model)
     assert_same_bits(replayed(single, model), expected)
     losses = call.run(model).losses
     assert single.run(model).losses.item() == pytest.approx(losses[index].item(), rel=1e-5)
-    assert single.batch_size == 1
+    assert single.num_samples == 1
     assert single.tensors()["argument 0"].shape == (1, 6)
 
 
@@ -206,38 +223,41 @@ class Conditioned(Net):
 
 def test_a_single_sample_has_its_own_row_of_tensors_within_containers() -> None:
     model = Conditioned()
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
     latents, keywords = inputs()
     model(latents, conditions={"pooled": keywords["text"]})
-    single = recorded.calls[0].single(2)
+    single = single_row(recorded.calls[0], 2)
     assert torch.equal(single.kwargs["conditions"]["pooled"], keywords["text"][2:])
 
 
-def test_stop_takes_every_hook_away_and_start_records_again() -> None:
-    model = Net()
-    recorded = recorder(model)
+def test_recording_leaves_no_trace_on_the_model_and_none_on_its_class_after_its_end() -> None:
+    model, other = Net(), Net()
+    before = dict(vars(model))
+    recorded = RecordedModel(model)
     loop_step(model)
-    recorded.stop()
+    loop_step(other)
+    assert vars(model) == before
     assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+    assert len(recorded.calls) == 1
+    recorded.stop()
+    assert "__call__" not in vars(Net)
     loop_step(model)
     assert len(recorded.calls) == 1
     recorded.stop()  # once more does no harm
-    recorded.calls.clear()
-    recorded.start()
+    again = RecordedModel(model)
     loop_step(model)
-    assert [call.ids[1] for call in recorded.calls] == ["0.1"]
+    assert [call.ids[1] for call in again.calls] == ["row 1 of micro-batch 0"]
 
 
 def test_calls_without_gradients_are_not_recorded() -> None:
     model = Net()
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
     latents, keywords = inputs()
     with torch.no_grad():
         model(latents, **keywords)
     loop_step(model)
-    assert len(recorded.calls) == 1
-    assert recorded.calls[0].output_gradient is not None
+    (call,) = recorded.calls
+    assert call.has_gradient
 
 
 class Draws(nn.Module):
@@ -255,7 +275,7 @@ class Draws(nn.Module):
 def test_a_loops_own_generator_is_put_back_to_where_it_was_at_the_call() -> None:
     generator = torch.Generator().manual_seed(40)
     model = Draws(generator)
-    recorded = recorder(model, generator=generator)
+    recorded = RecordedModel(model, generator)
     output = model(inputs()[0])
     output.square().mean().backward()
     original = gradients(model)
@@ -266,7 +286,7 @@ def test_a_loops_own_generator_is_put_back_to_where_it_was_at_the_call() -> None
 def test_a_replay_leaves_the_loops_own_generator_where_the_loop_has_it() -> None:
     generator = torch.Generator().manual_seed(40)
     model = Draws(generator)
-    recorded = recorder(model, generator=generator)
+    recorded = RecordedModel(model, generator)
     model(inputs()[0]).square().mean().backward()
     torch.randn(9, generator=generator)
     state = generator.get_state()
@@ -275,27 +295,105 @@ def test_a_replay_leaves_the_loops_own_generator_where_the_loop_has_it() -> None
     assert torch.equal(generator.get_state(), state)
 
 
+def is_same(found: list[torch.Tensor], *expected: torch.Tensor) -> bool:
+    return list(map(id, found)) == list(map(id, expected))
+
+
 def test_the_output_of_the_loss_is_the_first_with_a_gradient() -> None:
-    good = torch.randn(3, 4, requires_grad=True) * 2
+    good, better = (torch.randn(3, 4, requires_grad=True) * 2 for _ in range(2))
     plain, ids = torch.randn(3, 4), torch.tensor([1, 2])
-    assert main_output(good) is good
-    assert main_output((ids, plain, good)) is good
-    assert main_output({"aux": plain, "sample": good}) is good
-    assert main_output(Transformer2DModelOutput(sample=good)) is good
-    assert main_output([ids, plain]) is plain
-    assert main_output(SimpleNamespace(aux=plain, sample=good)) is good
-    assert main_output([ids]) is None
-    assert main_output(0.3) is None
+    assert is_same(main_outputs(good), good)
+    assert is_same(main_outputs((ids, plain, good)), good)
+    assert is_same(main_outputs((plain, good, better)), good)
+    assert is_same(main_outputs({"aux": plain, "sample": good}), good)
+    assert is_same(main_outputs(Transformer2DModelOutput(sample=good)), good)
+    assert is_same(main_outputs([ids, plain]), plain)
+    assert is_same(main_outputs(SimpleNamespace(aux=plain, sample=good)), good)
+    # A list has an output for each sample, as Z-Image returns them.
+    assert is_same(main_outputs([good, better]), good, better)
+    assert is_same(main_outputs(SimpleNamespace(sample=[good, better])), good, better)
+    assert main_outputs([ids]) == []
+    assert main_outputs(0.3) == []
+
+
+class Listed(nn.Linear):
+    """Takes a list of samples of any length, and returns one."""
+
+    def forward(self, samples: list[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
+        return [super(Listed, self).forward(sample) for sample in samples]
+
+
+def test_a_list_of_samples_has_a_gradient_for_each_of_them() -> None:
+    model = Listed(6, 4)
+    recorded = RecordedModel(model)
+    samples = [torch.randn(length, 6) for length in (2, 5, 3)]
+    outputs = model(samples)
+    (outputs[0].sum() + 3 * outputs[2].sum()).backward()
+    original = gradients(model)
+    (call,) = recorded.calls
+    assert call.num_samples == 3
+    assert [None if g is None else float(g.mean()) for g in call.output_gradients] == [1, None, 3]
+    single = single_row(call, 2)
+    assert is_same(single.args[0], call.args[0][2])
+    assert call.run(model).losses.shape == (3,)
+    call.run(model).losses[[0, 2]].sum().backward()
+    assert_same_bits(gradients(model), original)
 
 
 def test_a_call_whose_output_is_no_tensor_is_not_kept() -> None:
     model = nn.Identity()
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
     model([inputs()[0].long()])
     assert recorded.calls == []
 
 
-def verdict_of(model: nn.Module, recorded: Recorder, *switches: Switch) -> Any:
+def test_two_losses_of_one_output_add_their_gradients() -> None:
+    model = nn.Linear(6, 4)
+    recorded = RecordedModel(model)
+    output = model(inputs()[0])
+    output.sum().backward(retain_graph=True)
+    (2 * output.sum()).backward()
+    (call,) = recorded.calls
+    (gradient,) = call.output_gradients
+    assert gradient is not None
+    assert gradient.unique().tolist() == [3.0]
+    assert not call.is_differentiated_twice
+
+
+def test_a_call_whose_gradient_is_differentiated_is_marked() -> None:
+    model = nn.Linear(6, 4)
+    recorded = RecordedModel(model)
+    latents = inputs()[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(model(latents).square().sum(), latents, create_graph=True)
+    gradient.square().sum().backward()
+    assert recorded.calls[0].is_differentiated_twice
+
+
+def test_an_argument_that_was_overwritten_since_is_seen() -> None:
+    model = nn.Linear(6, 4)
+    recorded = RecordedModel(model)
+    latents = inputs()[0]
+    output = model(latents)
+    assert recorded.calls[0].is_intact
+    latents[1, 2] = 0.0
+    assert not recorded.calls[0].is_intact
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize(("is_closed", "num_calls"), [(False, 2), (True, 1)])
+def test_calls_are_dropped_when_the_next_begins_after_a_step(
+    is_closed: bool, num_calls: int
+) -> None:
+    model = nn.Linear(6, 4)
+    recorded = RecordedModel(model)
+    model(inputs()[0]).sum().backward()
+    recorded.log.is_closed = is_closed
+    assert len(recorded.calls) == 1
+    model(inputs()[0]).sum().backward()
+    assert len(recorded.calls) == num_calls
+
+
+def verdict_of(model: nn.Module, recorded: RecordedModel, *switches: Switch) -> Any:
     recorded.stop()
     batch = recorded.calls[0].micro_batch(model, step=5, micro_step=0, rank=0)
     return diagnose(batch, Suspects(model, lambda: [], switches), kind="non_finite_loss")
@@ -303,7 +401,7 @@ def verdict_of(model: nn.Module, recorded: Recorder, *switches: Switch) -> Any:
 
 def test_a_bad_output_is_not_blamed_on_the_gradient_that_came_back_to_it() -> None:
     model = Net()
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
 
     @contextmanager
     def off() -> Iterator[None]:
@@ -318,29 +416,34 @@ def test_a_bad_output_is_not_blamed_on_the_gradient_that_came_back_to_it() -> No
 
     model.spoil = broken
     assert loop_step(model)["out.weight"].isnan().any()
-    assert OUTPUT_GRADIENT not in recorded.calls[0].tensors()
+    assert not recorded.calls[0].output_is_finite
     verdict = verdict_of(model, recorded, Switch("norm", "kernel", off, lambda: None, "eager"))
     assert (verdict.cause, verdict.switch) == ("kernel", "norm")
     assert verdict.timesteps == (999, 0, 37)
 
 
-def test_a_bad_gradient_for_a_good_output_is_the_samples() -> None:
+@pytest.mark.parametrize(("value", "is_bad"), [(torch.nan, True), (1e25, True), (1e15, False)])
+def test_a_bad_gradient_for_a_good_output_is_seen_with_its_row(value: float, is_bad: bool) -> None:
+    """It is the loop's affair: no fact about a sample, which the row says nothing about."""
     model = Net()
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
     latents, keywords = inputs()
     target = torch.zeros(3, 6)
-    target[2, 1] = torch.nan
+    target[2, 1] = value
     (model(latents, **keywords)[0] - target).square().mean().backward()
-    verdict = verdict_of(model, recorded)
-    assert (verdict.cause, verdict.sample_ids) == ("data", ("0.2",))
-    assert verdict.words == f"{OUTPUT_GRADIENT} has 1 NaN among 6 values"
+    (call,) = recorded.calls
+    assert call.output_is_finite
+    assert call.has_bad_gradient is is_bad
+    assert call.bad_gradient_rows == ([2] if is_bad else [])
+    if value == value:
+        assert call.gradient_peak == pytest.approx(value * 2 / 18, rel=1e-5)
 
 
 def test_an_overflow_of_the_backward_comes_back_at_the_recorded_gradients_size() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).half()
     with torch.no_grad():
         model[1].weight.fill_(30)
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
     latents = torch.randn(8, 4, generator=torch.Generator().manual_seed(2)) * 0.01
     (model(latents.half()).float() * 600).sum().backward()
     original = gradients(model)
@@ -351,10 +454,12 @@ def test_an_overflow_of_the_backward_comes_back_at_the_recorded_gradients_size()
 
 def test_an_index_that_no_table_has_is_named_with_its_sample() -> None:
     model = Net()
-    recorded = recorder(model)
+    recorded = RecordedModel(model)
     latents, keywords = inputs()
-    assert recorded.out_of_range() == []
+    assert recorded.recorder.find_out_of_range() == []
     keywords["timestep"] = torch.tensor([999, 1000, 37])
     with pytest.raises(IndexError):
         model(latents, **keywords)
-    assert recorded.out_of_range() == ["0.1: timestep has 1000, time has 0..999"]
+    assert recorded.recorder.find_out_of_range() == [
+        "row 1 of micro-batch 0: timestep has 1000, time has 0..999"
+    ]

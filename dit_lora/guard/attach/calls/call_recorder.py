@@ -1,0 +1,208 @@
+"""Record the calls of a model in somebody else's loop, so that they can be run again."""
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.guard.attach.calls.call_log import CallLog
+from dit_lora.guard.attach.calls.captured_call import CapturedCall, main_outputs
+from dit_lora.guard.attach.containment import contained
+from dit_lora.guard.attach.samples.tensors import map_tensors
+from dit_lora.numerics.autocasts import Autocasts, open_autocasts
+
+_LOG = logging.getLogger("dit_lora")
+
+
+@dataclass
+class Recorder:
+    """Captures every training call of a model into a log."""
+
+    model: nn.Module
+    log: CallLog
+    is_paused: bool = False
+    is_open: bool = False
+    """True while a call of the model is under way."""
+    has_gradient: bool = False
+    """True once a gradient came back to an output."""
+    _has_warned: bool = False
+
+    def handle(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in for the model's `__call__`."""
+        if self.is_paused or self.is_open or not is_recorded() or is_redirected(self.model):
+            return original(*args, **kwargs)
+        call = self._begin(args, kwargs)
+        self.is_open = True
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self.is_open = False
+        if call is not None:
+            self._end(call, output)
+        return output
+
+    @contained("recording a model's call")
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
+        return self.begin(args, kwargs)
+
+    @contained("recording a model's output")
+    def _end(self, call: CapturedCall, output: Any) -> None:
+        self.end(call, output)
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
+        """Begin a call, before the model runs."""
+        log = self.log
+        log.drop_old()
+        versions: list[tuple[torch.Tensor, int]] = []
+
+        # Detached: what is kept must not hold a graph in memory.
+        def detach(tensor: torch.Tensor) -> torch.Tensor:
+            detached = tensor.detach()
+            versions.append((detached, detached._version))
+            return detached
+
+        kept_args = tuple(
+            [detach(a) if type(a) is torch.Tensor else map_tensors(detach, a) for a in args]
+        )
+        kept_kwargs = {name: map_tensors(detach, value) for name, value in kwargs.items()}
+        has_cuda = any(tensor.is_cuda for tensor, _ in versions)
+        call = CapturedCall(
+            kept_args,
+            kept_kwargs,
+            log.given_names,
+            torch.get_rng_state(),
+            # Asking CUDA's generator would start CUDA in a loop that runs on the CPU.
+            torch.cuda.get_rng_state() if has_cuda else None,
+            (log.generator, log.generator.get_state()) if log.generator else None,
+            owner=self.model,
+            autocasts=_open_autocasts(has_cuda),
+            micro_step=self._micro_step(),
+            batch_number=log.batch_of_call(),
+            argument_ids=(*map(id, args), *map(id, kwargs.values())),
+            versions=tuple(versions),
+        )
+        log.begin(call)
+        if call.names and not self._has_warned:
+            self._warn_of_names(call)
+        return call
+
+    def end(self, call: CapturedCall, output: Any) -> None:
+        """End a call with what the model returned."""
+        self.log.end(output)
+        tensors = main_outputs(output)
+        if not tensors:  # no tensor in the output: there is nothing to replay
+            self.log.drop(call)
+            return
+        call.outputs = tuple([tensor.detach() for tensor in tensors])
+        call.output_gradients = [None] * len(tensors)
+        # Weak, so that a graph which the loop keeps does not keep the call.
+        ref = weakref.ref(call)
+        for number, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                keep = _GradientHook(self, ref, number)
+                # The gradient comes with the loop's own backward, long after this call.
+                tensor.register_hook(keep)
+                call.graph = weakref.ref(keep)
+
+    @property
+    def may_get_gradient(self) -> bool:
+        """True while a graph of one of the model's outputs lives."""
+        own = [call for call in self.log.calls if call.owner is self.model]
+        return any(call.may_get_gradient for call in own)
+
+    def drop(self) -> None:
+        """Forget the model's calls."""
+        calls = self.log.calls
+        calls[:] = [call for call in calls if call.owner is not self.model]
+
+    def find_out_of_range(self) -> list[str]:
+        """Describe samples of the last call whose integers no embedding table of the model has."""
+        if not self.log.calls:
+            return []
+        call = self.log.calls[-1]
+        tables = {
+            name: table.num_embeddings
+            for name, table in self.model.named_modules()
+            if isinstance(table, nn.Embedding)
+        }
+        integers = {n: t for n, t in call.tensors().items() if not t.is_floating_point()}
+        return [
+            f"{call.ids[row]}: {name} has {int(values.max())}, {table} has 0..{size - 1}"
+            for name, tensor in integers.items()
+            for table, size in tables.items()
+            for row, values in enumerate(tensor)
+            if int(values.max()) >= size
+        ]
+
+    def keep_gradient(self, call: CapturedCall, number: int, gradient: torch.Tensor) -> None:
+        """Note the gradient that came back to one output of a call."""
+        self.has_gradient = True
+        generation = self.log.generation
+        # Gradients are computed with grad mode on only where they are to be differentiated themselves.
+        call.is_differentiated_twice |= torch.is_grad_enabled()
+        earlier = call.output_gradients[number]
+        if call.generation == generation and earlier is not None:
+            gradient = earlier + gradient  # a second loss of the same output
+        call.output_gradients[number] = gradient
+        call.generation = generation
+
+    def _warn_of_names(self, call: CapturedCall) -> None:
+        count = call.num_samples
+        if len(call.names) != count:
+            self._has_warned = True
+            _LOG.warning(
+                "guard.microbatch: %d ids for %d rows; rows are numbered", len(call.names), count
+            )
+
+    def _micro_step(self) -> int:
+        calls = self.log.calls
+        if not calls:
+            return 0
+        # Several models may be called for one micro-batch, each of them once.
+        last = calls[-1].micro_step
+        owners = [call.owner for call in calls if call.micro_step == last]
+        return last + any(owner is self.model for owner in owners)
+
+
+class _GradientHook:
+    """Notes the gradient of one output of a call; lives as long as the graph of the output."""
+
+    def __init__(self, recorder: Recorder, call: "weakref.ref[CapturedCall]", number: int) -> None:
+        self._recorder = recorder
+        self._call = call
+        self._number = number
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        call = self._call()
+        if call is not None and call.output_gradients:
+            self._recorder.keep_gradient(call, self._number, gradient.detach())
+
+
+def _open_autocasts(has_cuda: bool) -> Autocasts:
+    """Autocast that is open now, on the CPU or on the accelerator that the arguments are on."""
+    if torch.is_autocast_enabled("cpu") or (has_cuda and torch.is_autocast_enabled("cuda")):
+        return open_autocasts(["cpu", "cuda"] if has_cuda else ["cpu"])
+    return ()
+
+
+def is_recorded() -> bool:
+    """True where a call of a model may be part of a training step."""
+    # Within a backward, checkpointing computes parts of a model again: those are not the loop's calls.
+    return (
+        torch.is_grad_enabled()
+        and torch._C._current_graph_task_id() == -1
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def is_redirected(module: nn.Module) -> bool:
+    """True if `forward` stands for another method: Lightning's training step under DDP.
+
+    That one holds the loop's logging and losses; the models are called inside it.
+    """
+    forward = vars(module).get("forward")
+    return getattr(forward, "__qualname__", "").startswith("_ForwardRedirection.")

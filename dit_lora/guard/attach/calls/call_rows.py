@@ -1,0 +1,213 @@
+"""Which tensors of a model's call have a row for each sample, and how one sample's part of the call is cut out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dit_lora.guard.attach.samples.tensors import has_rows, iter_tensors, map_tensors
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+# Transformers' names of pictures and clips whose patches lie in one tensor, with the grid that says which are whose.
+_PATCHES = (
+    ("pixel_values", "image_grid_thw", "image_token_id", 1),
+    ("pixel_values_videos", "video_grid_thw", "video_token_id", 2),
+)
+_BATCH_FIRST = ("input_ids", "inputs_embeds", "hidden_states")
+
+
+def named_tensors(arguments: Arguments) -> dict[str, torch.Tensor]:
+    """Every tensor that a model was called with: `argument 0`, `argument 1['mask']`, `hidden_states`."""
+    args, kwargs = arguments
+    named = {f"argument {number}": value for number, value in enumerate(args)} | kwargs
+    return {
+        path: tensor for name, value in named.items() for path, tensor in iter_tensors(value, name)
+    }
+
+
+def count_samples(arguments: Arguments) -> int:
+    """Number of samples in a call: rows of its text or hidden states, else of its first argument that has any.
+
+    A list of tensors, as Z-Image takes, has an element for each sample.
+    """
+    args, kwargs = arguments
+    for name in _BATCH_FIRST:
+        value = kwargs.get(name)
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return len(value)
+    for value in (*args, *kwargs.values()):
+        if is_tensor_list(value):
+            return len(value)
+        count = next((len(tensor) for _, tensor in iter_tensors(value) if tensor.ndim), None)
+        if count is not None:
+            return count
+    return 1
+
+
+def is_tensor_list(value: Any) -> bool:
+    """True for a list of tensors; a tuple, such as a pair of rotary tables, is one value for all samples."""
+    return type(value) is list and bool(value) and all(torch.is_tensor(each) for each in value)
+
+
+@dataclass(frozen=True)
+class SamplePart:
+    """The part of one argument that belongs to one sample: a row of a tensor, or an element of a list."""
+
+    path: str
+    values: torch.Tensor
+    row: int | None
+    """The sample's number in the call; None where the argument has no part for each sample."""
+    num_parts: int
+
+
+def iter_parts(arguments: Arguments) -> Iterator[list[SamplePart]]:
+    """For each floating-point argument its parts, by sample where it has a part for each."""
+    count = count_samples(arguments)
+    args, kwargs = arguments
+    named = {f"argument {number}": value for number, value in enumerate(args)} | kwargs
+    for name, value in named.items():
+        if is_tensor_list(value) and len(value) == count and not _holds_rows(value, count):
+            yield [SamplePart(name, each, row, count) for row, each in enumerate(value)]
+            continue
+        for path, tensor in iter_tensors(value, name):
+            if not tensor.is_floating_point():
+                continue
+            if has_rows(tensor, count):
+                yield [SamplePart(path, tensor[row], row, count) for row in range(count)]
+            elif tensor.ndim and tensor.layout is torch.strided:
+                yield [SamplePart(path, each, None, len(tensor)) for each in tensor]
+            else:
+                yield [SamplePart(path, tensor, None, 1)]
+
+
+def _holds_rows(values: list[torch.Tensor], count: int) -> bool:
+    """True for a list of batches, such as the hidden states of several layers."""
+    return all(has_rows(value, count) for value in values)
+
+
+@dataclass(frozen=True)
+class RowCutter:
+    """Cuts one sample out of a call, or anything that has a part for each of its samples."""
+
+    count: int
+    patches: Mapping[str, tuple[tuple[int, int], ...]]
+    """For each keyword argument of patches, or of their grids, the bounds of each sample's part."""
+
+    def cut(self, arguments: Arguments, row: int) -> Arguments:
+        """The arguments of one sample; what has no part for each sample is shared by all."""
+        args, kwargs = arguments
+        parts = {}
+        for name, value in kwargs.items():
+            if name in self.patches:
+                start, end = self.patches[name][row]
+                parts[name] = value[start:end]
+            else:
+                parts[name] = self.cut_value(value, row)
+        return tuple(self.cut_value(value, row) for value in args), parts
+
+    def cut_value(self, value: Any, row: int) -> Any:
+        def part(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[row : row + 1] if has_rows(tensor, self.count) else tensor
+
+        is_list = is_tensor_list(value) and len(value) == self.count
+        if is_list and not _holds_rows(value, self.count):
+            return value[row : row + 1]
+        return map_tensors(part, value)
+
+    def replace_row(self, arguments: Arguments, row: int, source: int) -> Arguments | None:
+        """The arguments with one sample's part replaced by another's; None where samples differ in size."""
+        if self.patches:
+            return None
+        args, kwargs = arguments
+
+        def exchange(value: Any) -> Any:
+            is_list = is_tensor_list(value) and len(value) == self.count
+            if is_list and not _holds_rows(value, self.count):
+                return [value[source] if n == row else each for n, each in enumerate(value)]
+            return map_tensors(exchange_rows, value)
+
+        def exchange_rows(tensor: torch.Tensor) -> torch.Tensor:
+            if not has_rows(tensor, self.count):
+                return tensor
+            changed = tensor.clone()
+            changed[row] = tensor[source]
+            return changed
+
+        return (
+            tuple(exchange(value) for value in args),
+            {name: exchange(value) for name, value in kwargs.items()},
+        )
+
+    def cut_outputs(self, outputs: Sequence[Any], row: int) -> tuple[Any, ...]:
+        """One sample's part of what a model returned, or of the gradients that came back to it."""
+        if len(outputs) == self.count > 1:
+            return tuple(outputs[row : row + 1])
+        return tuple(self.cut_value(value, row) for value in outputs)
+
+
+def row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
+    """Return a cutter of samples out of a call; None where patches of several samples cannot be told apart.
+
+    Args:
+        arguments: Positional and keyword arguments of the call.
+        config: The model's configuration, which names the tokens that stand for picture patches; None if it has none.
+    """
+    _, kwargs = arguments
+    count = count_samples(arguments)
+    bounds: dict[str, tuple[tuple[int, int], ...]] = {}
+    for values_name, grid_name, token_name, token_type in _PATCHES:
+        values, grid = kwargs.get(values_name), kwargs.get(grid_name)
+        if not isinstance(values, torch.Tensor):
+            continue
+        if not isinstance(grid, torch.Tensor):
+            if has_rows(values, count):
+                continue
+            return None
+        tokens = _patch_tokens(kwargs, getattr(config, token_name, None), token_type)
+        parts = _split_grid(grid, tokens) if tokens is not None else None
+        if parts is None or int(grid.prod(1).sum()) != len(values):
+            return None
+        images, patches = parts
+        bounds[grid_name], bounds[values_name] = images, patches
+    return RowCutter(count, bounds)
+
+
+def _patch_tokens(kwargs: Mapping[str, Any], token: Any, token_type: int) -> list[int] | None:
+    """Count the tokens of each sample that stand for patches."""
+    ids, types = kwargs.get("input_ids"), kwargs.get("mm_token_type_ids")
+    if isinstance(token, int) and isinstance(ids, torch.Tensor) and ids.ndim == 2:
+        return (ids == token).sum(1).tolist()
+    if isinstance(types, torch.Tensor) and types.ndim == 2:
+        return (types == token_type).sum(1).tolist()
+    return None
+
+
+def _split_grid(
+    grid: torch.Tensor, tokens: list[int]
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] | None:
+    """Bounds of each sample's pictures, and of their patches; None if tokens and grids do not add up.
+
+    Args:
+        grid: Patches in time, height and width of each picture, (P, 3).
+        tokens: Tokens that stand for patches in each sample; several patches are merged into one token.
+    """
+    sizes = grid.prod(1).tolist()
+    if not sizes or not sum(tokens) or sum(sizes) % sum(tokens):
+        return None
+    merged = sum(sizes) // sum(tokens)
+    images: list[tuple[int, int]] = []
+    patches: list[tuple[int, int]] = []
+    picture = patch = 0
+    for wanted in tokens:
+        first_picture, first_patch, held = picture, patch, 0
+        while held < wanted * merged and picture < len(sizes):
+            held += sizes[picture]
+            patch += sizes[picture]
+            picture += 1
+        if held != wanted * merged:
+            return None
+        images.append((first_picture, picture))
+        patches.append((first_patch, patch))
+    return (tuple(images), tuple(patches)) if picture == len(sizes) else None

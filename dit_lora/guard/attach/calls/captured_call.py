@@ -1,0 +1,273 @@
+"""One recorded call of a model in somebody else's loop, which can be run again.
+
+Recorded are the arguments, the state of the random generators and the gradient that came back to the output. Running
+the model on these gives the same activations and parameter gradients without knowing the loss.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from dit_lora.guard.attach.calls.call_rows import (
+    Arguments,
+    RowCutter,
+    count_samples,
+    is_tensor_list,
+    named_tensors,
+    row_cutter,
+)
+from dit_lora.guard.attach.samples.loaded_batches import bad_rows, row_name
+from dit_lora.guard.attach.samples.tensors import has_rows
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.numerics.autocasts import Autocasts, opened_again
+from dit_lora.numerics.finite import is_finite
+from dit_lora.numerics.objectives import LossOutput
+
+_LOG = logging.getLogger("dit_lora")
+
+
+@dataclass
+class CapturedCall:
+    """One forward of a model, and the gradient that came back to its output."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    names: tuple[str, ...]
+    """Names of the samples as the loop gave them; empty where it gave none."""
+    random_state: torch.Tensor
+    cuda_random_state: torch.Tensor | None
+    generator: tuple[torch.Generator, torch.Tensor] | None = None
+    """The loop's own generator and its state before the call."""
+    outputs: tuple[torch.Tensor, ...] = ()
+    """The tensor that the loss is made of; of a model that returns a list, one for each sample."""
+    output_gradients: list[torch.Tensor | None] = field(default_factory=list)
+    """The gradients that came back to the outputs."""
+    owner: nn.Module | None = None
+    """The model that was called."""
+    autocasts: Autocasts = ()
+    """Autocast that the loop had around the call."""
+    micro_step: int = 0
+    """Number of the micro-batch in its step, from 0: a model that is called again begins the next."""
+    generation: int = -1
+    """The generation of gradients that this call's backward went into; -1 before its backward."""
+    is_differentiated_twice: bool = False
+    """True if a backward with create_graph=True came through: its gradient is part of another loss."""
+    batch_number: int | None = None
+    """Number of the batch, among those that the loop took, that the call was made for; None where it is not certain."""
+    argument_ids: tuple[int, ...] = ()
+    """Ids of the arguments themselves, as the loop passed them."""
+    graph: weakref.ref[Any] | None = None
+    """Alive as long as the graph of the output: without it no gradient will come."""
+    versions: tuple[tuple[torch.Tensor, int], ...] = ()
+    """Argument tensors with torch's count of writes to them at the time of the call."""
+
+    @property
+    def arguments(self) -> Arguments:
+        return self.args, self.kwargs
+
+    @property
+    def num_samples(self) -> int:
+        return count_samples(self.arguments)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The loop's names of the samples, else the numbers of their rows."""
+        count = self.num_samples
+        if len(self.names) == count:
+            return self.names
+        return tuple(row_name(row, self.micro_step) for row in range(count))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Argument tensors by name that have a row for each sample."""
+        count = self.num_samples
+        return {n: t for n, t in named_tensors(self.arguments).items() if has_rows(t, count)}
+
+    @property
+    def output_is_finite(self) -> bool:
+        return bool(self.outputs) and all(map(is_finite, self.outputs))
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(gradient is not None for gradient in self.output_gradients)
+
+    @property
+    def has_bad_gradient(self) -> bool:
+        """True if a gradient that came back is not finite, or its square overflows fp32."""
+        found = [g for g in self.output_gradients if g is not None and g.is_floating_point()]
+        return any(bool(bad_rows(g.reshape(1, -1))) for g in found if g.numel())
+
+    @property
+    def bad_gradient_rows(self) -> list[int]:
+        """Numbers of the samples whose gradient came back bad."""
+        found = self.output_gradients
+        if len(found) > 1:
+            bad = [g is not None and bool(bad_rows(g.reshape(1, -1))) for g in found]
+            return [row for row, is_bad in enumerate(bad) if is_bad]
+        return bad_rows(found[0]) if found and found[0] is not None and found[0].ndim else []
+
+    @property
+    def gradient_peak(self) -> float:
+        """Largest magnitude of the gradients that came back."""
+        found = [g for g in self.output_gradients if g is not None and g.numel()]
+        return max((float(g.float().abs().max()) for g in found), default=0.0)
+
+    @property
+    def may_get_gradient(self) -> bool:
+        """True while the call is under way, and as long as the graph of its output lives."""
+        if self.graph is None:
+            return not self.outputs
+        return self.graph() is not None
+
+    @property
+    def is_intact(self) -> bool:
+        """False if the model or the loop has overwritten an argument since the call: then a replay proves nothing."""
+        return all(tensor._version == version for tensor, version in self.versions)
+
+    def cutter(self) -> RowCutter | None:
+        """Cutter of single samples out of the call; None where they cannot be told apart."""
+        return row_cutter(self.arguments, getattr(self.owner, "config", None))
+
+    def single(self, row: int, cutter: RowCutter) -> "CapturedCall":
+        """The call of one sample."""
+        args, kwargs = cutter.cut(self.arguments, row)
+        return replace(
+            self,
+            args=args,
+            kwargs=kwargs,
+            names=(self.ids[row],),
+            outputs=cutter.cut_outputs(self.outputs, row),
+            output_gradients=list(cutter.cut_outputs(self.output_gradients, row)),
+        )
+
+    def run(self, model: nn.Module) -> LossOutput:
+        """Run the call again.
+
+        Returns per-sample sums of output times recorded gradient, whose backward is the recorded one.
+        """
+        # Dropout draws from these generators: the same masks need the same state.
+        torch.set_rng_state(self.random_state)
+        if self.cuda_random_state is not None:
+            torch.cuda.set_rng_state(self.cuda_random_state)
+        with self._restored_generator(), opened_again(self.autocasts):
+            outputs = main_outputs(model(*self.args, **self.kwargs))
+        # The gradient that came back to a bad output is bad whatever the model does now.
+        gradients = self.output_gradients if self.output_is_finite else []
+        weighted = [
+            output.float()
+            if number >= len(gradients) or gradients[number] is None
+            else output.float() * gradients[number].float()  # type: ignore[union-attr]
+            for number, output in enumerate(outputs)
+        ]
+        if len(weighted) > 1:
+            losses = torch.stack([each.sum() for each in weighted])
+        else:
+            only = weighted[0]
+            losses = only.reshape(len(only), -1).sum(1) if only.ndim else only[None]
+        # A model that returns one loss, as Transformers' do, has as many samples all the same.
+        return LossOutput(losses, self._timesteps(max(len(losses), self.num_samples)))
+
+    @contextmanager
+    def _restored_generator(self) -> Iterator[None]:
+        """Put the loop's generator into its state of the call, and afterwards back to where it is now."""
+        if self.generator is None:
+            yield
+            return
+        generator, state = self.generator
+        now = generator.get_state()
+        generator.set_state(state)
+        try:
+            yield
+        finally:
+            generator.set_state(now)
+
+    def micro_batch(
+        self,
+        model: nn.Module,
+        *,
+        step: int,
+        micro_step: int,
+        rank: int,
+        position: "CapturedCall | None" = None,
+    ) -> MicroBatch:
+        """The call as a micro-batch that can be run again; `position` is the call that failed in a step.
+
+        A healthy call is run with the failed one's random state. A call's noise is the loop's own and cannot be drawn
+        again.
+        """
+
+        def make(call: CapturedCall) -> MicroBatch:
+            return call.micro_batch(
+                model, step=step, micro_step=micro_step, rank=rank, position=position
+            )
+
+        def at(other: MicroBatch, _draws: bool) -> MicroBatch:
+            if position is None or (other.step, other.micro_step) == (step, micro_step):
+                return make(self)
+            moved = replace(
+                self,
+                random_state=position.random_state,
+                cuda_random_state=position.cuda_random_state,
+                generator=position.generator,
+            )
+            return make(moved)
+
+        cutter = self.cutter()
+        labels = self.tensors().get("labels")
+        return MicroBatch(
+            ids=self.ids if cutter is not None else (),
+            step=step,
+            micro_step=micro_step,
+            rank=rank,
+            # Only labels: what else the model was given is judged by the caller, who knows what is a sample's.
+            tensors={"labels": labels} if labels is not None and cutter is not None else {},
+            forward=lambda: self.run(model),
+            single=lambda row: make(self.single(row, cutter)) if cutter is not None else make(self),
+            loss_is_sum=True,
+            autocasts=bool(self.autocasts),
+            at=at,
+        )
+
+    def _timesteps(self, count: int) -> torch.Tensor:
+        """The call's `timestep` (Diffusers' name), one for each sample; -1 for a model that has none."""
+        timesteps = self.kwargs.get("timestep")
+        if isinstance(timesteps, torch.Tensor) and timesteps.numel() == count:
+            return timesteps.detach().flatten()
+        return torch.full((count,), -1)
+
+
+def main_outputs(output: Any) -> list[torch.Tensor]:
+    """The tensors that the loss is made of: the first with a gradient, in a tuple, a ModelOutput or an object.
+
+    Where that is in a list of tensors, as Z-Image returns one for each sample, all of the list.
+    """
+    if isinstance(output, torch.Tensor):
+        return [output] if _is_differentiable(output) else []
+    values: Any = output
+    if isinstance(output, Mapping):
+        values = list(output.values())
+    elif not isinstance(output, (list, tuple)):
+        try:
+            values = list(vars(output).values())
+        except TypeError:
+            return []  # a plain number, say
+    if is_tensor_list(output) and all(map(_is_differentiable, output)):
+        return list(output)
+    for value in values:
+        if is_tensor_list(value) and any(tensor.requires_grad for tensor in value):
+            return list(value)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            break
+    floats = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    floats = [tensor for tensor in floats if _is_differentiable(tensor)]
+    return [next((t for t in floats if t.requires_grad), floats[0])] if floats else []
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

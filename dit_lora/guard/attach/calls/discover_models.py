@@ -1,0 +1,84 @@
+"""Find the models that a loss comes through, in a loop that does not name them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from dit_lora.guard.attach.calls.call_log import CallLog
+from dit_lora.guard.attach.calls.call_recorder import Recorder
+from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, leave, listen
+from dit_lora.guard.attach.containment import contain_error
+
+
+class ModelDiscovery:
+    """Records the calls of models as they turn up, so that the step in which they do can be diagnosed too.
+
+    It may begin before there is a guard.
+    """
+
+    def __init__(
+        self,
+        log: CallLog,
+        known: Callable[[], dict[int, Recorder]],
+    ) -> None:
+        self.log = log
+        self.known = known
+        """Recorders of the models that are watched already, by the model's id."""
+        self._found: dict[int, Recorder] = {}
+        self.is_looking = False
+
+    def look(self) -> None:
+        """Begin to look for models."""
+        self.is_looking = True
+        listen(self._around)
+
+    def stop(self) -> None:
+        """Stop looking."""
+        self.is_looking = False
+        leave(self._around)
+
+    def take_found(self) -> list[nn.Module]:
+        """End the search; returns the models with weights whose output got a gradient.
+
+        A model whose output may still get one, as a generator's does after the discriminator's step, is kept for the
+        next search. Any other, such as a frozen encoder or a table that a collator asks, has no part in what is trained.
+        """
+        self.stop()
+        models = []
+        for key, recorder in list(self._found.items()):
+            if recorder.has_gradient:
+                models.append(self._found.pop(key).model)
+            elif not recorder.may_get_gradient:
+                self._found.pop(key).drop()
+        return models
+
+    @contextmanager
+    def _around(self, call: OutermostCall) -> Iterator[None]:
+        module, known = call.module, self.known()
+        recorder = known.get(id(module)) or self._found.get(id(module))
+        if recorder is not None and recorder.is_open:
+            yield  # the recorder stands in for the model's own call already
+            return
+        if recorder is None and next(module.parameters(), None) is None:
+            yield
+            return
+        if recorder is None:
+            recorder = self._found[id(module)] = Recorder(module, self.log)
+        begun = contain_error(lambda: recorder.begin(call.args, call.kwargs), "recording a call")
+        before = self._num_known_calls()
+        recorder.is_open = True
+        try:
+            yield
+        finally:
+            recorder.is_open = False
+        if begun is not None:
+            contain_error(lambda: recorder.end(begun, call.output), "recording an output")
+        # The guard may have begun with this very call.
+        if id(module) not in self.known() and self._num_known_calls() > before:
+            # A model that is known was called inside it, and is the one to look at.
+            self._found.pop(id(module)).drop()
+
+    def _num_known_calls(self) -> int:
+        known = self.known()
+        return sum(id(call.owner) in known for call in self.log.calls)

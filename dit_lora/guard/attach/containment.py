@@ -1,0 +1,74 @@
+"""Keep the guard's own errors out of the loop that it watches.
+
+This is the only place of the library that catches every exception. A loop that would run without the guard must run
+with it: whatever the guard tries beside the loop's own work (an experiment, a look at a batch) may fail, and then it
+has no answer.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_LOG = logging.getLogger("dit_lora")
+T = TypeVar("T")
+_reported: set[str] = set()
+
+
+def contain(
+    attempt: Callable[[], T],
+    *,
+    on_error: Callable[[Exception], None] = lambda error: None,
+    passes: tuple[type[BaseException], ...] = (),
+) -> T | None:
+    """The result of `attempt()`, or None after `on_error(error)` if it raises any `Exception` but those in `passes`."""
+    try:
+        return attempt()
+    except passes:
+        raise
+    except Exception as error:
+        _LOG.debug("guard: an attempt failed: %r", error, exc_info=error)
+        on_error(error)
+        return None
+
+
+def contain_error(
+    attempt: Callable[[], T], what: str, *, passes: tuple[type[BaseException], ...] = ()
+) -> T | None:
+    """Call `attempt`, which should never fail, and log the first error of each kind as a warning."""
+    try:
+        return attempt()
+    except passes:
+        raise
+    except Exception as error:
+        _report(what, error)
+        return None
+
+
+def contained(
+    what: str, *, passes: tuple[type[BaseException], ...] = ()
+) -> Callable[[Callable[..., T]], Callable[..., T | None]]:
+    """Decorator: `contain_error` around every call of a method."""
+
+    def decorate(method: Callable[..., T]) -> Callable[..., T | None]:
+        @functools.wraps(method)
+        def attempt(*args: Any, **kwargs: Any) -> T | None:
+            try:
+                return method(*args, **kwargs)
+            except passes:
+                raise
+            except Exception as error:
+                _report(what, error)
+                return None
+
+        return attempt
+
+    return decorate
+
+
+def _report(what: str, error: Exception) -> None:
+    words = f"{what}: {type(error).__name__}: {error}"
+    if words not in _reported:
+        _reported.add(words)
+        _LOG.warning("guard: internal error, the script goes on without this check: %s", words)
+        _LOG.debug("guard: traceback", exc_info=error)

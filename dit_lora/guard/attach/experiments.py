@@ -1,0 +1,113 @@
+"""Run a loop's models again without leaving a trace: gradients, buffers, counters and random states are put back."""
+
+import copy
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_MAX_BUFFER_BYTES = 2**30
+_PLAIN = (bool, int, float, str, type(None))
+_OWN = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put back what running the models changes besides their gradients.
+
+    Buffers, plain attributes and the contents of lists, dicts and sets of every module, the states of Python's and
+    NumPy's generators. Hooks that act on an accumulated gradient, such as an optimizer inside the backward, do not run.
+    """
+    modules = {id(module): module for model in models for module in model.modules()}
+    attributes = [_Attributes(module) for module in modules.values()]
+    buffers = _Buffers(list(modules.values()))
+    parameters = {id(p): p for model in models for p in model.parameters()}
+    python_state, numpy_state = random.getstate(), _numpy_state()
+    hooks = _without_accumulation_hooks(list(parameters.values()))
+    try:
+        yield
+    finally:
+        for parameter, held in hooks:
+            parameter._post_accumulate_grad_hooks = held
+        random.setstate(python_state)
+        if numpy_state is not None:
+            sys.modules["numpy"].random.set_state(numpy_state)
+        for saved in attributes:
+            saved.restore()
+        buffers.restore()
+
+
+def _without_accumulation_hooks(
+    parameters: Sequence[nn.Parameter],
+) -> list[tuple[Any, Any]]:
+    held = []
+    for parameter in parameters:
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            held.append((parameter, hooks))
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    return held
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return numpy.random.get_state() if numpy is not None else None
+
+
+class _Attributes:
+    """The plain values and containers that a module holds besides its tensors and submodules."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._values: dict[str, Any] = {}
+        self._contents: list[tuple[Any, Any]] = []
+        for name, value in vars(module).items():
+            if name in _OWN or name.endswith("_hooks") or "_hooks_" in name:
+                continue
+            if isinstance(value, (*_PLAIN, torch.Tensor, tuple)):
+                self._values[name] = value
+            elif type(value) in (list, dict, set, deque, OrderedDict, defaultdict):
+                self._contents.append((value, copy.copy(value)))
+        self._names = set(vars(module))
+
+    def restore(self) -> None:
+        held = vars(self._module)
+        held.update(self._values)
+        for name in [name for name in held if name not in self._names]:
+            del held[name]
+        for container, content in self._contents:
+            container.clear()
+            if isinstance(container, (list, deque)):
+                container.extend(content)
+            else:
+                container.update(content)
+
+
+class _Buffers:
+    """Copies of the buffers of modules, up to 1 GiB; what a forward has written to is put back."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._held: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []
+        room = _MAX_BUFFER_BYTES
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is None or buffer.device.type == "meta":
+                    continue
+                room -= buffer.nbytes
+                values = buffer.detach().clone() if room >= 0 else None
+                self._held.append((module, name, buffer, values))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for module, name, buffer, values in self._held:
+            # A forward may put another tensor in its place.
+            if module._buffers.get(name) is not buffer:
+                module._buffers[name] = buffer
+            if values is not None:  # torch does not count the writes of batch norms as versions
+                with torch.autograd._unsafe_preserve_version_counter(buffer):
+                    buffer.copy_(values)

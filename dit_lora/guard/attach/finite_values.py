@@ -1,0 +1,73 @@
+"""Look for NaN and Inf in values of any layout, dtype and nesting, and describe what holds them."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from dit_lora.guard.attach.samples.tensors import iter_tensors
+from dit_lora.numerics.dtensors import local
+from dit_lora.numerics.finite import describe_bad, is_finite
+
+_MAX_NAMED = 5
+SQUARE_LIMIT = 1.8e19
+"""Magnitudes from here on overflow when an fp32 optimizer squares them: the square root of fp32's largest number."""
+
+
+def plain_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor of any layout or dtype as a strided real tensor; this rank's part of a sharded one."""
+    values = local(tensor.detach())
+    if values.is_nested:
+        values = values.values()
+    if values.layout is torch.sparse_coo:
+        values = values._values()
+    elif values.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        values = values.values()
+    elif values.layout is not torch.strided:
+        values = values.to_dense()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return values.to(torch.bfloat16) if values.element_size() == 1 else values
+
+
+def is_finite_any(tensor: torch.Tensor) -> bool:
+    """True if a tensor of any layout has finite values only."""
+    return tensor.device.type == "meta" or is_finite(plain_values(tensor))
+
+
+def has_bad_values(value: Any) -> bool:
+    """True if any tensor or array in a value is not finite."""
+    return not all(is_finite_any(tensor) for _, tensor in iter_tensors(value))
+
+
+def find_bad_tensors(value: Any, tolerated: Collection[str], scalars: Collection[str]) -> list[str]:
+    """Describe the tensors in a value that are not finite.
+
+    Args:
+        value: What is saved: a module, a state dict, a dict of these.
+        tolerated: Names of weights and buffers that held infinity when the guard began, such as masks of -inf.
+        scalars: Names of weights and buffers that are one number. Any other number may be infinite, as a best score is.
+    """
+    bad = []
+    for path, tensor in iter_tensors(value):
+        if is_finite_any(tensor) or path.endswith(tuple(tolerated)):
+            continue
+        if not tensor.ndim and not bool(tensor.isnan()) and not path.endswith(tuple(scalars)):
+            continue
+        description = describe_bad(path or "the tensor", plain_values(tensor))
+        if description is not None:
+            bad.append(description)
+    return bad
+
+
+def name_bad_tensors(bad: Collection[str]) -> str:
+    """Join the first descriptions and count the others."""
+    shown = ", ".join(list(bad)[:_MAX_NAMED])
+    return shown + (f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else "")
+
+
+def names_with_infinity(model: torch.nn.Module) -> list[str]:
+    """Names of weights and buffers that hold Inf and no NaN, as masks do."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    bad = [(name, plain_values(tensor)) for name, tensor in named if not is_finite_any(tensor)]
+    return [name for name, values in bad if not bool(values.isnan().any())]

@@ -1,0 +1,213 @@
+"""Intercept methods and functions without leaving a trace on the objects that a loop owns.
+
+Models and optimizers are pickled, deep-copied, scripted and inspected by the loops that own them. An attribute or a
+hook on the object itself would travel along. So a method is replaced on the class, once, by a function that asks a
+registry whether this very object is watched; every other object of the class, a deep copy included, runs the original.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+Handler = Callable[..., Any]
+"""Called as `handler(original, *args, **kwargs)`, where `original` is the bound method or the function.
+
+A method of some object. It is held weakly: an interception ends with the object that it belongs to, and keeps neither
+models nor optimizers alive that the loop has dropped.
+"""
+
+
+def _skip_frame(function: Callable[..., Any]) -> None:
+    """Keep dynamo from compiling this function's own frame; the frames that it calls are compiled as usual."""
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    code = function.__code__
+    if hasattr(eval_frame, "set_code_exec_strategy"):  # torch 2.7 and later
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        eval_frame.set_code_exec_strategy(code, strategy)
+    elif hasattr(eval_frame, "skip_code"):
+        eval_frame.skip_code(code)
+
+
+class _WeakHandler:
+    """A bound method, held weakly; as `weakref.WeakMethod`, but asking it costs a tenth."""
+
+    __slots__ = ("function", "owner")
+
+    def __init__(self, handler: Handler) -> None:
+        method: Any = handler
+        self.owner: weakref.ref[Any] = weakref.ref(method.__self__)
+        self.function: Callable[..., Any] = method.__func__
+
+    def is_of(self, handler: Handler) -> bool:
+        method: Any = handler
+        return self.owner() is method.__self__ and self.function is method.__func__
+
+
+class _ClassMethodPatch:
+    """One method of one class, replaced for the objects in `handlers`."""
+
+    def __init__(self, cls: type, name: str) -> None:
+        self.cls = cls
+        self.name = name
+        self.handlers: dict[int, tuple[weakref.ref[Any], list[_WeakHandler]]] = {}
+        """Object id to a weak reference and the handlers, outermost last."""
+        self._is_own = name in vars(cls)
+        self._original = getattr(cls, name)
+        self._replacement = self._make_replacement()
+        setattr(cls, name, self._replacement)
+
+    def _make_replacement(self) -> Callable[..., Any]:
+        handlers = self.handlers
+        is_compiling = torch.compiler.is_compiling
+        original = self._original
+        if not self._is_own:
+            cls, name = self.cls, self.name
+
+            # An inherited method is looked up at each call: somebody may replace it on the base class.
+            def original(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return getattr(super(cls, self), name)(*args, **kwargs)
+
+            _skip_frame(original)
+
+        @functools.wraps(self._original)
+        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # dynamo evaluates is_compiling() to True, so that it traces the original alone.
+            if is_compiling():
+                return original(self, *args, **kwargs)
+            entry = handlers.get(id(self))
+            if entry is None:
+                return original(self, *args, **kwargs)
+            call = functools.partial(original, self)
+            for handler in entry[1]:
+                owner = handler.owner()
+                if owner is not None:
+                    call = functools.partial(handler.function, owner, call)
+            return call(*args, **kwargs)
+
+        # Called as the first frame of a compiled region it runs as it is, and the frames below are compiled.
+        _skip_frame(replacement)
+        return replacement
+
+    def add(self, owner: Any, handler: Handler) -> None:
+        key = id(owner)
+        if key not in self.handlers:
+            handlers = self.handlers
+
+            def forget(_ref: weakref.ref[Any]) -> None:
+                handlers.pop(key, None)
+
+            self.handlers[key] = (weakref.ref(owner, forget), [])
+        self.handlers[key][1].append(_WeakHandler(handler))
+
+    def remove(self, key: int, handler: Handler) -> None:
+        entry = self.handlers.get(key)
+        if entry is not None:
+            entry[1][:] = [h for h in entry[1] if h.owner() is not None and not h.is_of(handler)]
+            if not entry[1]:
+                del self.handlers[key]
+        if not self.handlers:
+            self._restore()
+
+    def _restore(self) -> None:
+        # Somebody else may have patched on top of this one, which then passes every call on.
+        if vars(self.cls).get(self.name) is self._replacement:
+            if self._is_own:
+                setattr(self.cls, self.name, self._original)
+            else:
+                delattr(self.cls, self.name)
+            _class_patches.pop((self.cls, self.name), None)
+
+
+_class_patches: dict[tuple[type, str], _ClassMethodPatch] = {}
+
+
+class Interceptions:
+    """The methods and functions that one guard intercepts; `undo` releases them in reverse order."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def method(self, owner: Any, name: str, handler: Handler) -> None:
+        """Call `handler(original, ...)` in place of `owner.name(...)`, for this object only.
+
+        Where the object has an attribute of that name of its own, as an optimizer has once a schedule was made for
+        it, that attribute is replaced by a function with the same marks.
+        """
+        if name in vars(owner):
+            self._attribute(owner, name, handler)
+            return
+        patch = _class_patches.get((type(owner), name))
+        if patch is None:
+            patch = _class_patches[type(owner), name] = _ClassMethodPatch(type(owner), name)
+        patch.add(owner, handler)
+        key = id(owner)
+        self._undo.append(lambda: patch.remove(key, handler))
+
+    def class_method(self, cls: type, name: str, handler: Handler) -> None:
+        """Call `handler(original, self, ...)` in place of a method of every object of the class."""
+        self._replace(cls, name, handler)
+
+    def function(self, module: ModuleType, name: str, handler: Handler) -> None:
+        """Call `handler(original, ...)` in place of a module's function."""
+        self._replace(module, name, handler)
+
+    def _replace(self, holder: Any, name: str, handler: Handler) -> None:
+        is_own, original = name in vars(holder), getattr(holder, name)
+        is_compiling = torch.compiler.is_compiling
+        weak = _WeakHandler(handler)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            owner = None if is_compiling() else weak.owner()
+            if owner is None:
+                return original(*args, **kwargs)
+            return weak.function(owner, original, *args, **kwargs)
+
+        _skip_frame(replacement)
+        setattr(holder, name, replacement)
+
+        def restore() -> None:
+            if vars(holder).get(name) is not replacement:
+                return
+            if is_own:
+                setattr(holder, name, original)
+            else:
+                delattr(holder, name)
+
+        self._undo.append(restore)
+
+    def handle(self, handle: Any) -> None:
+        """Remove a torch hook with the rest."""
+        self._undo.append(handle.remove)
+
+    def undo(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _attribute(self, owner: Any, name: str, handler: Handler) -> None:
+        original = vars(owner)[name]
+        handlers = [_WeakHandler(handler)]
+        owner_ref = weakref.ref(owner)
+
+        # `functools.wraps` keeps the marks that torch's schedules look for.
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            live = handlers[0].owner() if handlers else None
+            if live is None:
+                return original(*args, **kwargs)
+            return handlers[0].function(live, original, *args, **kwargs)
+
+        setattr(owner, name, replacement)
+
+        def restore() -> None:
+            handlers.clear()
+            live = owner_ref()
+            if live is not None and vars(live).get(name) is replacement:
+                setattr(live, name, original)
+
+        self._undo.append(restore)

@@ -1,0 +1,226 @@
+"""Report what a process's training loops do: backward passes, clipping, scaler steps, saves and batches.
+
+These go through functions of torch, so they are intercepted once for all guards of a process, while any guard lives.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from math import isfinite
+from typing import Any, Protocol
+
+import torch
+
+from dit_lora.guard.attach.containment import contain_error
+from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.samples.dataloaders import DataLoaders
+from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
+from dit_lora.guard.attach.samples.opened_files import note_path
+from dit_lora.guard.gate import NonFiniteError
+
+
+class LoopListener(Protocol):
+    """One guard, as far as it follows these events."""
+
+    def backward_begins(self, tensors: Any) -> None: ...
+
+    def backward_failed(self, error: RuntimeError) -> None: ...
+
+    def gradient_norm(self) -> None: ...
+
+    def norm_is_bad(self, *, raises: bool) -> None: ...
+
+    def scaler_step(
+        self, scaler: Any, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Take the step of a scaler, or return NotImplemented for another guard's optimizer."""
+
+    def saving(self, value: Any, path: object) -> None: ...
+
+    def weights_loaded(self, module: torch.nn.Module) -> None: ...
+
+
+class LoopEvents:
+    """Passes the events of a process on to its guards."""
+
+    def __init__(self) -> None:
+        self.batches = LoadedBatches()
+        """Batches that the process's DataLoaders have handed out."""
+        self._loaders = DataLoaders(self.batches)
+        self._listeners: list[weakref.ref[Any]] = []
+        self._num_holders = 0
+        self._interceptions: Interceptions | None = None
+        self._is_saving = False
+        self.after_backward: list[Callable[[], None]] = []
+        """Called after each backward of the loop."""
+
+    def add(self, listener: LoopListener) -> None:
+        """Tell a guard of everything that happens from now on."""
+        # A loop that drops its guard ends it.
+        self._listeners.append(weakref.ref(listener, lambda _ref: self._release()))
+        self._install()
+
+    def remove(self, listener: LoopListener) -> None:
+        self._listeners[:] = [ref for ref in self._listeners if ref() not in (None, listener)]
+        self._release()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Follow the loop inside the context, also before there is a guard."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.let_go()
+
+    def hold(self) -> None:
+        self._num_holders += 1
+        self._install()
+
+    def let_go(self) -> None:
+        self._num_holders -= 1
+        self._release()
+
+    def follow_accelerate(self) -> None:
+        """Follow Accelerate's loaders too, if the loop has imported it since."""
+        if self._interceptions is not None:
+            self._loaders.follow_accelerate(self._interceptions)
+
+    def _install(self) -> None:
+        if self._interceptions is not None:
+            return
+        found = self._interceptions = Interceptions()
+        found.function(torch.autograd, "backward", self._backward)
+        clip = import_module("torch.nn.utils.clip_grad")
+        # A part of clip_grad_norm_, which scripts have often imported by its name already.
+        if hasattr(clip, "_get_total_norm"):
+            found.function(clip, "_get_total_norm", self._norm)
+        found.class_method(torch.amp.GradScaler, "step", self._scaler_step)
+        found.function(torch, "save", self._torch_save)
+        found.class_method(torch.nn.Module, "load_state_dict", self._load)
+        if find_spec("safetensors") is not None:
+            module = import_module("safetensors.torch")
+            found.function(module, "save_file", self._safetensors_save)
+            found.function(module, "safe_open", self._safetensors_open)
+            # What both of its ways to save go through, for scripts that have imported these by name already.
+            if hasattr(module, "_flatten_as_ptr"):
+                found.function(module, "_flatten_as_ptr", self._safetensors_flatten)
+        numpy = sys.modules.get("numpy")
+        for name in ("save", "savez", "savez_compressed") if numpy is not None else ():
+            found.function(numpy, name, self._numpy_save)  # type: ignore[arg-type]
+        self._loaders.follow(found)
+
+    def _release(self) -> None:
+        if self._interceptions is not None and not self._num_holders and not self._live():
+            self._interceptions.undo()
+            self._interceptions = None
+            self.batches.forget()
+
+    def _live(self) -> list[Any]:
+        live = [listener for ref in self._listeners if (listener := ref()) is not None]
+        if len(live) < len(self._listeners):
+            self._listeners[:] = [ref for ref in self._listeners if ref() is not None]
+        return live
+
+    def _each(self, act: Callable[[Any], Any], what: str) -> None:
+        for listener in self._live():
+            contain_error(lambda: act(listener), what, passes=(NonFiniteError,))  # noqa: B023
+
+    def _backward(
+        self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        # A checkpointed block runs a backward of its own inside the loop's.
+        if torch._C._current_graph_task_id() != -1:
+            original(tensors, *args, **kwargs)
+            return
+        for listener in self._live():
+            listener.backward_begins(tensors)
+        try:
+            original(tensors, *args, **kwargs)
+        except RuntimeError as error:
+            if torch.is_anomaly_enabled():
+                problem = error
+                self._each(lambda listener: listener.backward_failed(problem), "a failed backward")
+            raise
+        if self.after_backward:
+            for act in list(self.after_backward):
+                contain_error(act, "after a backward")
+
+    def _norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for listener in self._live():
+            listener.gradient_norm()
+        try:
+            norm = original(*args, **kwargs)
+        except RuntimeError:  # error_if_nonfinite
+            self._each(lambda listener: listener.norm_is_bad(raises=True), "a bad gradient norm")
+            raise
+        # If the norm is finite, so is every gradient.
+        if isinstance(norm, torch.Tensor) and not isfinite(norm.item()):
+            self._each(lambda listener: listener.norm_is_bad(raises=False), "a bad gradient norm")
+        return norm
+
+    def _scaler_step(
+        self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        for listener in self._live():
+            result = listener.scaler_step(scaler, original, optimizer, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return original(scaler, optimizer, *args, **kwargs)
+
+    def _load(
+        self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(module, *args, **kwargs)
+        self._each(lambda listener: listener.weights_loaded(module), "following loaded weights")
+        return result
+
+    def _torch_save(
+        self, original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._save(obj, f)
+        return original(obj, f, *args, **kwargs)
+
+    def _safetensors_open(
+        self, original: Callable[..., Any], filename: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        note_path(filename)
+        return original(filename, *args, **kwargs)
+
+    def _safetensors_save(
+        self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._save(tensors, args[0] if args else kwargs.get("filename", ""))
+        with self.own_save():
+            return original(tensors, *args, **kwargs)
+
+    def _safetensors_flatten(
+        self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._save(tensors, "")
+        return original(tensors, *args, **kwargs)
+
+    def _numpy_save(
+        self, original: Callable[..., Any], file: Any, *arrays: Any, **named: Any
+    ) -> Any:
+        self._save({**dict(enumerate(arrays)), **named}, file)
+        return original(file, *arrays, **named)
+
+    def _save(self, value: Any, path: object) -> None:
+        if not self._is_saving:  # what a guard writes itself it has looked at
+            self._each(lambda listener: listener.saving(value, path), "looking at what is saved")
+
+    @contextmanager
+    def own_save(self) -> Iterator[None]:
+        """Look at nothing that is saved inside the context."""
+        before, self._is_saving = self._is_saving, True
+        try:
+            yield
+        finally:
+            self._is_saving = before
+
+
+EVENTS = LoopEvents()

@@ -1,0 +1,215 @@
+"""Names of the samples whose rows failed, as far as they are proven."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from dit_lora.guard.attach.calls.call_rows import (
+    RowCutter,
+    SamplePart,
+    count_samples,
+    iter_parts,
+    named_tensors,
+)
+from dit_lora.guard.attach.calls.captured_call import CapturedCall
+from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches, is_row_of_item
+from dit_lora.guard.attach.samples.tensors import has_rows, map_tensors
+from dit_lora.guard.replay import MicroBatch, run
+
+_MAX_REPLACED = 64
+
+
+@dataclass
+class SampleNamer:
+    """Matches rows of a failed call with the items that loaders have handed out."""
+
+    batches: LoadedBatches
+
+    def name(self, call: CapturedCall, part: SamplePart) -> str | None:
+        """The name of the sample that a part of an argument belongs to: the loop's own, or a proven dataset index."""
+        if call.names and part.row is not None and len(call.names) == part.num_parts:
+            return call.names[part.row]
+        name = self.batches.find(part.values)
+        return name if name is not None else self.batches.single_item(call.argument_ids)
+
+    def with_file_names(
+        self, samples: Mapping[str, str], bad: Sequence[SamplePart]
+    ) -> dict[str, str]:
+        """Samples with the names of their files, where a dataset hands out ready batches and a row says little.
+
+        The files are read again: as many of them must hold a bad value as there are samples.
+        """
+        if not any(map(is_row_of_item, samples)):
+            return dict(samples)
+        files = {name for part in bad for name in self.batches.bad_files_of(part.values)}
+        if len(files) != len(samples):
+            return dict(samples)
+        return dict(zip(sorted(files), samples.values(), strict=True))
+
+    def with_proven_names(self, call: CapturedCall) -> CapturedCall:
+        """The call with its samples' names, if each is proven by all of its floating-point tensors.
+
+        For ranks that share calls: a copy of a call's tensors can be matched with nothing.
+        """
+        if call.names:
+            return call
+        by_argument = [
+            [self.batches.find(part.values) for part in parts]
+            for parts in iter_parts(call.arguments)
+            if parts and parts[0].row is not None
+        ]
+        names: list[str] = []
+        for of_row in zip(*by_argument, strict=True):
+            name = of_row[0]
+            if name is None or any(other != name for other in of_row):
+                return call
+            names.append(name)
+        return replace(call, names=tuple(names))
+
+    def bad_items(self, call: CapturedCall, num_bad_rows: int) -> dict[str, str]:
+        """Items with bad values in the batch that the call was made for, with their descriptions.
+
+        Values may be transformed before a model sees them, or given to the loss only, so that no row of the call is bad
+        itself. The item is named all the same if it is bad as it was loaded, and as many rows are bad as items are, or
+        all.
+        """
+        items = self.batches.bad_items(self._batch_of(call))
+        named = {item.name: item.description for item in items if item.name}
+        is_whole = num_bad_rows in (len(named), 0, count_samples(call.arguments))
+        return named if named and len(named) == len({i.name for i in items}) and is_whole else {}
+
+    def row_by_replacement(self, call: CapturedCall, model: nn.Module) -> str | None:
+        """The name of the only sample without which the call is healthy: each is replaced by another of the same batch.
+
+        For models that need several samples at once, as batch norm does. None where there is not exactly one.
+        """
+        cutter = call.cutter()
+        if cutter is None or not 2 <= call.num_samples <= _MAX_REPLACED:
+            return None
+        healing = [
+            row for row in range(call.num_samples) if _heals_when_replaced(call, row, cutter, model)
+        ]
+        # Once more: what fails by chance names nobody.
+        if len(healing) != 1 or not _heals_when_replaced(call, healing[0], cutter, model):
+            return None
+        if _is_healthy(call, model):
+            return None
+        return (
+            call.names[healing[0]]
+            if call.names
+            else self._name_of_row(call, healing[0], None, model, cutter)
+        )
+
+    def _batch_of(self, call: CapturedCall) -> int | None:
+        """Number of the batch that a call was made for: by the memory of its arguments, else by the loop's order."""
+        parts = (part for parts in iter_parts(call.arguments) for part in parts)
+        found = {self.batches.batch_of(part.values) for part in parts} - {None}
+        return found.pop() if len(found) == 1 else None if found else call.batch_number
+
+    def names_of_failing_rows(
+        self,
+        call: CapturedCall,
+        control: CapturedCall | None,
+        failing: Sequence[str],
+        model: nn.Module,
+        micro_batch: MicroBatch,
+    ) -> tuple[str, ...]:
+        """Names of rows that fail alone: of the argument that carries the failure, by exchange with a healthy row.
+
+        Args:
+            failing: Names of the failing rows in the micro-batch, in any order.
+            micro_batch: The failed call as it was run in the experiments.
+        """
+        if call.names:
+            return tuple(failing)
+        cutter = call.cutter()
+        rows = [micro_batch.ids.index(name) for name in failing if name in micro_batch.ids]
+        single = self.batches.single_item(call.argument_ids)
+        if single is not None:
+            return (single,)
+        if cutter is None or not rows:
+            return ()
+        healthy = self._healthy_single(call, control, rows, cutter)
+        return tuple(self._name_of_row(call, row, healthy, model, cutter) for row in rows)
+
+    def _healthy_single(
+        self,
+        call: CapturedCall,
+        control: CapturedCall | None,
+        failing: Sequence[int],
+        cutter: RowCutter,
+    ) -> CapturedCall | None:
+        for row in range(call.num_samples):
+            if row not in failing:
+                return call.single(row, cutter)
+        if control is None or (other := control.cutter()) is None:
+            return None
+        return control.single(0, other)
+
+    def _name_of_row(
+        self,
+        call: CapturedCall,
+        row: int,
+        healthy: CapturedCall | None,
+        model: nn.Module,
+        cutter: RowCutter,
+    ) -> str:
+        count = call.num_samples
+        carriers = {p: t for p, t in named_tensors(call.arguments).items() if has_rows(t, count)}
+        if healthy is not None and len(carriers) > 1:
+            single = call.single(row, cutter)
+            guilty = [path for path in carriers if _carries_failure(single, healthy, path, model)]
+            if len(guilty) != 1 and _gradient_carries_failure(single, healthy, model):
+                return call.ids[row]
+            if len(guilty) == 1:
+                carriers = {guilty[0]: carriers[guilty[0]]}
+        names = {self.batches.find(tensor[row]) for tensor in carriers.values()}
+        name = names.pop() if len(names) == 1 else None
+        return name if name is not None else call.ids[row]
+
+
+def _heals_when_replaced(call: CapturedCall, row: int, cutter: RowCutter, model: nn.Module) -> bool:
+    source = next(other for other in range(call.num_samples) if other != row)
+    arguments = cutter.replace_row(call.arguments, row, source)
+    if arguments is None:
+        return False
+    return _is_healthy(replace(call, args=arguments[0], kwargs=arguments[1]), model)
+
+
+def _carries_failure(
+    failed: CapturedCall, healthy: CapturedCall, path: str, model: nn.Module
+) -> bool:
+    """True if exchanging one argument between a failing and a healthy row exchanges which of them fails."""
+    own = named_tensors(failed.arguments).get(path)
+    other = named_tensors(healthy.arguments).get(path)
+    if own is None or other is None or own.shape != other.shape or own.dtype != other.dtype:
+        return False
+    return _is_healthy(_with_tensor(failed, own, other), model) and not _is_healthy(
+        _with_tensor(healthy, other, own), model
+    )
+
+
+def _gradient_carries_failure(
+    failed: CapturedCall, healthy: CapturedCall, model: nn.Module
+) -> bool:
+    own, other = failed.output_gradients, healthy.output_gradients
+    if len(own) != len(other) or not failed.has_gradient or not healthy.has_gradient:
+        return False
+    return _is_healthy(replace(failed, output_gradients=other), model)
+
+
+def _with_tensor(
+    call: CapturedCall, tensor: torch.Tensor, replacement: torch.Tensor
+) -> CapturedCall:
+    args, kwargs = map_tensors(
+        lambda held: replacement if held is tensor else held, (call.args, call.kwargs)
+    )
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def _is_healthy(call: CapturedCall, model: nn.Module) -> bool:
+    # The step does not matter: the call carries its own random state.
+    micro_batch = call.micro_batch(model, step=0, micro_step=0, rank=0)
+    return run(micro_batch, model).is_healthy(needs_gradient=False)

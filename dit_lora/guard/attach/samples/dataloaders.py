@@ -1,0 +1,199 @@
+"""Follow every DataLoader of a process: which dataset indices each batch that it hands out was made of.
+
+torch hands batches out in the order of its sampler, also from workers that read ahead; each iterator is followed by
+itself, from its first index. Wrappers such as Accelerate's iterate a torch loader and so are followed too.
+"""
+
+import functools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
+from typing import Any
+
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from dit_lora.guard.attach.containment import contain_error, contained
+from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.samples.collate_rows import TaggedBatch, TaggingCollate
+from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
+from dit_lora.guard.attach.samples.opened_files import opened_files
+from dit_lora.guard.attach.samples.tensors import iter_tensors
+
+_following: "weakref.WeakSet[DataLoaders]" = weakref.WeakSet()
+_has_unwrapping = False
+
+
+def _unwrap_always() -> None:
+    """Let iterators hand out batches without their tags, from now on.
+
+    This stays: an iterator that was followed hands out tagged batches also after the guard is gone.
+    """
+    global _has_unwrapping
+    if _has_unwrapping:
+        return
+    _has_unwrapping = True
+    original = _BaseDataLoaderIter.__next__
+
+    @functools.wraps(original)
+    def next_batch(iterator: Any) -> Any:
+        batch = None
+        try:
+            batch = original(iterator)
+        finally:
+            if batch is None:
+                for loaders in list(_following):
+                    loaders.dropped(iterator)
+        if type(batch) is not TaggedBatch:
+            return batch
+        for loaders in list(_following):
+            loaders.note(iterator, batch)
+        return batch.batch
+
+    setattr(_BaseDataLoaderIter, "__next__", next_batch)  # noqa: B010  mypy takes no assignment to a method
+
+
+class _ObservedDataset:
+    """Stands in for a dataset while a batch is fetched, and notes the files that each item was read from."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.files: list[tuple[str, ...]] = []
+        if getattr(dataset, "__getitems__", None):
+            self.__getitems__ = self._items
+
+    def __getitem__(self, index: Any) -> Any:
+        with opened_files() as paths:
+            item = self._dataset[index]
+        self.files.append(tuple(paths))
+        return item
+
+    def _items(self, indices: Any) -> Any:
+        # Read at once: which file is which item's is not known.
+        return self._dataset.__getitems__(indices)
+
+
+class DataLoaders:
+    """Notes every batch that a DataLoader hands out while it follows them."""
+
+    def __init__(self, batches: LoadedBatches) -> None:
+        self.batches = batches
+        self._follows_accelerate = False
+        self._indices: MutableMapping[Any, deque[Any]] = weakref.WeakKeyDictionary()
+        """Indices, by iterator, that its sampler gave and no batch has come for yet."""
+        self._depth = 0
+        """Number of wrappers of Accelerate's that are fetching: they give the loop a batch later, or a copy."""
+
+    def follow(self, interceptions: Interceptions) -> None:
+        """Follow all loaders; iterators that exist already are not followed."""
+        _following.add(self)
+        self._follows_accelerate = False
+        interceptions.class_method(_BaseDataLoaderIter, "__init__", self._started)
+        interceptions.class_method(_BaseDataLoaderIter, "_reset", self._reset)
+        interceptions.class_method(_BaseDataLoaderIter, "_next_index", self._next_index)
+        _unwrap_always()
+        # Also in worker processes that are forked from here.
+        interceptions.class_method(_MapDatasetFetcher, "fetch", self._fetch)
+        self.follow_accelerate(interceptions)
+
+    def follow_accelerate(self, interceptions: Interceptions) -> None:
+        """Follow Accelerate's loaders, once it is imported: they fetch a batch ahead of the loop."""
+        module = sys.modules.get("accelerate.data_loader")
+        if module is not None and not self._follows_accelerate:
+            self._follows_accelerate = True
+            interceptions.class_method(module.DataLoaderShard, "__iter__", self._iterate_wrapper)
+            interceptions.function(module, "send_to_device", self._copied)
+
+    def _iterate_wrapper(
+        self, original: Callable[..., Iterator[Any]], loader: Any
+    ) -> Iterator[Any]:
+        batches = original(loader)
+        while True:
+            self._depth += 1
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._depth -= 1
+            contain_error(partial(self.batches.take_given, batch), "following an Accelerate loader")
+            yield batch
+
+    def _copied(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        copy = original(batch, *args, **kwargs)
+        contain_error(partial(self.batches.note_copy, batch, copy), "following a batch to a device")
+        return copy
+
+    def _started(
+        self, original: Callable[..., None], iterator: Any, loader: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        original(iterator, loader, *args, **kwargs)
+        self._indices[iterator] = deque()
+        # The iterator's own reference: the loader keeps the function that it was given.
+        iterator._collate_fn = TaggingCollate(
+            iterator._collate_fn, is_batched=iterator._auto_collation
+        )
+
+    def _fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
+        """Note which files the dataset opens for each item."""
+        if not isinstance(fetcher.collate_fn, TaggingCollate):
+            return original(fetcher, index)
+        dataset = fetcher.dataset
+        observed = _ObservedDataset(dataset)
+        fetcher.dataset = observed
+        try:
+            tagged = original(fetcher, index)
+        finally:
+            fetcher.dataset = dataset
+        if isinstance(tagged, TaggedBatch):
+            tagged.files = tuple(observed.files)
+        return tagged
+
+    def _reset(
+        self, original: Callable[..., None], iterator: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """A new epoch of persistent workers: indices of the last one are over."""
+        if iterator in self._indices:
+            self._indices[iterator].clear()
+        original(iterator, *args, **kwargs)
+
+    def _next_index(self, original: Callable[..., Any], iterator: Any) -> Any:
+        index = original(iterator)
+        if iterator in self._indices:
+            self._indices[iterator].append(index)
+        return index
+
+    def dropped(self, iterator: Any) -> None:
+        """A batch that a dataset or a worker failed to make had the oldest index."""
+        if self._indices.get(iterator):
+            self._indices[iterator].popleft()
+
+    @contained("following a DataLoader")
+    def note(self, iterator: Any, batch: TaggedBatch) -> None:
+        """Note a batch that an iterator hands out."""
+        self._note(iterator, batch)
+
+    def _note(self, iterator: Any, tagged: TaggedBatch) -> None:
+        if iterator not in self._indices:
+            return  # another guard's, which has begun before
+        waiting = self._indices[iterator]
+        index = waiting.popleft() if waiting else None
+        is_map = iterator._dataset_kind == _DatasetKind.Map
+        is_known = is_map and getattr(iterator, "_in_order", True)
+        indices: tuple[object, ...] = ()
+        rows = tagged.rows
+        if is_known and isinstance(index, (list, tuple)) and iterator._auto_collation:
+            indices = tuple(index)
+        elif is_known and not iterator._auto_collation and isinstance(index, int):
+            # The item is a batch that the dataset made: every row is of it.
+            indices = (index,)
+            tensors = [tensor for _, tensor in iter_tensors(tagged.batch)]
+            rows = tuple((0,) * len(tensor) if tensor.ndim else None for tensor in tensors)
+        is_ready = tagged.is_ready or rows is not tagged.rows
+        loaded = self.batches.add(
+            tagged.batch, iterator._dataset, indices, rows, tagged.files, is_ready
+        )
+        if not self._depth:
+            self.batches.take(loaded)

@@ -1,0 +1,96 @@
+"""Which files a dataset opened to make an item, and which of them hold values that are not finite.
+
+Many trainers keep latents and embeddings in a file for each picture and hand out ready batches: an index of such a
+dataset is no sample, but a file is.
+"""
+
+import builtins
+import io
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dit_lora.guard.attach.containment import contain
+from dit_lora.guard.attach.finite_values import has_bad_values
+
+_MAX_FILES = 64
+_MAX_BYTES = 2**28
+_TEXTS = (".txt", ".caption", ".json", ".jsonl", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".py")
+_local = threading.local()
+_lock = threading.Lock()
+_originals: list[Any] = []
+_depth = 0
+
+
+@contextmanager
+def opened_files() -> Iterator[list[str]]:
+    """The paths of files that this thread opens for reading inside the context, by Python's `open`."""
+    outer = getattr(_local, "paths", None)
+    paths: list[str] = []
+    _local.paths = paths
+    _enter()
+    try:
+        yield paths
+    finally:
+        _leave()
+        _local.paths = outer
+
+
+def _enter() -> None:
+    global _depth
+    with _lock:
+        _depth += 1
+        if _depth == 1:
+            _originals[:] = [builtins.open, io.open]
+            builtins.open = io.open = _open
+
+
+def _leave() -> None:
+    global _depth
+    with _lock:
+        _depth -= 1
+        if _depth == 0:
+            builtins.open, io.open = _originals
+
+
+def note_path(path: Any) -> None:
+    """Note a file that is opened in another way than by Python's `open`."""
+    paths = getattr(_local, "paths", None)
+    if paths is not None and isinstance(path, (str, os.PathLike)) and len(paths) < _MAX_FILES:
+        paths.append(os.fsdecode(path))
+
+
+def _open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    if mode.startswith("r"):
+        note_path(file)
+    return _originals[0](file, mode, *args, **kwargs)
+
+
+def data_files(paths: Sequence[str]) -> tuple[str, ...]:
+    """Each path once, without captions and other texts."""
+    return tuple(dict.fromkeys(p for p in paths if Path(p).suffix.lower() not in _TEXTS))
+
+
+def find_bad_files(paths: Sequence[str]) -> list[str]:
+    """The files of tensors among these that hold a value which is not finite. Reads them again."""
+    return [path for path in paths if contain(lambda path=path: _is_bad(Path(path)))]  # type: ignore[misc]
+
+
+def _is_bad(path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+        return False
+    suffix = path.suffix.lower()
+    if suffix == ".safetensors" and "safetensors.torch" in sys.modules:
+        return has_bad_values(sys.modules["safetensors.torch"].load_file(path))
+    if suffix in (".npz", ".npy") and "numpy" in sys.modules:
+        content = sys.modules["numpy"].load(path, allow_pickle=False)
+        return has_bad_values(dict(content) if suffix == ".npz" else content)
+    if suffix in (".pt", ".pth", ".bin"):
+        return has_bad_values(torch.load(path, map_location="cpu", weights_only=True))
+    return False

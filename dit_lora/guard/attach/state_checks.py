@@ -1,0 +1,64 @@
+"""Decide whether what a loop trains is good enough to be held as a snapshot, or saved."""
+
+from math import isfinite
+
+import torch
+
+from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.finite_checks import largest_magnitude
+from dit_lora.guard.attach.finite_values import is_finite_any
+from dit_lora.guard.attach.recovery import WEIGHTS
+from dit_lora.guard.attach.training_state import LoopState
+from dit_lora.guard.attach.watched_models import WatchedModels
+from dit_lora.guard.state import altered_state, has_run_away, weight_peak
+
+_GROWN = 100.0
+"""Growth of the largest trained value between two snapshots from which on elements are compared with each other."""
+
+
+class StateChecks:
+    """Checks of trained weights, optimizer state, averages and frozen weights."""
+
+    def __init__(self, host: Host, state: LoopState, watched: WatchedModels) -> None:
+        self._host = host
+        self._state = state
+        self._watched = watched
+        self._peak = 0.0
+        """Largest magnitude of what is trained when a snapshot was last due."""
+
+    def is_suspect(self) -> bool:
+        """True if what is trained is not finite, or has an element that memory has altered. Cheap; of this rank."""
+        peak = largest_magnitude(self._state.tensors().values())
+        before, self._peak = self._peak, peak
+        if not isfinite(peak):
+            return True
+        return peak > _GROWN * before > 0 and bool(altered_state(self._watched.together))
+
+    def has_bad_moment(self) -> bool:
+        """True if the optimizer holds a value that is not finite for an element of a weight, on this rank."""
+        shapes = {parameter.shape for parameter in self._state.parameters.values()}
+        return not all(
+            is_finite_any(tensor)
+            for tensor in self._state.optimizer_tensors().values()
+            if tensor.ndim and tensor.shape in shapes
+        )
+
+    def find_wrong(self) -> str | None:
+        """The kind of failure that what is trained shows on any rank; None if it is good. Collective."""
+        together = self._watched.together
+        peak = weight_peak(self._state.parameters.values())
+        wrong = [
+            not all(map(is_finite_any, self._state.tensors().values())),
+            bool(altered_state(together)),
+            has_run_away(peak, together.start_peak),
+        ]
+        flags = self._host.summed(torch.tensor(wrong, device=self._host.device).float())
+        kinds = (WEIGHTS, "altered_state", "diverged_weights")
+        return next((kind for kind, flag in zip(kinds, flags, strict=True) if flag), None)
+
+    def is_frozen_damaged(self) -> bool:
+        """True if a frozen weight or a buffer changed without a trace of code, on any rank. Collective."""
+        record = self._watched.record
+        # A loop that froze or freed weights since begins anew with its next step.
+        is_as_noted = not self._watched.has_changed()
+        return self._host.any_rank(record is not None and is_as_noted and record.is_damaged())

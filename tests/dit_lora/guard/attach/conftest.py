@@ -1,0 +1,6 @@
+"""Each test has a folder and a guard of its own."""
+
+from loop_isolation import (  # noqa: F401  pytest finds fixtures by their names here
+    _in_a_folder,
+    _with_no_guard_of_another_test,
+)

@@ -1,0 +1,137 @@
+"""Methods and functions are replaced for watched objects only, and are torch's own again afterwards."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.guard.attach.interception import Interceptions
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def act(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((args, kwargs))
+        return original(*args, **kwargs)
+
+
+class Base:
+    def step(self, value: int) -> int:
+        return value + 1
+
+
+class Derived(Base):
+    pass
+
+
+def test_a_method_is_intercepted_for_one_object_without_a_trace_on_it() -> None:
+    watched, other, counted = Derived(), Derived(), Counted()
+    found = Interceptions()
+    found.method(watched, "step", counted.act)
+    assert (watched.step(1), other.step(2)) == (2, 3)
+    assert counted.calls == [((1,), {})]
+    assert vars(watched) == {}
+    assert "step" not in vars(Base) or vars(Base)["step"] is Base.step
+    found.undo()
+    assert "step" not in vars(Derived)
+    assert watched.step(3) == 4
+    assert len(counted.calls) == 1
+
+
+def test_the_last_handler_is_the_outermost_and_each_is_removed_alone() -> None:
+    order: list[str] = []
+
+    class Named(Counted):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def act(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            order.append(self.name)
+            return original(*args, **kwargs)
+
+    watched, handlers = Base(), [Named("first"), Named("second")]
+    found = [Interceptions(), Interceptions()]
+    for each, handler in zip(found, handlers, strict=True):
+        each.method(watched, "step", handler.act)
+    watched.step(1)
+    assert order == ["second", "first"]
+    found[0].undo()
+    order.clear()
+    watched.step(1)
+    assert order == ["second"]
+
+
+def test_neither_the_object_nor_the_handlers_owner_is_kept() -> None:
+    watched, counted = Derived(), Counted()
+    found = Interceptions()
+    found.method(watched, "step", counted.act)
+    refs = [weakref.ref(watched), weakref.ref(counted)]
+    del counted, found
+    gc.collect()
+    assert refs[1]() is None
+    assert watched.step(1) == 2
+    del watched
+    gc.collect()
+    assert refs[0]() is None
+
+
+def test_an_attribute_of_the_object_keeps_its_marks() -> None:
+    """As an optimizer's `step` that a schedule has wrapped."""
+    watched, counted = Base(), Counted()
+
+    def step(value: int) -> int:
+        return value * 10
+
+    step.mark = True  # type: ignore[attr-defined]
+    watched.step = step  # type: ignore[method-assign]
+    found = Interceptions()
+    found.method(watched, "step", counted.act)
+    assert watched.step(2) == 20
+    assert watched.step.mark  # type: ignore[attr-defined]
+    assert len(counted.calls) == 1
+    found.undo()
+    assert watched.step is step
+
+
+def test_a_function_is_restored_unless_somebody_has_replaced_it_since() -> None:
+    module = ModuleType("somebodys")
+
+    def save(value: int) -> int:
+        return value
+
+    vars(module)["save"] = save
+    first, second, counted = Interceptions(), Interceptions(), Counted()
+    first.function(module, "save", counted.act)
+    assert module.save(1) == 1
+    first.undo()
+    assert module.save is save
+    second.function(module, "save", counted.act)
+    intercepted = module.save
+
+    def theirs(value: int) -> int:
+        return -int(intercepted(value))
+
+    vars(module)["save"] = theirs
+    second.undo()
+    assert module.save is theirs
+    assert module.save(2) == -2
+
+
+def test_a_model_is_called_and_its_class_is_pickled_by_its_name() -> None:
+    model, counted = nn.Linear(2, 2), Counted()
+    found = Interceptions()
+    found.method(model, "__call__", counted.act)
+    x = torch.ones(1, 2)
+    assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
+    assert len(counted.calls) == 1
+    assert type(model) is nn.Linear
+    assert nn.Linear.__qualname__ == "Linear"
+    found.undo()
+    assert "__call__" not in vars(nn.Linear)
