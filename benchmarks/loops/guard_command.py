@@ -1,0 +1,40 @@
+"""The guard's command, called in a process that is forked; the only place of this folder that imports the guard."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = "dit_lora_guard"
+"""The guard's folder, below the working directory."""
+_MODULES = ("dit_lora.guard.attach.run_script", "dit_lora.guard.plugin.script")
+
+
+def import_guard() -> Any:
+    """Import what `dit-lora guard` imports; its module moved once."""
+    found = [name for name in _MODULES if importlib.util.find_spec(name.rpartition(".")[0])]
+    return importlib.import_module(found[0])
+
+
+def run_guarded(script: str, arguments: Sequence[str]) -> None:
+    """Run a script as `dit-lora guard SCRIPT ARGUMENTS` does."""
+    from dit_lora.config.ladder import LoopConfig
+    from dit_lora.errors import reported_errors
+
+    with reported_errors():
+        import_guard().run_script(script, arguments, config=LoopConfig(), folder=Path(FOLDER))
+
+
+def is_guards_file(path: str) -> bool:
+    """True for a file that the guard itself writes: in its folder, or, as a callback, in the trainer's."""
+    parts = path.split("/")
+    is_known = parts[-1] in ("events.jsonl", "guard.json") or parts[-1].startswith(
+        "last_good_step_"
+    )
+    return parts[0] == FOLDER or "bundles" in parts or is_known
+
+
+def guard_command(script: str, arguments: Sequence[str]) -> list[str]:
+    """The same as a command line, for loops that need a process of their own."""
+    return [sys.executable, "-m", "dit_lora.guard", f"--folder={FOLDER}", script, *arguments]

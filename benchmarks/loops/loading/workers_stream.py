@@ -1,0 +1,34 @@
+"""An IterableDataset shared out between two workers by get_worker_info."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from benchmarks.loops import plant
+
+FAULTS = "nan_sample inf_gradient nan_moment nan_loss"
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        rows = torch.randn(24, 3, generator=torch.Generator().manual_seed(4))
+        for number in range(info.id, 24, info.num_workers):
+            yield plant.spoil_item(rows[number], number)
+
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+for _epoch in range(2):
+    for x in DataLoader(Stream(), batch_size=3, num_workers=2):
+        loss = plant.spoil_loss((model(x) - x).square().mean())
+        optimizer.zero_grad()
+        loss.backward()
+        plant.spoil_gradient(model)
+        optimizer.step()
+        plant.spoil_between_steps(model, optimizer)
+    print(f"{loss.item():.6f}")
+
+torch.save(model.state_dict(), "model.pt")
