@@ -1,16 +1,22 @@
-"""Host time that the guard adds to a healthy step of a loop that is not ours, beside what finding a NaN costs at the least.
+"""CPU time and memory that the guard adds to a healthy step of somebody else's loop.
 
-    python -m benchmarks.guard_loops [--tensors 20 200 800] [--steps 300]
+    python -m benchmarks.guard_loops [--tensors 20 200 800] [--rounds 30]
 
-Two equal small models train in turns, one of them guarded; a row says by how much the guarded step's median and fastest are
-longer. On a CPU that holds the arithmetic too, so the last column is torch's own largest magnitudes of the same gradients
-and weights, which a gradient norm for clipping costs once more.
+Each loop runs in a process of its own, bare and guarded, on the same core in turns of 20 steps: a guard in the same
+process would slow the bare loop too. Given is CPU time, which other processes disturb less than time on the clock. The
+peer, in the bare loop's process, is what finding a NaN costs with torch's own functions: a norm of every gradient and
+weight, as clipping takes it. Memory is that of all tensors that are alive after a step, in multiples of the trained
+weights: with AdamW the snapshot alone is three times the weights.
 """
 
 import argparse
+import gc
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 import torch
 from accelerate import Accelerator
@@ -19,42 +25,114 @@ from torch import nn
 from dit_lora.guard import Guard
 
 WIDTH = 8
+STEPS_IN_TURN = 20
 Step = Callable[[], None]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensors", type=int, nargs="+", default=[20, 200, 800])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     print(
-        "| loop | trained tensors | step, us | on top, us: median | fastest | largest magnitudes, us |"
+        "| loop | trained tensors | step, us | on top, us: median | mean | peer, us | ratio to the peer | memory on top, x weights |"
     )
-    print("|---|---:|---:|---:|---:|---:|")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for count in args.tensors:
-        for name, made in (("plain PyTorch", plain), ("Accelerate", accelerated)):
-            bare, _ = made(count, guarded=False)
-            guarded, parameters = made(count, guarded=True)
-            times = in_turns((bare, guarded), args.steps)
-            off, on = times
-            median = statistics.median(on) - statistics.median(off)
-            floor = min(in_turns((lambda p=parameters: magnitudes(p),), args.steps)[0])
-            print(
-                f"| {name} | {count} | {statistics.median(off):.0f} | {median:.0f} | {min(on) - min(off):.0f} | {floor:.0f} |",
-                flush=True,
-            )
+        for name, make in LOOPS.items():
+            print(f"| {name} | {count} | {row(make, count, args.rounds)} |", flush=True)
 
 
-def in_turns(steps: tuple[Step, ...], rounds: int) -> list[list[float]]:
-    """Return the microseconds of each step's rounds, without the first tenth."""
-    times: list[list[float]] = [[] for _ in steps]
+def row(make: Callable[..., tuple[Step, nn.Module]], count: int, rounds: int) -> str:
+    """Run a loop bare and guarded in turns; returns the last six columns."""
+    runners = [Runner(make, count, guarded) for guarded in (False, True)]
+    steps: list[list[float]] = [[], []]
+    peers: list[float] = []
     for _ in range(rounds):
-        for step, taken in zip(steps, times, strict=True):
-            began = time.perf_counter()
-            step()
-            taken.append((time.perf_counter() - began) * 1e6)
-    return [taken[rounds // 10 :] for taken in times]
+        for runner, times in zip(runners, steps, strict=True):
+            times += runner.ask("step")
+        peers += runners[0].ask("peer")
+    held = [runner.ask("bytes")[0] for runner in runners]
+    weights = runners[0].ask("weights")[0]
+    for runner in runners:
+        runner.end()
+    bare, guarded = steps
+    peer = statistics.median(peers)
+    median = statistics.median(guarded) - statistics.median(bare)
+    mean = statistics.mean(guarded) - statistics.mean(bare)
+    memory = (held[1] - held[0]) / weights
+    return f"{statistics.median(bare):.0f} | {median:.0f} | {mean:.0f} | {peer:.0f} | {median / peer:.2f} | {memory:.1f}"
+
+
+class Runner:
+    """A loop in a process of its own, which runs steps when it is asked to."""
+
+    def __init__(
+        self, make: Callable[..., tuple[Step, nn.Module]], count: int, guarded: bool
+    ) -> None:
+        self._ours, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.Process(
+            target=serve, args=(theirs, make, count, guarded), daemon=True
+        )
+        self._process.start()
+
+    def ask(self, what: str) -> list[float]:
+        self._ours.send(what)
+        answer: list[float] = self._ours.recv()
+        return answer
+
+    def end(self) -> None:
+        self._ours.send("end")
+        self._process.join()
+
+
+def serve(
+    connection: Connection,
+    make: Callable[..., tuple[Step, nn.Module]],
+    count: int,
+    guarded: bool,
+) -> None:
+    """Answer a runner's questions until it ends."""
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    step, model = make(count, guarded=guarded)
+    for _ in range(STEPS_IN_TURN):
+        step()
+    while (question := connection.recv()) != "end":
+        if question == "step":
+            connection.send([timed(step) for _ in range(STEPS_IN_TURN)])
+        elif question == "peer":
+            connection.send([timed(lambda: norms(model)) for _ in range(STEPS_IN_TURN)])
+        elif question == "bytes":
+            connection.send([float(tensor_bytes())])
+        else:
+            connection.send([float(sum(p.nbytes for p in model.parameters()))])
+
+
+def timed(act: Step) -> float:
+    """Microseconds of CPU time."""
+    began = time.thread_time()
+    act()
+    return (time.thread_time() - began) * 1e6
+
+
+def norms(model: nn.Module) -> None:
+    """Find the norm of every gradient and weight, and read them."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    values = [*grads, *(p.detach() for p in model.parameters())]
+    torch.stack(torch._foreach_norm(values, 2)).tolist()
+
+
+def tensor_bytes() -> int:
+    """Bytes in the memory of all tensors that are alive."""
+    gc.collect()
+    storages = {}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.Tensor):
+            storage = candidate.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def model_of(tensors: int) -> nn.Module:
@@ -62,8 +140,8 @@ def model_of(tensors: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(tensors // 2)))
 
 
-def plain(tensors: int, *, guarded: bool) -> tuple[Step, list[nn.Parameter]]:
-    """Return a step of a loop in plain PyTorch, and what it trains."""
+def plain(tensors: int, *, guarded: bool) -> tuple[Step, nn.Module]:
+    """A step of a loop in plain PyTorch, and its model."""
     model = model_of(tensors)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     if guarded:
@@ -75,11 +153,11 @@ def plain(tensors: int, *, guarded: bool) -> tuple[Step, list[nn.Parameter]]:
         model(x).square().mean().backward()
         optimizer.step()
 
-    return step, list(model.parameters())
+    return step, model
 
 
-def accelerated(tensors: int, *, guarded: bool) -> tuple[Step, list[nn.Parameter]]:
-    """Return a step of an Accelerate loop that clips, and what it trains."""
+def accelerated(tensors: int, *, guarded: bool) -> tuple[Step, nn.Module]:
+    """A step of an Accelerate loop that clips, and its model."""
     bare = model_of(tensors)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3, foreach=True)
     own = Accelerator(cpu=True)
@@ -94,14 +172,10 @@ def accelerated(tensors: int, *, guarded: bool) -> tuple[Step, list[nn.Parameter
         own.clip_grad_norm_(bare.parameters(), 1.0)
         prepared.step()
 
-    return step, list(bare.parameters())
+    return step, bare
 
 
-def magnitudes(parameters: list[nn.Parameter]) -> None:
-    """Find the largest magnitude of every gradient and weight, and read them."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm([*grads, *(p.detach() for p in parameters)], float("inf"))
-    torch.stack(norms).tolist()
+LOOPS = {"plain PyTorch": plain, "Accelerate": accelerated}
 
 
 if __name__ == "__main__":
