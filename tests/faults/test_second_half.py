@@ -5,6 +5,7 @@ from fault_parts import judge_part
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_other_faults_are_named_and_recovered_and_no_file_is_poisoned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

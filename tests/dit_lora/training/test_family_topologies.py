@@ -39,7 +39,7 @@ ALIKE = (
 
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(name, marks=pytest.mark.thorough) for name in ALIKE), "flux2"],
+    [pytest.param(name, marks=pytest.mark.thorough) for name in (*ALIKE, "flux2")],
 )
 def test_two_ranks_train_as_one_process(
     name: str,
