@@ -21,7 +21,7 @@ _LOW, _HIGH = -2.5758, 3.0902
 _REFLECTED = 1e-3
 _UNIFORM = 0.1
 _TINY = 2.0**-53
-"""A level as far from 0 and 1 as fp64 can tell, whose logit is finite."""
+"""Smallest distance from 1 at which an fp64 number still has a finite logit."""
 _HALVINGS = 60
 """Bisections of [0, 1]: more than fp64 has digits there."""
 
@@ -105,15 +105,17 @@ class NoiseLevels:
         return share - self.mode_scale * (torch.sin(math.pi / 2 * share).square() - share)
 
     def _stretched_share(self, level: torch.Tensor, shift: float) -> torch.Tensor:
-        """Return the share below these levels of the mixture; `shift` is added to the mean of the logits."""
+        """Fraction of the stretched density's draws below these levels; `shift` is added to the mean of the logits."""
         mean = self.mean + shift
-        low, high = (1 / (1 + math.exp(-mean - z * self.std)) for z in (_LOW, _HIGH))
+        # Computed with 1 - level: near 1, where a large shift puts the levels, fp64 has no digits left for the level.
+        clean_low, clean_high = (1 / (1 + math.exp(mean + z * self.std)) for z in (_LOW, _HIGH))
 
-        def raw(stretched: torch.Tensor) -> torch.Tensor:
-            value = (low + (high - low) * stretched).clamp(_TINY, 1 - _TINY)
-            return torch.special.ndtr((torch.logit(value) - mean) / self.std)
+        def unstretched_share(stretched: torch.Tensor) -> torch.Tensor:
+            clean = clean_low + (clean_high - clean_low) * stretched
+            clean = clean.clamp(torch.finfo(clean.dtype).tiny, 1 - _TINY)
+            return torch.special.ndtr((-torch.logit(clean) - mean) / self.std)
 
-        mirrored = raw(level) - raw(2 * _REFLECTED - level)
+        mirrored = unstretched_share(level) - unstretched_share(2 * _REFLECTED - level)
         # What is stretched beyond 1 counts as 1.
         normal = torch.where(level < _REFLECTED, 0.0, torch.where(level < 1, mirrored, 1.0))
         uniform = ((level - _REFLECTED) / (1 - _REFLECTED)).clamp(0, 1)

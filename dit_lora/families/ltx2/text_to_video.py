@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Self
 import torch
 from diffusers import AutoencoderKLLTX2Video, LTX2Pipeline, LTX2VideoTransformer3DModel
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
-from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
 from torch import nn
 
 from dit_lora.config.data import VideoShape
@@ -35,7 +34,7 @@ from dit_lora.families.base import (
     VideoEncoder,
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import require_steps
+from dit_lora.families.flow_scheduler import mu_by_tokens, require_steps
 from dit_lora.families.loss_mask import loss_weights
 from dit_lora.families.ltx2.guidance import guidances
 from dit_lora.families.ltx2.hearing import HearingCheckpoint
@@ -196,11 +195,11 @@ class LTX2Checkpoint(HearingCheckpoint):
         return {"latent_mean": whole[0]}
 
     def mu(self, size: torch.Size) -> float:
-        # The pipeline's line goes on beyond its second point; the trainer's ends there, where its stretched density would
-        # be no density any more (timestep_samplers.py).
-        base, most = (self.scheduler[f"{name}_image_seq_len"] for name in ("base", "max"))
-        shifts = self.scheduler["base_shift"], self.scheduler["max_shift"]
-        return float(calculate_shift(min(prod(size[1:]), most), base, most, *shifts))
+        """Logarithm of the shift: the scheduler's line through 1,024 and 4,096 tokens, extended on both sides.
+
+        The vendor's trainer does not clamp it either (Lightricks/LTX-2, ltx-trainer, timestep_samplers.py).
+        """
+        return mu_by_tokens(self.scheduler, prod(size[1:]))
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         """Return the draws of any flow matching, with noise for tokens (S, C); those of sound beside them.

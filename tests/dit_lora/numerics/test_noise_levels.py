@@ -1,4 +1,4 @@
-"""Noise levels: a million draws of each density against a distribution function written down here, and cuts."""
+"""Noise levels: 50,000 draws of each density against a distribution function written down here, and cuts."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.noise_levels import Density, NoiseLevels
 
-DRAWS = 1_000_000
+DRAWS = 50_000
+KS_BOUND = 1.63 / math.sqrt(DRAWS)
+"""Kolmogorov-Smirnov distance that 1 % of correct samples exceed."""
 Share = Callable[[np.ndarray], np.ndarray]
 
 
@@ -85,27 +87,26 @@ def drawn(levels: NoiseLevels, shift: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("t_min", "t_max"), RANGES)
-def test_a_million_draws_are_of_the_density_cut_to_the_range(
-    name: str, t_min: float, t_max: float
-) -> None:
-    """Shares below 40 levels, to five standard deviations; no draw outside; the same as `share` says."""
+def test_draws_are_of_the_density_cut_to_the_range(name: str, t_min: float, t_max: float) -> None:
+    """Kolmogorov-Smirnov test of the draws; none outside the range; `share` gives the same distribution."""
     whole, shift, closed = CASES[name]
     levels = NoiseLevels(**{**vars(whole), "t_min": t_min, "t_max": t_max})
     draws = drawn(levels, shift)
     assert draws.dtype is torch.float32
-    wide = draws.double()
-    assert wide.min().item() >= t_min
-    assert wide.max().item() < t_max
-    ends = np.linspace(t_min, t_max, 42)[1:-1]
+    wide = np.sort(draws.double().numpy())
+    assert wide[0] >= t_min
+    assert wide[-1] < t_max
     low, high = closed(np.array([max(t_min, 1e-9), min(t_max, 1 - 1e-9)]))
     if t_max == 1.0:
         high = 1.0  # what is stretched beyond 1 counts as just below 1
-    expected = (closed(ends) - low) / (high - low)
-    seen = np.searchsorted(np.sort(wide.numpy()), ends) / DRAWS
-    noise = np.sqrt(np.maximum(expected * (1 - expected), 1e-7) / DRAWS)
-    assert (np.abs(seen - expected) < 5 * noise + 1e-4).all()
+    expected = (closed(wide) - low) / (high - low)
+    rank = np.arange(DRAWS) / DRAWS
+    # Levels stretched beyond 1 are equal, so a tie's distance is taken at its first draw.
+    inner = wide < np.nextafter(np.float32(t_max), np.float32(0))
+    assert np.abs(rank - expected)[inner].max() < KS_BOUND
+    ends = np.linspace(t_min, t_max, 42)[1:-1]
     said = levels.share(torch.tensor(ends), shift).numpy()
-    np.testing.assert_allclose(said, expected, atol=1e-4)
+    np.testing.assert_allclose(said, (closed(ends) - low) / (high - low), atol=1e-4)
 
 
 def test_levels_rise_with_the_normal_number_and_its_halves_are_the_distributions() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import LTX2Pipeline
@@ -136,16 +137,58 @@ def test_samples_of_a_prompts_text_and_of_its_tensors_are_alike(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "mu"), [(1024, 0.95), (2560, 1.5), (4096, 2.05), (6144, 2.05), (126, 0.6284505)]
+    ("tokens", "mu"),
+    [
+        (126, 0.6284505),  # sound of 121 frames at 24 a second
+        (1024, 0.95),
+        (2560, 1.5),
+        (4096, 2.05),
+        (6144, 2.7833333),  # every recipe
+        (14080, 5.625),
+        (32768, 12.3166667),
+    ],
 )
-def test_the_shift_is_the_vendors_line_which_ends(
+def test_noise_levels_are_those_of_the_vendors_sampler(
     tiny_checkpoints: dict[str, Path], tokens: int, mu: float
 ) -> None:
-    """timestep_samplers.py, _get_shift_for_sequence_length; the last are the tokens of sound of 121 frames at 24."""
+    """1e5 draws against ShiftedLogitNormalTimestepSampler (ltx-trainer, timestep_samplers.py) in fp64."""
     checkpoint = opened(tiny_checkpoints["ltx-2"])
-    assert checkpoint.mu(torch.Size([8, 1, 1, tokens])) == pytest.approx(mu, rel=1e-6)
+    size = torch.Size([8, 1, 1, tokens])
+    assert checkpoint.mu(size) == pytest.approx(mu, rel=1e-6)
     levels = checkpoint.objective.levels
     assert (levels.density, levels.mean, levels.std) == ("stretched_logit_normal", 0.0, 1.0)
+    gaussian = torch.randn(100_000, generator=torch.Generator().manual_seed(7))
+    drawn = checkpoint.objective.sigmas(gaussian, checkpoint.shift_of(size))
+    rng = np.random.default_rng(1)
+    found, expected = np.sort(drawn.numpy()), np.sort(vendor_noise_levels(tokens, 1_000_000, rng))
+    fraction = np.searchsorted(expected, found) / len(expected)
+    distance = np.abs(fraction - (np.arange(len(found)) + 0.5) / len(found)).max()
+    assert distance < 0.007
+
+
+def vendor_noise_levels(tokens: int, number: int, rng: np.random.Generator) -> np.ndarray:
+    mu = 0.95 + (tokens - 1024) * (2.05 - 0.95) / (4096 - 1024)
+    sigmoid = 1 / (1 + np.exp(-mu - rng.standard_normal(number)))
+    high, low = (1 / (1 + np.exp(-mu - z)) for z in (3.0902, -2.5758))
+    stretched = (sigmoid - low) / (high - low)
+    stretched = np.where(stretched >= 1e-3, stretched, 2e-3 - stretched).clip(0, 1)
+    uniform = (1 - 1e-3) * rng.random(number) + 1e-3
+    return np.where(rng.random(number) > 0.1, stretched, uniform)
+
+
+def test_noise_levels_reach_their_limit_at_any_number_of_tokens(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    """From about 32,768 tokens on the density no longer changes; fp64 has no digits of a level at a mu of 90."""
+    checkpoint = opened(tiny_checkpoints["ltx-2"])
+    gaussian = torch.linspace(-3, 3, 25)
+    at_limit, beyond, far_beyond = (
+        checkpoint.objective.sigmas(gaussian, checkpoint.shift_of(torch.Size([8, 1, 1, tokens])))
+        for tokens in (32_768, 65_536, 262_144)
+    )
+    assert (beyond.diff() > 0).all()
+    torch.testing.assert_close(at_limit, beyond, rtol=0, atol=1e-3)
+    torch.testing.assert_close(beyond, far_beyond, rtol=0, atol=1e-6)
 
 
 def test_positions_are_in_seconds(tiny_checkpoints: dict[str, Path]) -> None:
