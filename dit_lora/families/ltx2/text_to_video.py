@@ -10,6 +10,7 @@ L tokens of sound and A their width.
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm, prod
@@ -36,6 +37,7 @@ from dit_lora.families.base import (
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import mu_by_tokens, require_steps
 from dit_lora.families.loss_mask import loss_weights
+from dit_lora.families.ltx2.cross_timesteps import own_timesteps_in_cross_attention
 from dit_lora.families.ltx2.guidance import guidances
 from dit_lora.families.ltx2.hearing import HearingCheckpoint
 from dit_lora.families.ltx2.layers import ATTENTION, refuse_what_hears
@@ -325,10 +327,13 @@ class LTX2Checkpoint(HearingCheckpoint):
             "fps": self.frame_rate,
             "audio_num_frames": audio.shape[1],
             "isolate_modalities": alone,
-            "use_cross_timestep": self.default_of("use_cross_timestep"),
+            "use_cross_timestep": True,
             "return_dict": False,
         }
-        video, sound = transformer(**self.in_context(call, batch))
+        # Without sound there is no attention between the modalities.
+        cross_timesteps = nullcontext() if alone else own_timesteps_in_cross_attention(transformer)
+        with cross_timesteps:
+            video, sound = transformer(**self.in_context(call, batch))
         return video[:, : noisy.shape[1]], sound
 
     def in_context(self, call: dict[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """LTX-2 with sound: the encoder, the joint loss, its adapters, and one call of the stock pipeline."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,7 +155,11 @@ def test_a_samples_loss_is_its_own_and_reaches_every_adapter(
 def test_one_call_is_the_stock_pipelines_with_sound(
     tiny_checkpoints: dict[str, Path], variant: str, task: str, tmp_path: Path
 ) -> None:
-    """Both velocities, bitwise, at the guidance that makes one call a step."""
+    """Both velocities, bitwise, at the guidance that makes one call a step.
+
+    Where tokens are conditioned, the pipeline's own call gives them the other modality's noise level in the attention between
+    video and sound; the call that ours must equal has their own timesteps there.
+    """
     from family_cases.subject import pixels_of
     from PIL import Image
 
@@ -164,7 +170,7 @@ def test_one_call_is_the_stock_pipelines_with_sound(
     pipeline = checkpoint.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     calls: list[tuple[dict[str, Any], Any]] = []
-    pipeline.transformer.register_forward_hook(
+    recording = pipeline.transformer.register_forward_hook(
         lambda _model, _args, given, output: calls.append((given, output)), with_kwargs=True
     )
     references: tuple[Path, ...] = ()
@@ -172,6 +178,7 @@ def test_one_call_is_the_stock_pipelines_with_sound(
         references = (write_sample(tmp_path / "before", pixels.flip(0).permute(0, 2, 3, 1), FPS),)
     how = Sampling(NATIVE, 3, 1.0, seed=0, fps=FPS, references=references, **pictures)
     checkpoint.generate(pipeline, checkpoint.conditions(CAPTIONS[1]), how)
+    recording.remove()
     encode = checkpoint.load_video_encoder(torch.float32, CPU)
     row = encode(pixels)
     if references:
@@ -196,9 +203,27 @@ def test_one_call_is_the_stock_pipelines_with_sound(
         with torch.no_grad():
             found = checkpoint.velocities(model, own, given["sigma"], noised, {})
         assert not given["isolate_modalities"]
+        if task != "t2v":
+            assert not torch.equal(found[0], expected[0][:, : own.shape[1]])
+            with own_timesteps(pipeline.transformer, given), torch.no_grad():
+                expected = pipeline.transformer(**given)
         assert (given["hidden_states"].shape[1] > own.shape[1]) == (task == "ic_lora")
         assert torch.equal(found[0], expected[0][:, : own.shape[1]])
         assert torch.equal(found[1], expected[1])
+
+
+@contextmanager
+def own_timesteps(model: Any, call: dict[str, Any]) -> Iterator[None]:
+    video, sound = model.av_cross_attn_video_scale_shift, model.av_cross_attn_audio_scale_shift
+    own_sound = call.get("audio_timestep")
+    own_sound = call["timestep"] if own_sound is None else own_sound
+    handles = [
+        video.register_forward_pre_hook(lambda _module, _args: (call["timestep"].flatten(),)),
+        sound.register_forward_pre_hook(lambda _module, _args: (own_sound.flatten(),)),
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path]) -> None:

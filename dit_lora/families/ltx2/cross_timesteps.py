@@ -1,0 +1,60 @@
+"""Timesteps of the attention between LTX-2's video and sound.
+
+In the vendor's model, scale and shift of that attention depend on the timesteps of the modality's own tokens, and its gate on
+the other modality's noise level (Lightricks/LTX-2, ltx-core, transformer_args.py, `_prepare_cross_attention_timestep`, since
+28 May 2026; ComfyUI does the same). Diffusers 0.42.1 with `use_cross_timestep=True` takes the other modality's noise level
+for all three. Both agree when the two noise levels are equal and no token is conditioned; in training they differ.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers import LTX2VideoTransformer3DModel
+from torch import nn
+
+_SCALE_SHIFT_BY_EMBEDDING = {
+    "time_embed": "av_cross_attn_video_scale_shift",
+    "audio_time_embed": "av_cross_attn_audio_scale_shift",
+}
+
+
+@contextmanager
+def own_timesteps_in_cross_attention(transformer: nn.Module) -> Iterator[None]:
+    """Inside the context, scale and shift of the cross-modal attention use the timesteps of the modality's own tokens.
+
+    The gate keeps the other modality's noise level; the call must pass `use_cross_timestep=True`.
+
+    Args:
+        transformer: The LTX-2 transformer, also inside DDP or another wrapper with a `module`.
+    """
+    model: Any = transformer
+    while not isinstance(model, LTX2VideoTransformer3DModel):
+        model = model.module
+    own_timesteps: dict[str, torch.Tensor] = {}
+
+    def record(embedding: str) -> Any:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            own_timesteps[embedding] = args[0]
+
+        return hook
+
+    def replace(embedding: str) -> Any:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return (own_timesteps[embedding], *args[1:])
+
+        return hook
+
+    handles = []
+    for embedding, scale_shift in _SCALE_SHIFT_BY_EMBEDDING.items():
+        # The forward embeds the modality's own timesteps, flattened, before it computes the modulation.
+        handles.append(model.get_submodule(embedding).register_forward_pre_hook(record(embedding)))
+        handles.append(
+            model.get_submodule(scale_shift).register_forward_pre_hook(replace(embedding))
+        )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
