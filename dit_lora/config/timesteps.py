@@ -29,8 +29,8 @@ class TimestepsConfig(Section):
     mode_scale: Annotated[float, Field(ge=-1, le=1.75)] | None = None
     """Weight of the middle in `mode`; 1.29 where it is left out, as in Diffusers' scripts. 0 is uniform."""
     shift: Positive | Literal["tokens"] | None = None
-    """`t' = shift t / (1 + (shift - 1) t)`: above 1 towards noise, 1 for none. `tokens`: the exponential of the mu
-    that the pipeline computes from the number of a sample's tokens."""
+    """`t' = shift t / (1 + (shift - 1) t)`: above 1 towards noise, 1 for none. `tokens`: e^mu, where mu
+    depends on the number of a sample's tokens, by each family's line in docs/models.md."""
     t_min: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Least noise level; the shifted density is cut to levels from `t_min` on and below `t_max`, with its shape kept."""
     t_max: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -21,7 +21,6 @@ from diffusers import (
     Flux2Transformer2DModel,
 )
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
-from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from PIL import Image
 from torch import nn
@@ -58,7 +57,12 @@ _LEAST_SIDE, _MOST_RATIO, _MOST_PIXELS = 64, 8, 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Flux2Checkpoint(FluxCheckpoint):
-    """One FLUX.2 checkpoint as dev is."""
+    """One FLUX.2 checkpoint as dev is.
+
+    Noise levels are shifted along FLUX.1's line, which FLUX.2's scheduler config has too: mu is 0.5 at 256 tokens and 1.15 at
+    4,096. musubi-tuner trains at it (`flux2_shift`, training/trainer_base.py). The pipeline's own mu for 50 steps is 2.02 at
+    1024x1024, which would leave 2 % of the draws below a noise level of 0.5 in place of 12 %.
+    """
 
     pipeline_class: ClassVar[Any] = Flux2Pipeline
     transformer_class: ClassVar[Any] = Flux2Transformer2DModel
@@ -167,11 +171,6 @@ class Flux2Checkpoint(FluxCheckpoint):
             return latents(processor.preprocess(picture, height, width, resize_mode="crop"))
 
         return PictureEncoder(encode, encode_reference, self.reference_resolution)
-
-    def mu(self, size: torch.Size) -> float:
-        # The pipeline's depends on the number of steps that are sampled: those of its default.
-        steps = self.default_of("num_inference_steps")
-        return compute_empirical_mu(size[-2] * size[-1] // 4, num_steps=steps)
 
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]

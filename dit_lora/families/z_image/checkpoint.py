@@ -49,6 +49,11 @@ PATCH = 2  # the default of the transformer's `patch_size`, which the pipeline l
 # Of the published scheduler_config.json, in which the base's and Turbo's alone differ; InvokeAI tells them apart by it
 # (invoke-ai/InvokeAI#8799).
 BASE_SHIFT, TURBO_SHIFT = 6.0, 3.0
+TRAINING_SHIFT = 2.0
+"""Shift of the noise levels in training, of base and Turbo: musubi-tuner's advice (docs/zimage.md, `--discrete_flow_shift 2.0`).
+
+At the base's sampling shift of 6, 3.7 % of the draws would be below a noise level of 0.5; at 2 it is 24 %.
+"""
 DE_DISTILLATION = (
     "ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"
 )
@@ -62,6 +67,8 @@ class ZImageCheckpoint(FlowCheckpoint):
     transformer_class: ClassVar[Any] = ZImageTransformer2DModel
     transform = "z-image-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
     output = "images"
+    scheduler_shift: float
+    """Shift that the pipeline samples with; training has `TRAINING_SHIFT`."""
     guided_above = 0.0  # the pipeline's sum is cond + w (cond - uncond)
 
     @property
@@ -84,7 +91,7 @@ class ZImageCheckpoint(FlowCheckpoint):
 
     def notes(self, recipe: Recipe) -> list[str]:
         said, name = super().notes(recipe), recipe.model.path
-        sign = None if self.from_scratch is not None else sign_of_turbo(name, self.objective.shift)
+        sign = None if self.from_scratch is not None else sign_of_turbo(name, self.scheduler_shift)
         if sign is None or recipe.lora.under:
             return said
         return [
@@ -209,7 +216,7 @@ def _masked(text: Tensors) -> dict[str, torch.Tensor]:
     return {"embeddings": text["prompt_embeds"], "mask": text["prompt_attention_mask"]}
 
 
-def sign_of_turbo(name: str, shift: float | None) -> str | None:
+def sign_of_turbo(name: str, shift: float) -> str | None:
     """Return what a checkpoint looks like Turbo by, as a guess: its folder's or Hub name, or its scheduler's shift; None if by nothing."""
     last = name.rstrip("/").rpartition("/")[2].lower()
     if re.search(r"de-?(turbo|distill)", last):
@@ -239,7 +246,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> ZImageCheckp
         )
     checkpoint = ZImageCheckpoint(
         **{**fields, "transformer_config": config},
-        objective=FlowMatching(float(scheduler["shift"]), scheduler["num_train_timesteps"]),
+        scheduler_shift=float(scheduler["shift"]),
+        objective=FlowMatching(TRAINING_SHIFT, scheduler["num_train_timesteps"]),
     )
     # A caption's positions begin at 1, and the picture is at the one after its last.
     needed, there = checkpoint.text_tokens + 2, config["axes_lens"][0]

@@ -94,14 +94,8 @@ def test_noising_target_and_loss_equal_an_fp64_computation(
     ]
     clean = torch.stack([square.flatten(1) for square in squares], dim=1)
     level = 1 / (1 + (-own_draws((), "timestep")).exp())
-    shift = {
-        "flux-schnell": 1.0,
-        # The line through (256, 0.5) and (4096, 1.15), at 6 tokens.
-        "flux-dev": math.exp(0.5 - 250 * 0.65 / 3840),
-    }.get(variant)
-    if shift is None:  # of FLUX.2, at 6 tokens and 50 steps
-        at_10, at_200 = 8.73809524e-05 * 6 + 1.89833333, 0.00016927 * 6 + 0.45666666
-        shift = math.exp(at_200 + (at_10 - at_200) * 150 / 190)
+    # The line through (256, 0.5) and (4096, 1.15), at 6 tokens.
+    shift = 1.0 if variant == "flux-schnell" else math.exp(0.5 - 250 * 0.65 / 3840)
     sigma = shift / (shift + 1 / level - 1)
     noise = own_draws((6, 16), "noise")
     by_sample = sigma.view(3, 1, 1)
@@ -139,7 +133,7 @@ def test_the_timestep_is_rounded_before_it_is_divided(
 def test_the_shift_is_the_pipelines_at_ten_sizes(
     tiny_checkpoints: dict[str, Path], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the pipeline gives its scheduler, at its own number of steps; schnell's scheduler makes nothing of it."""
+    """The mu that the pipeline passes to its scheduler; FLUX.2 trains on FLUX.1's line, and schnell without a shift."""
     path = tiny_checkpoints[variant]
     checkpoint, pipeline = open_checkpoint(path), DiffusionPipeline.from_pretrained(path)
     batch = {name: tensor[:1] for name, tensor in some_batch(checkpoint).items()}
@@ -159,8 +153,11 @@ def test_the_shift_is_the_pipelines_at_ten_sizes(
         with pytest.raises(StopHereError):
             pipeline(**how)
         size = torch.Size([4, height // 8, width // 8])
-        assert checkpoint.mu(size) == given[-1]
-        shift = 1.0 if variant == "flux-schnell" else math.exp(given[-1])
+        mu = given[-1]
+        if FAMILY[variant] == "flux2":
+            mu = pytest.approx(0.5 + (12 * step * (16 + 4 * step) - 256) * 0.65 / 3840)
+        assert checkpoint.mu(size) == mu
+        shift = 1.0 if variant == "flux-schnell" else math.exp(checkpoint.mu(size))
         assert checkpoint.shift_of(size) == shift
     assert len(set(given)) == 10
 

@@ -60,7 +60,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(stem: str, tmp_path: P
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
     assert report.adapted == 136 == 4 * BLOCKS
     assert report.parameters == 136 * 16 * 2 * 3840
-    assert checkpoint.objective.shift == shift
+    assert (checkpoint.objective.shift, checkpoint.scheduler_shift) == (2.0, shift)
     assert (
         len(checkpoint.notes(recipe)) == 0
     )  # Turbo's trains over what takes the distillation back

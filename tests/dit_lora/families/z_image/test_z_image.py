@@ -47,9 +47,9 @@ def own_draws(shape: tuple[int, ...], stream: str) -> torch.Tensor:
     return torch.stack(draws).double()
 
 
-@pytest.mark.parametrize(("variant", "shift"), [("z-image", 6.0), ("z-image-turbo", 3.0)])
+@pytest.mark.parametrize(("variant", "sampling_shift"), [("z-image", 6.0), ("z-image-turbo", 3.0)])
 def test_time_runs_backwards_and_the_output_is_the_negative_velocity(
-    tiny_checkpoints: dict[str, Path], variant: str, shift: float
+    tiny_checkpoints: dict[str, Path], variant: str, sampling_shift: float
 ) -> None:
     """Posterior draw, scale, noise level, time, velocity, mean: an fp64 computation, each draw from its own stream."""
     checkpoint, batch = opened(tiny_checkpoints[variant]), some_batch()
@@ -61,7 +61,8 @@ def test_time_runs_backwards_and_the_output_is_the_negative_velocity(
     drawn = batch["latent_mean"].double() + spread * own_draws((4, 4, 6), "posterior")
     clean = (drawn - 0.1159) * 0.3611
     level = 1 / (1 + (-own_draws((), "timestep")).exp())
-    sigma = shift / (shift + 1 / level - 1)
+    sigma = 2 / (2 + 1 / level - 1)
+    assert checkpoint.scheduler_shift == sampling_shift
     noise = own_draws((4, 4, 6), "noise")
     noisy = clean + sigma.view(3, 1, 1, 1) * (noise - clean)
     for one, expected in zip(latents, noisy, strict=True):
