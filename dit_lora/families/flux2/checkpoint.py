@@ -51,7 +51,7 @@ from dit_lora.families.text.chat_template import template_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import moved
 
-# What the pipelines ask of references (Flux2ImageProcessor.check_image_input), and scale larger ones down to.
+# What the pipelines ask of references (Flux2ImageProcessor.check_image_input), and scale larger ones down to by default.
 _LEAST_SIDE, _MOST_RATIO, _MOST_PIXELS = 64, 8, 1024 * 1024
 
 
@@ -81,15 +81,23 @@ class Flux2Checkpoint(FluxCheckpoint):
         return (*defaults, *(f"single_transformer_blocks.{i}.attn.to_out" for i in single))
 
     @property
+    def max_reference_pixels(self) -> int:
+        """Pixels that larger references are scaled down to: the pipeline's 1024x1024, or `data.reference_resolution` squared if larger.
+
+        Black Forest Labs' own code keeps up to 2024x2024 pixels of a single reference and 1024x1024 of each of several.
+        """
+        return max(_MOST_PIXELS, (self.reference_resolution or 0) ** 2)
+
+    @property
     def references(self) -> References:
         return References(0, None, self._reference_shape, self._wrong_reference)
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
-        """Return its own size in whole squares, where it is no larger than what the pipeline scales it down to."""
+        """Return its own size in whole squares, where it is no larger than `max_reference_pixels`."""
         height, width = scaled_size(height, width, self.reference_resolution)
-        if height * width > _MOST_PIXELS:
+        if height * width > self.max_reference_pixels:
             # Flux2ImageProcessor._resize_to_target_area
-            scale = math.sqrt(_MOST_PIXELS / (width * height))
+            scale = math.sqrt(self.max_reference_pixels / (width * height))
             height, width = int(height * scale), int(width * scale)
         step = self.side_step
         return VideoShape(1, height // step * step, width // step * step)
@@ -166,7 +174,9 @@ class Flux2Checkpoint(FluxCheckpoint):
             return {"latent_mean": latents(pixels.float() / 127.5 - 1)}
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
-            picture = Flux2ImageProcessor._resize_if_exceeds_area(picture, _MOST_PIXELS)
+            picture = Flux2ImageProcessor._resize_if_exceeds_area(
+                picture, self.max_reference_pixels
+            )
             height, width = (side // self.side_step * self.side_step for side in picture.size[::-1])
             return latents(processor.preprocess(picture, height, width, resize_mode="crop"))
 
@@ -196,7 +206,15 @@ class Flux2Checkpoint(FluxCheckpoint):
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
         tokenizer = self._tokenizer() if text else None
-        return self._load_pipeline(dtype, transformer, text, tokenizer=tokenizer)
+        pipeline = self._load_pipeline(dtype, transformer, text, tokenizer=tokenizer)
+        if self.max_reference_pixels > _MOST_PIXELS:
+            # The pipeline's limit is a constant of its call: samples get references as large as training.
+            pipeline.image_processor._resize_to_target_area = self._resize_reference
+        return pipeline
+
+    def _resize_reference(self, picture: Image.Image, target_area: int) -> Image.Image:
+        """Replacement of the pipeline's `_resize_to_target_area` with this checkpoint's limit."""
+        return Flux2ImageProcessor._resize_if_exceeds_area(picture, self.max_reference_pixels)
 
     @property
     def _layers(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FluxPipeline
@@ -13,6 +14,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from family_cases.subject import EVERY, adapted, open_subject
 from flux_cases import CPU, FAMILY, every_variant, open_checkpoint
 from peft.tuners.lora import LoraLayer
+from PIL import Image
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
@@ -24,6 +26,7 @@ from dit_lora.config.recipe import LoraConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
+from dit_lora.families.references import scaled
 from dit_lora.numerics.streams import Streams, generator
 from dit_lora.training.tasks.diffusion.second_model import open_second
 
@@ -275,6 +278,29 @@ def test_pictures_are_encoded_in_fp32_whatever_the_policy(
     mean, std = (table.view(4, 2, 2).repeat(1, 2, 4) for table in (mean, std))
     expected = (posterior.mode()[0] - mean) / std
     torch.testing.assert_close(full["latent_mean"], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("resolution", "expected"), [(None, (1024, 1024)), (512, (512, 512)), (1100, (1088, 1088))]
+)
+def test_reference_resolution_sets_flux2s_limit_in_training_and_in_samples(
+    tiny_checkpoints: dict[str, Path], resolution: int | None, expected: tuple[int, int]
+) -> None:
+    """Sides are multiples of 16; the stock pipeline's limit is 1024x1024."""
+    opened = open_checkpoint(tiny_checkpoints["flux2-klein"])
+    checkpoint = opened.with_header({"reference_resolution": resolution})
+    shape = checkpoint.references.shape(1200, 1200, VideoShape(1, 64, 64))
+    assert (shape.height, shape.width) == expected
+    picture = Image.new("RGB", (1200, 1200), "red")
+    encode = checkpoint.load_video_encoder(torch.float32, CPU)
+    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
+    encoded = encode.references([pixels], VideoShape(1, 64, 64))["reference_0"]
+    assert encoded.shape[-2:] == (expected[0] // 8, expected[1] // 8)
+    pipeline = checkpoint.pipeline(torch.float32, text=False)
+    sent = scaled(picture, resolution)
+    if sent.width * sent.height > 1024 * 1024:
+        sent = pipeline.image_processor._resize_to_target_area(sent, 1024 * 1024)
+    assert (sent.height // 16 * 16, sent.width // 16 * 16) == expected
 
 
 @pytest.mark.parametrize(("layers", "single"), [(1, 3), (2, 12)])
