@@ -1,7 +1,6 @@
 """Kinds of adapters that PEFT trains: their configs, the names of their tensors, and the layers that they fit."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
 from torch import nn
 
+from dit_lora.adapters.patterns import unbounded_reason
 from dit_lora.config.lora import KIND_NAMES, Kind, LoraConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.quantized_linear import NarrowLinear
@@ -136,8 +136,8 @@ def _unfit(layer: nn.Module, kind: Kind) -> str | None:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    try:
-        # PEFT gives the name itself back where no pattern matches; a pattern may be the whole name.
-        return get_pattern_key([pattern], name) == pattern
-    except re.error as error:
-        raise DitLoraError(f"{pattern!r} is no regular expression: {error}") from error
+    reason = unbounded_reason(pattern)
+    if reason:  # later, nobody could read the adapter's own config
+        raise DitLoraError(f"{pattern!r} {reason}")
+    # PEFT gives the name itself back where no pattern matches; a pattern may be the whole name.
+    return get_pattern_key([pattern], name) == pattern

@@ -52,12 +52,26 @@ def spellings(name: str, comfyui: LayerNames) -> Iterator[str]:
     theirs = comfyui.of(name)
     bare = name if theirs is None else theirs.removeprefix(comfyui.prefix)
     for one in dict.fromkeys((name, bare)):
-        joined = one.replace(".", "_")
-        yield from (f"{prefix}{one}" for prefix in ("", "transformer.", "diffusion_model."))
-        yield from (f"base_model.model.{one}", f"lora_unet_{joined}", kohya_name(one))
-        yield from (f"lora_transformer_{joined}", f"lycoris_{joined}")
+        yield from file_spellings(one)
     if theirs is not None:
         yield theirs
+
+
+_DOTTED_PREFIXES = (
+    "",
+    "transformer.",
+    "diffusion_model.",
+    "model.diffusion_model.",
+    "base_model.model.",
+)
+# kohya's trainers, VideoX-Fun, OneTrainer, LyCORIS.
+_JOINED_PREFIXES = ("lora_unet_", "lora_unet__", "lora_transformer_", "lycoris_")
+
+
+def file_spellings(name: str) -> Iterator[str]:
+    """Yield a layer's name with each prefix that files put before it, with dots and with underscores."""
+    yield from (f"{prefix}{name}" for prefix in _DOTTED_PREFIXES)
+    yield from (f"{prefix}{name.replace('.', '_')}" for prefix in _JOINED_PREFIXES)
 
 
 def layers_by_spelling(names: Iterator[str] | list[str], comfyui: LayerNames) -> dict[str, str]:
@@ -74,8 +88,14 @@ def layers_by_spelling(names: Iterator[str] | list[str], comfyui: LayerNames) ->
 def _renamed(names: Mapping[str, str], name: str) -> str | None:
     if name in names:
         return names[name]
+    pattern, number = split_block_number(name)
+    theirs = names.get(pattern) if number else None
+    return theirs and theirs.replace("*", number)
+
+
+def split_block_number(name: str) -> tuple[str, str]:
+    """Split a layer's name into its pattern, with `*` for the block's number, and that number; empty without a block."""
     number = re.search(r"\.(\d+)\.", name)
     if number is None:
-        return None
-    theirs = names.get(f"{name[: number.start(1)]}*{name[number.end(1) :]}")
-    return theirs and theirs.replace("*", number[1])
+        return name, ""
+    return f"{name[: number.start(1)]}*{name[number.end(1) :]}", number[1]

@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -15,12 +16,12 @@ from dit_lora.adapters.attach_file import peft_config
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, read_provenance
 from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS, kind_of
 from dit_lora.adapters.layer_names import UNKNOWN, LayerNames
-from dit_lora.adapters.lora_file import OF_CONVERTERS, read_lora
+from dit_lora.adapters.lora_file import OF_CONVERTERS, config_in, is_lora_tensor, read_lora
 from dit_lora.adapters.lora_mixins import lora_pipeline_class, with_lora
+from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.adapter_tensors import is_adapter, layer_of
-from dit_lora.parsing import read_json
 
 PEFT_FILES = (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME)
 """Files of an adapter in PEFT's format."""
@@ -62,11 +63,8 @@ def load_adapter(
         state = stock_state(type(pipeline), target.file)
     except OF_CONVERTERS:
         state = {}
-    if (
-        not in_peft_format(target.file)
-        and not _is_known(pipeline, state)
-        and not _is_base_alone(target.file)
-    ):
+    is_stock_form = _is_known(pipeline, state) and not is_converted_lora(target.file, state)
+    if not in_peft_format(target.file) and not is_stock_form and not _is_base_alone(target.file):
         _put_layers(target, comfyui)
     else:
         _require_layers(target, state)
@@ -91,7 +89,7 @@ def in_peft_format(file: Path) -> bool:
     config = file.with_name(CONFIG_NAME)
     if file.name != SAFETENSORS_WEIGHTS_NAME or not config.is_file():
         return False
-    return kind_of(read_json(config)) in WITHOUT_DIFFUSERS
+    return kind_of(read_peft_config(config)) in WITHOUT_DIFFUSERS
 
 
 def stock_state(pipeline_class: Any, file: Path) -> dict[str, torch.Tensor]:
@@ -101,6 +99,13 @@ def stock_state(pipeline_class: Any, file: Path) -> dict[str, torch.Tensor]:
     loaded = lora_pipeline_class(pipeline_class).lora_state_dict(file.parent, weight_name=file.name)
     state: dict[str, torch.Tensor] = loaded[0] if isinstance(loaded, tuple) else loaded
     return state
+
+
+def is_converted_lora(file: Path, state: Mapping[str, torch.Tensor]) -> bool:
+    """True if a pipeline's loader renamed, split or dropped tensors of a LoRA's file to get this state."""
+    with safe_open(file, framework="pt") as opened:
+        names = set(opened.keys())
+    return names != state.keys() and all(is_lora_tensor(name) for name in names)
 
 
 def missing_names(pipeline_class: Any, file: Path) -> list[str]:
@@ -150,6 +155,9 @@ def _with_base(pipeline: Any, adapter: str | Path, name: str | None = None) -> _
         file = adapter / SAFETENSORS_WEIGHTS_NAME
     if not file.is_file():
         raise DitLoraError(f"no adapter at {file}")
+    # Diffusers reads the config in the header itself, and PEFT matches what it says.
+    with safe_open(file, framework="pt") as opened:
+        config_in(opened.metadata() or {}, file)
     part = read_provenance(file).get("part", "transformer")
     model = getattr(pipeline, part, None)
     if model is None:

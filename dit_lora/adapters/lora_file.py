@@ -6,7 +6,6 @@ are refused by name: a file is read whole or not at all.
 """
 
 import hashlib
-import inspect
 import math
 import re
 from collections import defaultdict
@@ -25,6 +24,8 @@ from torch import nn
 
 from dit_lora.adapters.layer_names import LayerNames, layers_by_spelling
 from dit_lora.adapters.lora_mixins import lora_pipeline_class
+from dit_lora.adapters.patterns import read_peft_config, require_bounded_patterns
+from dit_lora.adapters.published_names import layers_by_published_spelling, split_rows
 from dit_lora.config.lora import FROM_WEIGHT
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.finite import not_finite
@@ -88,16 +89,17 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     tensors, header = _opened(file)
     beside = file.with_name(CONFIG_NAME)
     in_peft_format = file.name == SAFETENSORS_WEIGHTS_NAME and beside.is_file()
-    config = read_json(beside) if in_peft_format else config_in(header, file)
-    names = [name for name, _ in model.named_modules() if name]
-    found = _by_layer(file, tensors, layers_by_spelling(names, comfyui), pipeline_class)
+    config = read_peft_config(beside) if in_peft_format else config_in(header, file)
     of_run = _config_of_checkpoint(file)
+    require_bounded_patterns(of_run, file.with_name(STATE_FILE))
+    sorted_out = _by_layer(file, tensors, model, comfyui, pipeline_class)
+    found = sorted_out.found
     if of_run is not None:
         for name, own in found.items():
             own["alpha"] = torch.tensor(_alpha(name, own, of_run))
     what = f"{file} was trained on another model than this {type(model).__name__}"
-    _require_pairs(file, found)
-    mismatches = [words for name, own in found.items() for words in _misfits(model, name, own)]
+    mismatches = sorted_out.mismatches
+    mismatches += [words for name, own in found.items() for words in _misfits(model, name, own)]
     if mismatches:
         raise DitLoraError(listed(what, mismatches))
     bad = not_finite([(name, tensor) for name, tensor in tensors.items()])
@@ -112,6 +114,11 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
         config = None  # what it says of alpha does not count
     digests = {name: _sha256(path) for name, path in files.items()}
     return LoraFile(file, config, layers, digests)
+
+
+def is_lora_tensor(name: str) -> bool:
+    """True for a name in a file of A, B or alpha of some layer, of whichever model."""
+    return _MATRIX.fullmatch(name) is not None or _ALPHA.fullmatch(name) is not None
 
 
 def _opened(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -141,6 +148,7 @@ def config_in(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:
         raise DitLoraError(f"{file}: its header's {_METADATA} is no JSON: {error}") from error
     prefix = "transformer."
     own = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+    require_bounded_patterns(own, file)
     return own or None
 
 
@@ -172,85 +180,214 @@ def _config_of_checkpoint(file: Path) -> dict[str, Any] | None:
     }
 
 
-Found = dict[str, dict[str, torch.Tensor]]
+Factors = dict[str, torch.Tensor]
+"""A, B and alpha of a layer, as far as the file has them."""
+Found = dict[str, Factors]
+
+
+@dataclass
+class _Sorted:
+    """A file's tensors by layer, and every tensor that is of no layer of the model."""
+
+    found: Found = field(default_factory=dict)
+    """Factors by Diffusers' name of the layer."""
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    """Names from the file, by the reason why they are refused."""
+    mismatches: list[str] = field(default_factory=list)
+
+    def refuse(self, reason: str, name: str) -> None:
+        self.problems.setdefault(reason, []).append(name)
+
+    def refuse_unknown(self, name: str) -> None:
+        if _TEXT_ENCODER_NAME.match(name):
+            self.refuse(_TEXT_ENCODER, name)
+        else:
+            self.refuse(_UNKNOWN, f"{name}: not in the model")
+
+
+_TEXT_ENCODER, _UNKNOWN = "of a text encoder", "not in the model"
+_DUPLICATE, _INCOMPLETE = "there twice", "not whole"
+_REASONS = {
+    _TEXT_ENCODER: "{count} of its layers are of a text encoder, which takes no LoRA here",
+    _UNKNOWN: "{count} of its layers are not in the model",
+    _DUPLICATE: "these layers are in it twice",
+    _INCOMPLETE: "it is not whole: these layers lack a matrix",
+}
+_NO_LORA = "this takes LoRA matrices (lora_A, lora_B) alone; it has"
+_OTHER_TENSORS = (
+    (re.compile(r"\.(dora_scale|lora_magnitude_vector(\.\w+)?|magnitude)(\.|$)"), "DoRA"),
+    (re.compile(r"\.(lokr_|hada_|oft_|boft_)"), "LoKr, LoHa or OFT"),
+    (re.compile(r"\.(diff|diff_b|set_weight)$"), "a full difference"),
+    (re.compile(r"\.lora_mid\."), "a LoCon matrix"),
+    (re.compile(r"\.alpha$"), "an alpha of more than one number"),
+)
+_TEXT_ENCODER_NAME = re.compile(
+    r"(base_model\.model\.)?(text_encoders?[._\d]|te\d*\.|cond_stage_model\.|conditioner\.|"
+    r"lora_(te\d*|text_encoder\w*|clip\w?|t5\w*|llm|gemma\w*|qwen\w*|mistral\w*)_)"
+)
 
 
 def _by_layer(
-    file: Path, tensors: Tensors, layers: Mapping[str, str], pipeline_class: Any
-) -> Found:
-    """Return A, B and alpha by layer. Raises with every tensor that is none of these, or of no layer."""
-    found, unknown, other = _sorted_out(tensors, layers)
-    if other:
-        raise DitLoraError(
-            listed(f"{file}: this takes LoRA matrices (lora_A, lora_B) alone; it has", other)
-        )
-    if unknown:
-        # Forms that join or split layers, as kohya's of FLUX: the pipeline's own loader knows those that it takes.
-        converted = _converted(tensors, pipeline_class)
-        again = _sorted_out(converted, layers) if converted else None
-        if again is None or again[1] or again[2]:
-            raise DitLoraError(
-                listed(f"{file}: {len(unknown)} of its layers are not in the model", unknown)
-            )
-        found = again[0]
-    if not found:
+    file: Path, tensors: Tensors, model: nn.Module, comfyui: LayerNames, pipeline_class: Any
+) -> _Sorted:
+    """Sort A, B and alpha by layer. Raises with every tensor that is none of these, or of no layer."""
+    spelled = _Spelled.of_model(model, comfyui)
+    sorted_out = _sort_out(tensors, spelled)
+    if _UNKNOWN in sorted_out.problems and pipeline_class is not None:
+        # Forms that only the pipeline's own loader knows.
+        converted = _convert(file, tensors, pipeline_class)
+        again = _sort_out(converted, spelled) if converted else None
+        if again is not None and not again.problems:
+            sorted_out = again
+    if sorted_out.problems:
+        raise DitLoraError(_refusal(file, sorted_out.problems))
+    if not sorted_out.found and not sorted_out.mismatches:
         raise DitLoraError(f"{file} has no LoRA matrices of a transformer")
-    return found
+    return sorted_out
 
 
-def _sorted_out(tensors: Tensors, layers: Mapping[str, str]) -> tuple[Found, list[str], list[str]]:
-    """Return what is found by layer, the file's names of layers that are in no model, and what is no part of a LoRA."""
-    found: Found = defaultdict(dict)
-    unknown, other = dict[str, None](), []
+@dataclass(frozen=True)
+class _Spelled:
+    """The names under which a file may have this model's layers."""
+
+    model: nn.Module
+    layers: Mapping[str, str]
+    published: Mapping[str, list[str]]
+
+    @classmethod
+    def of_model(cls, model: nn.Module, comfyui: LayerNames) -> "_Spelled":
+        names = [name for name, _ in model.named_modules() if name]
+        published = layers_by_published_spelling(model, names)
+        return cls(model, layers_by_spelling(names, comfyui), published)
+
+
+def _sort_out(tensors: Tensors, spelled: _Spelled) -> _Sorted:
+    sorted_out = _Sorted()
+    for name, factors in _group(tensors, sorted_out).items():
+        layers = [spelled.layers[name]] if name in spelled.layers else spelled.published.get(name)
+        lone = [f"no lora_{part}" for part in "AB" if part not in factors]
+        if layers is None:
+            sorted_out.refuse_unknown(name)
+        elif twice := [layer for layer in layers if layer in sorted_out.found]:
+            sorted_out.refuse(_DUPLICATE, f"{name}: a second one of {', '.join(twice)}")
+        elif lone:
+            alone = ", its alpha is alone" if len(lone) == 2 else ""
+            sorted_out.refuse(_INCOMPLETE, f"{', '.join(layers)}: {' and '.join(lone)}{alone}")
+        elif name in spelled.layers:
+            sorted_out.found[layers[0]] = factors
+        else:
+            _add_published(sorted_out, spelled.model, name, layers, factors)
+    return sorted_out
+
+
+def _add_published(
+    sorted_out: _Sorted, model: nn.Module, name: str, layers: list[str], factors: Factors
+) -> None:
+    """Add the parts of a published model's layer: they share A and alpha, and each has its rows of B."""
+    sizes = [_weight_size(model, layer) for layer in layers]
+    rows = [size[0] if size else 0 for size in sizes]
+    if len(factors["B"]) != sum(rows):
+        words = f"made for {len(factors['B'])} outputs, the model's {', '.join(layers)} have {sum(rows)}"
+        sorted_out.mismatches.append(f"{name}.lora_B.weight: {words}")
+        return
+    parts = split_rows(model, layers, factors["B"], rows)
+    for layer, b in zip(layers, parts, strict=True):
+        sorted_out.found[layer] = {**factors, "B": b}
+
+
+def _group(tensors: Tensors, sorted_out: _Sorted) -> Found:
+    """Group a file's tensors by its own names of layers, and refuse those that are no part of a LoRA."""
+    groups: Found = defaultdict(dict)
     for key, tensor in tensors.items():
         matrix, alpha = _MATRIX.fullmatch(key), _ALPHA.fullmatch(key)
-        named = matrix or alpha
-        if named is None or (matrix is None and tensor.numel() != 1):
-            other.append(key)
+        if matrix is not None:
+            name, part = matrix[1], "A" if matrix[2] in _IS_A else "B"
+        elif alpha is not None and tensor.numel() == 1:
+            name, part = alpha[1], "alpha"
+        else:
+            is_text = _TEXT_ENCODER_NAME.match(key)
+            kind = next((words for form, words in _OTHER_TENSORS if form.search(key)), "")
+            said = f"{key}: {kind}" if kind else key
+            sorted_out.refuse(*((_TEXT_ENCODER, key) if is_text else (_NO_LORA, said)))
             continue
-        layer = layers.get(named[1])
-        if layer is None:
-            unknown[f"{named[1]}: not in the model"] = None
-            continue
-        part = "alpha" if matrix is None else "A" if matrix[2] in _IS_A else "B"
-        if part in found[layer]:
-            other.append(f"{key}: a second one of {layer}")
-        found[layer][part] = tensor
-    return found, list(unknown), other
+        if part in groups[name]:
+            sorted_out.refuse(_DUPLICATE, f"{key}: a second lora_{part} of {name}")
+        groups[name][part] = tensor
+    return groups
 
 
-def _converted(tensors: Tensors, pipeline_class: Any) -> dict[str, torch.Tensor] | None:
-    """Return the tensors under Diffusers' names with alpha as tensors, as the pipeline reads them; None if it does not."""
-    read = lora_pipeline_class(pipeline_class).lora_state_dict
-    wants_alphas = "return_alphas" in inspect.signature(read).parameters
+def _refusal(file: Path, problems: Mapping[str, list[str]]) -> str:
+    """Say in one line why a file is refused, and list the names that are the reason and no others."""
+    reasons = [
+        _REASONS.get(reason, reason).format(count=len(names)) for reason, names in problems.items()
+    ]
+    return listed(
+        f"{file}: {'; '.join(reasons)}", [name for names in problems.values() for name in names]
+    )
+
+
+def _convert(file: Path, tensors: Tensors, pipeline_class: Any) -> dict[str, torch.Tensor] | None:
+    """Convert a file with the pipeline's own loader; None if it does not know the form.
+
+    Diffusers' converters drop some tensors without a word, and some alphas. So alpha goes into B before, and a
+    backward through the conversion finds every tensor that has no part in the result. Raises `DitLoraError` with these.
+    """
+    folded = _fold_alphas(tensors)
+    if folded is None:
+        return None
+    leaves = {name: tensor.detach().float().requires_grad_() for name, tensor in folded.items()}
     try:
-        state = read(dict(tensors), **({"return_alphas": True} if wants_alphas else {}))
+        with torch.enable_grad():
+            state = lora_pipeline_class(pipeline_class).lora_state_dict(dict(leaves))
+            state = state[0] if isinstance(state, tuple) else state
+            reached = [tensor.sum() for tensor in state.values() if tensor.requires_grad]
+            if not reached:
+                return None
+            gradients = torch.autograd.grad(
+                torch.stack(reached).sum(), list(leaves.values()), allow_unused=True
+            )
     except OF_CONVERTERS:
         return None
-    state, alphas = state if isinstance(state, tuple) else (state, None)
-    return {**state, **{key: torch.as_tensor(one) for key, one in (alphas or {}).items()}}
+    dropped = [name for name, grad in zip(leaves, gradients, strict=True) if grad is None]
+    if dropped:
+        what = f"{file}: {pipeline_class.__name__} takes the others of its tensors and would drop these"
+        raise DitLoraError(listed(what, dropped))
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
-def _require_pairs(file: Path, found: Found) -> None:
-    lone = [
-        f"{name}: no {' and no '.join(f'lora_{part}' for part in 'AB' if part not in own)}"
-        for name, own in found.items()
-        if not {"A", "B"} <= own.keys()
-    ]
-    if lone:
-        raise DitLoraError(listed(f"{file} is not whole: these layers lack a matrix", lone))
+def _fold_alphas(tensors: Tensors) -> dict[str, torch.Tensor] | None:
+    """Multiply alpha over rank into B; None where a tensor is no LoRA matrix or an alpha has no factors."""
+    unsorted = _Sorted()
+    groups = _group(tensors, unsorted)
+    if unsorted.problems or any(not {"A", "B"} <= factors.keys() for factors in groups.values()):
+        return None
+    folded = {}
+    for key, tensor in tensors.items():
+        matrix = _MATRIX.fullmatch(key)
+        if matrix is None:
+            continue
+        factors = groups[matrix[1]]
+        scale = 1.0
+        if matrix[2] not in _IS_A and "alpha" in factors:
+            scale = float(factors["alpha"].item()) / len(factors["A"])
+        folded[key] = tensor * scale
+    return folded
 
 
-def _misfits(model: nn.Module, layer: str, own: Mapping[str, torch.Tensor]) -> list[str]:
-    """Say which of a layer's matrices are not of the sides that its weight and the other one have."""
+def _weight_size(model: nn.Module, layer: str) -> list[int] | None:
+    """Size of a layer's weight, (outputs, inputs, ...); None if it is no linear layer and no 2D convolution."""
     module = model.get_submodule(layer)
     if isinstance(module, BaseTunerLayer):  # of a model that has another adapter
         module = module.get_base_layer()
     if isinstance(module, nn.Linear):
-        size = [module.out_features, module.in_features]  # a quantised weight has other sides
-    elif isinstance(module, nn.Conv2d):
-        size = list(module.weight.shape)
-    else:
+        return [module.out_features, module.in_features]  # a quantised weight has other sides
+    return list(module.weight.shape) if isinstance(module, nn.Conv2d) else None
+
+
+def _misfits(model: nn.Module, layer: str, own: Mapping[str, torch.Tensor]) -> list[str]:
+    """Say which of a layer's matrices are not of the sides that its weight and the other one have."""
+    size = _weight_size(model, layer)
+    if size is None:
         return [f"{layer}: no linear layer and no 2D convolution"]
     a, b = own["A"], own["B"]
     misfits = []

@@ -25,6 +25,7 @@ from dit_lora.adapters.diffusers_format import (
     unstage,
 )
 from dit_lora.adapters.kinds import DROPOUTS
+from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.adapters.start import saved_config, saved_state
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.numerics.adapter_tensors import is_adapter
@@ -134,6 +135,7 @@ def _peft_config(model: Any, provenance: Mapping[str, Any]) -> peft.PeftConfig:
 
 
 def _add_adapter(model: PreTrainedModel, folder: Path) -> None:
+    read_peft_config(folder / CONFIG_NAME)
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
         model.add_adapter(config, adapter_name=ADAPTER_NAME)

@@ -21,12 +21,12 @@ from dit_lora.adapters.diffusers_format import (
 from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS, config_of, kind_of
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE, config_in, tensors_in
+from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.numerics.adapter_tensors import is_adapter, layer_of
-from dit_lora.parsing import read_json
 from dit_lora.results.export.hollow import mark_trained, put_weights, read_weights, state_of
 from dit_lora.results.tensor_file import header_of
 
@@ -141,7 +141,7 @@ def _config(file: Path) -> Config | None:
         recipe = file.absolute().parents[2] / "config.yaml"
         lora = load_recipe(recipe).lora if recipe.is_file() else None
         return config_of(lora, []).to_dict() if lora and lora.kind != "lora" else None
-    return read_json(beside) if beside.is_file() else config_in(header_of(file), file)
+    return read_peft_config(beside) if beside.is_file() else config_in(header_of(file), file)
 
 
 def _peft_config(config: Config, layers: list[str]) -> peft.PeftConfig:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dit_lora.adapters.diffusers_format import BASE_FILE
+from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.environment.pretrained import load_pretrained
@@ -73,6 +74,7 @@ class ChatStock(ReferenceModel):
             if unexpected:
                 raise ValueError(f"the model has no {', '.join(unexpected)}")
         if config.is_file():
+            read_peft_config(config)
             device = next(model.parameters()).device.type
             lazy = device == "meta"  # to which no file is read
             PeftModel.from_pretrained(

@@ -9,6 +9,7 @@ import torch
 from peft.utils.other import get_pattern_key
 
 from dit_lora.adapters.kinds import alpha_of, kind_of, scaling_of
+from dit_lora.adapters.patterns import require_bounded_patterns
 from dit_lora.adapters.update_norms import EXTREME, STRONG, LoadedLayer, ModuleUpdate
 from dit_lora.errors import listed
 from dit_lora.numerics.adapter_tensors import layer_of
@@ -245,6 +246,7 @@ def _as_trained(
         problems.append(
             f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained"
         )
+    require_bounded_patterns({key: made.get(key) for key in PATTERNS}, "the adapter's header")
     ranks, alphas = (made.get(key) or {} for key in PATTERNS)
     off = set()
     for name, layer in layers.items():

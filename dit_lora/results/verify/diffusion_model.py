@@ -6,15 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from dit_lora.adapters.load import load_as_stock, missing_names, stock_state
-from dit_lora.adapters.lora_file import OF_CONVERTERS
+from dit_lora.adapters.layer_names import UNKNOWN, LayerNames
+from dit_lora.adapters.load import (
+    in_peft_format,
+    is_converted_lora,
+    load_as_stock,
+    missing_names,
+    stock_state,
+)
+from dit_lora.adapters.lora_file import OF_CONVERTERS, StoredLayer, read_lora
 from dit_lora.adapters.lora_mixins import over_narrow_layers
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.loss_mask import LOSS_MASK
 from dit_lora.families.opening import read_component_config
@@ -22,6 +31,7 @@ from dit_lora.numerics.streams import Streams, generator
 from dit_lora.results.verify.reference_model import Inputs, ReferenceModel
 
 _SIDE = 4  # patches of height and of width that made-up latents have, where the model takes so few
+_ROUNDING = 0.02  # relative difference of an update that rounding its matrices to bf16 can make
 _COMPUTE = "compute"  # in place of a dtype: the one that the model computes in
 
 
@@ -84,7 +94,29 @@ class DiffusionStock(ReferenceModel):
         Raises what Diffusers, PEFT and PyTorch raise for files that do not fit.
         """
         load_as_stock(over_narrow_layers(self._pipeline(model)), file)
+        self._require_whole(model, file)
         return model
+
+    def _require_whole(self, model: nn.Module, file: Path) -> None:
+        """Raise `DitLoraError` with the layers that the stock loader drops, or scales differently than the file.
+
+        Its converters know not every layer of other programs' forms, and not every alpha.
+        """
+        pipeline_class = self.checkpoint.pipeline_class
+        if in_peft_format(file) or not is_converted_lora(file, stock_state(pipeline_class, file)):
+            return
+        layers = read_lora(file, model, _layer_names(self.name), pipeline_class).layers
+        problems = [
+            problem for name, layer in layers.items() if (problem := _differs(model, name, layer))
+        ]
+        if problems:
+            remedy = f"dit-lora export {file} --to diffusers --out OUT writes what it takes"
+            raise DitLoraError(
+                listed(
+                    f"{self.name} does not load these layers as the file has them; {remedy}",
+                    problems,
+                )
+            )
 
     def stored(self, file: Path) -> dict[str, torch.Tensor]:
         """Return the adapter's tensors by the names that a loaded one has, as Diffusers reads the file.
@@ -119,6 +151,36 @@ class DiffusionStock(ReferenceModel):
             if isinstance(value, dict):  # names of classes: JSON's keys are text
                 components[name] = {int(row): label for row, label in value.items()}
         return load_pretrained(self.checkpoint.pipeline_class, self.checkpoint.path, **components)
+
+
+def _layer_names(pipeline: str) -> LayerNames:
+    families = (get_family(name) for name in DIFFUSION_FAMILIES)
+    return next((f.comfyui for f in families if pipeline in f.pipeline_names), UNKNOWN)
+
+
+def _differs(model: nn.Module, name: str, stored: StoredLayer) -> str | None:
+    """Say how a loaded layer's update differs from that of the file; None if it does not."""
+    layer: Any = model.get_submodule(name)
+    if not isinstance(layer, LoraLayer):
+        return f"{name}: dropped"
+    adapter = next(iter(layer.scaling))
+    a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    if a.is_meta or b.is_meta:
+        return None
+    # The updates' images of one random vector are compared: the products themselves may be large.
+    side = torch.randn(
+        stored.a.flatten(1).shape[1], 1, generator=generator(0, "update_probe"), dtype=torch.float64
+    )
+    expected, found = (
+        scale * (up.flatten(1).double().cpu() @ (down.flatten(1).double().cpu() @ side))
+        for scale, up, down in (
+            (stored.alpha / stored.rank, stored.b, stored.a),
+            (layer.scaling[adapter], b.detach(), a.detach()),
+        )
+    )
+    gap = (found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    # A base in bf16 rounds each matrix to 2^-8.
+    return f"{name}: differs by {gap:.0%}" if gap > _ROUNDING else None
 
 
 def _shrunk(spec: Spec, shape: VideoShape, small: VideoShape) -> Spec:

@@ -20,6 +20,7 @@ from torch import nn
 
 from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.adapters.kinds import kind_of
+from dit_lora.adapters.patterns import read_peft_config, require_bounded_patterns
 from dit_lora.adapters.update_norms import (
     LoadedLayer,
     ModuleUpdate,
@@ -32,7 +33,7 @@ from dit_lora.adapters.update_norms import (
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.adapter_tensors import is_adapter
 from dit_lora.numerics.finite import not_finite
-from dit_lora.parsing import parse_json, read_json
+from dit_lora.parsing import parse_json
 from dit_lora.results.tensor_file import header_of, tensors_of
 from dit_lora.results.verify.checks import Check, effect, finite, keys, scale
 from dit_lora.results.verify.output import NOT_RECORDED, WRONG, compare_output
@@ -134,12 +135,13 @@ class Result:
         # PEFT's folder has its config beside the weights, Diffusers' file in the header.
         beside = self.file.with_name(peft.utils.CONFIG_NAME)
         if beside.is_file():
-            return read_json(beside)
+            return read_peft_config(beside)
         text = header_of(self.file).get("lora_adapter_metadata")
         stored = parse_json(text) if text else {}
         adapter_config = {
             name.removeprefix("transformer."): value for name, value in stored.items()
         }
+        require_bounded_patterns(adapter_config, self.file)
         return adapter_config or None
 
     def output(self, model: nn.Module, dtype: torch.dtype) -> Check:

@@ -300,19 +300,23 @@ def test_kohyas_joined_layers_come_apart_where_the_pipeline_knows_how(tmp_path: 
     assert_same(deltas(model), expected)
 
 
-def test_joined_layers_of_sides_that_no_converter_knows_are_refused_by_name(
+def test_joined_layers_come_apart_at_the_models_own_widths(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Diffusers' converter has the published widths of FLUX's single blocks written into it, and asserts them."""
+    """Diffusers' converter has the published widths of FLUX's single blocks written into it."""
     checkpoint = get_family("flux").open(
         ModelConfig(family="flux", path=str(tiny_checkpoints["flux-dev"]))
     )
     model, key = checkpoint.load_transformer(torch.float32), "lora_unet_single_blocks_0_linear1"
-    down, up = torch.randn(3, 32), torch.randn(224, 3)
-    tensors = {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
-    save_file(tensors, tmp_path / "flux.safetensors")
-    with pytest.raises(DitLoraError, match="lora_unet_single_blocks_0_linear1: not in the model"):
-        read_lora(tmp_path / "flux.safetensors", model, UNKNOWN, FluxPipeline)
+    for rows in (224, 225):
+        down, up = torch.randn(3, 32), torch.randn(rows, 3)
+        tensors = {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
+        save_file(tensors, tmp_path / "flux.safetensors")
+        if rows == 224:
+            read_lora(tmp_path / "flux.safetensors", model, UNKNOWN, FluxPipeline)
+            continue
+        with pytest.raises(DitLoraError, match=f"{key}.lora_B.weight: made for 225 outputs"):
+            read_lora(tmp_path / "flux.safetensors", model, UNKNOWN, FluxPipeline)
 
 
 def refusal(one: Trained, tensors: dict[str, torch.Tensor], metadata: Any = None) -> str:
@@ -360,6 +364,65 @@ def test_other_shapes_and_other_kinds_of_tensors_are_refused(make: Make) -> None
     said = refusal(one, {**tensors, f"{twice}.lora_down.weight": torch.ones(4, 64)})
     assert "a second one of transformer_blocks.0.attn1.to_q" in said
     assert "has no LoRA matrices" in refusal(one, {})
+
+
+def test_a_refusal_lists_what_is_the_reason_and_no_sound_layer(make: Make) -> None:
+    one = make()
+    tensors, layer = load_file(one.folder / ADAPTER_FILE), "transformer_blocks.0.ff.net.2"
+    for name in ("lora_te1_text_model_0_mlp", "text_encoders.gemma.model.layers.0.q_proj"):
+        both = {f"{name}.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
+        said = refusal(one, {**tensors, **both})
+        assert said.endswith(
+            f"1 of its layers are of a text encoder, which takes no LoRA here\n  - {name}"
+        )
+    said = refusal(one, {**tensors, f"{layer}.alpha": torch.tensor(4.0)})
+    assert said.endswith(f"\n  - {layer}: no lora_A and no lora_B, its alpha is alone")
+    said = refusal(one, {**tensors, f"{layer}.diff": torch.ones(4, 4)})
+    assert said.endswith(f"(lora_A, lora_B) alone; it has\n  - {layer}.diff: a full difference")
+
+
+def test_prefixes_may_differ_within_a_file(make: Make, tmp_path: Path) -> None:
+    one = make()
+    tensors = load_file(one.folder / ADAPTER_FILE)
+    mixed = {
+        name.replace("transformer.", "model.diffusion_model.", 1)
+        if "_blocks.1." in name
+        else name: t
+        for name, t in tensors.items()
+    }
+    save_file(mixed, tmp_path / "mixed.safetensors")
+    assert len(read(one, tmp_path / "mixed.safetensors").layers) == 8
+
+
+def test_a_converter_that_drops_tensors_is_found_out(make: Make) -> None:
+    """XLabs' form, which only Diffusers' converter knows, and one that keeps the first layer it sees."""
+
+    class Dropping:
+        @staticmethod
+        def save_lora_weights() -> None: ...
+
+        @staticmethod
+        def lora_state_dict(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            kept = {n: t for n, t in state.items() if "_blocks_0" in n}
+            return {
+                f"transformer_blocks.0.attn1.to_q.lora_{'A' if 'down' in n else 'B'}.weight": 1 * t
+                for n, t in kept.items()
+            }
+
+    one = make()
+    factors = {"lora_down": torch.randn(4, 64), "lora_up": torch.randn(64, 4)}
+    file = one.folder.parent / "strange.safetensors"
+    tensors = {f"x_blocks_0.{part}.weight": t for part, t in factors.items()}
+    save_file(tensors | {"x_blocks_0.alpha": torch.tensor(8.0)}, file)
+    stored = read_lora(file, fresh(one), UNKNOWN, Dropping).layers[
+        "transformer_blocks.0.attn1.to_q"
+    ]
+    found = stored.alpha / stored.rank * stored.b @ stored.a
+    torch.testing.assert_close(found, 2 * factors["lora_up"] @ factors["lora_down"])
+    more = {f"x_blocks_1.{part}.weight": t.clone() for part, t in factors.items()}
+    save_file(tensors | more, file)
+    with pytest.raises(DitLoraError, match=r"would drop these\n  - x_blocks_1\.lora_down"):
+        read_lora(file, fresh(one), UNKNOWN, Dropping)
 
 
 def test_a_recipes_own_rank_alpha_or_targets_must_be_the_files(make: Make) -> None:

@@ -1,0 +1,127 @@
+"""Bounds on the regular expressions in an adapter's config, which PEFT matches against every layer's name.
+
+A file that somebody else wrote may hold an expression that backtracks for years, such as `(a+)+$`. An expression is
+accepted if the number of ways to match it is bounded: repeats of single characters, each repeat at most as often as a
+layer's name is long, and no repeat around another one.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dit_lora.errors import DitLoraError
+from dit_lora.parsing import read_json
+
+MAX_WAYS = 100_000
+"""Upper bound of the ways to match one expression against one name. Two `.*` have 4,096, three 262,144."""
+MAX_PATTERNS = 5_000
+"""Two for every layer of the largest model here are about 3,000."""
+MAX_PATTERN_CHARACTERS = 200_000
+"""A list of every layer of a large model, joined into one expression, has about 50,000."""
+_MAX_NAME = 64  # characters of a layer's name that an unbounded repeat can run over
+_MAX_SHOWN = 60
+_ONE_CHARACTER = {"LITERAL", "NOT_LITERAL", "IN", "ANY"}
+_REPEATS = {"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"}
+# `re.compile` parses with this module; it has no public name.
+_PARSER: Any = re._parser  # type: ignore[attr-defined]
+
+
+def require_bounded_patterns(config: Mapping[str, Any] | None, source: object) -> None:
+    """Raise `DitLoraError` in one line if an expression in PEFT's config cannot be matched in bounded time.
+
+    Args:
+        config: PEFT's config as a file holds it, or a provenance with the same keys; None is accepted.
+        source: The file, for the message.
+    """
+    patterns = list(_patterns_in(config or {}))
+    if len(patterns) > MAX_PATTERNS:
+        raise DitLoraError(
+            f"{source}: its config has {len(patterns):,} patterns, more than {MAX_PATTERNS:,}"
+        )
+    for option, pattern in patterns:
+        reason = unbounded_reason(pattern)
+        if reason:
+            shown = pattern if len(pattern) <= _MAX_SHOWN else f"{pattern[:_MAX_SHOWN]}..."
+            raise DitLoraError(f"{source}: {option} holds {shown!r}, which {reason}")
+
+
+def read_peft_config(file: Path) -> dict[str, Any]:
+    """Read PEFT's config from its own file, and refuse expressions in it that cannot be matched in bounded time."""
+    config: dict[str, Any] = read_json(file)
+    require_bounded_patterns(config, file)
+    return config
+
+
+def unbounded_reason(pattern: str) -> str | None:
+    """Say why a regular expression is refused; None if it can be matched in bounded time."""
+    if len(pattern) > MAX_PATTERN_CHARACTERS:
+        return f"has {len(pattern):,} characters, more than {MAX_PATTERN_CHARACTERS:,}"
+    try:
+        ways = _count_ways(_PARSER.parse(pattern))
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"is no regular expression: {error}"
+    except _UnboundedError as error:
+        return str(error)
+    if ways > MAX_WAYS:
+        return "could match in too many ways; name the layers, or use at most two `.*`"
+    return None
+
+
+class _UnboundedError(Exception):
+    """An expression whose ways to match are not counted."""
+
+
+def _patterns_in(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the expressions of a config: lists of targets hold the ends of names, which are compared as text."""
+    for option in ("target_modules", "exclude_modules"):
+        if isinstance(config.get(option), str):
+            yield option, config[option]
+    layers_pattern = config.get("layers_pattern")
+    for pattern in [layers_pattern] if isinstance(layers_pattern, str) else layers_pattern or ():
+        yield "layers_pattern", str(pattern)
+    for option in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(option) or {}
+        if not isinstance(patterns, Mapping):
+            raise DitLoraError(f"{option} of the adapter's config is no mapping of layers")
+        for pattern in patterns:
+            yield option, pattern
+
+
+def _count_ways(items: Iterable[tuple[Any, Any]]) -> int:
+    """Upper bound of the ways in which a sequence of parsed items matches: the product over its items."""
+    ways, looked_ahead = 1, 0
+    for operation, argument in items:
+        if str(operation) in ("ASSERT", "ASSERT_NOT"):
+            # It is matched once for each way that leads to it, and adds none to what follows.
+            looked_ahead += ways * _count_ways(argument[1])
+        else:
+            ways *= _count_item_ways(str(operation), argument)
+        if ways + looked_ahead > MAX_WAYS:  # before the product grows without bound
+            break
+    return ways + looked_ahead
+
+
+def _count_item_ways(operation: str, argument: Any) -> int:
+    if operation in _ONE_CHARACTER or operation == "AT":
+        return 1
+    if operation == "SUBPATTERN":
+        return _count_ways(argument[-1])
+    if operation == "ATOMIC_GROUP":
+        return _count_ways(argument)
+    if operation == "BRANCH":
+        return sum(_count_ways(branch) for branch in argument[1])
+    if operation in _REPEATS:
+        return _count_repeat_ways(*argument)
+    raise _UnboundedError("uses a back-reference or a condition; write it without")
+
+
+def _count_repeat_ways(least: int, most: int, repeated: Any) -> int:
+    if most <= 1:
+        return 1 + _count_ways(repeated)
+    parts = [str(operation) for operation, _ in repeated]
+    if len(parts) != 1 or parts[0] not in _ONE_CHARACTER:
+        raise _UnboundedError(
+            "repeats a group, which can take years to match; repeat single characters only"
+        )
+    return 1 + min(most, _MAX_NAME) - min(least, _MAX_NAME)

@@ -1,0 +1,200 @@
+"""Layer names of the published models, where these join layers that Diffusers keeps apart or reorder their rows.
+
+The keys are the published names, and `*` is a block's number. Each value lists Diffusers' layers in the order of their
+output rows: a single layer is a rename, several are one joined layer. Sources: Comfy-Org/ComfyUI comfy/utils.py
+(`flux_to_diffusers`, `mmdit_to_diffusers`, `z_image_to_diffusers`) and diffusers loaders/single_file_utils.py.
+
+A published adaptive norm before an output (`final_layer.adaLN_modulation.1`) has shift before scale. Diffusers'
+`AdaLayerNormContinuous` has scale before shift, so the halves of B change places.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from diffusers.models.normalization import AdaLayerNormContinuous
+from torch import nn
+
+from dit_lora.adapters.layer_names import file_spellings, split_block_number
+
+Names = Mapping[str, tuple[str, ...]]
+
+
+def _joined(published: str, block: str, layers: str) -> dict[str, tuple[str, ...]]:
+    return {published: tuple(f"{block}.{layer}" for layer in layers.split())}
+
+
+def _renamed(prefix: str, block: str, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    return {f"{prefix}{theirs}": (f"{block}{ours}",) for theirs, ours in names.items()}
+
+
+_FLUX_BLOCK = "transformer_blocks.*"
+_FLUX_ATTENTION: Names = {
+    **_joined("double_blocks.*.img_attn.qkv", f"{_FLUX_BLOCK}.attn", "to_q to_k to_v"),
+    **_joined(
+        "double_blocks.*.txt_attn.qkv", f"{_FLUX_BLOCK}.attn", "add_q_proj add_k_proj add_v_proj"
+    ),
+    "double_blocks.*.img_attn.proj": (f"{_FLUX_BLOCK}.attn.to_out.0",),
+    "double_blocks.*.txt_attn.proj": (f"{_FLUX_BLOCK}.attn.to_add_out",),
+}
+_FLUX_ENDS: Names = {
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}
+
+
+def _flux_embedders(module: str, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    return {
+        f"{theirs}.{layer}": (f"{module}.{ours}.linear_{number}",)
+        for theirs, ours in names.items()
+        for number, layer in ((1, "in_layer"), (2, "out_layer"))
+    }
+
+
+_FLUX: Names = {
+    **_FLUX_ATTENTION,
+    **_FLUX_ENDS,
+    **_renamed(
+        "double_blocks.*.",
+        f"{_FLUX_BLOCK}.",
+        {
+            "img_mlp.0": "ff.net.0.proj",
+            "img_mlp.2": "ff.net.2",
+            "txt_mlp.0": "ff_context.net.0.proj",
+            "txt_mlp.2": "ff_context.net.2",
+            "img_mod.lin": "norm1.linear",
+            "txt_mod.lin": "norm1_context.linear",
+        },
+    ),
+    **_joined(
+        "single_blocks.*.linear1",
+        "single_transformer_blocks.*",
+        "attn.to_q attn.to_k attn.to_v proj_mlp",
+    ),
+    **_renamed(
+        "single_blocks.*.",
+        "single_transformer_blocks.*.",
+        {"linear2": "proj_out", "modulation.lin": "norm.linear"},
+    ),
+    **_flux_embedders(
+        "time_text_embed",
+        {
+            "time_in": "timestep_embedder",
+            "vector_in": "text_embedder",
+            "guidance_in": "guidance_embedder",
+        },
+    ),
+}
+_FLUX2: Names = {
+    **_FLUX_ATTENTION,
+    **_FLUX_ENDS,
+    **_renamed(
+        "double_blocks.*.",
+        f"{_FLUX_BLOCK}.",
+        {
+            "img_mlp.0": "ff.linear_in",
+            "img_mlp.2": "ff.linear_out",
+            "txt_mlp.0": "ff_context.linear_in",
+            "txt_mlp.2": "ff_context.linear_out",
+        },
+    ),
+    **_renamed(
+        "single_blocks.*.",
+        "single_transformer_blocks.*.attn.",
+        {"linear1": "to_qkv_mlp_proj", "linear2": "to_out"},
+    ),
+    "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
+    "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
+    "single_stream_modulation.lin": ("single_stream_modulation.linear",),
+    **_flux_embedders(
+        "time_guidance_embed", {"time_in": "timestep_embedder", "guidance_in": "guidance_embedder"}
+    ),
+}
+_SD3_BLOCK = "transformer_blocks.*"
+_SD3: Names = {
+    **_joined("joint_blocks.*.x_block.attn.qkv", f"{_SD3_BLOCK}.attn", "to_q to_k to_v"),
+    **_joined("joint_blocks.*.x_block.attn2.qkv", f"{_SD3_BLOCK}.attn2", "to_q to_k to_v"),
+    **_joined(
+        "joint_blocks.*.context_block.attn.qkv",
+        f"{_SD3_BLOCK}.attn",
+        "add_q_proj add_k_proj add_v_proj",
+    ),
+    **_renamed(
+        "joint_blocks.*.",
+        f"{_SD3_BLOCK}.",
+        {
+            "x_block.attn.proj": "attn.to_out.0",
+            "x_block.attn2.proj": "attn2.to_out.0",
+            "x_block.mlp.fc1": "ff.net.0.proj",
+            "x_block.mlp.fc2": "ff.net.2",
+            "x_block.adaLN_modulation.1": "norm1.linear",
+            "context_block.attn.proj": "attn.to_add_out",
+            "context_block.mlp.fc1": "ff_context.net.0.proj",
+            "context_block.mlp.fc2": "ff_context.net.2",
+            "context_block.adaLN_modulation.1": "norm1_context.linear",
+        },
+    ),
+    "x_embedder.proj": ("pos_embed.proj",),
+    "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
+    "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
+    "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
+    "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}
+_Z_IMAGE_BLOCKS = ("layers.*", "noise_refiner.*", "context_refiner.*")
+_Z_IMAGE: Names = {
+    **{
+        f"{block}.attention.qkv": tuple(f"{block}.attention.to_{part}" for part in "qkv")
+        for block in _Z_IMAGE_BLOCKS
+    },
+    **{f"{block}.attention.out": (f"{block}.attention.to_out.0",) for block in _Z_IMAGE_BLOCKS},
+    "x_embedder": ("all_x_embedder.2-1",),
+    "final_layer.linear": ("all_final_layer.2-1.linear",),
+    "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
+}
+# By the class of the transformer.
+PUBLISHED_NAMES: Mapping[str, Names] = {
+    "FluxTransformer2DModel": _FLUX,
+    "Flux2Transformer2DModel": _FLUX2,
+    "SD3Transformer2DModel": _SD3,
+    "ZImageTransformer2DModel": _Z_IMAGE,
+}
+
+
+def layers_by_published_spelling(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
+    """Map every spelling of a published layer to Diffusers' layers of this model, in the order of output rows."""
+    known = set(names)
+    numbers: dict[str, list[str]] = defaultdict(list)
+    for name in known:
+        pattern, number = split_block_number(name)
+        numbers[pattern].append(number)
+    found = {}
+    for published, patterns in PUBLISHED_NAMES.get(type(model).__name__, {}).items():
+        for number in numbers[patterns[0]]:
+            layers = [pattern.replace("*", number) for pattern in patterns]
+            if known.issuperset(layers):
+                for spelling in file_spellings(published.replace("*", number)):
+                    found[spelling] = layers
+    return found
+
+
+def split_rows(
+    model: nn.Module, layers: list[str], b: torch.Tensor, sizes: list[int]
+) -> list[torch.Tensor]:
+    """Split B of a published layer into B of each of Diffusers' layers, in their row order."""
+    return [
+        _swap_halves(part) if _has_swapped_halves(model, layer) else part
+        for layer, part in zip(layers, b.split(sizes), strict=True)
+    ]
+
+
+def _has_swapped_halves(model: nn.Module, layer: str) -> bool:
+    return isinstance(model.get_submodule(layer.rpartition(".")[0]), AdaLayerNormContinuous)
+
+
+def _swap_halves(b: torch.Tensor) -> torch.Tensor:
+    shift, scale = b.chunk(2)
+    return torch.cat([scale, shift])
