@@ -262,13 +262,13 @@ class _Spelled:
 
 
 def _sort_out(tensors: Tensors, spelled: _Spelled) -> _Sorted:
-    sorted_out = _Sorted()
+    sorted_out, seen = _Sorted(), set[str]()
     for name, factors in _group(tensors, sorted_out).items():
         layers = [spelled.layers[name]] if name in spelled.layers else spelled.published.get(name)
         lone = [f"no lora_{part}" for part in "AB" if part not in factors]
         if layers is None:
             sorted_out.refuse_unknown(name)
-        elif twice := [layer for layer in layers if layer in sorted_out.found]:
+        elif twice := [layer for layer in layers if layer in seen]:
             sorted_out.refuse(_DUPLICATE, f"{name}: a second one of {', '.join(twice)}")
         elif lone:
             alone = ", its alpha is alone" if len(lone) == 2 else ""
@@ -277,6 +277,7 @@ def _sort_out(tensors: Tensors, spelled: _Spelled) -> _Sorted:
             sorted_out.found[layers[0]] = factors
         else:
             _add_published(sorted_out, spelled.model, name, layers, factors)
+        seen.update(layers or ())
     return sorted_out
 
 

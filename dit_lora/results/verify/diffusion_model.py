@@ -161,7 +161,8 @@ def _layer_names(pipeline: str) -> LayerNames:
 def _differs(model: nn.Module, name: str, stored: StoredLayer) -> str | None:
     """Say how a loaded layer's update differs from that of the file; None if it does not."""
     layer: Any = model.get_submodule(name)
-    if not isinstance(layer, LoraLayer):
+    is_loaded = isinstance(layer, LoraLayer)
+    if not is_loaded:
         return f"{name}: dropped"
     adapter = next(iter(layer.scaling))
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight

@@ -242,7 +242,7 @@ def _refusal(result: Result, fresh: nn.Module) -> Check | None:
         hint = f" (it was trained on {trained_on})" if trained_on else ""
         first, *others = (str(error).strip() or type(error).__name__).splitlines()
         words = f"{result.stock.name} refuses the file on this base{hint}: {first.strip()}"
-        return Check(False, listed(words, [line.strip() for line in others]))
+        return Check(False, listed(words, [line.strip().removeprefix("- ") for line in others]))
     return None
 
 

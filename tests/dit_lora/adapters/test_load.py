@@ -76,6 +76,31 @@ def test_verify_says_all_that_the_stock_loader_misses(wan: Trained, tmp_path: Pa
     assert "dit-lora export" in said.output
 
 
+def test_verify_names_layers_that_the_stock_loader_drops(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Diffusers' converter of kohya's FLUX files gives the layers around the blocks names that its loader passes over."""
+    base = tiny_checkpoints["flux-dev"]
+    targets = ("proj_out", "x_embedder")
+    one = trained("flux", base, tmp_path / "run", targets=targets)
+    tensors = {}
+    for name, key in (("proj_out", "final_layer_linear"), ("x_embedder", "img_in")):
+        (term,) = updates_of(one.model)[name]
+        tensors[f"lora_unet_{key}.lora_down.weight"] = term.a.contiguous()
+        tensors[f"lora_unet_{key}.lora_up.weight"] = term.b.contiguous()
+        tensors[f"lora_unet_{key}.alpha"] = torch.tensor(term.scale * term.rank)
+    save_file(tensors, tmp_path / "theirs.safetensors")
+    said = CliRunner().invoke(
+        app, ["verify", str(tmp_path / "theirs.safetensors"), "--model", str(base)]
+    )
+    assert said.exit_code == 1, said.output
+    assert "FluxPipeline does not load these layers as the file has them" in said.output
+    assert all(f"  - {name}: dropped" in said.output for name in targets)
+    expected = deltas(one.model)
+    found = loaded(one, "flux", tmp_path / "theirs.safetensors")
+    assert_same(found, {name: expected[name] for name in targets})
+
+
 def comfyui_of(one: Trained) -> Path:
     out = one.folder.parent / "comfyui"
     export(ExportRequest((one.folder,), "comfyui", out, model=str(one.base)))
