@@ -1,6 +1,7 @@
 """Files that are whole or not there, and files that grow by whole lines."""
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,11 @@ from typing import Any
 from dit_lora.parsing import parse_json
 
 
-def write_whole(path: Path, data: bytes | str) -> None:
+def write_whole(path: Path, data: bytes | str, mode: int | None = None) -> None:
     """Write a file by one rename: a failure or a kill leaves the old one, never half of the new.
 
     Text is UTF-8. Several processes may write the same path; the last one wins whole. A device, a pipe or
-    `/dev/stdout` is written to, and not put away.
+    `/dev/stdout` is written to, and not put away. `mode` are the file's permissions; by default the umask decides.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -24,11 +25,38 @@ def write_whole(path: Path, data: bytes | str) -> None:
                 stream.write(data)
             return
         partial.write_bytes(data)
+        if mode is not None:
+            partial.chmod(mode)
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         error.filename = str(path)
         raise
+
+
+def replace_contents(path: Path, data: bytes) -> None:
+    """Write a user's file by one rename, and keep its permissions. Of a link, the file that it leads to is replaced."""
+    target = Path(os.path.realpath(path))
+    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+    write_whole(target, data, mode)
+
+
+def share_weights(folder: Path) -> None:
+    """Give the safetensors files below a folder the permissions of any new file: safetensors makes them 0600."""
+    private = [
+        file
+        for file in folder.rglob("*.safetensors")
+        if not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) == 0o600
+    ]
+    if not private:
+        return
+    # A new file shows what the umask, or the folder's access list, gives: to ask for the umask would change it.
+    probe = folder / f".mode.{os.getpid()}"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for file in private:
+        file.chmod(mode)
 
 
 def _is_stream(path: Path) -> bool:

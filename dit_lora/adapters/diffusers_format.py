@@ -23,6 +23,7 @@ from dit_lora.adapters.lora_mixins import lora_pipeline_class
 from dit_lora.adapters.own_files import copy_own
 from dit_lora.adapters.start import saved_config, saved_state
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.files import share_weights
 from dit_lora.numerics.adapter_tensors import is_idle
 from dit_lora.numerics.dtensors import stock_class
 from dit_lora.parsing import parse_json, read_json
@@ -90,6 +91,7 @@ def header_lines(provenance: Mapping[str, Any]) -> dict[str, str]:
 
 def unstage(staged: Path, out: Path, names: Sequence[str]) -> None:
     """Move these files from the folder `staged` to `out`; one that was not written is removed from `out`."""
+    share_weights(staged)
     for name in names:
         if (staged / name).exists():
             (staged / name).replace(out / name)
@@ -124,6 +126,7 @@ def save_pipeline(
     model_index = read_json(base / "model_index.json")
     (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
     (staged / PROVENANCE_FILE).write_text(json.dumps(dict(provenance), indent=2) + "\n")
+    share_weights(staged)
     shutil.rmtree(out, ignore_errors=True)
     staged.rename(out)
     return out

@@ -22,7 +22,12 @@ for (const card of document.querySelectorAll('.sample')) {
   const area = card.querySelector('textarea');
   const button = card.querySelector('button');
   const said = card.querySelector('.said');
+  const now = card.querySelector('.now');
+  let { version } = card.dataset;
+  area.value = JSON.parse(card.dataset.caption);
+  // A text area has its own line ends: what it shows of the caption is what an edit is compared with.
   let written = area.value;
+  const asShown = (text) => text.replace(/\r\n?/g, '\n');
   const changed = () => {
     button.disabled = area.value === written;
     unsaved[button.disabled ? 'delete' : 'add'](card);
@@ -38,11 +43,22 @@ for (const card of document.querySelectorAll('.sample')) {
       const answer = await fetch('/caption', {
         method: 'POST',
         headers: { 'Content-Type': 'application/json' },
-        body: JSON.stringify({ token, file: card.dataset.file, caption }),
+        body: JSON.stringify({ token, file: card.dataset.file, caption, version }),
       });
+      if (answer.status === 409) {
+        const current = await answer.json();
+        version = current.version;
+        written = asShown(current.caption);
+        now.querySelector('pre').textContent = current.caption;
+        now.hidden = false;
+        throw new Error('this caption was changed elsewhere. Your text is still here; Save replaces what is in the file.');
+      }
       if (!answer.ok) throw new Error((await answer.text()).trim());
+      const saved = await answer.json();
+      version = saved.version;
       written = caption;
-      show(card.querySelector('.findings'), (await answer.json()).findings);
+      now.hidden = true;
+      show(card.querySelector('.findings'), saved.findings);
       said.textContent = 'saved';
     } catch (error) {
       said.className = 'said wrong';

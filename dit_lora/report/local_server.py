@@ -3,6 +3,8 @@
 import os
 import re
 import secrets
+import socket
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,6 +12,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import parse_qs, urlsplit
 
 from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
@@ -17,15 +20,24 @@ from dit_lora.parsing import parse_json
 HOST = "127.0.0.1"
 _CHUNK = 2**18
 _MOST_DROPPED = 2**22  # bytes read of what is refused
+_DROP_S = 2.0  # the longest wait for more of them
+_MAX_DIGITS = 18  # of a length in bytes
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Serves on the loopback alone; a port of 0 is one that is free."""
+    """Serves on the loopback only; a port of 0 is one that is free.
+
+    Every user of this machine can connect to it. With a `token`, requests must have it: in the address that is printed,
+    or in the cookie that the answer to this address sets.
+    """
 
     daemon_threads = True
 
-    def __init__(self, handler: Callable[..., BaseHTTPRequestHandler], port: int = 0) -> None:
+    def __init__(
+        self, handler: Callable[..., BaseHTTPRequestHandler], port: int = 0, token: str = ""
+    ) -> None:
+        self.token = token
         try:
             super().__init__((HOST, port), handler)
         except (OSError, OverflowError) as error:
@@ -36,7 +48,19 @@ class LocalServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}/"
+        return f"{self.origin}/?token={self.token}" if self.token else f"{self.origin}/"
+
+    @property
+    def origin(self) -> str:
+        return f"http://{HOST}:{self.server_port}"
+
+    def is_token(self, value: str) -> bool:
+        """Compare in a time that tells nothing about the token."""
+        return secrets.compare_digest(_bytes(value), _bytes(self.token))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")
 
 
 def serve_until_interrupted(server: LocalServer, what: object, tell: Callable[[str], None]) -> None:
@@ -55,6 +79,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "dit-lora", ""
     timeout = 60
+    server: LocalServer
 
     def handle(self) -> None:
         try:
@@ -64,13 +89,20 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
             self.close_connection = True
 
     def do_GET(self) -> None:
-        if self._is_asked_here():
-            self.show()
+        self._new_cookie = ""
+        if not self._is_asked_here():
+            return
+        if not self._has_token():
+            words = "open the address that the command printed, which ends in ?token=..."
+            self.refuse(HTTPStatus.FORBIDDEN, words)
+            return
+        self.show()
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_POST(self) -> None:
+        self._new_cookie = ""
         # A page of another site may send to this address, though it cannot read the answer.
         if not self._is_asked_here():
             return
@@ -87,27 +119,84 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         """Answer what the page has sent."""
         self.refuse(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
 
-    def sent(self, path: str, token: str, most: int) -> dict[str, Any] | None:
-        """Return the object that a page with this token has sent to a path; answers any other request, and returns None."""
-        length = self.headers.get("Content-Length", "")
-        if self.path != path or not (length.isascii() and length.isdigit()):
+    def sent(self, path: str, most: int) -> dict[str, Any] | None:
+        """Return the object that a page with the token has sent to a path; answers any other request, and returns None."""
+        if self.path != path:
             self.refuse(HTTPStatus.NOT_FOUND, "nothing is written there")
             return None
-        if int(length) > most:
-            self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {most:,} bytes are taken")
+        data = self._body(most)
+        if data is None:
             return None
         try:
-            values = parse_json(self.rfile.read(int(length)))
-        except ValueError:
-            values = None
+            values = parse_json(data)
+        except ValueError as error:
+            self.say(HTTPStatus.BAD_REQUEST, f"this takes JSON: {error}")
+            return None
         theirs = values.get("token") if isinstance(values, dict) else None
         if not isinstance(theirs, str):
             self.say(HTTPStatus.BAD_REQUEST, "this takes an object with the page's token")
             return None
-        if not secrets.compare_digest(theirs.encode(), token.encode()):
-            self.say(HTTPStatus.FORBIDDEN, "this page is of an earlier start; load it anew")
+        if not self.server.is_token(theirs):
+            self.say(
+                HTTPStatus.FORBIDDEN,
+                "this page is of an earlier start; open the address that the command printed in another tab",
+            )
             return None
         return dict(values)
+
+    def _body(self, most: int) -> bytes | None:
+        """Return the bytes that were sent; answers a request without a length that can be read, and returns None."""
+        length = self._content_length()
+        if length is None:
+            self.refuse(HTTPStatus.LENGTH_REQUIRED, "send one Content-Length, a number of bytes")
+            return None
+        if length > most:
+            self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {most:,} bytes are taken")
+            return None
+        try:
+            data = self.rfile.read(length)
+        except TimeoutError:
+            self.refuse(HTTPStatus.REQUEST_TIMEOUT, "fewer bytes came than Content-Length says")
+            return None
+        if len(data) < length:
+            self.refuse(HTTPStatus.BAD_REQUEST, "fewer bytes came than Content-Length says")
+            return None
+        return data
+
+    def _content_length(self) -> int | None:
+        """Return the length of what is sent; None if the request does not give exactly one."""
+        lengths = self.headers.get_all("Content-Length", [])
+        if len(lengths) != 1 or self.headers.get("Transfer-Encoding") is not None:
+            return None
+        length = lengths[0].strip()
+        if not (length.isascii() and length.isdigit()):
+            return None
+        # Python refuses to read thousands of digits; so many bytes are too many anyway.
+        return int(length) if len(length) <= _MAX_DIGITS else sys.maxsize
+
+    def _has_token(self) -> bool:
+        """Return true if the request has the server's token, or the server needs none."""
+        if not self.server.token:
+            return True
+        cookies = self.headers.get("Cookie", "").split(";")
+        theirs = [
+            value
+            for name, _, value in (cookie.strip().partition("=") for cookie in cookies)
+            if name == self._cookie
+        ]
+        if any(map(self.server.is_token, theirs)):
+            return True
+        with suppress(ValueError):  # an address that is none
+            for value in parse_qs(urlsplit(self.path).query).get("token", []):
+                if self.server.is_token(value):
+                    self._new_cookie = f"{self._cookie}={value}; Path=/; HttpOnly; SameSite=Strict"
+                    return True
+        return False
+
+    @property
+    def _cookie(self) -> str:
+        # Cookies are shared by all ports of a host.
+        return f"dit_lora_{self.server.server_port}"
 
     def _is_asked_here(self) -> bool:
         """Return true if the request names this server; answers any other."""
@@ -176,11 +265,14 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
     def refuse(self, status: HTTPStatus, words: str) -> None:
         """Answer with a line of text, and end the connection: what was sent with the request is no next request."""
         self.close_connection = True
-        length = self.headers.get("Content-Length", "")
-        if length.isascii() and length.isdigit():
-            # A connection closed on unread bytes is reset, and its answer may be lost.
-            self.rfile.read(min(int(length), _MOST_DROPPED))
-        self.say(status, words)
+        self.say(status, words, {"Connection": "close"})
+        # A connection closed on unread bytes is reset, and its answer may be lost.
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(_DROP_S)
+            dropped = 0
+            while dropped < _MOST_DROPPED and (part := self.rfile.read1(_CHUNK)):
+                dropped += len(part)
 
     def say(self, status: HTTPStatus, words: str, more: Mapping[str, str] = {}) -> None:
         """Answer with a line of text."""
@@ -207,6 +299,8 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
             "Cross-Origin-Resource-Policy": "same-origin",
             **more,
         }
+        if self._new_cookie:
+            headers["Set-Cookie"] = self._new_cookie
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()

@@ -50,18 +50,25 @@ def write_page(path: Path, page: str) -> Path:
 
 
 def render(
-    template: str, *, scripts: Sequence[str] = (), sources: str = "img-src data:", **values: Any
+    template: str,
+    *,
+    scripts: Sequence[str] = (),
+    sources: str = "img-src data:",
+    redact: bool = True,
+    **values: Any,
 ) -> str:
     """Return the page of a template beside this module, escaped throughout, with no token and no absolute path.
 
-    `scripts` names the files whose text runs in it, and `sources` are the policy's further directives.
+    `scripts` names the files whose text runs in it, and `sources` are the policy's further directives. `redact` is
+    False for a page that edits files: it must hold what they hold.
     """
     texts = [_read(name) for name in scripts]
     policy = f"{_HEADERS}; {sources}"
     if texts:
         policy += "; script-src " + " ".join(f"'sha256-{_digest(text)}'" for text in texts)
     page = _environment().get_template(template)
-    return str(page.render(policy=policy, scripts=texts, clean=redactor(), **values))
+    clean = redactor() if redact else str
+    return str(page.render(policy=policy, scripts=texts, clean=clean, **values))
 
 
 def _digest(text: str) -> str:

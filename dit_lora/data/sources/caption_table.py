@@ -1,22 +1,28 @@
 """The captions of a folder of clips and pictures, in its metadata.jsonl: read, added, and edited in place.
 
-Every line that is not changed keeps its bytes, and every other column of one that is.
+An edit changes the caption's characters and no other byte. Every writer holds `locked_table`, a lock between processes.
 """
 
-import json
+import fcntl
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dit_lora.data.media.media import below
+from dit_lora.data.sources.caption_lines import json_text, set_value
 from dit_lora.data.sources.listing import Listing
 from dit_lora.data.sources.tables import CAPTION_COLUMNS, FILE_COLUMNS, TABLES, read_text
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
+from dit_lora.files import replace_contents
 from dit_lora.parsing import parse_json
 
 TABLE = TABLES[0]
+WORK_FOLDER = ".captions"
+"""Hidden folder of locks and of captions that are not in the table yet."""
+_BOM = b"\xef\xbb\xbf"
 _LISTS = (*TABLES[1:], "prompts.txt", "videos.txt")
 """Other lists of captions, in whose place a metadata.jsonl would be read."""
 
@@ -27,17 +33,29 @@ class CaptionTable:
 
     root: Path
     captions: dict[str, str]
-    """Captions by file, those of files that have one: the table's, or without a table those of a .txt beside a file."""
+    """Captions by file, character for character as the table holds them; without a table, those of a .txt beside a file."""
     media: list[str]
     """Files that may have a caption, in the order of their paths; what a row names in another column is none of them."""
+    listing: Listing
+    names: set[str] = field(default_factory=set)
+    """The same files, to look one up."""
     _lines: list[str] = field(default_factory=list)
+    """Lines of the table without their newline; the last one is empty if the table ends with a newline."""
     _rows: dict[str, int] = field(default_factory=dict)
     """Places of rows in the lines, by file."""
     _columns: tuple[str, str] = (FILE_COLUMNS[0], CAPTION_COLUMNS[0])
+    _not_samples: set[str] = field(default_factory=set)
+    """Files that rows name in other columns, such as masks."""
+    _bom: bytes = b""
+    _stamp: tuple[object, ...] = ()
+    _is_locked: bool = False
 
     @classmethod
-    def read(cls, root: Path) -> "CaptionTable":
-        """Read a folder. Raises `DitLoraError` where it is none, has no media, or keeps its captions in another list."""
+    def read(cls, root: Path, previous: "CaptionTable | None" = None) -> "CaptionTable":
+        """Read a folder. Parts of `previous`, an earlier reading, are used if their files have not changed since.
+
+        Raises `DitLoraError` if the folder is missing, has no media, or keeps its captions in another list.
+        """
         if not root.is_dir():
             raise DitLoraError(f"no folder {root}; give the folder with your clips and pictures")
         others = [name for name in _LISTS if (root / name).is_file()]
@@ -46,7 +64,8 @@ class CaptionTable:
                 f"{root} has its captions in {' and '.join(others)}, in whose place a {TABLE} would be read; write them "
                 f"into a {TABLE} first, or edit them there"
             )
-        listing = Listing(root)
+        is_listed = previous is not None and previous.listing.is_current()
+        listing = previous.listing if previous is not None and is_listed else Listing(root)
         if not listing.media:
             what = (
                 "tar files, whose captions lie in them"
@@ -54,11 +73,17 @@ class CaptionTable:
                 else "no clip and no picture"
             )
             raise DitLoraError(f"{root} has {what}; captions are made for a folder of files")
-        table = cls(root, {}, listing.media)
+        # The stamp is taken before the bytes are read: a change in between is seen next time.
+        stamp = _stamp(root, listing)
+        if previous is not None and stamp == previous._stamp:
+            previous.listing = listing
+            previous._set_media()
+            return previous
+        table = cls(root, {}, listing.media, listing, _stamp=stamp)
         if (root / TABLE).is_file():
             table._read_rows()
         else:
-            table._read_texts(listing)
+            table._read_texts()
         return table
 
     @property
@@ -69,51 +94,74 @@ class CaptionTable:
     def put(self, captions: Mapping[str, str]) -> None:
         """Write captions into metadata.jsonl by one rename; those of .txt files come along where there was no table.
 
-        Raises `DitLoraError` if it cannot be written.
+        Only within `locked_table`. Raises `DitLoraError` if the table cannot be written.
         """
+        if not self._is_locked:
+            raise RuntimeError("captions are written within locked_table only")
         new = dict(captions)
-        if not self._rows and not self._lines:
+        if not new:
+            return
+        if not self._lines:
             new = {**self.captions, **new}
         file_column, caption_column = self._columns
-        lines = list(self._lines)
+        lines, rows = list(self._lines), dict(self._rows)
+        if lines and not lines[-1]:
+            lines.pop()
+        # A table of Windows gets rows with its line ends.
+        line_end = "\r" if lines and lines[0].endswith("\r") else ""
         for name, caption in new.items():
-            place = self._rows.get(name)
-            row = {file_column: name} if place is None else parse_json(lines[place])
-            text = json.dumps({**row, caption_column: caption}, ensure_ascii=False)
-            if place is None:
-                self._rows[name] = len(lines)
-                lines.append(text)
-            else:
-                # A line's own end of line stays.
-                lines[place] = text + ("\r" if lines[place].endswith("\r") else "")
+            place = rows.get(name)
+            if place is not None:
+                lines[place] = set_value(lines[place], caption_column, caption)
+                continue
+            rows[name] = len(lines)
+            lines.append(json_text({file_column: name, caption_column: caption}) + line_end)
+        # A table that ends without a newline keeps doing so, unless rows were added.
+        if len(lines) > len(self._lines) or not self._lines[-1]:
+            lines.append("")
         try:
-            write_whole(self.root / TABLE, "".join(f"{line}\n" for line in lines))
+            replace_contents(self.root / TABLE, self._bom + "\n".join(lines).encode())
         except OSError as error:
             raise DitLoraError(f"cannot write {self.root / TABLE}: {error.strerror}") from error
-        self._lines = lines
+        self._lines, self._rows = lines, rows
         self.captions |= new
+        self._stamp = _stamp(self.root, self.listing)
 
     def _read_rows(self) -> None:
-        text = read_text(self.root / TABLE)
-        self._lines = text.removesuffix("\n").split("\n") if text else []
+        path = self.root / TABLE
+        text = read_text(path)
+        with path.open("rb") as file:
+            self._bom = _BOM if file.read(len(_BOM)) == _BOM else b""
+        self._lines = text.split("\n") if text else []
         records = dict(self._records())
         self._columns = (
             _column(records, FILE_COLUMNS),
             _column(records, CAPTION_COLUMNS),
         )
         file_column, caption_column = self._columns
-        beside = set()
         for place, record in records.items():
             name = below(self.root, str(record.get(file_column) or ""))
             if name is None:
                 continue
             self._rows[name] = place
             caption = record.get(caption_column)
-            if isinstance(caption, str | int | float) and str(caption).strip():
-                self.captions[name] = str(caption).strip()
-            others = (value for key, value in record.items() if key != file_column)
-            beside |= {below(self.root, one) for value in others for one in _texts(value)}
-        self.media = [name for name in self.media if name in self._rows or name not in beside]
+            if isinstance(caption, str | int | float) and str(caption):
+                self.captions[name] = str(caption)
+            others = (
+                value for key, value in record.items() if key not in (file_column, caption_column)
+            )
+            self._not_samples |= {
+                below(self.root, text) or "" for value in others for text in _texts(value)
+            }
+        self._set_media()
+
+    def _set_media(self) -> None:
+        self.media = [
+            name
+            for name in self.listing.media
+            if name in self._rows or name not in self._not_samples
+        ]
+        self.names = set(self.media)
 
     def _records(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the rows that are objects by their line; `audit` tells of the others."""
@@ -125,12 +173,68 @@ class CaptionTable:
             if isinstance(record, dict):
                 yield place, record
 
-    def _read_texts(self, listing: Listing) -> None:
+    def _read_texts(self) -> None:
+        self._set_media()
         for name in self.media:
-            beside = f"{name.rpartition('.')[0]}.txt"
-            if beside in listing.texts:
+            beside = _text_beside(name)
+            if beside in self.listing.texts:
+                # Training collapses white space of .txt captions too.
                 caption = " ".join(read_text(self.root / beside).split())
                 self.captions |= {name: caption} if caption else {}
+
+
+@contextmanager
+def locked_table(root: Path, previous: CaptionTable | None = None) -> Iterator[CaptionTable]:
+    """Yield the table as it is now, and keep every other writer of this folder out, in whatever process.
+
+    Raises `DitLoraError` if the lock's file cannot be written.
+    """
+    folder = root / WORK_FOLDER
+    if not root.is_dir():
+        CaptionTable.read(root)  # says that there is no folder, and makes none
+    try:
+        folder.mkdir(exist_ok=True)
+        handle = os.open(folder / "table.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise DitLoraError(f"cannot write {folder}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            raise DitLoraError(
+                f"cannot lock {folder / 'table.lock'}: {error.strerror}; captions can be edited on a file system "
+                "that has locks"
+            ) from error
+        table = CaptionTable.read(root, previous)
+        table._is_locked = True
+        try:
+            yield table
+        finally:
+            table._is_locked = False
+    finally:
+        os.close(handle)
+
+
+def _stamp(root: Path, listing: Listing) -> tuple[object, ...]:
+    """Values that differ if the table's bytes may differ, or without a table those of the .txt files."""
+    with suppress(OSError):
+        return _file_stamp(root / TABLE)
+    stamps: list[object] = []
+    for name in listing.media:
+        beside = _text_beside(name)
+        if beside in listing.texts:
+            with suppress(OSError):
+                stamps += (beside, *_file_stamp(root / beside))
+    return tuple(stamps)
+
+
+def _file_stamp(path: Path) -> tuple[int, ...]:
+    stat = path.stat()
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _text_beside(name: str) -> str:
+    return f"{name.rpartition('.')[0]}.txt"
 
 
 def _column(records: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) -> str:
@@ -141,6 +245,6 @@ def _column(records: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) ->
 
 def _texts(value: object) -> Iterator[str]:
     """Yield the texts in a cell, which may hold several."""
-    for one in value if isinstance(value, list) else [value]:
-        if isinstance(one, str) and one:
-            yield one
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and text:
+            yield text

@@ -1,6 +1,7 @@
 """Listing of a folder's media, captions and tars."""
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,8 @@ from dit_lora.data.sources.webdataset import PACKED_SUFFIXES
 from dit_lora.errors import DitLoraError
 
 _MEDIA = VIDEO_SUFFIXES | IMAGE_SUFFIXES
+_TICK_NS = 2_000_000_000
+"""The coarsest clock of a file system's times (FAT: two seconds)."""
 
 
 @dataclass
@@ -24,6 +27,9 @@ class Listing:
     """Names of the folders directly in the root."""
     broken: set[str] = field(default_factory=set)
     """Links to files that are not there."""
+    _folder_times: dict[str, int] = field(default_factory=dict)
+    """Modification times (ns) of the folders, which change with every name that is added or removed."""
+    _listed_ns: int = field(default_factory=time.time_ns)
 
     def __post_init__(self) -> None:
         for name in self._files(str(self.root), "", (os.path.realpath(self.root),)):
@@ -35,9 +41,24 @@ class Listing:
             elif suffix == ".tar" or name.lower().endswith(PACKED_SUFFIXES):
                 self.tars.append(name)
 
+    def is_current(self) -> bool:
+        """True if no folder has changed since it was listed."""
+        # A change right after the listing may have left the same time on a clock of coarse ticks.
+        newest = max(self._folder_times.values(), default=self._listed_ns)
+        if newest > self._listed_ns - _TICK_NS:
+            return False
+        try:
+            return all(
+                os.stat(folder).st_mtime_ns == before
+                for folder, before in self._folder_times.items()
+            )
+        except OSError:
+            return False
+
     def _files(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[str]:
         # scandir tells a name's kind without a further system call, which would be most of the time.
         try:
+            self._folder_times[folder] = os.stat(folder).st_mtime_ns
             with os.scandir(folder) as scanned:
                 entries = sorted(scanned, key=lambda entry: entry.name)
         except FileNotFoundError:

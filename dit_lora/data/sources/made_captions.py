@@ -5,24 +5,22 @@ process loses none, and several may work at one folder.
 """
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dit_lora.data.sources.caption_table import CaptionTable
+from dit_lora.data.sources.caption_lines import json_text
+from dit_lora.data.sources.caption_table import WORK_FOLDER, locked_table
 from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line, read_lines
-
-FOLDER = ".captions"
 
 
 class MadeCaptions:
     """One process' captions of a folder."""
 
     def __init__(self, root: Path, rank: int = 0) -> None:
-        self._folder = root / FOLDER
+        self._folder = root / WORK_FOLDER
         self._file = self._folder / f"part_{rank}.jsonl"
 
     @contextmanager
@@ -48,22 +46,22 @@ class MadeCaptions:
 
     def add(self, name: str, caption: str) -> None:
         """Put a caption on the disk."""
-        append_line(self._file, json.dumps({"file": name, "caption": caption}, ensure_ascii=False))
+        append_line(self._file, json_text({"file": name, "caption": caption}))
 
     def merge(self, *, of_all: bool) -> int:
         """Move what waits into metadata.jsonl, this process' or that of all; return how many captions there were.
 
-        The table is read anew: it may have been edited since, and a caption that it has is left as it is.
+        A caption that the table has by now, such as one of an editor, is left as it is.
         """
         files = sorted(self._folder.glob("part_*.jsonl")) if of_all else [self._file]
         waiting = {
-            str(one["file"]): str(one["caption"]) for file in files for one in read_lines(file)[0]
+            str(row["file"]): str(row["caption"]) for file in files for row in read_lines(file)[0]
         }
-        table = CaptionTable.read(self._folder.parent)
-        wanted = {*table.missing}
-        new = {name: text for name, text in waiting.items() if name in wanted}
-        if new:
-            table.put(new)
+        with locked_table(self._folder.parent) as table:
+            missing = {*table.missing}
+            new = {name: text for name, text in waiting.items() if name in missing}
+            if new:
+                table.put(new)
         for file in files:
             file.unlink(missing_ok=True)
         return len(new)

@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.files import share_weights
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.gather import Sources, TensorOnDisk, check, collect
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
@@ -367,6 +368,7 @@ def _aside(out: Path) -> Iterator[Path]:
     staged.mkdir(parents=True)
     try:
         yield staged
+        share_weights(staged)
         staged.rename(out)
     finally:
         shutil.rmtree(staged, ignore_errors=True)

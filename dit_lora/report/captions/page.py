@@ -1,10 +1,12 @@
 """A folder's clips and pictures with their captions, and what the audit says of each caption."""
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from dit_lora.data.audit.captions import check_captions
 from dit_lora.data.audit.finding import Finding
@@ -39,23 +41,71 @@ class CaptionCard:
     """One file with its caption."""
 
     name: str
+    address: str
+    """The name as a URL's path, which can hold names that are not UTF-8."""
     caption: str
     findings: Sequence[Finding]
     is_video: bool
     source: str
     """The file's address on a served page; the data URI of a picture on one that is written, or nothing."""
     link: str
+    version: str
+
+    @property
+    def caption_json(self) -> str:
+        """The caption for a script, exact: HTML would alter line ends, NUL and lone surrogates."""
+        return json.dumps(self.caption)
 
 
-def judged_captions(table: CaptionTable, rules: TextRules) -> dict[str, list[Finding]]:
-    """Return what the audit says of each file's caption; files of which it says nothing are absent."""
+class CaptionFindings:
+    """Findings by file, kept between requests: only captions that changed are judged again."""
+
+    def __init__(self, rules: TextRules) -> None:
+        self._rules = rules
+        self._judged: dict[str, str | None] = {}
+        self._found: dict[str, list[Finding]] = {}
+
+    def update(self, table: CaptionTable) -> dict[str, list[Finding]]:
+        """Return `judged_captions` of the table as it is now."""
+        before, now = self._judged, {name: table.captions.get(name) for name in table.media}
+        changed = {
+            name
+            for name in before.keys() | now.keys()
+            if name not in before or name not in now or before[name] != now[name]
+        }
+        if changed:
+            # The audit counts equal captions: the other files of such a caption are judged again too.
+            texts = {_words(captions.get(name)) for name in changed for captions in (before, now)}
+            affected = {name for name in now if name in changed or _words(now[name]) in texts}
+            for name in changed | affected:
+                self._found.pop(name, None)
+            self._found |= judged_captions(table, self._rules, affected)
+            self._judged = now
+        return self._found
+
+
+def _words(caption: str | None) -> str:
+    return " ".join((caption or "").split())
+
+
+def caption_version(caption: str) -> str:
+    """Return a digest by which a page says which caption it has edited."""
+    return hashlib.sha256(caption.encode("utf-8", errors="surrogatepass")).hexdigest()[:24]
+
+
+def judged_captions(
+    table: CaptionTable, rules: TextRules, names: Collection[str] | None = None
+) -> dict[str, list[Finding]]:
+    """Return the audit's findings by file, of `names` or of all files; files without a finding are absent."""
+    media = [name for name in table.media if names is None or name in names]
+    captions = {name: table.captions.get(name, "").strip() for name in media}  # as training does
     described = [
-        Clip(name, MediaFile(table.root / name), table.captions[name])
-        for name in table.media
-        if name in table.captions
+        Clip(name, MediaFile(table.root / name), caption)
+        for name, caption in captions.items()
+        if caption
     ]
     found = check_captions(described, rules.tokenizer, rules.max_tokens)
-    for name in table.missing:
+    for name in (name for name, caption in captions.items() if not caption):
         words = "it has no caption, and training would refuse it"
         found[name] = [Finding("caption_missing", words, "reject", "write one")]
     for clip in described:
@@ -79,19 +129,24 @@ def write_captions_page(path: Path, table: CaptionTable, rules: TextRules) -> Pa
     return write_page(path, page)
 
 
-def served_page(table: CaptionTable, rules: TextRules, token: str, number: int, only: bool) -> str:
-    """Return page `number` (from 1) of the files, or of those `only` that the audit speaks of, to be edited."""
-    found = judged_captions(table, rules)
+def served_page(
+    table: CaptionTable, found: dict[str, list[Finding]], token: str, number: int, only: bool
+) -> str:
+    """Return page `number` (from 1) of the files, or of those `only` with findings, to be edited.
+
+    Nothing on it is redacted: a caption that is saved must be the caption that was written.
+    """
     names = [name for name in table.media if name in found] if only else table.media
     pages = max(1, -(-len(names) // SHOWN))
     number = min(max(1, number), pages)
     shown = names[(number - 1) * SHOWN : number * SHOWN]
-    cards = [_card(table, name, found, f"media/{quote(name)}", None) for name in shown]
+    cards = [_card(table, name, found, f"media/{address_of(name)}", None) for name in shown]
     live = {"token": token, "number": number, "pages": pages, "only": only}
     return render(
         "captions_page.html",
         scripts=[_SCRIPT],
         sources="img-src 'self' data:; media-src 'self'; connect-src 'self'",
+        redact=False,
         **_facts(table, found),
         cards=cards,
         live=live,
@@ -130,10 +185,22 @@ def _card(
     own = table.captions.get(name, "")
     file = table.root / name
     link = "" if beside is None else _relative(file, beside)
-    return CaptionCard(name, own, found.get(name, []), not is_image(MediaFile(file)), source, link)
+    is_video, address = not is_image(MediaFile(file)), address_of(name)
+    version = caption_version(own)
+    return CaptionCard(name, address, own, found.get(name, []), is_video, source, link, version)
+
+
+def address_of(name: str) -> str:
+    """Return a file's name as a URL's path. Names that are not UTF-8 hold their bytes as surrogate escapes."""
+    return quote(name.encode(errors="surrogateescape"))
+
+
+def name_of(address: str) -> str:
+    """Return the file's name of `address_of`."""
+    return unquote(address, errors="surrogateescape")
 
 
 def _relative(file: Path, folder: Path) -> str:
     """Return a link from a page in that folder; nothing where the file lies elsewhere."""
     whole, root = file.resolve(), folder.resolve()
-    return quote(whole.relative_to(root).as_posix()) if whole.is_relative_to(root) else ""
+    return address_of(whole.relative_to(root).as_posix()) if whole.is_relative_to(root) else ""

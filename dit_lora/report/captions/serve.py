@@ -3,19 +3,27 @@
 import json
 import secrets
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from threading import Lock
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
-from dit_lora.data.sources.caption_table import CaptionTable
+from dit_lora.data.sources.caption_table import CaptionTable, locked_table
 from dit_lora.data.sources.caption_text import caption_fault
 from dit_lora.errors import DitLoraError
-from dit_lora.report.captions.page import TextRules, judged_captions, served_page
+from dit_lora.report.captions.page import (
+    CaptionFindings,
+    TextRules,
+    caption_version,
+    name_of,
+    served_page,
+)
 from dit_lora.report.local_server import LocalServer, PageHandler, serve_until_interrupted
 
 _MOST = 2**20  # bytes of an edit
+_MAX_DIGITS = 9  # of a page's number
 _TYPES = {
     ".jpg": "image/jpeg",
     ".jpeg": "image/jpeg",
@@ -31,40 +39,102 @@ _TYPES = {
 }
 
 
+@dataclass(frozen=True)
+class CaptionState:
+    """A caption as it is in the file."""
+
+    caption: str
+    version: str
+    findings: list[dict[str, str]]
+
+
+class StaleCaptionError(DitLoraError):
+    """An edit of a caption that somebody else has changed since the page was made."""
+
+    def __init__(self, state: CaptionState) -> None:
+        super().__init__("this caption was changed elsewhere")
+        self.state = state
+
+
 class CaptionEdits:
-    """A folder's table, read anew for every page and every edit: other programs may write it too."""
+    """A folder's table, read again when its files have changed: other programs may write it too."""
 
     def __init__(self, root: Path, rules: TextRules) -> None:
-        self.root, self.rules = root, rules
+        self.root = root
         self.token = secrets.token_urlsafe()
+        self._table: CaptionTable | None = None
+        self._findings = CaptionFindings(rules)
         self._lock = Lock()
 
     def page(self, number: int, only: bool) -> str:
-        return served_page(CaptionTable.read(self.root), self.rules, self.token, number, only)
+        with self._lock:
+            table = self._read()
+            return served_page(table, self._findings.update(table), self.token, number, only)
 
     def media(self, name: str) -> Path | None:
         """Return the file of that name, if it is one of the folder's clips and pictures."""
-        return self.root / name if name in CaptionTable.read(self.root).media else None
+        with self._lock:
+            if self._table is None or name not in self._table.names:
+                self._read()
+            return self.root / name if self._table and name in self._table.names else None
 
-    def put(self, name: str, caption: str) -> list[dict[str, str]]:
-        """Write one caption; return what the audit says of it. Raises `DitLoraError` for one that cannot be trained on."""
+    def put(self, name: str, caption: str, version: str) -> CaptionState:
+        """Write one caption, exactly as it is; one that only differs in line ends is not written.
+
+        Raises `DitLoraError` for a caption that cannot be trained on, and `StaleCaptionError` if the caption in the
+        file is not the one of `version`.
+        """
         fault = caption_fault(caption)
         if fault is not None:
             raise DitLoraError(fault[1])
-        with self._lock:
-            table = CaptionTable.read(self.root)
-            if name not in table.media:
+        with self._lock, locked_table(self.root, self._table) as table:
+            self._table = table
+            if name not in table.names:
                 raise DitLoraError("no such file in this folder any more")
-            table.put({name: " ".join(caption.split())})
-        found = judged_captions(table, self.rules).get(name, [])
-        return [{"verdict": f.verdict, "code": f.code, "words": f.words} for f in found]
+            current = table.captions.get(name, "")
+            if _as_shown(caption) != _as_shown(current):
+                if version != caption_version(current):
+                    raise StaleCaptionError(self._state(table, name))
+                table.put({name: _with_line_ends(caption, current)})
+            return self._state(table, name)
+
+    def _read(self) -> CaptionTable:
+        self._table = CaptionTable.read(self.root, self._table)
+        return self._table
+
+    def _state(self, table: CaptionTable, name: str) -> CaptionState:
+        caption = table.captions.get(name, "")
+        findings = [
+            {"verdict": finding.verdict, "code": finding.code, "words": finding.words}
+            for finding in self._findings.update(table).get(name, [])
+        ]
+        return CaptionState(caption, caption_version(caption), findings)
+
+
+def _as_shown(caption: str) -> str:
+    """Return the caption with the line ends of a browser's text area."""
+    return caption.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _with_line_ends(caption: str, current: str) -> str:
+    """Return an edited caption with CRLF if all line ends of the current one were CRLF."""
+    num_crlf = current.count("\r\n")
+    is_crlf = num_crlf > 0 and current.count("\n") == current.count("\r") == num_crlf
+    return _as_shown(caption).replace("\n", "\r\n") if is_crlf else caption
+
+
+class CaptionServer(LocalServer):
+    """Serves the captions of one folder."""
+
+    def __init__(self, root: Path, rules: TextRules, port: int = 0) -> None:
+        edits = CaptionEdits(root, rules)
+        edits.page(1, False)  # refuses a folder without captions before a port is taken
+        super().__init__(partial(CaptionHandler, edits), port, edits.token)
 
 
 def serve(root: Path, rules: TextRules, port: int, tell: Callable[[str], None]) -> None:
     """Serve until Ctrl-C; `tell` gets the address, and the last word."""
-    edits = CaptionEdits(root, rules)
-    edits.page(1, False)  # refuses a folder without captions before a port is taken
-    serve_until_interrupted(LocalServer(partial(CaptionHandler, edits), port), root, tell)
+    serve_until_interrupted(CaptionServer(root, rules, port), root, tell)
 
 
 class CaptionHandler(PageHandler):
@@ -75,17 +145,17 @@ class CaptionHandler(PageHandler):
     def show(self) -> None:
         try:
             asked = urlsplit(self.path)
-            path, query = unquote(asked.path), parse_qs(asked.query)
+            path, query = name_of(asked.path), parse_qs(asked.query)
         except ValueError:  # a bracket that begins no IPv6 address
             self.say(HTTPStatus.BAD_REQUEST, "this is no path")
             return
+        number = query.get("page", ["1"])[0]
+        if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
+            self.say(HTTPStatus.BAD_REQUEST, f"page takes a number of at most {_MAX_DIGITS} digits")
+            return
         try:
             if path == "/":
-                number = query.get("page", ["1"])[0]
-                only = query.get("only") == ["flagged"]
-                page = self.edits.page(
-                    int(number) if number.isascii() and number.isdigit() else 1, only
-                )
+                page = self.edits.page(int(number), query.get("only") == ["flagged"])
                 self.send(page, "text/html; charset=utf-8")
                 return
             file = self.edits.media(path.removeprefix("/media/"))
@@ -99,16 +169,21 @@ class CaptionHandler(PageHandler):
         self.file(file, kind)
 
     def take(self) -> None:
-        edit = self.sent("/caption", self.edits.token, _MOST)
+        edit = self.sent("/caption", _MOST)
         if edit is None:
             return
-        name, caption = edit.get("file"), edit.get("caption")
-        if not (isinstance(name, str) and isinstance(caption, str)):
-            self.say(HTTPStatus.BAD_REQUEST, "an edit has a file and a caption")
+        name, caption, version = (edit.get(key) for key in ("file", "caption", "version"))
+        if not (isinstance(name, str) and isinstance(caption, str) and isinstance(version, str)):
+            self.say(
+                HTTPStatus.BAD_REQUEST,
+                "an edit has a file, a caption, and the version of the caption that was edited",
+            )
             return
         try:
-            findings = self.edits.put(name, caption)
+            state, status = self.edits.put(name_of(name), caption, version), HTTPStatus.OK
+        except StaleCaptionError as error:
+            state, status = error.state, HTTPStatus.CONFLICT
         except (DitLoraError, OSError) as error:
             self.say(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
             return
-        self.send(json.dumps({"findings": findings}), "application/json")
+        self.send(json.dumps(asdict(state)), "application/json", status)

@@ -71,7 +71,7 @@ class ReportServer(LocalServer):
     def __init__(self, folder: Path, port: int = 0, export: Export | None = None) -> None:
         pages = Pages(folder, export)
         pages.page()  # refuses a folder that is no run before a port is taken
-        super().__init__(partial(_Handler, pages), port)
+        super().__init__(partial(_Handler, pages), port, pages.token)
 
 
 def serve(
@@ -107,7 +107,7 @@ class _Handler(PageHandler):
         self.send(text, kind)
 
     def take(self) -> None:
-        values = self.sent("/export", self.pages.token, _MOST) if self.pages.token else None
+        values = self.sent("/export", _MOST) if self.pages.token else None
         if values is None:
             if not self.pages.token:
                 super().take()

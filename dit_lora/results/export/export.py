@@ -21,6 +21,7 @@ from dit_lora.families import get_family
 from dit_lora.families.base import Denoiser
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import configs_alone, from_configs
+from dit_lora.files import share_weights
 from dit_lora.results.experts import targets_of
 from dit_lora.results.export.formats import Exported, LoraForm, write_form
 from dit_lora.results.export.hollow import combine, hollowed, load_lora_file, load_state
@@ -162,6 +163,7 @@ def aside(out: Path) -> Iterator[Path]:
         raise DitLoraError(f"cannot make {out.parent}: {error.strerror}") from error
     try:
         yield staged
+        share_weights(staged)
         staged.rename(out)
     finally:
         shutil.rmtree(staged, ignore_errors=True)

@@ -18,6 +18,7 @@ from dit_lora.adapters.own_files import copy_own
 from dit_lora.adapters.peft_format import chat_adapter_file, load_chat_adapter
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.files import share_weights
 from dit_lora.parsing import read_json
 from dit_lora.results.tensor_file import FLOATS, stored_dtypes
 
@@ -62,6 +63,7 @@ def merge_adapter(
     on_progress(f"writing {out}")
     _save(model, base, staged)
     (staged / PROVENANCE_FILE).write_text(json.dumps(provenance, indent=2) + "\n")
+    share_weights(staged)
     staged.rename(out)
     return out
 

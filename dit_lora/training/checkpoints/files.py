@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.files import share_weights
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.training.checkpoints.compatibility import samples_remedy
 
@@ -103,6 +104,7 @@ def save_checkpoint(
         staged.mkdir(parents=True)
         for name, data in contents.items():
             _write_synced(staged / name, data)
+        share_weights(staged)
         # Read back from the files: a digest of what was meant would vouch for bytes that never arrived.
         digests = {name: _digest(staged / name) for name in contents}
         # The manifest comes last: a folder without it is torn, whatever else is in it.

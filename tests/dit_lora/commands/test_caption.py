@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 from dit_lora.cli.app import app
 from dit_lora.commands import caption as captions
 from dit_lora.commands.caption import fitted, with_trigger
-from dit_lora.data.sources.caption_table import CaptionTable
+from dit_lora.data.sources.caption_table import locked_table
 from dit_lora.families.base import TextLimit
 
 
@@ -103,11 +103,11 @@ def test_a_caption_that_is_written_meanwhile_is_kept(
 
     def describe(inner: Any, answerer: Any, file: Path, *args: Any) -> str:
         if not edited:
-            table = CaptionTable.read(clips)
             edited.update(
                 {min(rows(clips)): "better", file.relative_to(clips).as_posix(): "by hand"}
             )
-            table.put(edited)
+            with locked_table(clips) as table:
+                table.put(edited)
         return str(inner(answerer, file, *args))
 
     monkeypatch.setattr(captions, "describe", partial(describe, captions.describe))

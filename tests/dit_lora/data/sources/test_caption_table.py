@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dit_lora.config.load import load_folder
-from dit_lora.data.sources.caption_table import CaptionTable
+from dit_lora.data.sources.caption_table import CaptionTable, locked_table
 from dit_lora.data.sources.made_captions import MadeCaptions
 from dit_lora.data.sources.scan import scan
 from dit_lora.errors import DitLoraError
@@ -29,13 +29,14 @@ def test_other_lines_and_columns_keep_their_bytes(tmp_path: Path) -> None:
     table = CaptionTable.read(tmp_path)
     assert table.media == ["a.mp4", "b.png", "deep/c.mp4"]  # a mask is no sample
     assert table.missing == ["b.png", "deep/c.mp4"]
-    table.put({"b.png": 'a "b"', "deep/c.mp4": "ç"})
+    with locked_table(tmp_path) as table:
+        table.put({"b.png": 'a "b"', "deep/c.mp4": "ç"})
     written = (tmp_path / "metadata.jsonl").read_bytes().decode().split("\n")
     assert written[:2] == lines[:2]
     assert written[2] == (
         '{"fps": 4, "video": "./b.png", "caption": "a \\"b\\"", "mask": "mask.png"}\r'
     )
-    assert written[3:] == ['{"video": "deep/c.mp4", "caption": "ç"}', ""]
+    assert written[3:] == ['{"video": "deep/c.mp4", "caption": "ç"}\r', ""]
     again = CaptionTable.read(tmp_path)
     assert again.captions == {"a.mp4": "é kept", "b.png": 'a "b"', "deep/c.mp4": "ç"}
     assert not again.missing
@@ -46,7 +47,10 @@ def test_captions_of_text_files_come_along_into_a_new_table(tmp_path: Path) -> N
     (tmp_path / "a.txt").write_text("by\nhand ")
     table = CaptionTable.read(tmp_path)
     assert (table.captions, table.missing) == ({"a.mp4": "by hand"}, ["b.mp4"])
-    table.put({"b.mp4": "made"})
+    with pytest.raises(RuntimeError, match="within locked_table"):
+        table.put({"b.mp4": "made"})
+    with locked_table(tmp_path) as table:
+        table.put({"b.mp4": "made"})
     assert (tmp_path / "a.txt").read_text() == "by\nhand "
     clips = scan(load_folder(str(tmp_path))).clips  # as training reads it
     assert {clip.id: clip.caption for clip in clips} == {"a.mp4": "by hand", "b.mp4": "made"}
@@ -79,7 +83,8 @@ def test_what_waits_is_moved_once_and_never_over_another_caption(tmp_path: Path)
         other.add("b.mp4", "second\nline")
         with (tmp_path / ".captions" / "part_1.jsonl").open("a") as file:
             file.write('{"file": "c.mp4", "capt')  # of a process that was killed
-        CaptionTable.read(tmp_path).put({"a.mp4": "by hand"})
+        with locked_table(tmp_path) as table:
+            table.put({"a.mp4": "by hand"})
         assert other.merge(of_all=True) == 1
         assert other.merge(of_all=True) == 0
     table = CaptionTable.read(tmp_path)

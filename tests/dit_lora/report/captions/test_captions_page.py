@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 from bare_media import write_without_captions
 
-from dit_lora.data.sources.caption_table import CaptionTable
-from dit_lora.report.captions.page import TextRules, judged_captions, write_captions_page
+from dit_lora.data.sources.caption_table import CaptionTable, locked_table
+from dit_lora.report.captions.page import (
+    CaptionFindings,
+    TextRules,
+    caption_version,
+    judged_captions,
+    write_captions_page,
+)
 from dit_lora.report.captions.serve import CaptionEdits, CaptionHandler
 from dit_lora.report.local_server import LocalServer
 
@@ -29,14 +35,15 @@ def folder(tmp_path: Path) -> Path:
     write_without_captions(root, clips=4, stills=1)
     names = CaptionTable.read(root).media
     captions = ["the same", "the same", HOSTILE, "a sks dog"]
-    CaptionTable.read(root).put(dict(zip(names, captions, strict=False)))
+    with locked_table(root) as table:
+        table.put(dict(zip(names, captions, strict=False)))
     return root
 
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[tuple[LocalServer, CaptionEdits]]:
     edits = CaptionEdits(folder, TextRules(trigger="sks"))
-    with LocalServer(partial(CaptionHandler, edits)) as server:
+    with LocalServer(partial(CaptionHandler, edits), token=edits.token) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         yield server, edits
@@ -49,7 +56,8 @@ def ask(
 ) -> tuple[int, bytes, dict[str, str]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
     data = None if body is None else json.dumps(body)
-    connection.request(method, path, data, headers)
+    cookie = {"Cookie": f"a=b; dit_lora_{server.server_port}={server.token}"}
+    connection.request(method, path, data, cookie | headers)
     answer = connection.getresponse()
     return answer.status, answer.read(), dict(answer.getheaders())
 
@@ -85,9 +93,10 @@ def test_an_edit_is_taken_from_its_own_page_alone(
     server: tuple[LocalServer, CaptionEdits], folder: Path
 ) -> None:
     serving, edits = server
-    origin = {"Origin": serving.url.rstrip("/"), "Content-Type": "application/json"}
+    origin = {"Origin": serving.origin, "Content-Type": "application/json"}
     name = CaptionTable.read(folder).media[0]
     good = {"token": edits.token, "file": name, "caption": "a\nnew   sks one"}
+    good["version"] = caption_version("the same")
     before = (folder / "metadata.jsonl").read_bytes()
     for status, path, body, headers in (
         (403, "/caption", good, {}),
@@ -96,6 +105,7 @@ def test_an_edit_is_taken_from_its_own_page_alone(
         (403, "/caption", {**good, "token": "x"}, origin),
         (404, "/other", good, origin),
         (400, "/caption", {"file": name}, origin),
+        (400, "/caption", {key: good[key] for key in good if key != "version"}, origin),
         (400, "/caption", [1], origin),
         (422, "/caption", {**good, "file": "../secret.mp4"}, origin),
         (422, "/caption", {**good, "file": "metadata.jsonl"}, origin),
@@ -105,8 +115,10 @@ def test_an_edit_is_taken_from_its_own_page_alone(
         assert ask(serving, "POST", path, body, **headers)[0] == status, (path, body, headers)
         assert (folder / "metadata.jsonl").read_bytes() == before
     status, answer, _ = ask(serving, "POST", "/caption", good, **origin)
-    assert (status, json.loads(answer)) == (200, {"findings": []})
-    assert CaptionTable.read(folder).captions[name] == "a new sks one"
+    version = caption_version(good["caption"])
+    state = {"caption": good["caption"], "version": version, "findings": []}
+    assert (status, json.loads(answer)) == (200, state)
+    assert CaptionTable.read(folder).captions[name] == good["caption"]
 
 
 def test_what_is_sent_with_a_refused_request_is_no_request(

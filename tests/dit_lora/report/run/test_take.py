@@ -54,7 +54,8 @@ def served(folder: Path) -> Iterator[tuple[ReportServer, Exports, str]]:
     with ReportServer(folder, export=exports) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        page = ask(server, "GET", "/")[1]
+        assert ask(server, "GET", "/")[0] == 403
+        page = ask(server, "GET", f"/?token={server.token}")[1]
         yield server, exports, page.split('data-token="')[1].split('"')[0]
         server.shutdown()
         thread.join()
@@ -82,7 +83,7 @@ def test_a_step_is_taken_once_and_by_its_own_page_alone(
     served: tuple[ReportServer, Exports, str], folder: Path
 ) -> None:
     server, exports, token = served
-    origin = {"Origin": server.url.rstrip("/")}
+    origin = {"Origin": server.origin}
     for status, body, headers in (
         (403, {"token": token, "step": 4}, {}),
         (403, {"token": token, "step": 4}, {"Origin": "http://evil.example"}),
@@ -106,7 +107,7 @@ def test_a_server_that_exports_nothing_takes_nothing(folder: Path) -> None:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         assert 'id="export"' not in ask(server, "GET", "/")[1]
-        origin = {"Origin": server.url.rstrip("/")}
+        origin = {"Origin": server.origin}
         assert ask(server, "POST", "/export", {"token": "", "step": 4}, **origin)[0] == 405
         server.shutdown()
         thread.join()
