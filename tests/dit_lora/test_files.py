@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dit_lora.files import append_line, read_lines, write_whole
+from dit_lora.files import append_line, read_lines, replace_contents, share_weights, write_whole
 
 
 def test_it_replaces_and_makes_folders(tmp_path: Path) -> None:
@@ -80,3 +80,24 @@ def test_a_disk_that_takes_a_part_of_a_line_is_left_with_none_of_it(tmp_path: Pa
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert error.value.filename == str(path)
     assert path.read_text() == '{"step": 1}\n'
+
+
+def test_a_users_file_keeps_its_permissions_and_a_new_one_has_those_of_the_umask(
+    tmp_path: Path,
+) -> None:
+    before = os.umask(0o027)
+    try:
+        replace_contents(tmp_path / "new", b"x")
+        replace_contents(tmp_path / "old", b"x")
+        (tmp_path / "old").chmod(0o604)
+        replace_contents(tmp_path / "old", b"y")
+        for name in ("private", "shared"):
+            (tmp_path / f"{name}.safetensors").touch()
+        (tmp_path / "private.safetensors").chmod(0o600)
+        (tmp_path / "shared.safetensors").chmod(0o604)
+        share_weights(tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    weights = {"private.safetensors": 0o640, "shared.safetensors": 0o604}
+    assert modes == {"new": 0o640, "old": 0o604, **weights}

@@ -1,5 +1,6 @@
 """Captions go into a folder's metadata.jsonl, and nothing else of it changes."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,86 @@ def test_what_waits_is_moved_once_and_never_over_another_caption(tmp_path: Path)
     table = CaptionTable.read(tmp_path)
     assert table.captions == {"a.mp4": "by hand", "b.mp4": "second\nline"}
     assert table.missing == ["c.mp4"]
+
+
+def put(root: Path, captions: dict[str, str]) -> bytes:
+    with locked_table(root) as table:
+        table.put(captions)
+    return (root / "metadata.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            b'\xef\xbb\xbf{"file_name": "a.mp4", "fps": 1.50e1, "n": 12345678901234567890, "text": "old"}',
+            b'\xef\xbb\xbf{"file_name": "a.mp4", "fps": 1.50e1, "n": 12345678901234567890, "text": "new"}',
+        ),
+        (
+            b' { "text":"old" ,"x":{"text":"\\u00e9}"},\t"file_name":"\\u0061.mp4"} \r\n',
+            b' { "text":"new" ,"x":{"text":"\\u00e9}"},\t"file_name":"\\u0061.mp4"} \r\n',
+        ),
+        (
+            b'{"file_name": "a.mp4", "text": "1", "text": "old"}\n\n',
+            b'{"file_name": "a.mp4", "text": "1", "text": "new"}\n\n',
+        ),
+        (b'{"file_name": "a.mp4"  }\n', b'{"file_name": "a.mp4", "text": "new"  }\n'),
+        (b"", b'{"file_name": "a.mp4", "text": "new"}\n'),
+        (b"[1]\r\n", b'[1]\r\n{"file_name": "a.mp4", "text": "new"}\r\n'),
+    ],
+)
+def test_an_edit_changes_the_caption_and_no_other_byte(
+    tmp_path: Path, before: bytes, after: bytes
+) -> None:
+    (folder(tmp_path, "a.mp4") / "metadata.jsonl").write_bytes(before)
+    assert put(tmp_path, {"a.mp4": "new"}) == after
+
+
+def test_a_table_keeps_its_mode_and_the_link_to_it(tmp_path: Path) -> None:
+    root, table = folder(tmp_path / "clips", "a.mp4"), tmp_path / "captions.jsonl"
+    table.write_text('{"file_name": "a.mp4", "text": "old"}\n')
+    table.chmod(0o660)
+    (root / "metadata.jsonl").symlink_to("../captions.jsonl")
+    put(root, {"a.mp4": "new"})
+    assert (root / "metadata.jsonl").is_symlink()
+    assert table.read_text() == '{"file_name": "a.mp4", "text": "new"}\n'
+    assert table.stat().st_mode & 0o777 == 0o660
+    assert [path.name for path in tmp_path.iterdir() if path.suffix] == ["captions.jsonl"]
+
+
+def test_names_that_are_not_utf8_have_captions_too(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"caf\xe9.mp4")
+    folder(tmp_path, odd, "ok.mp4")
+    made = MadeCaptions(tmp_path)
+    with made.held():
+        made.add(odd, "made")
+        assert made.merge(of_all=True) == 1
+    put(tmp_path, {"ok.mp4": "ok"})
+    assert CaptionTable.read(tmp_path).captions == {odd: "made", "ok.mp4": "ok"}
+    clips = scan(load_folder(str(tmp_path))).clips
+    assert {clip.id: clip.caption for clip in clips} == {odd: "made", "ok.mp4": "ok"}
+
+
+def test_a_folder_is_read_again_only_if_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder(tmp_path, "a.mp4", "deep/b.mp4")
+    (tmp_path / "a.txt").write_text("text")
+    for path in (tmp_path / "deep", tmp_path):
+        os.utime(path, (1, 1))  # long ago
+    scans: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scans.append(path) or scandir(path))
+    table = CaptionTable.read(tmp_path)
+    assert len(scans) == 2
+    assert CaptionTable.read(tmp_path, table) is table
+    (tmp_path / "a.txt").write_text("other")
+    table = CaptionTable.read(tmp_path, table)
+    assert table.captions == {"a.mp4": "other"}
+    assert len(scans) == 2
+    (tmp_path / "deep" / "c.mp4").write_bytes(b"media")
+    table = CaptionTable.read(tmp_path, table)
+    assert table.media == ["a.mp4", "deep/b.mp4", "deep/c.mp4"]
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.mp4", "mask": "deep/b.mp4"}\n')
+    table = CaptionTable.read(tmp_path, table)
+    assert (table.media, table.captions) == (["a.mp4", "deep/c.mp4"], {})

@@ -15,7 +15,6 @@ from bare_media import write_without_captions
 
 from dit_lora.data.sources.caption_table import CaptionTable, locked_table
 from dit_lora.report.captions.page import (
-    CaptionFindings,
     TextRules,
     caption_version,
     judged_captions,

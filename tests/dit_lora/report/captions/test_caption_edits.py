@@ -1,0 +1,230 @@
+"""Nothing that is written into captions is lost or altered: by several editors, a caption command, or the page."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dit_lora.commands import caption as captions
+from dit_lora.commands.caption import CaptionRequest, caption_folder
+from dit_lora.data.sources.caption_table import CaptionTable, locked_table
+from dit_lora.errors import DitLoraError
+from dit_lora.report.captions.page import (
+    CaptionFindings,
+    TextRules,
+    address_of,
+    caption_version,
+    judged_captions,
+    name_of,
+    write_captions_page,
+)
+from dit_lora.report.captions.serve import CaptionEdits, StaleCaptionError
+
+PLAUSIBLE = [
+    "/imagine a cat",
+    "my password is 12345",
+    "a photo of /home/ann/cats on a screen",
+    "C:\\Users\\ann\\cat.png",
+    "sk-abcdefghijklmnopqrstuvwxyz0123456789",
+    "hf_abcdefghijklmnopqrstuvwxyz",
+    "<script>alert(1)</script>",
+    "</textarea>&amp;\"'",
+    "\U0001f408 caf\u00e9 \u732b",
+    "first\r\nsecond\r\n",
+    "first\rsecond\nthird",
+    "\n\nleading lines",
+    "  trailing spaces   ",
+    "tab\t\x0b\x0c nul \x00 end",
+    "a\u2028b\u00a0c",
+    "data:image/png;base64,AAAA",
+]
+
+
+class Cards(HTMLParser):
+    """Cards of a served page, as its script reads them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.by_name: dict[str, dict[str, Any]] = {}
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "article":
+            name = name_of(values["data-file"] or "")
+            caption = json.loads(values["data-caption"] or "")
+            self.by_name[name] = {"caption": caption, "version": values["data-version"]}
+
+
+def write_folder(root: Path, captions: dict[str, str]) -> Path:
+    root.mkdir(exist_ok=True)
+    for name in captions:
+        (root / name).write_bytes(b"media")
+    lines = [
+        json.dumps({"file_name": name, "n": 1.5, "text": text}) for name, text in captions.items()
+    ]
+    (root / "metadata.jsonl").write_text("\n".join(lines))
+    return root
+
+
+def test_the_page_shows_what_the_file_holds_and_an_unchanged_save_changes_no_byte(
+    tmp_path: Path,
+) -> None:
+    by_name = {f"{number:02}.png": text for number, text in enumerate(PLAUSIBLE)}
+    folder = write_folder(tmp_path / "my token=abcdefgh12345678", by_name)
+    before = (folder / "metadata.jsonl").read_bytes()
+    edits = CaptionEdits(folder, TextRules())
+    page = edits.page(1, False)
+    assert folder.name in page
+    shown = Cards(page).by_name
+    assert {name: card["caption"] for name, card in shown.items()} == by_name
+    for name, card in shown.items():
+        # A browser's text area has line ends of its own.
+        for text in (card["caption"], card["caption"].replace("\r\n", "\n").replace("\r", "\n")):
+            edits.put(name, text, card["version"])
+    assert (folder / "metadata.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", PLAUSIBLE)
+def test_a_changed_caption_is_written_as_it_is_typed(tmp_path: Path, text: str) -> None:
+    folder = write_folder(tmp_path, {"a.png": "old"})
+    state = CaptionEdits(folder, TextRules()).put("a.png", text, caption_version("old"))
+    assert state.caption == text
+    assert CaptionTable.read(folder).captions["a.png"] == text
+
+
+def test_line_ends_of_windows_stay_in_an_edited_caption(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, {"a.png": "first\r\nsecond"})
+    edits, version = CaptionEdits(folder, TextRules()), caption_version("first\r\nsecond")
+    edits.put("a.png", "first\nother", version)
+    assert CaptionTable.read(folder).captions["a.png"] == "first\r\nother"
+
+
+def test_a_stale_edit_is_refused_with_what_is_there(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, {"a.png": "old", "b.png": "other"})
+    one, two = (CaptionEdits(folder, TextRules()) for _ in range(2))
+    version = Cards(one.page(1, False)).by_name["a.png"]["version"]
+    assert version == Cards(two.page(1, False)).by_name["a.png"]["version"]
+    one.put("a.png", "first", version)
+    for server in (one, two):  # another tab of this server, and another server
+        with pytest.raises(StaleCaptionError) as refused:
+            server.put("a.png", "second", version)
+        assert refused.value.state.caption == "first"
+    assert CaptionTable.read(folder).captions["a.png"] == "first"
+    two.put("b.png", "of another file", caption_version("other"))
+    two.put("a.png", "second", refused.value.state.version)
+    assert CaptionTable.read(folder).captions == {"a.png": "second", "b.png": "of another file"}
+    # By hand, in a text editor.
+    text = (folder / "metadata.jsonl").read_text().replace("second", "by hand")
+    (folder / "metadata.jsonl").write_text(text)
+    with pytest.raises(StaleCaptionError):
+        one.put("a.png", "third", caption_version("second"))
+
+
+EDITOR = """
+import sys
+from pathlib import Path
+from dit_lora.report.captions.page import TextRules, caption_version
+from dit_lora.report.captions.serve import CaptionEdits, StaleCaptionError
+
+folder, editor = Path(sys.argv[1]), sys.argv[2]
+edits = CaptionEdits(folder, TextRules())
+current = {}
+for number in range(400):
+    name = f"shared_{number % 8}.png"
+    while True:
+        caption = current.get(name, "start")
+        try:
+            state = edits.put(name, f"{caption} {editor}{number}", caption_version(caption))
+        except StaleCaptionError as error:
+            current[name] = error.state.caption
+            continue
+        current[name] = state.caption
+        break
+"""
+
+
+def test_two_editors_and_a_caption_command_lose_none_of_a_thousand_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path, {f"shared_{number}.png": "start" for number in range(8)})
+    editors = [
+        subprocess.Popen([sys.executable, "-c", EDITOR, str(folder), name], env=os.environ)
+        for name in "ab"
+    ]
+    answerer = type("Answerer", (), {"model": None})
+    monkeypatch.setattr(captions, "load_answerer", lambda *_, **__: answerer)
+    monkeypatch.setattr(captions, "finite_answers", nullcontext)
+    monkeypatch.setattr(captions, "describe", lambda _, file, *__: f"made of {file.name}")
+    written = 0
+    for start in range(0, 200, 10):
+        for number in range(start, start + 10):
+            (folder / f"made_{number:03}.png").write_bytes(b"media")
+        written += caption_folder(CaptionRequest(folder, Path("model"))).written
+    assert written == 200
+    assert [editor.wait(120) for editor in editors] == [0, 0]
+    table = CaptionTable.read(folder)
+    words = " ".join(table.captions[f"shared_{number}.png"] for number in range(8)).split()
+    assert sorted(word for word in words if word != "start") == sorted(
+        f"{editor}{number}" for editor in "ab" for number in range(400)
+    )
+    assert table.missing == []
+    assert len(table.captions) == 208
+
+
+def test_names_that_are_not_utf8_are_shown_served_and_edited(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"caf\xe9 100%25.png")
+    folder = write_folder(tmp_path / "clips", {"a.png": "a"})
+    (folder / odd).write_bytes(b"media")
+    edits = CaptionEdits(folder, TextRules())
+    assert Cards(edits.page(1, False)).by_name[odd]["caption"] == ""
+    assert edits.media(name_of(address_of(odd))) == folder / odd
+    edits.put(odd, "b", caption_version(""))
+    assert CaptionTable.read(folder).captions == {"a.png": "a", odd: "b"}
+    write_captions_page(folder / "captions.html", CaptionTable.read(folder), TextRules())
+    write_captions_page(tmp_path / "page.html", CaptionTable.read(folder), TextRules())
+
+
+def test_findings_that_are_kept_are_those_of_the_whole_audit(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, {f"{number}.png": "same sks" for number in range(4)})
+    rules = TextRules(trigger="sks")
+    findings = CaptionFindings(rules)
+    for change in (
+        {},
+        {"0.png": "other sks"},
+        {"0.png": " same   sks", "1.png": "new"},
+        {"2.png": "new", "3.png": "new"},
+    ):
+        with locked_table(folder) as table:
+            table.put(change)
+        assert findings.update(table) == judged_captions(table, rules)
+    (folder / "1.png").unlink()
+    (folder / "4.png").write_bytes(b"media")
+    table = CaptionTable.read(folder)
+    assert findings.update(table) == judged_captions(table, rules)
+
+
+def test_a_request_lists_no_folder_that_has_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path, {"a.png": "a", "b.png": "b"})
+    os.utime(folder, (1, 1))  # long ago
+    edits = CaptionEdits(folder, TextRules())
+    edits.page(1, False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", None)
+        patch.setattr("dit_lora.report.captions.page.check_captions", None)
+        edits.page(1, False)
+        assert edits.media("a.png") == folder / "a.png"
+    (folder / "c.png").write_bytes(b"media")
+    assert edits.media("c.png") == folder / "c.png"
+    assert "c.png" in Cards(edits.page(1, False)).by_name
+    (folder / "b.png").unlink()
+    with pytest.raises(DitLoraError, match="no such file"):
+        edits.put("b.png", "x", caption_version("b"))
