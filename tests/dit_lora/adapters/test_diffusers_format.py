@@ -53,6 +53,8 @@ def test_rank_alpha_and_provenance_travel_in_the_header(
     assert config["transformer.lora_alpha"] == 7
     assert read_provenance(path) == {"steps": 5}
     assert [p.name for p in tmp_path.iterdir()] == [ADAPTER_FILE]
+    (tmp_path / "new").touch()
+    assert path.stat().st_mode == (tmp_path / "new").stat().st_mode  # safetensors writes 0600
 
 
 def test_dropout_of_training_is_off_in_a_stock_pipeline(
@@ -181,6 +183,7 @@ def test_a_whole_pipeline_replaces_an_earlier_one_and_never_with_bad_weights(
     assert (loaded.transformer.proj_out.weight == 2).all()
     assert json.loads((out / "model_index.json").read_text())["trained"] == 2.0
     assert json.loads((out / "dit_lora.json").read_text()) == {"steps": 3}
+    assert all(path.stat().st_mode & 0o044 for path in out.rglob("*.safetensors"))
     whole = {path.relative_to(out): path.stat().st_mtime_ns for path in out.rglob("*")}
     weight.data[0, 0] = torch.nan
     with pytest.raises(CheckFailedError, match=r"proj_out\.weight"):

@@ -87,6 +87,8 @@ def test_the_folder_is_what_peft_itself_writes(tmp_path: Path) -> None:
         json.loads((tmp_path / f / "adapter_config.json").read_text()) for f in ("out", "peft")
     ]
     assert configs[0] == configs[1]
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1  # safetensors writes 0600
     # Of versions that load an adapter in training mode, dropout would make each answer another.
     wanted = {"r": 4, "lora_alpha": 7, "lora_dropout": 0.0, "inference_mode": True}
     wanted |= {"base_model_name_or_path": "org/base", "revision": "abc"}

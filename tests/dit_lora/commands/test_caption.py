@@ -81,6 +81,21 @@ def test_a_file_that_cannot_be_read_is_named_at_the_end_and_stops_no_other(
     assert "2 of 7 files have none" in done.output
 
 
+def test_a_file_name_that_is_not_utf8_ends_nothing(
+    tiny_checkpoints: dict[str, Path], clips: Path
+) -> None:
+    odd = [os.fsdecode(b"caf\xe9.mp4"), os.fsdecode(b"\xff.png"), os.fsdecode(b"broken\xe9.png")]
+    min(clips.glob("*.mp4")).rename(clips / odd[0])
+    min(clips.rglob("*.png")).rename(clips / odd[1])
+    (clips / odd[2]).write_bytes(b"no media")
+    done = caption(clips, tiny_checkpoints["qwen2.5-vl"])
+    assert done.exit_code == 1, done.output
+    assert "could not be described: broken\\udce9.png: " in done.stdout
+    assert "5 captions written" in done.stdout
+    assert {*odd[:2]} < {*rows(clips)}
+    assert "caf\\udce9.mp4" in (clips / "captions.html").read_text()
+
+
 def test_an_output_that_is_not_finite_is_no_caption(
     tiny_checkpoints: dict[str, Path], clips: Path, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_the_frozen_base_is_not_stored(tmp_path: Path) -> None:
 
     path = save(tmp_path, 1, *build())
     assert set(load_file(path / "trainable.safetensors")) == {"1.weight", "1.bias"}
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # safetensors writes 0600
 
 
 @pytest.mark.parametrize(
