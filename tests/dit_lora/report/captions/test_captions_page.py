@@ -183,6 +183,15 @@ def test_an_edit_in_a_browser_lands_in_the_file(
         card.locator("button").click()
         sync_api.expect(card.locator(".said")).to_have_text("saved")
         sync_api.expect(card.locator(".findings li")).to_have_count(0)
+        # Changed elsewhere since: the page keeps the text, shows the file's, and replaces it if asked again.
+        with locked_table(folder) as table:
+            table.put({names[0]: "by another editor"})
+        card.locator("textarea").fill("mine sks")
+        card.locator("button").click()
+        sync_api.expect(card.locator(".now pre")).to_have_text("by another editor")
+        assert card.locator("textarea").input_value() == "mine sks"
+        card.locator("button").click()
+        sync_api.expect(card.locator(".now")).to_be_hidden()
         # By keys; and what cannot be trained on is refused, and still to be saved.
         other = cards.nth(4).locator("textarea")
         other.fill("a still")
@@ -199,5 +208,5 @@ def test_an_edit_in_a_browser_lands_in_the_file(
         assert errors == []
         browser.close()
     captions = CaptionTable.read(folder).captions
-    assert (captions[names[0]], captions[names[4]]) == ("a sks square", "a still")
+    assert (captions[names[0]], captions[names[4]]) == ("mine sks", "a still")
     assert captions[names[3]] == "a sks dog"
