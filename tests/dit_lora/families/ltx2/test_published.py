@@ -139,7 +139,7 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     assert not checkpoint.sound or f"and {heard} of sound" in (RECIPES / f"{stem}.yaml").read_text()
     assert (checkpoint.frame_rate, checkpoint.text_tokens) == (24, 1024)
     # Where the trainer's line ends; a sixth of those tokens are its other end.
-    assert checkpoint.mu(grid) == pytest.approx(2.05)
+    assert checkpoint.mu(grid) == pytest.approx(0.95 + (6144 - 1024) * 1.1 / 3072)
     assert checkpoint.mu(torch.Size((128, 4, 16, 16))) == pytest.approx(0.95)
     levels = checkpoint.objective.levels
     assert (levels.density, checkpoint.train_timesteps) == ("stretched_logit_normal", 1000)
