@@ -30,7 +30,7 @@ def own_timesteps_in_cross_attention(transformer: nn.Module) -> Iterator[None]:
         transformer: The LTX-2 transformer, also inside DDP or another wrapper with a `module`.
     """
     model: Any = transformer
-    while not isinstance(model, LTX2VideoTransformer3DModel):
+    while not _is_transformer(model):
         model = model.module
     own_timesteps: dict[str, torch.Tensor] = {}
 
@@ -58,3 +58,7 @@ def own_timesteps_in_cross_attention(transformer: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_transformer(module: Any) -> bool:
+    return isinstance(module, LTX2VideoTransformer3DModel)
