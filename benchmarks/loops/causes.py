@@ -15,6 +15,7 @@ _NUMBERED_ROW = re.compile(r"(row|sample) \d+ of ")
 _GUARD_LINE = re.compile(r"(^|\W)guard: ")
 _MAX_GRADIENTS = 20
 """An event has no more names of gradients than these."""
+_OWN_NAME = re.compile(r"[A-Z]|optimizer\.")
 _WATCHING = re.compile(r"guard: watching ")
 _LOOPS_OWN_LOSS = re.compile(r"loss.*\b(own|loop|script|outside)|\b(own|loop|script).*loss", re.I)
 _EMPTY = re.compile(r"\bempty\b|\b(no|0|zero|without) (rows?|samples?|elements?|values?)", re.I)
@@ -158,9 +159,13 @@ def _wrong_gradients(planted: Sequence[Mapping[str, Any]], report: GuardReport) 
     names = [note["name"] for note in planted if note["planted"] == "gradient"]
     for event in report.events:
         gradients = [str(gradient) for gradient in _bad_gradients(event)]
-        # The guard has names of its own for what no known model holds.
-        is_complete = len(gradients) < _MAX_GRADIENTS and "optimizer." not in " ".join(gradients)
-        is_right = any(has_name(gradient, name) for gradient in gradients for name in names)
+        # The guard has names of its own, `Embedding_2.weight`, where the loop's parameters are in several modules.
+        is_complete = len(gradients) < _MAX_GRADIENTS and not any(map(_OWN_NAME.match, gradients))
+        is_right = any(
+            has_name(gradient, name) or has_name(name, gradient)
+            for gradient in gradients
+            for name in names
+        )
         if names and gradients and is_complete and not is_right:
             return f"names the gradient of {gradients[0]} (planted: {names[0]})"
     return ""
