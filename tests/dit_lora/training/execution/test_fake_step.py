@@ -4,7 +4,17 @@ import pytest
 import torch
 from torch import nn
 
+from dit_lora.guard.attach.calls import outermost_calls
+from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.training.execution.fake_step import FakeStep
+
+
+@pytest.fixture(autouse=True)
+def _with_no_guard_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It would hold this test's loss, which counts as alive.
+    monkeypatch.setattr(EVENTS, "_listeners", [])
+    for listener in outermost_calls._present():
+        outermost_calls.leave(listener)
 
 
 class Merged(nn.Module):
