@@ -28,7 +28,7 @@ class StateChecks:
 
     def is_suspect(self) -> bool:
         """True if what is trained is not finite, or has an element that memory has altered. Cheap; of this rank."""
-        peak = largest_magnitude(self._state.tensors().values())
+        peak = largest_magnitude(self._state.checked(self._state.tensors()).values())
         before, self._peak = self._peak, peak
         if not isfinite(peak):
             return True
@@ -39,7 +39,7 @@ class StateChecks:
         shapes = {parameter.shape for parameter in self._state.parameters.values()}
         return not all(
             is_finite_any(tensor)
-            for tensor in self._state.optimizer_tensors().values()
+            for tensor in self._state.checked(self._state.optimizer_tensors()).values()
             if tensor.ndim and tensor.shape in shapes
         )
 
@@ -48,7 +48,7 @@ class StateChecks:
         together = self._watched.together
         peak = weight_peak(self._state.parameters.values())
         wrong = [
-            not all(map(is_finite_any, self._state.tensors().values())),
+            not all(map(is_finite_any, self._state.checked(self._state.tensors()).values())),
             bool(altered_state(together)),
             has_run_away(peak, together.start_peak),
         ]

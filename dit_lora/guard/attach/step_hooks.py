@@ -127,6 +127,7 @@ class StepHooks:
     def survey(self) -> None:
         """Note what each optimizer trains, after the watched models have changed."""
         self._num_held = self._watched.num_held()
+        self._state.note_infinite()
         names = {id(p): name for name, p in self._state.parameters.items()}
         self._tolerated = {name for names in self._watched.infinite.values() for name in names}
         self._scalars = {
@@ -210,7 +211,7 @@ class StepHooks:
                 self._recover(self.optimizers[0], WEIGHTS, between_steps=True)
             elif not self._watched.lockstep:
                 self._recovery.put_back_alone(self.number)
-        bad = find_bad_tensors(value, self._tolerated, self._scalars)
+        bad = find_bad_tensors(value, self._tolerated | self._state.infinite, self._scalars)
         if bad:
             self._recovery.report_save(self.number, str(path), name_bad_tensors(bad))
 
@@ -478,6 +479,8 @@ class StepHooks:
             self._was_loaded = True
         # The first step shows which models the loss comes through.
         self._was_loaded |= self._watched.find_models()
+        if self.number == 2:  # the first step made the optimizers' state
+            self._state.note_infinite()
         if self.number == 1:  # DDP may have come around a model since the guard began
             self._host.look_for_ranks(list(self._state.parameters.values()))
         if self._was_loaded:

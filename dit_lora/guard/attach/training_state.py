@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dit_lora.guard.attach.containment import contain
+from dit_lora.guard.attach.finite_values import plain_values
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state import decay_share
 from dit_lora.numerics.dtensors import local
@@ -46,6 +47,8 @@ class LoopState:
         """Copies of the models' buffers at the step that is held, by name."""
         self.models: Callable[[], Mapping[str, nn.Module]] = dict
         """The models by the prefix of their names."""
+        self.infinite: set[str] = set()
+        """Keys of optimizer state, and names of settings of a group, that are infinite by design: bounds, best scores."""
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
         """Return state as `<parameter>/<name>` and `group <number>/<name>`; numbers become tensors, which are
@@ -63,6 +66,28 @@ class LoopState:
         shadow = self.ema.shadow_params if self.ema is not None else []
         averages = {f"ema/{number}": tensor for number, tensor in enumerate(shadow)}
         return {**weights, **self.optimizer_tensors(), **averages}
+
+    def note_infinite(self) -> None:
+        """Note what optimizers hold that is infinite from its beginning. torch's own have no such state."""
+        for name, tensor in self.optimizer_tensors().items():
+            if name.startswith("group ") and bool(torch.isinf(tensor).any()):
+                self.infinite.add(name)
+        for optimizer in self.optimizers:
+            if type(getattr(optimizer, "optimizer", optimizer)).__module__.startswith("torch."):
+                continue
+            for state in optimizer.state.values():
+                self.infinite |= {
+                    key
+                    for key, value in state.items()
+                    if isinstance(value, (torch.Tensor, float)) and _has_only_infinity(value)
+                }
+
+    def checked(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of the tensors that are finite in a healthy loop."""
+        return {name: tensor for name, tensor in tensors.items() if not self._is_infinite(name)}
+
+    def _is_infinite(self, name: str) -> bool:
+        return name in self.infinite or name.rpartition("/")[2] in self.infinite
 
     def due(self, step: int) -> bool:
         return bool(self.every) and self.snapshots.due(step)
@@ -86,7 +111,8 @@ class LoopState:
         """Return the newest snapshot that is finite on every rank, after dropping those that are not; collective."""
         for held in self.snapshots.steps:
             # A snapshot that is bad on one rank is no state of the run.
-            if gathered(self.snapshots.not_finite(held)):
+            bad = [n for n in self.snapshots.not_finite(held) if not self._is_infinite(n)]
+            if gathered(bad):
                 self.snapshots.forget(held)
         return max(self.snapshots.steps, default=None)
 
@@ -176,6 +202,12 @@ class LoopState:
                     _make_finite(state)
                     # Without state an optimizer begins anew with a parameter, as it did then.
                     del optimizer.state[parameter]
+
+
+def _has_only_infinity(value: torch.Tensor | float) -> bool:
+    """True for values with Inf and no NaN."""
+    tensor = plain_values(as_tensor(value))
+    return bool(tensor.isinf().any()) and not bool(tensor.isnan().any())
 
 
 def _copied_state(schedule: Any) -> dict[str, Any]:

@@ -244,7 +244,7 @@ class WatchedModels:
 
         return Suspects(
             model=model,
-            optimizer_state=lambda: self._state.optimizer_tensors().items(),
+            optimizer_state=lambda: self._state.checked(self._state.optimizer_tensors()).items(),
             switches=all_switches(model),
             start_peak=weight_peak(
                 [p for p in model.parameters() if p.requires_grad], together=self.lockstep
