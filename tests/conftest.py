@@ -177,7 +177,7 @@ def launch() -> Launch:
             env={**launch_environment(), **(env or {})},
             text=True,
             capture_output=True,
-            timeout=300,
+            timeout=1200,
         )
 
     return run

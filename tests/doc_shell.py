@@ -96,7 +96,7 @@ class Shell:
         self._listener.close()
         self._temporary.cleanup()
 
-    def run(self, block: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, block: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         """A block by bash, which stops at the first command that fails; `cd` is kept for the next block."""
         where = Path(self._temporary.name) / "where"
         script = f"set -eo pipefail\ntrap 'pwd > {where}' EXIT\n{block}"

@@ -104,7 +104,7 @@ class Ranks:
                 os.killpg(process.pid or 0, signal.SIGKILL)
             process.join()
 
-    def wait(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def wait(self, timeout: float = 9000) -> subprocess.CompletedProcess[str]:
         """Wait for all of them; when one fails the others are ended, as torchrun does."""
         try:
             if not self._ended(timeout):
@@ -182,7 +182,7 @@ def on_ranks(
     count: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 120,
+    timeout: float = 900,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """What a module's function returns on each of `count` gloo ranks; it has to make the process group.

@@ -28,7 +28,7 @@ from dit_lora.faults import arms
 from dit_lora.faults.site import SITES
 from dit_lora.faults.world import World
 
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds after which a run that has not ended is a failure."""
 _STACKS_AFTER = 0.9 * PATIENCE
 """Seconds after which such a run notes in its log where it is."""

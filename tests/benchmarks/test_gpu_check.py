@@ -45,7 +45,7 @@ class Check:
         self.calls.unlink(missing_ok=True)
         return subprocess.run(
             ["bash", str(SCRIPT), *arguments, "--out", str(self.out)],
-            env=given, cwd=self.folder, capture_output=True, text=True, timeout=60,
+            env=given, cwd=self.folder, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
 
     @property
@@ -82,7 +82,7 @@ def test_make_calls_it_with_what_it_is_given(
     environment = {**os.environ, "PYTHONPATH": "/given", "CALLS": str(check.calls), "MISSING": ""}
     done = subprocess.run(
         ["make", "--silent", goal, f"PYTHON={check.python}", f"OUT={check.out}"],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(path.endswith(f"{ROOT / 'tests'}:/given") for path, _, _ in check.asked)

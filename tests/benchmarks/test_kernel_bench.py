@@ -33,7 +33,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, str(BENCH / "bench.py"), "--device", "cpu", *args],
-        env=environment, cwd="/", capture_output=True, text=True, timeout=300,
+        env=environment, cwd="/", capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
 
 

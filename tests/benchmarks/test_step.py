@@ -31,7 +31,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.step", *args],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def sm90() -> Callable[[str], list[dict[str, Any]]]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1200,
         )
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]

@@ -122,7 +122,7 @@ def run(script: Path, *options: str, command: bool = False) -> str:
         text=True,
         env=launch_environment(),
         check=False,
-        timeout=200,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return done.stderr

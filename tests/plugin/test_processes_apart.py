@@ -56,7 +56,7 @@ def run(folder: Path, kind: str, *guard: str) -> subprocess.CompletedProcess[str
         text=True,
         env=launch_environment(),
         check=False,
-        timeout=120,
+        timeout=900,
     )
 
 

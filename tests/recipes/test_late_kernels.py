@@ -126,7 +126,7 @@ def test_sharded_weights_are_compared_and_a_late_fault_on_two_ranks_is_named(
         (Case("fsdp2", (*args, f"run.dir={tmp_path / name}")), fault, step)
         for name, (fault, step) in runs.items()
     ]
-    for rank in on_ranks(2, run_planted, cases, timeout=300):
+    for rank in on_ranks(2, run_planted, cases, timeout=1200):
         assert [(seen.exit_code, seen.error) for seen in rank] == [(0, "")] * 3
         assert all(seen.sharded for seen in rank)
     (late,), (before,) = (lines(tmp_path / name, "events.jsonl") for name in ("late", "before"))

@@ -46,13 +46,13 @@ def served(
 def send(server: LocalServer, request: str | bytes) -> bytes:
     """Send bytes, and return all that is answered until the server closes the connection."""
     data = request.encode() if isinstance(request, str) else request
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=100) as connection:
         connection.sendall(data)
         return connection.makefile("rb").read()
 
 
 def get(server: LocalServer, path: str, **headers: str) -> tuple[int, bytes, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=100)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     body, cookie = answer.read(), answer.headers.get("Set-Cookie", "")
@@ -108,7 +108,7 @@ def test_a_length_that_is_none_is_answered(
 def test_odd_json_is_answered(served: tuple[LocalServer, str], body: str) -> None:
     server, path = served
     data = body.replace("TOKEN", server.token)
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=100)
     connection.request("POST", path, data, {"Origin": server.origin})
     answer = connection.getresponse()
     assert 400 <= answer.status < 500

@@ -75,7 +75,7 @@ def test_two_ranks_train_as_one_process(
         resume = f"train.resume={tmp_path / engine / 'checkpoints' / 'step_000002'}"
         cases.append(Case(engine, args(f"{engine}_resumed", 2, 2, resume), prepare=prepare))
     shared = Case("ddp", args("shared", 4, 2, "train.context_parallel=2"), prepare=prepare)
-    for *seen, refused in on_ranks(2, run_all, [*cases, shared], timeout=300):
+    for *seen, refused in on_ranks(2, run_all, [*cases, shared], timeout=1200):
         assert [(one.exit_code, one.error) for one in seen] == [(0, "")] * len(cases)
         assert "train.context_parallel=2: " in refused.error
         assert refused.error.endswith(" has no plan for its tokens; CogVideoX has one")

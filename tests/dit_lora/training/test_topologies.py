@@ -68,7 +68,7 @@ class Table:
         poison(cache, TARGET)
         return cache
 
-    def launch(self, ranks: int, cases: dict[str, Case], timeout: float = 120) -> None:
+    def launch(self, ranks: int, cases: dict[str, Case], timeout: float = 900) -> None:
         seen = on_ranks(ranks, run_all, list(cases.values()), timeout=timeout)
         for index, name in enumerate(cases):
             self.seen[name] = [own[index] for own in seen]
@@ -299,7 +299,7 @@ def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
         cases |= faulty(table, engine, ranks)
     for one in cases.values():
         shutil.rmtree(one.folder, ignore_errors=True)  # of the tests above
-    table.launch(ranks, cases, timeout=500)
+    table.launch(ranks, cases, timeout=1800)
     for name in alike:
         require_whole(table, name, ranks)
         table.require_alike(name)
@@ -330,7 +330,7 @@ def test_what_runs_beside_the_loop_is_the_same_with_sharded_weights(table: Table
         for engine in ("ddp", "fsdp2")
         for name, more in (("beside", beside), ("full", full))
     }
-    table.launch(2, cases, timeout=240)
+    table.launch(2, cases, timeout=1200)
     for name in cases:
         assert [own.error for own in table.seen[name]] == ["", ""]
     one, other = table.run("ddp_beside"), table.run("fsdp2_beside")

@@ -222,7 +222,7 @@ def made(marks: Path) -> list[int]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.005)

@@ -168,7 +168,7 @@ def test_two_editors_and_a_caption_command_lose_none_of_a_thousand_writes(
             (folder / f"made_{number:03}.png").write_bytes(b"media")
         written += caption_folder(CaptionRequest(folder, Path("model"))).written
     assert written == 200
-    assert [editor.wait(120) for editor in editors] == [0, 0]
+    assert [editor.wait(600) for editor in editors] == [0, 0]
     table = CaptionTable.read(folder)
     words = " ".join(table.captions[f"shared_{number}.png"] for number in range(8)).split()
     assert sorted(word for word in words if word != "start") == sorted(

@@ -53,7 +53,7 @@ def server(folder: Path) -> Iterator[tuple[LocalServer, CaptionEdits]]:
 def ask(
     server: LocalServer, method: str, path: str, body: Any = None, **headers: str
 ) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=100)
     data = None if body is None else json.dumps(body)
     cookie = {"Cookie": f"a=b; dit_lora_{server.server_port}={server.token}"}
     connection.request(method, path, data, cookie | headers)
@@ -127,7 +127,7 @@ def test_what_is_sent_with_a_refused_request_is_no_request(
     serving, edits = server
     inner = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{serving.server_port}\r\n\r\n"
     outer = f"POST /caption HTTP/1.1\r\nHost: evil.example\r\nContent-Length: {len(inner)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", serving.server_port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", serving.server_port), timeout=100) as connection:
         connection.sendall((outer + inner).encode())
         answers = connection.makefile("rb").read()
     assert answers.count(b"HTTP/1.1 ") == 1

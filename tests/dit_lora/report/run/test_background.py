@@ -36,14 +36,14 @@ def test_training_waits_for_no_report_and_one_is_written_at_a_time(
     def write_run_page(reader: Any, **how: Any) -> Path:
         states.append(how.get("state"))
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(100)
         return run_dir / "report.html"
 
     monkeypatch.setattr(background, "write_run_page", write_run_page)
     reporting = Reporting(run_dir, pytest.fail)
     for _ in range(3):
         reporting.update()  # returns although none is done
-    assert begun.wait(10)
+    assert begun.wait(100)
     assert states == ["running"]
     go_on.set()
     reporting.finish()

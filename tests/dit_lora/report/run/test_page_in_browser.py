@@ -84,7 +84,7 @@ class Opened:
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(url)
 
-    def wait_for(self, condition: str, seconds: float = 10) -> None:
+    def wait_for(self, condition: str, seconds: float = 100) -> None:
         """Until it holds; the page's policy forbids the polling that Playwright itself would do in it."""
         end = time.monotonic() + seconds
         while not self.page.evaluate(condition):

@@ -34,7 +34,7 @@ def server(run_dir: Path) -> Iterator[ReportServer]:
 def ask(
     server: ReportServer, path: str, method: str = "GET", **headers: str
 ) -> tuple[int, bytes, Any]:
-    connection = http.client.HTTPConnection(HOST, server.server_port, timeout=10)
+    connection = http.client.HTTPConnection(HOST, server.server_port, timeout=100)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     body = answer.read()
@@ -229,7 +229,7 @@ def test_a_client_that_hangs_up_leaves_no_traceback(
     ):
         patch.setattr("socketserver._SocketWriter.write", broken)
         one.sendall(request_line + b"\r\n\r\n")
-        assert failed.wait(10)
+        assert failed.wait(100)
         assert one.recv(1) == b""  # closed, its thread done
     assert ask(server, "/state")[0] == 200
     assert capfd.readouterr().err == ""
@@ -246,7 +246,7 @@ def test_a_run_that_cannot_be_read_any_more_is_an_error_in_words(
 
 
 def test_an_address_that_is_none_is_refused(server: ReportServer) -> None:
-    with socket.create_connection((HOST, server.server_port), timeout=10) as one:
+    with socket.create_connection((HOST, server.server_port), timeout=100) as one:
         host = f"Host: {HOST}:{server.server_port}"
         one.sendall(f"GET http://[ HTTP/1.1\r\n{host}\r\n\r\n".encode())
         assert one.recv(64).startswith(b"HTTP/1.1 400 ")

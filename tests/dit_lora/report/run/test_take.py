@@ -62,7 +62,7 @@ def served(folder: Path) -> Iterator[tuple[ReportServer, Exports, str]]:
 
 
 def ask(server: ReportServer, method: str, path: str, body: Any = None, **headers: str) -> Any:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=100)
     connection.request(method, path, None if body is None else json.dumps(body), headers)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()

@@ -28,7 +28,7 @@ class Gate:
 
     def __call__(self, copy: SavedState) -> None:
         self.began.set()
-        assert self.open.wait(10)
+        assert self.open.wait(100)
         self.written.append(
             SavedState(*({n: t.clone() for n, t in part.items()} for part in parts(copy)))
         )
@@ -48,7 +48,7 @@ def same(one: SavedState, other: SavedState) -> bool:
 def test_the_loop_goes_on_and_what_is_written_is_the_state_of_the_save() -> None:
     saver, gate, live = Saver(), Gate(), state(1.0)
     saver.start(1, live, gate)
-    assert gate.began.wait(10)
+    assert gate.began.wait(100)
     assert saver.stop_code() == 0
     for part in parts(live):  # training goes on while the write waits
         for tensor in part.values():
@@ -84,8 +84,8 @@ def test_an_error_is_known_without_waiting_and_no_save_follows_it() -> None:
         raise error
 
     saver.start(1, state(1.0), fail)
-    failed.wait(10)
-    last = time.monotonic() + 10
+    failed.wait(100)
+    last = time.monotonic() + 100
     while saver.stop_code() == 0 and time.monotonic() < last:  # the result is set just after
         time.sleep(0.001)
     assert saver.stop_code() == 3

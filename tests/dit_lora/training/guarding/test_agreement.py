@@ -75,7 +75,7 @@ def test_a_rank_with_other_weights_is_named_and_undone(
         "frozen": case("frozen", "ddp", Fault("frozen", 4, 1, adds=5.0)),
         "stop": case("stop", "ddp", Fault("weight", 2, 1, adds=0.5), "guard.max_rollbacks=0"),
     }
-    ranks = on_ranks(2, run_all, list(cases.values()), timeout=240)
+    ranks = on_ranks(2, run_all, list(cases.values()), timeout=1200)
     seen = dict(zip(cases, zip(*ranks, strict=True), strict=True))
 
     for name, clean in (("weight", "clean"), ("moment", "clean"), ("zero", "zero_clean")):
