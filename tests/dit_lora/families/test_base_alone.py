@@ -17,10 +17,10 @@ def losses(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_trained_model_is_its_base_within_and_as_it_was_afterwards(
-    subject: Subject, fused: bool, monkeypatch: pytest.MonkeyPatch
+    model_subject: Subject, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A is another one than before training, and B is put back where what is within fails."""
-    model, batch = adapted(subject), encoded_batch(subject)
+    model, batch = adapted(model_subject), encoded_batch(model_subject)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     random = torch.Generator().manual_seed(7)
     with by("reference", monkeypatch), torch.no_grad():
@@ -30,24 +30,24 @@ def test_a_trained_model_is_its_base_within_and_as_it_was_afterwards(
             if ".lora_B." in name:
                 parameter.zero_()
         assert does_nothing(model)
-        base = losses(subject, model, batch)
+        base = losses(model_subject, model, batch)
         for parameter in trained.values():
             parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
-        after = losses(subject, model, batch)
+        after = losses(model_subject, model, batch)
         assert not torch.equal(after, base)
         kept = {name: p.clone() for name, p in trained.items()}
         with base_alone(model):
             assert does_nothing(model)
-            assert torch.equal(losses(subject, model, batch), base)
+            assert torch.equal(losses(model_subject, model, batch), base)
         with pytest.raises(ValueError, match="within"), base_alone(model):
             raise ValueError("within")
         assert not does_nothing(model)
         assert all(torch.equal(p, kept[name]) for name, p in trained.items())
-        assert torch.equal(losses(subject, model, batch), after)
+        assert torch.equal(losses(model_subject, model, batch), after)
 
 
-def test_only_a_lora_whose_b_is_zero_does_nothing(subject: Subject) -> None:
-    model = adapted(subject)
+def test_only_a_lora_whose_b_is_zero_does_nothing(model_subject: Subject) -> None:
+    model = adapted(model_subject)
     b = [p for n, p in model.named_parameters() if ".lora_B." in n]
     with torch.no_grad():
         for one in b:

@@ -284,7 +284,9 @@ def test_latents_are_scaled_as_the_pipeline_unscales_them(subject: Subject) -> N
     torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
-@pytest.mark.parametrize("alpha", [2, 4, 16])
+@pytest.mark.parametrize(
+    "alpha", [2, *(pytest.param(alpha, marks=pytest.mark.thorough) for alpha in (4, 16))]
+)
 def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
     subject: Subject, tmp_path: Path, alpha: int
 ) -> None:

@@ -58,10 +58,10 @@ def test_fused_it_is_the_same_model_and_undone_the_same_bits(subject: Subject) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_kernel_holds_parity_on_the_familys_own_batch(
-    subject: Subject, dtype: torch.dtype
+    model_subject: Subject, dtype: torch.dtype
 ) -> None:
     """As preflight asks before a run: each op off alone, and all at once, against what is on."""
-    model, batch = fuse_all(adapted(subject)).train(), encoded_batch(subject)
+    model, batch = fuse_all(adapted(model_subject)).train(), encoded_batch(model_subject)
     in_policy(model, dtype)
     switches = [switch for switch in model_switches(model) if switch.name != "compile"]
     assert len(switches) > 2
@@ -70,7 +70,7 @@ def test_every_kernel_holds_parity_on_the_familys_own_batch(
         for switch in switches:
             # That kernels repeat themselves, which takes many passes, is asked of each of them elsewhere.
             difference = first_difference(
-                switch, lambda: losses(subject, model, batch), model, how=How(passes=2)
+                switch, lambda: losses(model_subject, model, batch), model, how=How(passes=2)
             )
             assert difference is None, difference
 
@@ -82,44 +82,44 @@ def in_policy(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def test_it_keeps_less_for_backward_under_the_policys_autocast(subject: Subject) -> None:
-    model, batch = adapted(subject).train(), encoded_batch(subject)
+def test_it_keeps_less_for_backward_under_the_policys_autocast(model_subject: Subject) -> None:
+    model, batch = adapted(model_subject).train(), encoded_batch(model_subject)
     in_policy(model, torch.bfloat16)
     besides = [*model.parameters(), *model.buffers(), *batch.values()]
 
     def kept() -> int:
         with torch.autocast("cpu", torch.bfloat16):
-            return saved_bytes(lambda: losses(subject, model, batch), besides)
+            return saved_bytes(lambda: losses(model_subject, model, batch), besides)
 
     stock = kept()
     fuse_all(model)
     assert kept() < 0.9 * stock
 
 
-def test_checkpointing_recomputes_the_same_bits(subject: Subject) -> None:
-    model, batch = fuse_all(adapted(subject)).train(), encoded_batch(subject)
-    expected = run(subject, model, batch)
+def test_checkpointing_recomputes_the_same_bits(model_subject: Subject) -> None:
+    model, batch = fuse_all(adapted(model_subject)).train(), encoded_batch(model_subject)
+    expected = run(model_subject, model, batch)
     model.enable_gradient_checkpointing()
-    assert_equal(run(subject, model, batch), expected, 0.0)
+    assert_equal(run(model_subject, model, batch), expected, 0.0)
 
 
 def test_an_adapter_trained_fused_works_in_the_stock_pipeline(
-    subject: Subject, tmp_path: Path
+    model_subject: Subject, tmp_path: Path
 ) -> None:
-    model, batch = fuse_all(adapted(subject)), encoded_batch(subject)
-    part = subject.case.part
-    save_adapter(model, subject.checkpoint.pipeline_class, tmp_path, {"part": part})
-    pipeline = stock_pipeline(subject)
+    model, batch = fuse_all(adapted(model_subject)), encoded_batch(model_subject)
+    part = model_subject.case.part
+    save_adapter(model, model_subject.checkpoint.pipeline_class, tmp_path, {"part": part})
+    pipeline = stock_pipeline(model_subject)
     load_adapter(pipeline, tmp_path)
     with torch.no_grad():
-        trained = losses(subject, model.eval(), batch)
-        loaded = losses(subject, getattr(pipeline, part).eval(), batch)
+        trained = losses(model_subject, model.eval(), batch)
+        loaded = losses(model_subject, getattr(pipeline, part).eval(), batch)
     torch.testing.assert_close(trained, loaded, rtol=1e-5, atol=0)
 
 
-def test_a_copy_is_fused_and_its_own(subject: Subject) -> None:
-    model, batch = fuse_all(adapted(subject)).train(), encoded_batch(subject)
-    expected = run(subject, model, batch)
+def test_a_copy_is_fused_and_its_own(model_subject: Subject) -> None:
+    model, batch = fuse_all(adapted(model_subject)).train(), encoded_batch(model_subject)
+    expected = run(model_subject, model, batch)
     other = copy.deepcopy(model)
     unfuse(model)
-    assert_equal(run(subject, other, batch), expected, 0.0)
+    assert_equal(run(model_subject, other, batch), expected, 0.0)
