@@ -11,7 +11,7 @@ from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.data.chat.fitting import fit
 from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data.chat.tensors import bucket_length
-from dit_lora.data.media.video import VideoHeader
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.families.without_weights import data_is_here

@@ -17,7 +17,7 @@ from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.audit.sound import judge_sound
 from dit_lora.data.buckets.buckets import Dropped, Placed, buckets_of, place
 from dit_lora.data.media.media import Media, is_image, suffix
-from dit_lora.data.media.video import VideoHeader
+from dit_lora.data.media.video_header import VideoHeader
 
 if TYPE_CHECKING:
     import torch
@@ -156,8 +156,11 @@ def _image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     name = facts["pixel_format"]
+    changes = ["mirrors it"] if facts["mirrored"] else []
     if facts["rotation"]:
-        message = f"a flag turns it by {facts['rotation']} degrees"
+        changes.append(f"turns it by {facts['rotation']} degrees")
+    if changes:
+        message = f"a flag {' and '.join(changes)}"
         yield _warn("rotated", message, "check that it is upright")
     if facts["bits"] > 8:
         message = f"{facts['bits']} bits ({name}) are read as 8"

@@ -17,7 +17,7 @@ from dit_lora.parsing import parse_json
 
 # A killed audit loses the work of so many seconds at most.
 _SAVED_EVERY = 20.0
-AUDIT_VERSION = 4
+AUDIT_VERSION = 5
 """Version of the probes, raised when they would find or measure something else in the same bytes."""
 
 

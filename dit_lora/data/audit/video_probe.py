@@ -13,8 +13,10 @@ from dit_lora.data.audit.image_probe import THUMBNAIL, Failures, jpeg
 from dit_lora.data.audit.measure import SIDE, PictureMeasures
 from dit_lora.data.audit.outline import Outline
 from dit_lora.data.audit.sound import measure_sound
+from dit_lora.data.media.display import Orientation
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.opened import FrameLimit, message_of, open_media, oversize
+from dit_lora.data.media.video_header import num_shown_frames, read_container
 
 _SAMPLES = 8
 """The most frames whose levels and thumbnails are kept: every n-th, and n doubles when there are as many."""
@@ -62,6 +64,13 @@ def measure_video(
     if not frames.times:
         failures = frames.failures or [("no_frames", "no frame comes out of it")]
         return failures, facts, None
+    # Training opens files with this reader, so what it refuses is refused here.
+    try:
+        with open_media(media) as container:
+            read_container(container)
+    except _ERRORS as error:
+        if not frames.failures:
+            frames.failures.append(("unreadable", f"its first frame: {message_of(error)}"))
     facts |= frames.facts()
     facts["sound"] = measure_sound(media, frames.times[0], alive)
     return frames.failures, facts, frames.thumbnail()
@@ -83,7 +92,7 @@ def _header(container: av.container.InputContainer, stream: av.VideoStream) -> d
         "codec": stream.codec_context.name,
         "height": stream.height,
         "width": stream.width,
-        "header_frames": stream.frames or None,
+        "header_frames": num_shown_frames(stream),
         "header_seconds": seconds,
         "header_start": max(0.0, (container.start_time or 0) / av.time_base),
         "header_fps": float(stream.average_rate) if stream.average_rate else None,
@@ -106,7 +115,7 @@ class _Frames:
         self._errors: list[tuple[int, str]] = []
         self._damaged: list[float] = []
         self._format: dict[str, Any] = {}
-        self._rotation = 0
+        self._orientation = Orientation()
         self._pictures = PictureMeasures()
         self._thumbnails: list[np.ndarray] = []
         self._stride = 1
@@ -161,7 +170,7 @@ class _Frames:
             self._damaged.append(self.times[-1] - self.times[0])
         self._interlaced += frame.interlaced_frame
         if number == 0:
-            self._rotation = frame.rotation % 360
+            self._orientation = Orientation.from_frame(frame)
             self._format = _format(frame)
         self._pictures.add(self._scaled(self._to_small, frame, SIDE, SIDE))
         if number % self._stride:
@@ -184,7 +193,7 @@ class _Frames:
     def _shown_size(self, frame: av.VideoFrame) -> tuple[int, int]:
         """Return height and width of a thumbnail in pixels, before it is turned."""
         height, width = frame.height, frame.width * self._pixel_aspect
-        across, down = (height, width) if self._rotation % 180 else (width, height)
+        across, down = (height, width) if self._orientation.is_on_its_side else (width, height)
         scale = min(THUMBNAIL / _SHOWN / across, _HIGHEST / down)
         return max(1, round(height * scale)), max(1, round(width * scale))
 
@@ -226,7 +235,8 @@ class _Frames:
             "shortest_interval": round(float(intervals.min()), 4) if len(intervals) else last,
             "longest_interval": round(float(intervals.max()), 4) if len(intervals) else last,
             "backwards": int((intervals < 0).sum()),
-            "rotation": self._rotation,
+            "rotation": 90 * self._orientation.quarter_turns,
+            "mirrored": self._orientation.is_mirrored,
             "interlaced": self._interlaced > len(seconds) / 2,
             **self._pictures.facts(ends),
             "outlines": [Outline.of(picture).text for picture in self._shown()],
@@ -236,7 +246,7 @@ class _Frames:
         """Return small pictures of a few frames from the first to about the last, upright."""
         count = min(_SHOWN, len(self._thumbnails))
         chosen = np.linspace(0, len(self._thumbnails) - 1, count).round().astype(int)
-        return [np.rot90(self._thumbnails[k], self._rotation // 90) for k in chosen]
+        return [self._orientation.apply(self._thumbnails[k]) for k in chosen]
 
     def thumbnail(self) -> bytes:
         shown = self._shown()

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.media.decode import WantedTimes
-from dit_lora.data.media.video import VideoHeader
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError, listed
 
 # Sides come in steps, so areas and ratios are met within this share, and the budget may be passed by it.

@@ -8,7 +8,7 @@ from typing import Any
 
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.buckets.buckets import ENLARGEMENT, Dropped, Placed
-from dit_lora.data.media.video import VideoHeader
+from dit_lora.data.media.video_header import VideoHeader
 
 # Shares of the clips from which on advice is given.
 MANY = 0.25

@@ -17,7 +17,8 @@ import torch
 
 from dit_lora.data.chat.frames import read_at
 from dit_lora.data.media.media import IMAGE_SUFFIXES, Media, MediaFile
-from dit_lora.data.media.video import ClipError, VideoHeader, read_header
+from dit_lora.data.media.video import ClipError, read_header
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.clips import ClipProblem
 from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json

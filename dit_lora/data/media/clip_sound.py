@@ -13,12 +13,13 @@ import av
 import numpy as np
 import torch
 
-from dit_lora.data.media.decode import first_time, video_stream
+from dit_lora.data.media.decode import first_time
 from dit_lora.data.media.media import Media, is_image, require_readable
 from dit_lora.data.media.opened import open_media
 from dit_lora.data.media.sound import SoundFormat
 from dit_lora.data.media.sound_stream import SLACK, no_sound, sound_frames, sound_too_short
-from dit_lora.data.media.video import ClipError, VideoHeader, reason
+from dit_lora.data.media.video import ClipError, reason
+from dit_lora.data.media.video_header import VideoHeader, video_stream
 
 # Changes whenever the same file and arguments would give another waveform; part of each clip's cache key.
 SOUND_VERSION = "pyav-1: by time stamps, swresample's rate, mono repeated, stereo averaged"

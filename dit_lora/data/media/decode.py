@@ -15,11 +15,11 @@ from typing import TypeAlias
 
 import av
 import torch
-from av.stream import Disposition
 from av.video.frame import PictureType
 
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.opened import FrameLimit, open_media, oversize
+from dit_lora.data.media.opened import FrameLimit, open_media
+from dit_lora.data.media.video_header import first_frame, frame_time, video_stream
 
 _MOST_THREADS = 4
 """The most threads of a decoder: each decodes one frame ahead, in vain for the last ones."""
@@ -140,29 +140,6 @@ def nearest_frames(
             yield Nearest(frame, times, stretch)
 
 
-def video_stream(container: av.container.InputContainer) -> av.VideoStream:
-    """Return the first video stream that is no cover picture; raise `ValueError` if none can be decoded."""
-    for stream in container.streams.video:
-        if not stream.disposition & Disposition.attached_pic:
-            if stream.codec_context is None:
-                raise ValueError("its video stream is of a codec that FFmpeg does not know")
-            too_large = oversize(stream.height, stream.width)
-            if too_large:
-                raise ValueError(too_large)
-            return stream
-    raise ValueError("it has no video stream")
-
-
-def first_rotation(container: av.container.InputContainer, stream: av.VideoStream) -> int:
-    """Return by how many degrees, counter-clockwise, the first frame is to be turned; decodes that frame only."""
-    stream.codec_context.thread_count = 1
-    for packet in container.demux(stream):
-        # Flushing keeps the decoder from waiting for frames that might be shown before.
-        for frame in (*packet.decode(), *stream.decode(None)):
-            return frame.rotation
-    return 0
-
-
 def _pick(
     frames: Iterable[tuple[float, av.VideoFrame]], wanted: WantedTimes | Instants
 ) -> Iterator[tuple[av.VideoFrame, int]]:
@@ -194,7 +171,7 @@ def _timed(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.VideoFra
     """Yield each frame with its seconds since the first one."""
     start: float | None = None
     for frame in frames:
-        seconds = _seconds(frame)
+        seconds = frame_time(frame)
         start = seconds if start is None else start
         yield seconds - start, frame
 
@@ -210,20 +187,9 @@ def _forwards(
         previous = seconds
 
 
-def _seconds(frame: av.VideoFrame) -> float:
-    if frame.time is None:
-        raise ValueError("a frame has no time stamp")
-    if frame.is_corrupt:
-        raise ValueError(f"the frame at {frame.time:.2f} s is damaged")
-    return frame.time
-
-
 def first_time(container: av.container.InputContainer, stream: av.VideoStream) -> float:
     """Return the time of the first frame, in seconds of the stream."""
-    first = next(container.decode(stream), None)
-    if first is None:
-        raise ValueError("no first frame")
-    return _seconds(first)
+    return frame_time(first_frame(container, stream))
 
 
 def _tick(stream: av.VideoStream, seconds: float) -> int:
@@ -245,7 +211,7 @@ def _from_key_frame(
             frame.pts == head and frame.key_frame and frame.pict_type == PictureType.I
         ):
             raise ValueError("the key frame is none that decoding can start at")
-        yield _seconds(frame) - origin, frame
+        yield frame_time(frame) - origin, frame
         count += 1
     if count < 2:
         raise ValueError("how long the last frame is shown depends on the one before it")

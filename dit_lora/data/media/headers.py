@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.video import ClipError, VideoHeader, read_header
+from dit_lora.data.media.video import ClipError, read_header
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
-_VERSION = 2  # raised when a header would be read otherwise
+_VERSION = 3  # raised when a header would be read otherwise
 _THREADS = 8  # opening a file waits for the disk
 
 Progress = Callable[[Sequence[Any]], Iterable[Any]]

@@ -11,6 +11,7 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
+from dit_lora.data.media.display import Orientation
 from dit_lora.data.media.media import Media, open_bytes
 from dit_lora.data.media.missing_rows import missing_rows
 from dit_lora.data.media.opened import open_picture
@@ -94,13 +95,10 @@ def image_size(media: Media) -> tuple[int, int]:
 
 
 def upright(frame: av.VideoFrame, stretch: float) -> tuple[Image.Image, float]:
-    """Return a frame's picture, turned as its file says, with the `stretch` of the turned picture."""
-    image = Image.fromarray(frame.to_ndarray(format="rgb24"))
-    if frame.rotation % 180:
-        stretch = 1 / stretch
-    if frame.rotation % 360:
-        image = image.rotate(frame.rotation, expand=True)  # degrees counter-clockwise, as PyAV's
-    return image, stretch
+    """Return a frame's picture, turned and mirrored as its display matrix says, with the `stretch` of that picture."""
+    orientation = Orientation.from_frame(frame)
+    picture = orientation.apply(frame.to_ndarray(format="rgb24"))
+    return Image.fromarray(picture), 1 / stretch if orientation.is_on_its_side else stretch
 
 
 def cover(

@@ -5,7 +5,6 @@ Shapes: F frames, H and W pixels.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -15,18 +14,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dit_lora.data.media.decode import (
-    Instants,
-    WantedTimes,
-    first_rotation,
-    nearest_frames,
-    video_stream,
-)
+from dit_lora.data.media.decode import Instants, WantedTimes, nearest_frames
 from dit_lora.data.media.media import Media, as_media, is_image, require_readable
 from dit_lora.data.media.opened import message_of, open_media
 from dit_lora.data.media.pictures import DAMAGED, cover, image_size, open_image, planes, upright
 from dit_lora.data.media.sound import Sound, sound_packets, unplayable
-from dit_lora.data.media.sound_stream import sound_ends, sound_stream
+from dit_lora.data.media.video_header import VideoHeader, read_container
 from dit_lora.errors import DitLoraError
 
 # Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
@@ -147,61 +140,22 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
     partial.replace(path)
 
 
-@dataclass(frozen=True)
-class VideoHeader:
-    """Header of a video or image; a field is None where the file does not say."""
-
-    fps: float | None
-    seconds: float | None
-    frames: int | None
-    height: int
-    """Height in pixels as shown: upright, and square."""
-    width: int
-    is_image: bool = False
-    has_sound: bool = False
-    sound_ends: float | None = None
-    """Seconds from the first picture to the end of the sound."""
-
-
 def read_header(media: Media | Path) -> VideoHeader:
-    """Read an image's header, or that of the first video stream with the rotation of its first frame.
+    """Read an image's header, or that of the first video stream with its first frame.
 
-    PyAV has the rotation nowhere but on a decoded frame. Raises `ClipError` if there is no header.
+    Raises `ClipError` if the file has no header, or a video no first frame.
     """
     media = as_media(media)
     try:
         if is_image(media):
             return VideoHeader(None, None, 1, *image_size(media), is_image=True)
         with open_media(media) as container:
-            return _header(container)
+            return read_container(container)
     except (av.error.FFmpegError, *DAMAGED) as error:
         require_readable(media)
         # The disk was not at fault, or `require_readable` would have raised.
         kind = "an image" if is_image(media) else "a video"
         raise ClipError(f"{media.name}: cannot be opened as {kind}: {reason(error)}") from error
-
-
-def _header(container: av.container.InputContainer) -> VideoHeader:
-    stream = video_stream(container)
-    height, width = stream.height, round(stream.width * float(stream.sample_aspect_ratio or 1))
-    if first_rotation(container, stream) % 180:
-        height, width = width, height
-    seconds = None
-    if stream.duration and stream.time_base:
-        seconds = float(stream.duration * stream.time_base)
-    # Matroska has a duration of the file only; with sound, that is the longest stream's.
-    elif container.duration:
-        seconds = container.duration / av.time_base
-    fps = float(stream.average_rate) if stream.average_rate else None
-    return VideoHeader(
-        fps,
-        seconds,
-        stream.frames or None,
-        height,
-        width,
-        has_sound=sound_stream(container) is not None,
-        sound_ends=sound_ends(container, stream),
-    )
 
 
 def reason(error: Exception) -> str:

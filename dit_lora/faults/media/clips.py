@@ -184,11 +184,10 @@ KINDS = (
         _shifted(-500, muxing={"avoid_negative_ts": "disabled"}),
         "no_time_stamps",
     ),
-    warned(
+    media_kind(
         "frames that an edit list hides",
         "edited.mp4",
         _shifted(-500, muxing={"avoid_negative_ts": "disabled"}),
-        "frame_count",
     ),
     warned("a header that counts too many", "count.avi", promising_more, "frame_count"),
     warned("a header that says too long", "words.mkv", longer_in_words, "duration"),

@@ -17,7 +17,8 @@ from PIL import Image
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.chat.conversation import Conversation
-from dit_lora.data.media.video import VideoHeader, write_sample
+from dit_lora.data.media.video import write_sample
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.clips import Clip
 from dit_lora.data.sources.hf_datasets import name_on_hub
 from dit_lora.data.sources.scan import scan

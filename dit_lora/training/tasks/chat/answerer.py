@@ -21,7 +21,8 @@ from dit_lora.data.chat.conversation import Conversation, Kind, Turn
 from dit_lora.data.chat.frames import frame_seconds
 from dit_lora.data.chat.mvbench import FrameFolder, notebook_seconds, read_facts, read_frames_at
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.video import ClipError, VideoHeader
+from dit_lora.data.media.video import ClipError
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing

@@ -13,7 +13,8 @@ from dit_lora.data.chat.fitting import fit
 from dit_lora.data.chat.frames import latest_seconds
 from dit_lora.data.chat.tensors import bucket_length
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.video import ClipError, VideoHeader
+from dit_lora.data.media.video import ClipError
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet, ChatShape

@@ -24,7 +24,8 @@ from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.loading.reading import Reading, build_loader
 from dit_lora.data.loading.sampler import OrderedDataset
-from dit_lora.data.media.video import ClipError, VideoHeader
+from dit_lora.data.media.video import ClipError
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.numerics.streams import generator
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.video import ClipError, VideoHeader
+from dit_lora.data.media.video import ClipError
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.clips import Clip
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Opened

@@ -17,7 +17,8 @@ from dit_lora.data.media.clip_sound import unusable_sound
 from dit_lora.data.media.headers import Headers
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.references import wrong_mask
-from dit_lora.data.media.video import ClipError, VideoHeader, too_short
+from dit_lora.data.media.video import ClipError, too_short
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.scan import Clip, scan
 from dit_lora.families.base import Opened
 from dit_lora.training.tasks.diffusion.sample_references import (

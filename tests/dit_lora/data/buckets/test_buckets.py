@@ -17,7 +17,8 @@ from dit_lora.data.buckets.buckets import (
     place,
     window_id,
 )
-from dit_lora.data.media.video import ClipError, VideoHeader, read_frames, read_header, write_video
+from dit_lora.data.media.video import ClipError, read_frames, read_header, write_video
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError
 
 

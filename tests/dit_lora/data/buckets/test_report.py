@@ -9,7 +9,7 @@ import pytest
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.buckets.buckets import buckets_of, place
 from dit_lora.data.buckets.report import BucketReport, advice_on_references
-from dit_lora.data.media.video import VideoHeader
+from dit_lora.data.media.video_header import VideoHeader
 
 
 def data(**values: Any) -> DataConfig:

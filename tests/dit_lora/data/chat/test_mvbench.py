@@ -24,7 +24,8 @@ from dit_lora.data.chat.mvbench import (
     read_questions,
 )
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.media.video import ClipError, VideoHeader
+from dit_lora.data.media.video import ClipError
+from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError
 
 GOOD: dict[str, Any] = {
