@@ -12,6 +12,7 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
+from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from PIL import Image
 
 from dit_lora.data.media.decode import Instants, WantedTimes, nearest_frames
@@ -28,6 +29,16 @@ DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, c
 
 # x264's macroblock tree, and more than one thread, made equal frames differ by some grey levels (docs/log.md).
 _H264 = {"crf": "17", "x264-params": "mbtree=0"}
+
+
+# Matrix, primaries and transfer characteristics (ITU-T H.273).
+_COLOURS_HD = (Colorspace.ITU709, ColorPrimaries.BT709, ColorTrc.BT709)
+_COLOURS_SD = (Colorspace.SMPTE170M, ColorPrimaries.SMPTE170M, ColorTrc.SMPTE170M)
+
+
+def _is_hd(height: int, width: int) -> bool:
+    """Say whether players assume BT.709 for an untagged picture of this size (as mpv and browsers do)."""
+    return width >= 1280 or height > 576
 
 
 class ClipError(DitLoraError):
@@ -119,7 +130,7 @@ def write_sample(
 def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None = None) -> None:
     """Write uint8 (F, H, W, 3) as H.264, and sound as AAC, that browsers and players take; H and W must be even.
 
-    Equal frames and sound give equal bytes. Raises `DitLoraError` for sound that is not finite.
+    Colours are tagged, and converted with the tagged matrix: BT.709 for HD, else BT.601, as players assume without tags. Equal frames and sound give equal bytes. Raises `DitLoraError` for sound that is not finite.
     """
     wrong = unplayable(sound)
     if wrong:
@@ -132,9 +143,17 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
         stream = container.add_stream("libx264", rate=rate, options=_H264)
         stream.thread_count = 1
         stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
+        colours = _COLOURS_HD if _is_hd(*video.shape[1:3]) else _COLOURS_SD
+        codec = stream.codec_context
+        codec.colorspace, codec.color_primaries, codec.color_trc = colours
+        codec.color_range = ColorRange.MPEG
         packets = [] if sound is None else sound_packets(container, sound)
         for pixels in video.numpy():
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame = frame.reformat(
+                format="yuv420p", dst_colorspace=colours[0], dst_color_range=ColorRange.MPEG
+            )
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
         container.mux(packets)
     partial.replace(path)

@@ -101,6 +101,20 @@ def test_colours_keep_their_channels(tmp_path: Path) -> None:
     assert blue[2] > 200 > 60 > blue[0]
 
 
+@pytest.mark.parametrize(("width", "tag"), [(1280, 1), (96, 5)])
+def test_written_colours_are_tagged_with_the_matrix_that_players_assume(
+    tmp_path: Path, width: int, tag: int
+) -> None:
+    """The tags 1 and 5 are BT.709 and BT.601 (ITU-T H.273); 219 levels of luma of pure green are 0.7152 or 0.587."""
+    green = torch.tensor([0, 255, 0], dtype=torch.uint8).expand(2, 64, width, 3)
+    write_video(tmp_path / "a.mp4", green, 8)
+    with av.open(tmp_path / "a.mp4") as container:
+        frame = next(container.decode(video=0))
+    assert (frame.colorspace, frame.color_range) == (tag, 1)
+    luma = frame.to_ndarray()[:64].mean()
+    assert luma == pytest.approx(16 + 219 * {1: 0.7152, 5: 0.587}[tag], abs=1.5)
+
+
 def remux_turned(path: Path, turned: Path, degrees: int) -> None:
     """The same packets with a rotation flag."""
     with av.open(path) as source, av.open(turned, "w") as target:
