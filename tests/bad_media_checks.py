@@ -45,7 +45,7 @@ class Seen:
                 context = stream.codec_context
                 facts |= {
                     "rate": stream.average_rate,
-                    "count": stream.frames,
+                    "count": stream.frames - sum(one.is_discard for one in stream.index_entries),
                     "seconds": (container.duration or 0) / av.time_base,
                     "square": (stream.sample_aspect_ratio or 1) == 1,
                     "colour": (context.color_primaries, context.color_trc),

@@ -14,7 +14,8 @@ from torch import nn
 from tqdm import tqdm
 
 from dit_lora.config.load import load_recipe
-from dit_lora.data.media.media import MediaFile, is_image
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.sources.caption_table import TABLE, CaptionTable
 from dit_lora.data.sources.caption_text import caption_fault, has_word

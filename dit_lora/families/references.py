@@ -10,7 +10,8 @@ from PIL import Image
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.media.media import MediaFile, is_image
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.references import read_reference
 from dit_lora.errors import DitLoraError
 from dit_lora.families.pictures import as_picture

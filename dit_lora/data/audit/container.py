@@ -26,7 +26,16 @@ _TAIL = 4096
 # Fields of a file's head may hold text; these bytes are in no text.
 _BINARY = frozenset(range(32)) - frozenset(b"\t\n\v\f\r\x1b")
 _SOUND = (b"RIFF", b"ID3", b"fLaC", b"OggS", b"FORM")
-_SAME = ({".mp4", ".mov", ".m4v"}, {".mkv", ".webm"}, {".jpg", ".jpeg"}, {".tif", ".tiff"})
+_SAME = (
+    {".mp4", ".mov", ".m4v"},
+    {".mkv", ".webm"},
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"},
+    {".png", ".apng"},
+    {".bmp", ".dib"},
+    {".tif", ".tiff"},
+    {".avif", ".avifs"},
+    {".jp2", ".jpx", ".jpf"},
+)
 
 
 def foreign_kind(head: bytes) -> str | None:

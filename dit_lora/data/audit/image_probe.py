@@ -11,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 from dit_lora.data.audit.measure import SIDE, PictureMeasures
 from dit_lora.data.audit.outline import Outline
 from dit_lora.data.media.media import Media, open_bytes
-from dit_lora.data.media.opened import MOST_PIXELS, message_of, open_picture
+from dit_lora.data.media.opened import HEIC_REASON, MOST_PIXELS, message_of, open_picture
 from dit_lora.data.media.pictures import DAMAGED, ORIENTATION, cover, image_size, open_image
 
 THUMBNAIL = 320
@@ -114,6 +114,8 @@ def _unopened(error: Exception) -> tuple[str, str]:
     if isinstance(error, Image.DecompressionBombError):
         return "corrupt", f"its header promises more than {MOST_PIXELS} pixels, as a bomb does"
     if isinstance(error, UnidentifiedImageError):
+        if str(error) == HEIC_REASON:
+            return "unreadable", HEIC_REASON
         return "unreadable", "its header is damaged, or of an image format that is not known here"
     return "unreadable", f"its header cannot be read: {message_of(error)}"
 

@@ -16,7 +16,8 @@ from dit_lora.data.audit.measure import SIDE, PictureMeasures
 from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.audit.sound import judge_sound
 from dit_lora.data.buckets.buckets import Dropped, Placed, buckets_of, place
-from dit_lora.data.media.media import Media, is_image, suffix
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import Media, suffix
 from dit_lora.data.media.video_header import VideoHeader
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from dit_lora.data.audit.image_probe import EDGE, Failures, decoded, jpeg
-from dit_lora.data.media.media import is_image
+from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.pictures import open_mask
 from dit_lora.data.sources.clips import LossMask
 

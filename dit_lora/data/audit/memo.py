@@ -10,7 +10,8 @@ from typing import Any
 
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.probe import ProbedFile
-from dit_lora.data.media.media import Media, is_image
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import LossMask
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json

@@ -14,7 +14,8 @@ from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.image_probe import measure_image
 from dit_lora.data.audit.mask_probe import measure_mask
 from dit_lora.data.audit.video_probe import measure_video
-from dit_lora.data.media.media import VIDEO_SUFFIXES, Media, is_image, open_bytes, sniffed_suffix
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import Media, open_bytes, sniffed_suffix
 from dit_lora.data.sources.clips import LossMask
 
 _NOT_THERE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
@@ -75,10 +76,6 @@ def probe(probed: Media | LossMask, alive: Callable[[], None] = lambda: None) ->
     elif faults and not ends:
         message = f"the image ends early, after {size} bytes"
         faults = [Finding("truncated", message, "reject", ANEW)]
-    elif is_image(media) and faults and facts["content"] in VIDEO_SUFFIXES:
-        message = f"it is a video ({facts['content']}) and named as an image"
-        remedy = f"rename it to {facts['content']}"
-        faults = [Finding("unreadable", message, "reject", remedy)]
     return ProbedFile(tuple(faults), facts, thumbnail)
 
 

@@ -2,15 +2,22 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from dit_lora.data.media.decode_mark import decode_mark
 from dit_lora.data.media.media import Media, MediaFile, open_bytes
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
 # Files of a checkpoint's component that decide what it computes; a README does not.
 _COMPONENT_SUFFIXES = {".json", ".safetensors", ".model", ".txt"}
+
+
+def _sha256(media: Media) -> str:
+    with open_bytes(media) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class Digests:
@@ -26,15 +33,12 @@ class Digests:
 
     def media(self, media: Media) -> str:
         """Return the hex SHA-256 of the bytes of a video or image; raises `OSError`."""
-        place, stamp = media.place, list(media.stamp())
-        entry = self._known.get(place)
-        # An entry of the memo is the file's stamp and, last, the digest.
-        if entry is None or entry[:-1] != stamp:
-            with open_bytes(media) as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            entry = self._known[place] = [*stamp, digest]
-            self._changed = True
-        return entry[-1]
+        return self._remembered(media.place, media, _sha256)
+
+    def pixels(self, media: Media) -> str:
+        """Return the digest, with a mark if this version decodes the same bytes to other pixels; raises `OSError`."""
+        mark = self._remembered(f"{media.place}#decode", media, decode_mark)
+        return f"{self.media(media)}+{mark}" if mark else self.media(media)
 
     def file(self, path: Path) -> str:
         """Return the hex SHA-256 of the bytes of one file."""
@@ -45,6 +49,15 @@ class Digests:
         files = [p for p in sorted(folder.rglob("*")) if p.suffix in _COMPONENT_SUFFIXES]
         lines = [f"{path.relative_to(folder).as_posix()} {self.file(path)}" for path in files]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def _remembered(self, name: str, media: Media, compute: Callable[[Media], str]) -> str:
+        stamp = list(media.stamp())
+        entry = self._known.get(name)
+        # An entry of the memo is the file's stamp and, last, what was computed.
+        if entry is None or entry[:-1] != stamp:
+            entry = self._known[name] = [*stamp, compute(media)]
+            self._changed = True
+        return entry[-1]
 
     def save(self) -> None:
         """Write the memo for the next run."""

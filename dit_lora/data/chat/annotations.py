@@ -17,6 +17,7 @@ from dit_lora.data.sources.scan import read_all
 from dit_lora.errors import DitLoraError
 
 _REMOTE = re.compile(r"data:|[A-Za-z][A-Za-z0-9+.-]*://|p2:s3:")
+_IMAGES = IMAGE_SUFFIXES - {".gif"}  # conversations about GIFs are about what moves
 _NOT_READ = ("caption_column", "image_column", "caption", "generate")
 
 
@@ -135,8 +136,8 @@ class _File:
             self._look(name, os.path.join(self._root, name))
         if name in self._absent:
             sample.wrong(*self._absent[name])
-        elif (os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES) != (sample.kind == "image"):
-            kinds = ", ".join(sorted(IMAGE_SUFFIXES))
+        elif (os.path.splitext(name)[1].lower() in _IMAGES) != (sample.kind == "image"):
+            kinds = ", ".join(sorted(_IMAGES))
             message = f"it is named as {sample.kind}, and images end in {kinds}: {name}"
             sample.wrong("media_kind", message)
         return name

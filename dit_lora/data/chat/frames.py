@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from dit_lora.data.media.decode import Instants
-from dit_lora.data.media.media import Media, as_media, is_image
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import Media, as_media
 from dit_lora.data.media.pictures import cover, planes
 from dit_lora.data.media.video import ClipError, pictures_at
 

@@ -34,7 +34,7 @@ _MEDIA_KEYS: dict[str, Kind] = {
     "videos": "video",
 }
 _FILE_KEYS = ("path", "url")
-_HAVE = re.compile("|".join(map(re.escape, (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, ".gif"))) + "$")
+_HAVE = re.compile("|".join(map(re.escape, (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES))) + "$")
 
 
 @dataclass

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from dit_lora.data.media.decode import first_time
-from dit_lora.data.media.media import Media, is_image, require_readable
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import Media, require_readable
 from dit_lora.data.media.opened import open_media
 from dit_lora.data.media.sound import SoundFormat
 from dit_lora.data.media.sound_stream import SLACK, no_sound, sound_frames, sound_too_short

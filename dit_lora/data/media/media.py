@@ -10,14 +10,54 @@ from typing import Protocol
 from dit_lora.errors import DitLoraError
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v"})
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
+# Suffixes of the formats that `opened.open_picture` reads.
+IMAGE_SUFFIXES = frozenset(
+    {
+        *(
+            ".png",
+            ".apng",
+            ".jpg",
+            ".jpeg",
+            ".jpe",
+            ".jfif",
+            ".mpo",
+            ".webp",
+            ".bmp",
+            ".dib",
+            ".tif",
+            ".tiff",
+            ".gif",
+        ),
+        *(".avif", ".avifs", ".jp2", ".j2k", ".jpx", ".jpf", ".ppm", ".pgm", ".pbm", ".pnm"),
+    }
+)
+HEIC = ".heic"
+"""Suffix of the pictures that most phones take, which Pillow does not read."""
 
 _MAGIC = {
     b"\xff\xd8\xff": ".jpg",
     b"\x89PNG\r\n\x1a\n": ".png",
     b"II*\x00": ".tiff",
     b"MM\x00*": ".tiff",
+    b"II+\x00": ".tiff",
+    b"MM\x00+": ".tiff",
+    b"GIF87a": ".gif",
+    b"GIF89a": ".gif",
+    b"\0\0\0\x0cjP  \r\n\x87\n": ".jp2",
+    b"\xff\x4f\xff\x51": ".j2k",
 }
+_STILL_BRANDS = (
+    b"avif",
+    b"avis",
+    b"heic",
+    b"heix",
+    b"heim",
+    b"heis",
+    b"hevc",
+    b"hevx",
+    b"mif1",
+    b"msf1",
+)
 
 MOST_BYTES = 2**31
 """The most bytes of a member of a tar or a cell of a dataset, which is read into memory whole."""
@@ -31,9 +71,16 @@ _OF_THE_MACHINE = {
     if hasattr(errno, name)
 }
 _AT_A_TIME = 2**20
+_HEAD = 64
 
 Stamp = tuple[int, ...]
 """Numbers that change when the bytes may have."""
+
+
+def file_stamp(path: Path) -> Stamp:
+    """Return size, time of change, inode and time of the inode's change, which no program can set back; raises `OSError`."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
 
 
 class UnreadableError(DitLoraError):
@@ -92,8 +139,7 @@ class MediaFile:
         return self.path.absolute()
 
     def stamp(self) -> Stamp:
-        status = self.path.stat()
-        return status.st_size, status.st_mtime_ns, status.st_ino
+        return file_stamp(self.path)
 
     def exists(self) -> bool:
         # isfile is False too for a name that no file system takes, where `Path.stat` raises.
@@ -124,8 +170,7 @@ class TarMember:
             return io.BytesIO(stream.read(self.size))
 
     def stamp(self) -> Stamp:
-        status = self.tar.stat()
-        return self.size, status.st_mtime_ns, status.st_ino
+        return self.size, *file_stamp(self.tar)[1:]
 
     def exists(self) -> bool:
         return self.tar.is_file()
@@ -168,6 +213,16 @@ def read_bytes(media: Media) -> bytes:
         raise DitLoraError(f"cannot read {media.name}: {error.strerror or error}") from error
 
 
+def read_head(media: Media) -> bytes:
+    """Return the first 64 bytes, by which `sniffed_suffix` knows a format; raises `OSError`."""
+    if isinstance(media, TarMember):
+        with media.tar.open("rb") as stream:
+            stream.seek(media.offset)
+            return stream.read(min(_HEAD, media.size))
+    with open_bytes(media) as stream:
+        return stream.read(_HEAD)
+
+
 def require_readable(media: Media) -> None:
     """Raise `UnreadableError` if a medium's bytes cannot be had: decoders call a file damaged where the disk is."""
     try:
@@ -182,11 +237,11 @@ def sniffed_suffix(head: bytes) -> str | None:
     """Return the suffix that a file with these first 64 bytes should have; None if the format is not known here."""
     if head[:4] == b"RIFF":
         return {b"WEBP": ".webp", b"AVI ": ".avi"}.get(head[8:12])
-    # `ftyp` names the brand (ISO 14496-12); AVIF and HEIC are images in the same container.
+    # `ftyp` names the brand and then compatible ones (ISO 14496-12); AVIF and HEIC are images in the same container.
     if head[4:8] == b"ftyp":
         brand = head[8:12]
-        if brand in (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1"):
-            return None
+        if brand in _STILL_BRANDS:
+            return ".avif" if b"avif" in head or b"avis" in head else HEIC
         return ".mov" if brand == b"qt  " else ".mp4"
     # QuickTime files from before ftyp.
     if head[4:8] in (b"moov", b"mdat") or head[:8] == b"\0\0\0\x08wide":
@@ -203,8 +258,3 @@ def sniffed_suffix(head: bytes) -> str | None:
 def suffix(media: Media) -> str:
     """Return the suffix of a medium's name in lower case, with its dot."""
     return Path(media.name).suffix.lower()
-
-
-def is_image(media: Media | Path) -> bool:
-    """Return True if the medium's name is that of an image."""
-    return suffix(as_media(media)) in IMAGE_SUFFIXES

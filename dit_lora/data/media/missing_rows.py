@@ -4,7 +4,6 @@ A PNG's compressed stream may end after some rows, and a JPEG's coded data befor
 For every other format that is read, Pillow itself raises.
 """
 
-import io
 import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -15,6 +14,7 @@ from PIL import Image
 
 _PIECE = 2**18  # bytes that are decompressed at a time
 _PNG_START = 8
+_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _SAMPLES = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 """Values a pixel by PNG's colour type (PNG specification, 11.2.1)."""
 _ADAM7 = (
@@ -64,16 +64,32 @@ def _png_lacks(stream: BinaryIO) -> int:
     return max(0, size)
 
 
+def has_late_metadata(stream: BinaryIO) -> bool:
+    """Return True if a PNG has text or EXIF, which may hold its orientation, behind its pixels."""
+    is_late = False
+    for kind, _ in _chunks(stream):
+        if is_late and kind in _METADATA:
+            return True
+        is_late = is_late or kind == b"IDAT"
+    return False
+
+
 def _image_data(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the contents of the IDAT chunks."""
-    stream.seek(_PNG_START)
+    for kind, length in _chunks(stream):
+        if kind == b"IDAT":
+            yield stream.read(length)
+
+
+def _chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Yield kind and length of each chunk of a PNG, with the stream at its contents."""
+    at = _PNG_START
+    stream.seek(at)
     while len(head := stream.read(8)) == 8 and head[4:] != b"IEND":
         length = int.from_bytes(head[:4])
-        if head[4:] == b"IDAT":
-            yield stream.read(length)
-        else:
-            stream.seek(length, io.SEEK_CUR)
-        stream.seek(4, io.SEEK_CUR)  # the CRC
+        yield head[4:], length
+        at += 8 + length + 4  # head, contents, CRC
+        stream.seek(at)
 
 
 def _may_lack(image: Image.Image) -> bool:

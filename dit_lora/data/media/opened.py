@@ -11,9 +11,9 @@ from typing import Any
 
 import av
 from packaging.version import Version
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
-from dit_lora.data.media.media import Media
+from dit_lora.data.media.media import HEIC, Media, read_head, sniffed_suffix
 
 MOST_PIXELS = 2 * 89_478_485
 """The most pixels of one picture.
@@ -36,6 +36,8 @@ _FORMATS = (
 _NO_PROTOCOL = "none"
 # Pillow also knows formats whose reading starts another program, as EPS does Ghostscript.
 _IMAGES = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "JPEG2000", "PPM")
+
+HEIC_REASON = "Pillow does not read HEIC; convert it to JPEG or PNG"
 
 # PyAV 19 reads metadata of any encoding, and has no option for it.
 _ANY_ENCODING: dict[str, Any] = (
@@ -98,7 +100,13 @@ def open_picture(media: Media) -> Iterator[Image.Image]:
     Image.init()
     # AVIF is an optional part of Pillow.
     formats = [name for name in _IMAGES if name in Image.OPEN]
-    with Image.open(media.source(), formats=formats) as image:
+    try:
+        opened = Image.open(media.source(), formats=formats)
+    except UnidentifiedImageError as error:
+        if sniffed_suffix(read_head(media)) == HEIC:
+            raise UnidentifiedImageError(HEIC_REASON) from error
+        raise
+    with opened as image:
         # Pillow's own limit can be switched off.
         too_large = oversize(image.height, image.width)
         if too_large:

@@ -11,9 +11,10 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
+from dit_lora.data.media.colour_profile import convert_to_srgb
 from dit_lora.data.media.display import Orientation
 from dit_lora.data.media.media import Media, open_bytes
-from dit_lora.data.media.missing_rows import missing_rows
+from dit_lora.data.media.missing_rows import has_late_metadata, missing_rows
 from dit_lora.data.media.opened import open_picture
 
 # What Pillow's readers raise at damaged files.
@@ -35,12 +36,18 @@ DAMAGED = (
 )
 
 ORIENTATION = 0x0112
-"""EXIF's tag of the orientation; values 5 to 8 turn the picture by a quarter."""
+"""EXIF's tag of the orientation."""
+_QUARTER_TURNS = (5, 6, 7, 8)
+"""Orientations in which height and width change places."""
 
 
 def open_image(media: Media) -> Image.Image:
-    """Return the decoded picture in RGB, upright, transparent parts white. Raises one of `DAMAGED`."""
-    return _on(_open_upright(media), "white").convert("RGB")
+    """Return the decoded picture in RGB, upright, its colours those of sRGB, transparent parts white.
+
+    Raises one of `DAMAGED`.
+    """
+    image, profile = _open_upright(media)
+    return _on(convert_to_srgb(image, profile), "white").convert("RGB")
 
 
 def open_mask(media: Media, *, alpha: bool) -> Image.Image:
@@ -48,7 +55,8 @@ def open_mask(media: Media, *, alpha: bool) -> Image.Image:
 
     Raises one of `DAMAGED`.
     """
-    image = _open_upright(media)
+    # A mask's levels are data: a profile does not change them.
+    image, _ = _open_upright(media)
     if alpha:
         return image.convert("RGBA").getchannel("A")
     if image.mode == "F":
@@ -57,17 +65,18 @@ def open_mask(media: Media, *, alpha: bool) -> Image.Image:
     return _on(image, "black").convert("RGB").convert("L")
 
 
-def _open_upright(media: Media) -> Image.Image:
-    """Return the decoded picture in its own mode, upright, of 8 bits a level."""
+def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
+    """Return the decoded picture in its own mode, upright, of 8 bits a level, and its ICC profile."""
     with open_picture(media) as opened:
         opened.load()
         _require_whole(media, opened)
+        profile = opened.info.get("icc_profile")
         image = ImageOps.exif_transpose(opened)
     # Modes I and I;16 hold 16 bits a pixel, which Pillow would cut at 255; 65535 / 255 is 257.
     if image.mode.startswith("I"):
         levels = np.asarray(image, np.float32) / 257
         image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
-    return image
+    return image, profile
 
 
 def _on(image: Image.Image, colour: str) -> Image.Image:
@@ -86,12 +95,20 @@ def _require_whole(media: Media, image: Image.Image) -> None:
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """Return height and width in pixels of the upright image, from its header. Raises one of `DAMAGED`."""
+    """Return height and width in pixels of the upright image, as `open_image` turns it, from its header.
+
+    Raises one of `DAMAGED`.
+    """
     with open_picture(media) as image:
-        # A PNG's EXIF chunk may come after its pixels, and Pillow would decode them all to look for it.
-        has_exif_read = image.format != "PNG" or "exif" in image.info
-        turned = has_exif_read and image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
-        return (image.width, image.height) if turned else (image.height, image.width)
+        with open_bytes(media) as stream:
+            # Pillow would decode every PNG without EXIF to look for it behind the pixels, where it hardly ever is.
+            if image.format == "PNG" and has_late_metadata(stream):
+                image.load()
+        orientation = Image.Image.getexif(image).get(ORIENTATION)
+        # Pillow turns the size of a TIFF by its own tag when it opens it.
+        tags = getattr(image, "tag_v2", {})
+        is_turned = orientation in _QUARTER_TURNS and tags.get(ORIENTATION) not in _QUARTER_TURNS
+        return (image.width, image.height) if is_turned else (image.height, image.width)
 
 
 def upright(frame: av.VideoFrame, stretch: float) -> tuple[Image.Image, float]:

@@ -9,7 +9,8 @@ from PIL import Image
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.decode import WantedTimes
-from dit_lora.data.media.media import Media, is_image, require_readable
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import Media, require_readable
 from dit_lora.data.media.pictures import DAMAGED, cover, open_mask, planes
 from dit_lora.data.media.video import ClipError, pictures_at, read_frames, reason
 

@@ -16,7 +16,8 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 from PIL import Image
 
 from dit_lora.data.media.decode import Instants, WantedTimes, nearest_frames
-from dit_lora.data.media.media import Media, as_media, is_image, require_readable
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import Media, as_media, require_readable
 from dit_lora.data.media.opened import message_of, open_media
 from dit_lora.data.media.pictures import DAMAGED, cover, image_size, open_image, planes, upright
 from dit_lora.data.media.sound import Sound, sound_packets, unplayable

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dit_lora.config.data import SourceConfig
-from dit_lora.data.media.media import MediaFile, is_image
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.caption_text import Fault
 from dit_lora.data.sources.clips import MASK, REFERENCE, Clip, ClipProblem, LossMask, Scan, by_code
 from dit_lora.data.sources.listing import Listing

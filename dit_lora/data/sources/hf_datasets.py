@@ -21,6 +21,7 @@ from dit_lora.data.media.media import (
     MediaFile,
     Stamp,
     below,
+    file_stamp,
     sniffed_suffix,
     too_many_bytes,
 )
@@ -264,7 +265,8 @@ class _Column:
         # As Arrow, nothing is decoded; casting a column of lists would copy all of it.
         encoded = rows.select_columns([name]).with_format("arrow")
         files = [Path(file["filename"]) for file in rows.cache_files]
-        written = max((file.stat().st_mtime_ns for file in files), default=0)
+        stamps = [file_stamp(file) for file in files]
+        written = max((max(mtime, ctime) for _, mtime, _, ctime in stamps), default=0)
         # No public name for it either.
         return cls(path, name, from_hub, encoded, rows._fingerprint, written)
 

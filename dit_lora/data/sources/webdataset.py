@@ -100,7 +100,7 @@ def _remembered(path: Path, stream: BinaryIO, memo: Path | None) -> _Index:
     if memo is None:
         return _index(stream, status.st_size)
     place = os.path.abspath(path)
-    key = [_VERSION, place, status.st_size, status.st_mtime_ns, status.st_ino]
+    key = [_VERSION, place, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns]
     file = memo / f"{hashlib.sha256(place.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
     try:
         stored = parse_json(file.read_bytes())

@@ -12,7 +12,8 @@ from dit_lora.data.audit.captions import check_captions
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.chat.frames import frame_seconds
 from dit_lora.data.chat.mvbench import read_facts
-from dit_lora.data.media.media import MediaFile, is_image
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.sources.caption_text import has_word

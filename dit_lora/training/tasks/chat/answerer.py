@@ -20,7 +20,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.chat.conversation import Conversation, Kind, Turn
 from dit_lora.data.chat.frames import frame_seconds
 from dit_lora.data.chat.mvbench import FrameFolder, notebook_seconds, read_facts, read_frames_at
-from dit_lora.data.media.media import Media
+from dit_lora.data.media.media import Media, file_stamp
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError, listed
@@ -319,7 +319,7 @@ def _digest(adapter: Path) -> str:
 def _stamp(checkpoint: Path) -> str:
     """Return a hash that changes when a checkpoint's weights may have; they are not read."""
     files = sorted(checkpoint.rglob("*.safetensors"))
-    facts = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+    facts = [(one.name, *file_stamp(one)) for one in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

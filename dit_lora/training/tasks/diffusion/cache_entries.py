@@ -119,7 +119,7 @@ class Encoding:
         """
         facts = {**self.text_facts, "caption": caption}
         if shown is not None and self.texts_see_references:
-            facts["references"] = [self.digests.media(one) for one in shown.media]
+            facts["references"] = [self.digests.pixels(one) for one in shown.media]
             facts["start"], facts["shape"] = shown.start, str(shown.shape)
             return Job(
                 f"caption {caption!r}", entry_key(facts), facts, self._seeing(caption, shown)
@@ -153,15 +153,15 @@ class Encoding:
             **asdict(sample.shape),
             "fps": self.recipe.data.fps,
             "decode": DECODE_VERSION,
-            "media": self.digests.media(sample.clip.media),
+            "media": self.digests.pixels(sample.clip.media),
         }
         # Keys of samples that do without an option are those from before it was offered: old caches stay good.
         if sample.start:
             facts["start"] = sample.start
         if sample.clip.image:
-            facts["image"] = self.digests.media(sample.clip.image)
+            facts["image"] = self.digests.pixels(sample.clip.image)
         if sample.clip.references:
-            facts["reference_files"] = [self.digests.media(one) for one in sample.clip.references]
+            facts["reference_files"] = [self.digests.pixels(one) for one in sample.clip.references]
         else:
             del facts["references"]
         if self.has_masks:

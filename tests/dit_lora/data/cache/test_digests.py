@@ -77,3 +77,16 @@ def test_of_a_component_configs_and_weights_count(tmp_path: Path) -> None:
     assert Digests(tmp_path / "memo.json").component(folder) == before
     (folder / "a.safetensors").rename(folder / "b.safetensors")
     assert Digests(tmp_path / "memo.json").component(folder) != before
+
+
+def test_a_file_replaced_in_place_is_another_one(tmp_path: Path) -> None:
+    """With equal size, time and inode, as editors and `rsync --inplace -t` leave it."""
+    path = tmp_path / "a"
+    path.write_bytes(b"one")
+    os.utime(path, ns=(1, 1))
+    digests = Digests(tmp_path / "memo.json")
+    assert digests.file(path) == sha(b"one")
+    with path.open("r+b") as file:
+        file.write(b"two")
+    os.utime(path, ns=(1, 1))
+    assert digests.file(path) == sha(b"two")

@@ -1,0 +1,65 @@
+"""Conversion of pictures with an ICC profile to sRGB, as browsers and viewers show them."""
+
+import io
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageCms
+
+# Modes that a profile of that colour space can describe, and the mode in which lcms is given the picture.
+_MODES: Mapping[str, tuple[str, frozenset[str]]] = {
+    "RGB ": ("RGB", frozenset({"RGB", "RGBA", "RGBX", "P", "PA", "L", "LA", "1"})),
+    "GRAY": ("L", frozenset({"L", "LA", "1"})),
+    "CMYK": ("CMYK", frozenset({"CMYK"})),
+}
+_MAX_ROUNDING = 1
+"""Levels of 255 by which a profile of sRGB itself differs from ours."""
+_PROBE = Image.fromarray(
+    np.stack(np.meshgrid(*[np.arange(0, 256, 17, np.uint8)] * 3), -1).reshape(1, -1, 3)
+)
+
+
+def convert_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+    """Convert a picture of 8 bits, with its transparency, to sRGB; unchanged without a profile that says otherwise."""
+    transform = _transform(profile, image.mode) if profile else None
+    if transform is None:
+        return image
+    source_mode, converter = transform
+    if "transparency" in image.info or image.mode == "PA":
+        image = image.convert("RGBA")
+    alpha = image.getchannel("A") if "A" in image.getbands() else None
+    converted = converter.apply(image.convert(source_mode))
+    if alpha is not None:
+        converted.putalpha(alpha)
+    return converted
+
+
+def has_other_colours(image: Image.Image) -> bool:
+    """Return True if `convert_to_srgb` changes the colours of an opened picture."""
+    profile = image.info.get("icc_profile")
+    mode = "L" if image.mode.startswith("I") else image.mode
+    return profile is not None and _transform(profile, mode) is not None
+
+
+# One set of pictures has a few profiles.
+@lru_cache(maxsize=64)
+def _transform(profile: bytes, mode: str) -> tuple[str, Any] | None:
+    """Return the mode that lcms takes and its transform; None if the profile is damaged, of another kind, or sRGB."""
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        space = str(source.profile.xcolor_space)
+        if space not in _MODES or mode not in _MODES[space][1]:
+            return None
+        source_mode = _MODES[space][0]
+        srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+        transform = ImageCms.ImageCmsTransform(source, srgb, source_mode, "RGB")
+    except (OSError, ImageCms.PyCMSError):
+        return None  # viewers ignore a damaged profile too
+    probe = _PROBE.convert(source_mode)
+    before = np.asarray(probe.convert("RGB"), np.int16)
+    after = np.asarray(transform.apply(probe), np.int16)
+    if np.abs(after - before).max() <= _MAX_ROUNDING:
+        return None
+    return source_mode, transform

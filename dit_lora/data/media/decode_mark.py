@@ -1,0 +1,28 @@
+"""Marks of files that are decoded to other pixels than by earlier versions, for the keys of cached latents.
+
+Keys of all other files stay as they were, so that caches of earlier versions are used.
+"""
+
+import av
+
+from dit_lora.data.media.colour_profile import has_other_colours
+from dit_lora.data.media.display import Orientation
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import Media
+from dit_lora.data.media.opened import open_media, open_picture
+from dit_lora.data.media.pictures import DAMAGED
+from dit_lora.data.media.video_header import first_frame, video_stream
+
+
+def decode_mark(media: Media) -> str:
+    """Return `srgb` for a picture whose ICC profile is applied, `display` for a mirrored video, else an empty string."""
+    try:
+        if is_image(media):
+            with open_picture(media) as image:
+                return "srgb" if has_other_colours(image) else ""
+        with open_media(media) as container:
+            frame = first_frame(container, video_stream(container))
+            is_other = Orientation.from_frame(frame).is_mirrored or frame.rotation % 90
+            return "display" if is_other else ""
+    except (av.error.FFmpegError, *DAMAGED):
+        return ""  # decoding says what is wrong

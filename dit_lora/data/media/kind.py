@@ -1,0 +1,45 @@
+"""Kind of a medium, picture or video: its content decides, and its name only where the content is unknown."""
+
+from functools import lru_cache
+from pathlib import Path
+
+from dit_lora.data.media.media import (
+    HEIC,
+    IMAGE_SUFFIXES,
+    Media,
+    Stamp,
+    as_media,
+    read_head,
+    sniffed_suffix,
+    suffix,
+)
+from dit_lora.data.media.opened import open_picture
+from dit_lora.data.media.pictures import DAMAGED
+
+
+def is_image(media: Media | Path) -> bool:
+    """Return True if a medium is a picture. A GIF with several frames is a video; other formats give their first frame.
+
+    A file that cannot be read is what its name says.
+    """
+    media = as_media(media)
+    try:
+        return _is_image(media, media.stamp())
+    except OSError:
+        return suffix(media) in IMAGE_SUFFIXES
+
+
+@lru_cache(maxsize=2**16)
+def _is_image(media: Media, stamp: Stamp) -> bool:
+    content = sniffed_suffix(read_head(media))
+    if content == ".gif":
+        return not _is_animated(media)
+    return (content or suffix(media)) in IMAGE_SUFFIXES | {HEIC}
+
+
+def _is_animated(media: Media) -> bool:
+    try:
+        with open_picture(media) as image:
+            return bool(getattr(image, "is_animated", False))
+    except DAMAGED:
+        return False
