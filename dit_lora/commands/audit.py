@@ -119,7 +119,7 @@ def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = T
     sources = scan(data)
     judged = audit_media(sources.clips, None, progress=progress)
     captions = check_captions(sources.clips, None, None)
-    notes = (*pair_notes(judged), *sound_note(judged))
+    notes = (*sources.notes, *pair_notes(judged), *sound_note(judged))
     return Audit(path, merge(judged, _problems(sources), captions), notes)
 
 

@@ -1,11 +1,14 @@
 """A conversation about an image, a video or nothing, as an annotation file has it."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import ClipProblem
+
+_BLANK_LINES = re.compile(r"\A(?:[ \t]*\r?\n)+")
 
 Kind = Literal["image", "video", "text"]
 
@@ -54,3 +57,13 @@ class Conversations(NamedTuple):
     all: list[Conversation]
     """Conversations without a problem."""
     problems: list[ClipProblem]
+
+
+def trim_answer(text: str) -> str:
+    """Remove the white space around an answer, but not the indent of its first line: code and verse mean it.
+
+    One space before an answer is no indent; data sets write it between the role and the text.
+    """
+    text = _BLANK_LINES.sub("", text).rstrip()
+    indent = text[: len(text) - len(text.lstrip())]
+    return text[1:] if indent == " " else text

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dit_lora.data.chat.conversation import Kind, Turn, whole_text
+from dit_lora.data.chat.conversation import Kind, Turn, trim_answer, whole_text
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from dit_lora.data.sources.caption_text import MOST_CHARACTERS, has_lone_surrogate, is_blank
 
@@ -218,7 +218,7 @@ class _Messages:
     def _text(self, content: object, where: str, role: str | None) -> str:
         """Return the text of a message; media are taken out of questions."""
         if isinstance(content, str):
-            return self._without_places(content, role)
+            return self._trimmed(self._without_places(content, role), role)
         if not isinstance(content, list):
             message = f"the content of {where} is of type {_type(content)}, neither text nor parts"
             self._sample.wrong("record_type", message)
@@ -233,13 +233,17 @@ class _Messages:
             else:
                 message = f"{where} has a part that is no text, image or video: {_shown(part)}"
                 self._sample.wrong("record_type", message)
-        return "".join(texts).strip()
+        return self._trimmed("".join(texts), role)
+
+    @staticmethod
+    def _trimmed(text: str, role: str | None) -> str:
+        return trim_answer(text) if role == "assistant" else text.strip()
 
     def _without_places(self, text: str, role: str | None) -> str:
         if role != "user":
-            return text.strip()
+            return text
         self._places += [len(self._turns)] * len(_PLACEHOLDER.findall(text))
-        return _PLACEHOLDER.sub("", text).strip()
+        return _PLACEHOLDER.sub("", text)
 
     def _medium(self, part: Mapping[Any, Any], kind: str, where: str, role: str | None) -> None:
         if role != "user":

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from dit_lora.data.chat.conversation import Conversation
+from dit_lora.data.chat.conversation import Conversation, trim_answer
 from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data.chat.spans import Span, tokenized
 from dit_lora.errors import DitLoraError
@@ -75,7 +75,7 @@ def _spans(
     messages = [_message("system", system)] if system else []
     spans, written = list[Span](), ""
     for index, turn in enumerate(conversation.turns):
-        question, answer = turn.question.strip(), turn.answer.strip()
+        question, answer = turn.question.strip(), trim_answer(turn.answer)
         last = index == len(conversation.turns) - 1
         kind = conversation.kind if index == 0 else "text"
         messages.append(_message("user", question, kind))
@@ -124,6 +124,8 @@ def _beyond(before: str, text: str, what: str) -> str:
 
 
 def _answered(reply: str, answer: str, ends: tuple[str, list[str]], *, last: bool) -> list[Span]:
+    if answer not in reply:
+        answer = answer.strip()  # templates may trim what they are given, and inference sees that
     if answer not in reply:
         raise DitLoraError(
             f"the chat template writes {reply[:80]!r} for the answer {answer[:80]!r}; it must not rewrite answers"

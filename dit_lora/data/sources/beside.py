@@ -37,7 +37,7 @@ def with_beside(scanned: Scan, source: SourceConfig, *, walked: bool) -> Scan:
             own = [folder.file(clip) for folder in references]
             mask = LossMask(masks[0].file(clip)) if masks else None
             clips.append(_given(clip, own, mask))
-    return with_alpha(Scan(clips, problems), source)
+    return with_alpha(Scan(clips, problems, scanned.notes), source)
 
 
 def with_alpha(scanned: Scan, source: SourceConfig) -> Scan:
@@ -48,7 +48,7 @@ def with_alpha(scanned: Scan, source: SourceConfig) -> Scan:
         replace(clip, mask=LossMask(clip.media, alpha=True)) if is_image(clip.media) else clip
         for clip in scanned.clips
     ]
-    return Scan(masked, scanned.problems)
+    return scanned._replace(clips=masked)
 
 
 def refuse_folders(source: SourceConfig) -> None:

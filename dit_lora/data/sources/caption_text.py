@@ -33,6 +33,16 @@ def too_long(length: str) -> Fault:
     return "caption_long", f"its caption has {length}, and {MOST_CHARACTERS:,} are read at most"
 
 
+def encoding_hint(error: Exception) -> str:
+    """Return which encoding a text seems to have that is no UTF-8, and how to convert it; empty for any other error."""
+    if not isinstance(error, UnicodeDecodeError):
+        return ""
+    start = error.object[:2]
+    encoding = "UTF-16" if start in (b"\xff\xfe", b"\xfe\xff") else "Windows-1252"
+    command = f"iconv -f {encoding.replace('Windows-', 'CP')} -t UTF-8 OLD > NEW"
+    return f"; it is probably {encoding}: save it as UTF-8, for example with {command}"
+
+
 def is_blank(text: str) -> bool:
     """Return True if nothing of the text would be seen on paper."""
     return not any(

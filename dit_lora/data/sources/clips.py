@@ -58,6 +58,8 @@ class Scan(NamedTuple):
     clips: list[Clip]
     """Clips without a problem."""
     problems: list[ClipProblem]
+    notes: tuple[str, ...] = ()
+    """Lines on files that are left out, and on what was taken for what."""
 
 
 class Gathered:
@@ -78,6 +80,7 @@ class Gathered:
         image: Media | None = None,
         references: Sequence[Media] = (),
         mask: LossMask | None = None,
+        times: float = 1.0,
         no_caption: Fault = ("caption_missing", "it has no caption"),
     ) -> None:
         """Add one sample; it is a problem if its id is there already, or if its caption cannot be trained on.
@@ -98,17 +101,17 @@ class Gathered:
         if fault is not None:
             self.refuse(id, *fault)
         # A refused clip is stored too, so that a second one of its id is found; `scan` leaves it out.
-        self._clips[id] = Clip(id, media, text or "", image, tuple(references), mask)
+        self._clips[id] = Clip(id, media, text or "", image, tuple(references), mask, times)
 
     def refuse(self, file: str, code: str, words: str) -> None:
         """Keep a problem, once for each file and code; the sample of that id is left out of the scan."""
         self._refused.add(file)
         self._problems.setdefault((file, code), ClipProblem(file, code, words))
 
-    def scan(self) -> Scan:
-        """Return clips and problems in the order in which they were added."""
+    def scan(self, notes: Sequence[str] = ()) -> Scan:
+        """Return clips and problems in the order in which they were added, with these notes."""
         clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._refused]
-        return Scan(clips, list(self._problems.values()))
+        return Scan(clips, list(self._problems.values()), tuple(notes))
 
 
 def _text(caption: object) -> str | None:

@@ -8,14 +8,18 @@ from dit_lora.config.data import SourceConfig
 from dit_lora.config.remedies import hub_hint
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.beside import refuse_folders, with_alpha, with_beside
-from dit_lora.data.sources.caption_text import MOST_BYTES, too_long
+from dit_lora.data.sources.caption_text import MOST_BYTES, encoding_hint, too_long
 from dit_lora.data.sources.clips import Gathered, Scan
+from dit_lora.data.sources.kohya import KohyaFolder, kohya_folders, kohya_notes
+from dit_lora.data.sources.left_out import orphan_notes, unread_notes
 from dit_lora.data.sources.listing import Listing
+from dit_lora.data.sources.similar_names import similar_name
 from dit_lora.data.sources.tables import TABLES, ListedFiles, read_table, read_text
 from dit_lora.data.sources.webdataset import read_tars
 from dit_lora.errors import DitLoraError
 
 _TARS, _PAIRED = "tars", "prompts.txt and videos.txt"
+_NOT_KOHYA = KohyaFolder("", 1)
 _LISTS = (*TABLES, _PAIRED)
 """Layouts in which a file is a sample only if a list names it."""
 
@@ -115,18 +119,19 @@ def _paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
     gathered = Gathered(source.caption)
     folder = ListedFiles(prompts.parent, source, gathered)
     for number, (name, caption) in enumerate(zip(names, captions, strict=True), start=1):
+        folder.note_names([name.strip()])
         if name.strip():
             folder.add(name.strip(), caption)
         else:
             gathered.refuse(f"{videos.name} line {number}", "missing", "it names no file")
-    return gathered.scan()
+    return gathered.scan(folder.left_out(videos.name))
 
 
 def _plain(listing: Listing, source: SourceConfig) -> Scan:
     gathered = _gather_broken(listing, source.caption)
     for name in listing.media:
         gathered.add(name, MediaFile(listing.root / name), None)
-    return gathered.scan()
+    return gathered.scan(unread_notes(listing))
 
 
 def _gather_broken(listing: Listing, caption: str | None = None) -> Gathered:
@@ -140,10 +145,14 @@ def _gather_broken(listing: Listing, caption: str | None = None) -> Gathered:
 
 def _text_files(listing: Listing) -> Scan:
     gathered, root = _gather_broken(listing), listing.root
+    kohya = kohya_folders(listing)
     for name in listing.media:
         beside = f"{name.rpartition('.')[0]}.txt"
         text, fault = None, ("caption_missing", f"it has no caption: there is no {beside}")
-        if beside in listing.texts:
+        if beside not in listing.texts:
+            similar = similar_name(root / beside)
+            fault = (fault[0], f"{fault[1]}; {similar}") if similar else fault
+        else:
             try:
                 with open(os.path.join(root, beside), "rb", buffering=0) as file:
                     # One byte more than the limit tells that a file is longer, without reading all of it.
@@ -153,9 +162,11 @@ def _text_files(listing: Listing) -> Scan:
                 else:
                     text = " ".join(data.decode("utf-8-sig").split())
             except (OSError, UnicodeDecodeError) as error:
-                fault = ("caption_not_text", f"{beside} cannot be read as UTF-8 text: {error}")
-        gathered.add(name, MediaFile(root / name), text, no_caption=fault)
-    return gathered.scan()
+                message = f"{beside} cannot be read as UTF-8 text: {error}{encoding_hint(error)}"
+                fault = ("caption_not_text", message)
+        folder = kohya.get(name.partition("/")[0], _NOT_KOHYA)
+        gathered.add(name, MediaFile(root / name), text, times=folder.repeats, no_caption=fault)
+    return gathered.scan((*kohya_notes(kohya), *unread_notes(listing), *orphan_notes(listing)))
 
 
 def _class_folders(listing: Listing) -> Scan:
@@ -164,9 +175,13 @@ def _class_folders(listing: Listing) -> Scan:
     The caption is the class's name in words: `BoxingPunchingBag` and `boxing_punching_bag` are equal.
     """
     gathered = _gather_broken(listing)
+    kohya = kohya_folders(listing)
     names = {folder: class_name(folder) for folder in listing.folders}
+    names |= {folder: of_kohya.caption for folder, of_kohya in kohya.items()}
     for name in listing.media:
-        gathered.add(name, MediaFile(listing.root / name), names[name.partition("/")[0]])
+        top = name.partition("/")[0]
+        times = kohya.get(top, _NOT_KOHYA).repeats
+        gathered.add(name, MediaFile(listing.root / name), names[top], times=times)
     for empty in sorted(names.keys() - {name.partition("/")[0] for name in listing.media}):
         gathered.refuse(empty, "missing", "this class folder holds no video and no image")
-    return gathered.scan()
+    return gathered.scan((*kohya_notes(kohya), *unread_notes(listing)))

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
-from dit_lora.data.sources.webdataset import PACKED_SUFFIXES
 from dit_lora.errors import DitLoraError
 
+PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+"""Suffixes of compressed tars, which cannot be read in place."""
 _MEDIA = VIDEO_SUFFIXES | IMAGE_SUFFIXES
 _TICK_NS = 2_000_000_000
 """The coarsest clock of a file system's times (FAT: two seconds)."""
@@ -23,6 +24,8 @@ class Listing:
     media: list[str] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
     tars: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    """Every other file."""
     folders: list[str] = field(default_factory=list)
     """Names of the folders directly in the root."""
     broken: set[str] = field(default_factory=set)
@@ -40,6 +43,8 @@ class Listing:
                 self.texts.add(name)
             elif suffix == ".tar" or name.lower().endswith(PACKED_SUFFIXES):
                 self.tars.append(name)
+            else:
+                self.others.append(name)
 
     def is_current(self) -> bool:
         """True if no folder has changed since it was listed."""

@@ -28,7 +28,14 @@ def scan(data: DataConfig, cache: Path | None = None) -> Scan:
     source's name, which sources appended later do not change. Raises `DitLoraError` that lists every source
     that cannot be read at all.
     """
-    return Scan(*read_all(data, lambda source: _read(source, cache / "tars" if cache else None)))
+    notes: list[str] = []
+
+    def read(source: SourceConfig) -> tuple[list[Clip], list[ClipProblem]]:
+        scanned = _read(source, cache / "tars" if cache else None)
+        notes.extend(f"{source.path}: {note}" for note in scanned.notes)
+        return scanned.clips, scanned.problems
+
+    return Scan(*read_all(data, read), tuple(notes))
 
 
 def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
@@ -89,7 +96,9 @@ def read_all(
         raise DitLoraError(faults[0] if len(faults) == 1 else several)
     if not data.sources:
         return results[0]
-    times = _times_of(data.sources, [len(samples) for samples, _ in results])
+    times = _times_of(
+        data.sources, [sum(sample.times for sample in samples) for samples, _ in results]
+    )
     names = _names_of(data.sources)
     merged: tuple[list[Sample], list[ClipProblem]] = ([], [])
     for source, (samples, problems), name, often in zip(
@@ -97,7 +106,7 @@ def read_all(
     ):
         weight = source.loss_weight
         merged[0].extend(
-            replace(sample, id=name + sample.id, times=often, loss_weight=weight)
+            replace(sample, id=name + sample.id, times=often * sample.times, loss_weight=weight)
             for sample in samples
         )
         merged[1].extend(replace(problem, file=name + problem.file) for problem in problems)
@@ -116,10 +125,10 @@ def _names_of(sources: Sequence[SourceConfig]) -> list[str]:
     return names
 
 
-def _times_of(sources: Sequence[SourceConfig], counts: Sequence[int]) -> list[float]:
-    """Return how often the samples of each source come in an epoch.
+def _times_of(sources: Sequence[SourceConfig], counts: Sequence[float]) -> list[float]:
+    """Return the factor by which the samples of each source come more often in an epoch.
 
-    `counts` are the numbers of samples. With weights, the samples that come least come once.
+    `counts` are the numbers of samples, with a folder's own repeats. With weights, the samples that come least come once.
     """
     shares = [
         (source.weight or 0.0) / max(1, count)

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.media import MediaFile, below
-from dit_lora.data.sources.caption_text import Fault
+from dit_lora.data.sources.caption_text import Fault, encoding_hint
 from dit_lora.data.sources.clips import MASK, REFERENCE, Gathered, LossMask, Scan, by_code, in_order
+from dit_lora.data.sources.left_out import unlisted_notes, unread_notes
+from dit_lora.data.sources.listing import Listing
+from dit_lora.data.sources.similar_names import similar_name
 from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 
@@ -53,6 +56,7 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
     folder = ListedFiles(table.parent, source, gathered)
     for number, row in enumerate(rows(wanted), start=1):
         name = row.get(file_column)
+        folder.note_names(row.values())
         if name:
             beside = Beside(
                 image=row.get(source.image_column) if source.image_column else None,
@@ -62,7 +66,7 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
             folder.add(str(name), row.get(caption_column), beside)
         else:
             gathered.refuse(f"{table.name} row {number}", "missing", f"its {file_column} is empty")
-    return gathered.scan()
+    return gathered.scan(folder.left_out(table.name))
 
 
 def _reference_columns(
@@ -109,6 +113,26 @@ class ListedFiles:
         if not self._root.is_dir():
             raise DitLoraError(f"no folder of media {self._root}")
         self._found = found
+        self._source = source
+        self._named: set[str] = set()
+        """Files that the list names, below the root."""
+
+    def note_names(self, cells: Iterable[object]) -> None:
+        """Remember what a row names in any column: such files are not left out."""
+        for cell in cells:
+            for name in _names(cell):
+                if isinstance(name, str) and name:
+                    self._named.add(below(self._root, name) or "")
+
+    def left_out(self, table: str) -> list[str]:
+        """Note the files of the folder that the list does not name. A folder in `media` may serve several lists."""
+        if self._source.media is not None:
+            return []
+        listing = Listing(self._root)
+        folders = (*self._source.reference_folders, self._source.mask_folder)
+        beside = {Path(folder).expanduser().absolute() for folder in folders if folder}
+        unlisted = unlisted_notes(listing, table, self._named, beside)
+        return [*unlisted, *unread_notes(listing, self._named)]
 
     def add(self, name: str, caption: object, beside: Beside = NOTHING) -> None:
         """Add one sample; its id is its path below the root, or the name as written if that is refused."""
@@ -118,7 +142,10 @@ class ListedFiles:
             return
         media = MediaFile(self._root / path)
         if not media.exists():
-            self._found.refuse(path, "missing", "no such file")
+            similar = similar_name(self._root / path)
+            self._found.refuse(
+                path, "missing", f"no such file; {similar}" if similar else "no such file"
+            )
         faults: list[Fault] = []
         image = self._other("first image", beside.image, faults)
         references = [self._other(REFERENCE, cell, faults) for cell in beside.references]
@@ -160,7 +187,8 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}") from error
+        message = f"cannot read {path} as UTF-8 text: {error}{encoding_hint(error)}"
+        raise DitLoraError(message) from error
 
 
 def _read_jsonl(path: Path, gathered: Gathered) -> _Read:

@@ -14,14 +14,14 @@ from typing import BinaryIO
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember, too_many_bytes
-from dit_lora.data.sources.caption_text import MOST_BYTES, Fault, too_long
+from dit_lora.data.sources.caption_text import MOST_BYTES, Fault, encoding_hint, too_long
 from dit_lora.data.sources.clips import MASK, REFERENCE, Gathered, LossMask, Scan, by_code
+from dit_lora.data.sources.listing import PACKED_SUFFIXES
 from dit_lora.data.sources.tables import caption_columns
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
-PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 # gzip, bzip2, xz and zstd.
 _PACKED_MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _CAPTIONS = ("txt", "json", "cls")
@@ -246,7 +246,8 @@ class _Samples:
             return _chosen(parse_json(text), caption_columns(self.source))
         # UnicodeDecodeError is a ValueError.
         except ValueError as error:
-            return None, ("caption_not_text", f"its .{captions[0]} cannot be read: {error}")
+            hint = encoding_hint(error)
+            return None, ("caption_not_text", f"its .{captions[0]} cannot be read: {error}{hint}")
 
 
 def _unsafe(member: tarfile.TarInfo) -> str | None:

@@ -186,7 +186,9 @@ def _card(
     own = table.captions.get(name, "")
     file = table.root / name
     link = "" if beside is None else _relative(file, beside)
-    is_video, address = not is_image(MediaFile(file)), address_of(name)
+    # A GIF that moves is a video to training, and a picture to a browser.
+    is_video = not (file.suffix.lower() == ".gif" or is_image(MediaFile(file)))
+    address = address_of(name)
     version = caption_version(own)
     return CaptionCard(name, address, own, found.get(name, []), is_video, source, link, version)
 

@@ -31,6 +31,11 @@ _TYPES = {
     ".webp": "image/webp",
     ".gif": "image/gif",
     ".bmp": "image/bmp",
+    ".jpe": "image/jpeg",
+    ".jfif": "image/jpeg",
+    ".apng": "image/apng",
+    ".avif": "image/avif",
+    ".avifs": "image/avif",
     ".mp4": "video/mp4",
     ".m4v": "video/mp4",
     ".mov": "video/mp4",  # a browser looks into the file, and refuses QuickTime by its own name

@@ -42,7 +42,7 @@ class Samples:
     report: BucketReport | None = None
     """The report on buckets; None where there are neither buckets nor windows."""
     notes: tuple[str, ...] = field(default=())
-    """Lines on buckets that the model cannot take, and on shapes of references."""
+    """Lines on files that are left out, buckets that the model cannot take, and shapes of references."""
 
 
 def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool) -> Samples:
@@ -68,8 +68,9 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
         found, unfit = with_references(alone, checkpoint, _reader(recipe, quiet))
         advice = advice_on_references([one.shape for one in found], group)
         clips_found = tuple(sources.clips)
-        return Samples(found, rejected | unfit, (shape,), clips_found, notes=tuple(advice))
-    notes: list[str] = []
+        lines = (*sources.notes, *advice)
+        return Samples(found, rejected | unfit, (shape,), clips_found, notes=lines)
+    notes = list(sources.notes)
     shapes = buckets_of(data, checkpoint.side_step, checkpoint.refusal, notes.append)
     # A bucket is chosen by size and length, which headers have; decoding would take hours.
     read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)

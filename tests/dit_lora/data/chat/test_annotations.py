@@ -395,3 +395,15 @@ def test_sources_have_names_weights_and_repeats_as_clips_have(root: Path) -> Non
 def test_a_file_without_anything_usable_is_one_error(root: Path, text: str, message: str) -> None:
     with pytest.raises(DitLoraError, match=message):
         read(root, text)
+
+
+def test_messages_keep_the_indent_of_answers(root: Path) -> None:
+    parts = [{"type": "text", "text": "  if x:\n"}, {"type": "text", "text": "    y "}]
+    messages = [
+        {"role": "user", "content": " Which code? "},
+        {"role": "assistant", "content": parts},
+        {"role": "user", "content": "And then?"},
+        {"role": "assistant", "content": "\n\tz\n"},
+    ]
+    (one,) = read(root, [{"messages": messages}])
+    assert one.turns == (Turn("Which code?", "  if x:\n    y"), Turn("And then?", "\tz"))

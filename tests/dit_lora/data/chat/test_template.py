@@ -337,3 +337,23 @@ def test_the_medias_tokens_in_a_text_are_refused(question: str, answer: str, sai
     one = Conversation("a", "video", None, (Turn(question, answer),))
     with pytest.raises(DitLoraError, match=said):
         render(CASES["qwen2.5-vl"], one)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_indent_of_an_answer_is_learned(name: str) -> None:
+    case, code = CASES[name], "    return 5\nend."
+    turns = (Turn("the cat", f"\n \n{code}\n"), Turn("it's;", " the cat"))
+    got = render(case, Conversation("a", case.kind, None, turns))
+    first, last = [case.tokenizer.decode(p.ids) for p in got.pieces if p.part == "answer"]
+    assert code in first
+    assert "\n \n" not in first
+    assert "  the cat" not in last
+
+
+def test_a_template_may_trim_answers() -> None:
+    case = CASES["qwen2.5-vl"]
+    trimming = case.template.replace("{{ content['text'] }}", "{{ content['text'] | trim }}")
+    turns = (Turn("the cat", "    return 5"),)
+    got = render(case._replace(template=trimming), Conversation("a", case.kind, None, turns))
+    (answer,) = [case.tokenizer.decode(p.ids) for p in got.pieces if p.part == "answer"]
+    assert answer == "return 5<|im_end|>"

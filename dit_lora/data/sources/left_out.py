@@ -1,0 +1,120 @@
+"""Notes on the files of a folder that are left out, with their number and the reason."""
+
+import os
+from collections import Counter
+from collections.abc import Set
+from pathlib import Path
+
+from dit_lora.data.media.media import HEIC
+from dit_lora.data.media.opened import HEIC_REASON
+from dit_lora.data.sources.listing import Listing
+
+_HEIC = {HEIC, ".heif", ".hif"}
+_PICTURES = {
+    *(
+        ".jxl",
+        ".psd",
+        ".svg",
+        ".exr",
+        ".hdr",
+        ".tga",
+        ".ico",
+        ".eps",
+        ".pcx",
+        ".dng",
+        ".cr2",
+        ".cr3",
+    ),
+    *(".nef", ".arw", ".orf", ".rw2", ".raf"),
+}
+_VIDEOS = {
+    *(
+        ".mpg",
+        ".mpeg",
+        ".m2v",
+        ".ts",
+        ".mts",
+        ".m2ts",
+        ".wmv",
+        ".asf",
+        ".flv",
+        ".f4v",
+        ".3gp",
+        ".ogv",
+    ),
+    *(".vob", ".mxf", ".rm", ".rmvb", ".y4m"),
+}
+_SHOWN = 3
+"""Names in a note."""
+
+
+def unread_notes(listing: Listing, named: Set[str] = frozenset()) -> list[str]:
+    """Note the files of formats that are not read, and files that have a caption and are no picture or video by name.
+
+    Those that a table names are problems of their own.
+    """
+    media_stems = {os.path.splitext(name)[0] for name in listing.media}
+    left: list[str] = []
+    reasons: dict[str, str] = {}
+    for name in listing.others:
+        if name in named:
+            continue
+        stem, end = os.path.splitext(name)
+        end = end.lower()
+        has_caption = f"{stem}.txt" in listing.texts and stem not in media_stems
+        if end in _HEIC:
+            reasons[end] = HEIC_REASON
+        elif end in _PICTURES:
+            reasons[end] = "convert to PNG or JPEG"
+        elif end in _VIDEOS:
+            reasons[end] = "convert to mp4"
+        elif has_caption:
+            reasons[end] = "beside a caption, but not named as a picture or a video"
+        else:
+            continue
+        left.append(name)
+    if not left:
+        return []
+    counts = Counter(os.path.splitext(name)[1].lower() for name in left)
+    kinds = "; ".join(
+        f"{count:,} {end or 'without a suffix'} ({reasons[end]})"
+        for end, count in counts.most_common()
+    )
+    return [f"{_files(len(left))} left out, of formats that are not read: {kinds}{_such_as(left)}"]
+
+
+def orphan_notes(listing: Listing) -> list[str]:
+    """Note the .txt files of a folder of captions that have no picture or video of their name."""
+    stems = {os.path.splitext(name)[0] for name in (*listing.media, *listing.others)}
+    orphans = sorted(name for name in listing.texts if os.path.splitext(name)[0] not in stems)
+    if not orphans:
+        return []
+    return [f"{_files(len(orphans))} left out: no picture or video has the name{_such_as(orphans)}"]
+
+
+def unlisted_notes(listing: Listing, table: str, named: Set[str], beside: Set[Path]) -> list[str]:
+    """Note the pictures and videos that a table does not name, in any column; `beside` are folders of references and masks."""
+    unlisted = [
+        name
+        for name in listing.media
+        if name not in named and not _is_below(listing.root / name, beside)
+    ]
+    if not unlisted:
+        return []
+    return [
+        f"{_files(len(unlisted))} left out: {table} does not list them{_such_as(unlisted)}; add a row for each, "
+        "for example with dit-lora caption"
+    ]
+
+
+def _files(count: int) -> str:
+    return f"{count:,} file is" if count == 1 else f"{count:,} files are"
+
+
+def _such_as(names: list[str]) -> str:
+    more = ", ..." if len(names) > _SHOWN else ""
+    return f": {', '.join(names[:_SHOWN])}{more}"
+
+
+def _is_below(path: Path, folders: Set[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
