@@ -29,7 +29,7 @@ DAMAGED = (
     ArithmeticError,
     AttributeError,
     MemoryError,
-    NotImplementedError,
+    RuntimeError,  # AVIF's decoder
     struct.error,
     zlib.error,
     Image.DecompressionBombError,

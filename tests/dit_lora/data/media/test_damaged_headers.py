@@ -1,0 +1,113 @@
+"""Damaged headers cost one line each: no traceback, no hang. `python tests/dit_lora/data/media/test_damaged_headers.py 2000` draws more."""
+
+import random
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dit_lora.data.audit.judge import shown_size
+from dit_lora.data.audit.probe import probe
+from dit_lora.data.cache.digests import Digests
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.video import ClipError, read_frames, read_header
+
+VIDEOS = Path(__file__).parents[3] / "fixtures" / "media"
+CLIPS = (
+    "cut.mp4",
+    "cut.mkv",
+    "live.webm",
+    "late_sound_cut.mp4",
+    "fragments_cut.mp4",
+    "hevc_cut.mp4",
+)
+PICTURES = ("png", "jpg", "webp", "tif", "gif", "avif", "bmp", "jp2", "ppm")
+MAX_S = 10.0
+"""Seconds for one file of a few kilobytes, on a machine that does other things too."""
+
+
+def whole_files(folder: Path) -> list[Path]:
+    """The sound files from which damaged ones are drawn."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels = np.random.default_rng(0).integers(0, 255, (24, 32, 3), np.uint8)
+    for end in PICTURES:
+        options = {"exif": exif} if end in ("png", "jpg", "webp", "tif", "avif") else {}
+        Image.fromarray(pixels).save(folder / f"whole.{end}", **options)
+    return [*(VIDEOS / name for name in CLIPS), *(folder / f"whole.{end}" for end in PICTURES)]
+
+
+def damage(data: bytes, chance: random.Random) -> bytes:
+    """Change a few bytes, most of them near the beginning; cut, repeat or remove a piece."""
+    changed = bytearray(data)
+    for _ in range(chance.choice((1, 1, 2, 4, 16))):
+        at = min(int(chance.expovariate(1 / 200)), len(changed) - 1)
+        at = chance.choice((at, at, chance.randrange(len(changed))))
+        kind = chance.randrange(6)
+        if kind <= 2:
+            changed[at] = chance.choice((0, 1, 127, 128, 255, chance.randrange(256)))
+        elif kind == 3:
+            changed[at : at + 4] = chance.choice((bytes(4), b"\xff" * 4, b"\x7f\xff\xff\xff"))
+        elif kind == 4:
+            del changed[at : at + chance.randrange(1, 40)]
+        else:
+            changed[at:at] = changed[max(0, at - 40) : at]
+        if not changed:
+            break
+    return bytes(changed[: chance.choice((len(changed), len(changed), len(changed) // 2))])
+
+
+def check(path: Path) -> None:
+    """Every reader refuses the file in its own words, or reads it, and what the audit passes can be read."""
+    begins = time.monotonic()
+    messages = []
+    for read in (
+        lambda: read_header(path),
+        lambda: read_frames(path, frames=1, height=16, width=16, fps=None),
+        lambda: read_frames(path, frames=3, height=16, width=16, fps=8, start=0.5),
+    ):
+        try:
+            read()
+        except ClipError as error:
+            messages.append(str(error))
+    probed = probe(MediaFile(path))
+    if not probed.faults:
+        header = read_header(path)
+        assert (header.height, header.width) == tuple(map(round, shown_size(probed.facts)))
+        assert not any("cannot be" in message for message in messages)
+    messages += [fault.words for fault in probed.faults]
+    assert all(message and "\n" not in message for message in messages)
+    Digests(path.parent / "memo.json").pixels(MediaFile(path))
+    assert time.monotonic() - begins < MAX_S
+
+
+def check_damaged(folder: Path, numbers: range) -> None:
+    whole = whole_files(folder)
+    for number in numbers:
+        chance = random.Random(number)
+        source = whole[number % len(whole)]
+        path = folder / f"{number}{source.suffix}"
+        path.write_bytes(damage(source.read_bytes(), chance))
+        try:
+            check(path)
+        except Exception as error:
+            raise AssertionError(f"file {number}, from {source.name}") from error
+        path.unlink()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_files_cost_one_line_each(tmp_path: Path, seed: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_damaged(tmp_path, range(15 * seed, 15 * (seed + 1)))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as temporary:
+        check_damaged(Path(temporary), range(int(sys.argv[1])))
