@@ -17,7 +17,7 @@ _MODES: Mapping[str, tuple[str, frozenset[str]]] = {
 _MAX_ROUNDING = 1
 """Levels of 255 by which a profile of sRGB itself differs from ours."""
 _PROBE = Image.fromarray(
-    np.stack(np.meshgrid(*[np.arange(0, 256, 17, np.uint8)] * 3), -1).reshape(1, -1, 3)
+    np.stack(np.meshgrid(*[np.arange(0, 256, 17)] * 3), -1).reshape(1, -1, 3).astype(np.uint8)
 )
 
 

@@ -1,7 +1,7 @@
 """Orientation in which a video's frames are to be shown, read from the display matrix."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -21,10 +21,11 @@ class Orientation(NamedTuple):
         Its rows (a, b, .), (c, d, .) map a pixel (x, y) to (a x + c y, b x + d y), y downwards (ISO 14496-12, 8.3.2; FFmpeg's
         `libavutil/display.h`). Angles between quarter turns are rounded, as players do.
         """
-        data = frame.side_data.get("DISPLAYMATRIX")
+        side_data: Any = frame.side_data  # PyAV's stub does not know this kind
+        data = side_data.get("DISPLAYMATRIX")
         if data is None:
             return cls()
-        a, b, _, c, d, *_ = np.frombuffer(bytes(data), np.int32).tolist()
+        a, b, _, c, d, *_ = np.frombuffer(data, np.int32).tolist()
         is_mirrored = a * d - b * c < 0
         # The first column of a mirrored matrix is that of the turned x axis, reversed.
         across, down = (-a, -b) if is_mirrored else (a, b)

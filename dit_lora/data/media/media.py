@@ -117,6 +117,8 @@ class Media(Protocol):
 
     def exists(self) -> bool: ...
 
+    def __hash__(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class MediaFile:
