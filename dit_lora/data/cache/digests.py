@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,13 +14,8 @@ from dit_lora.parsing import parse_json
 _COMPONENT_SUFFIXES = {".json", ".safetensors", ".model", ".txt"}
 
 
-def _sha256(media: Media) -> str:
-    with open_bytes(media) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 class Digests:
-    """Digests of file contents; a file is read again only if its size or time of change differs."""
+    """Digests of file contents; a file is read again only if its stamp (`Media.stamp`) differs."""
 
     def __init__(self, memo: Path) -> None:
         self._memo = memo
@@ -33,12 +27,29 @@ class Digests:
 
     def media(self, media: Media) -> str:
         """Return the hex SHA-256 of the bytes of a video or image; raises `OSError`."""
-        return self._remembered(media.place, media, _sha256)
+        return self._values(media)[0]
 
     def pixels(self, media: Media) -> str:
         """Return the digest, with a mark if this version decodes the same bytes to other pixels; raises `OSError`."""
-        mark = self._remembered(f"{media.place}#decode", media, decode_mark)
-        return f"{self.media(media)}+{mark}" if mark else self.media(media)
+        values = self._values(media)
+        if len(values) == 1:
+            values.append(decode_mark(media))
+            self._known[media.place].append(values[1])
+            self._changed = True
+        digest, mark = values
+        return f"{digest}+{mark}" if mark else digest
+
+    def _values(self, media: Media) -> list[str]:
+        """Return the digest, and the decoder's mark if it was asked for before."""
+        place, stamp = media.place, list(media.stamp())
+        # An entry of the memo is the file's stamp, and then its values.
+        entry = self._known.get(place, [])
+        if entry[: len(stamp)] != stamp:
+            with open_bytes(media) as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            entry = self._known[place] = [*stamp, digest]
+            self._changed = True
+        return entry[len(stamp) :]
 
     def file(self, path: Path) -> str:
         """Return the hex SHA-256 of the bytes of one file."""
@@ -49,15 +60,6 @@ class Digests:
         files = [p for p in sorted(folder.rglob("*")) if p.suffix in _COMPONENT_SUFFIXES]
         lines = [f"{path.relative_to(folder).as_posix()} {self.file(path)}" for path in files]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-    def _remembered(self, name: str, media: Media, compute: Callable[[Media], str]) -> str:
-        stamp = list(media.stamp())
-        entry = self._known.get(name)
-        # An entry of the memo is the file's stamp and, last, what was computed.
-        if entry is None or entry[:-1] != stamp:
-            entry = self._known[name] = [*stamp, compute(media)]
-            self._changed = True
-        return entry[-1]
 
     def save(self) -> None:
         """Write the memo for the next run."""

@@ -129,6 +129,10 @@ def test_profiles_that_say_nothing_new_leave_pixels_and_cache_keys_alone(tmp_pat
         assert digests.pixels(media) == digests.media(media)
     other = MediaFile(PROFILES / "p3.png")
     assert digests.pixels(other) == f"{digests.media(other)}+srgb"
+    digests.save()
+    remembered = Digests(tmp_path / "memo.json")
+    assert remembered.pixels(other) == f"{remembered.media(other)}+srgb"
+    assert remembered.media(other) == digests.media(other)
 
 
 def test_content_decides_what_a_file_is(tmp_path: Path) -> None:
