@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from dit_lora.numerics.digest import tensor_digest
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import read_scalars
+from dit_lora.numerics.layouts import strided_values
 from dit_lora.numerics.quantized_linear import weight_values
 
 Digests = Mapping[str, tuple[tuple[object, ...], int]]
@@ -19,16 +20,17 @@ Digests = Mapping[str, tuple[tuple[object, ...], int]]
 
 
 def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's part of every frozen weight and buffer; not what BatchNorm counts in training."""
+    """Yield the values of this rank's part of every frozen weight and buffer, strided; not what BatchNorm counts in training."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, values in weight_values(model):
         if name not in trained:
-            yield f"weight {name}", values
+            yield f"weight {name}", strided_values(values)
     for owner, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats:
             continue
         for key, buffer in module.named_buffers(recurse=False):
-            yield f"buffer {owner}.{key}" if owner else f"buffer {key}", local(buffer.detach())
+            values = strided_values(local(buffer.detach()))
+            yield f"buffer {owner}.{key}" if owner else f"buffer {key}", values
 
 
 class FrozenRecord:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from dit_lora.numerics.layouts import strided_values
+
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -27,9 +29,11 @@ def has_nan(values: Any) -> bool:
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return 8-bit floats as bf16, which holds all of their values: PyTorch does not ask them whether they are
-    infinite.
+    """Return the stored values, strided; 8-bit floats as bf16, which holds all of their values.
+
+    PyTorch cannot ask 8-bit floats and some sparse layouts whether they are infinite.
     """
+    tensor = strided_values(tensor)
     return tensor.to(torch.bfloat16) if tensor.element_size() == 1 else tensor
 
 

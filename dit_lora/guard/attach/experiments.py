@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dit_lora.numerics.layouts import strided_values
+
 _MAX_BUFFER_BYTES = 2**30
 _PLAIN = (bool, int, float, str, type(None))
 _OWN = ("_parameters", "_buffers", "_modules")
@@ -98,8 +100,9 @@ class _Buffers:
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer.device.type == "meta":
                     continue
-                room -= buffer.nbytes
-                values = buffer.detach().clone() if room >= 0 else None
+                stored = strided_values(buffer.detach())
+                room -= stored.nbytes
+                values = stored.clone() if room >= 0 else None
                 self._held.append((module, name, buffer, values))
 
     @torch.no_grad()
@@ -110,4 +113,4 @@ class _Buffers:
                 module._buffers[name] = buffer
             if values is not None:  # torch does not count the writes of batch norms as versions
                 with torch.autograd._unsafe_preserve_version_counter(buffer):
-                    buffer.copy_(values)
+                    strided_values(buffer).copy_(values)

@@ -8,6 +8,7 @@ import torch
 from dit_lora.guard.attach.samples.tensors import iter_tensors
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import describe_bad, is_finite
+from dit_lora.numerics.layouts import strided_values
 
 _MAX_NAMED = 5
 SQUARE_LIMIT = 1.8e19
@@ -16,15 +17,7 @@ SQUARE_LIMIT = 1.8e19
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a tensor of any layout or dtype as a strided real tensor; this rank's part of a sharded one."""
-    values = local(tensor.detach())
-    if values.is_nested:
-        values = values.values()
-    if values.layout is torch.sparse_coo:
-        values = values._values()
-    elif values.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        values = values.values()
-    elif values.layout is not torch.strided:
-        values = values.to_dense()
+    values = strided_values(local(tensor.detach()))
     if values.is_complex():
         values = torch.view_as_real(values)
     return values.to(torch.bfloat16) if values.element_size() == 1 else values

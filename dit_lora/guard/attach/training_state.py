@@ -13,6 +13,7 @@ from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state import decay_share
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import is_finite
+from dit_lora.numerics.layouts import strided_values
 from dit_lora.numerics.optimizer_numbers import as_tensor, group_numbers, put_back
 
 _MAX_BUFFER_BYTES = 64 * 2**20
@@ -167,7 +168,7 @@ class LoopState:
         for prefix, model in self.models().items():
             for name, buffer in model.named_buffers():
                 if buffer.is_floating_point() and buffer.device.type != "meta":
-                    yield prefix + name, local(buffer)
+                    yield prefix + name, strided_values(local(buffer.detach()))
 
     def largest_decay(self) -> float:
         """Return the largest share of a weight that a step's weight decay takes away."""

@@ -59,6 +59,20 @@ class Transposed(nn.Module):
         return tokens[:, :4].float() @ self.matrix.t() * weights[:, None]
 
 
+class Graph(nn.Module):
+    """Sparse matrices that are not trained, in buffers, as graph networks hold them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 2)
+        self.register_buffer("near", torch.eye(4).to_sparse())
+        self.register_buffer("far", torch.eye(4).to_sparse_csr())
+
+    def forward(self, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        x = tokens[:, :4].float().t()
+        return self.out((self.far @ (self.near @ x)).t()) * weights[:, None]
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "sparse": (Words, torch.optim.SparseAdam),
     "sparse with SGD": (Words, torch.optim.SGD),
@@ -66,6 +80,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "bf16": (Half, torch.optim.AdamW),
     "bf16 one by one": (Half, lambda p, lr: torch.optim.AdamW(p, lr=lr, foreach=False)),
     "transposed": (Transposed, torch.optim.AdamW),
+    "sparse buffers": (Graph, torch.optim.AdamW),
 }
 
 

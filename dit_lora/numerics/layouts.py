@@ -1,0 +1,16 @@
+"""Read the numbers of tensors whatever their layout: strided, sparse, compressed or nested."""
+
+import torch
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def strided_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored numbers of a sparse or nested tensor, sharing their memory; a strided tensor as it is."""
+    if tensor.is_nested:
+        tensor = tensor.values()
+    if tensor.layout is torch.strided:
+        return tensor
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor.values() if tensor.layout in _COMPRESSED else tensor.to_dense()
