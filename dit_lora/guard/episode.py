@@ -203,7 +203,7 @@ def verdict_lines(verdicts: Sequence[Verdict], *, alone: bool = False) -> list[s
     places: dict[str, list[str]] = {}
     for verdict in verdicts:
         rank = "" if alone else f"rank {verdict.rank}"
-        names = ", ".join(verdict.sample_ids)
+        names = "" if verdict.words_name_samples else ", ".join(verdict.sample_ids)
         place = f"{names} ({rank})" if names and rank else names or rank
         places.setdefault(verdict.words, []).append(place)
     lines = []

@@ -1,7 +1,7 @@
 """The verdict on a tripped step, in words and as a record."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Cause = Literal[
@@ -41,6 +41,20 @@ class Verdict:
     switch: str | None = None
     """The switch that makes it finite when it is off."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def words_name_samples(self) -> bool:
+        """True if the words describe several samples, each after its own name."""
+        is_each = all(f"{sample}: " in self.words for sample in self.sample_ids)
+        return is_each and len(self.sample_ids) > 1
+
+    def with_sample_ids(self, sample_ids: Sequence[str]) -> "Verdict":
+        """The verdict with other names for its samples, in its words too."""
+        words = self.words
+        if len(sample_ids) == len(self.sample_ids):
+            for old, new in zip(self.sample_ids, sample_ids, strict=True):
+                words = words.replace(f"{old}: ", f"{new}: ")
+        return replace(self, words=words, sample_ids=tuple(sample_ids))
 
     def record(self) -> dict[str, Any]:
         """Return plain values for events.jsonl."""

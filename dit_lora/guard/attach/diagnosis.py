@@ -236,7 +236,7 @@ class CallDiagnosis:
         names = self.namer.names_of_failing_rows(
             call, control, verdict.sample_ids, suspects.model, failed
         )
-        return replace(verdict, sample_ids=names)
+        return verdict.with_sample_ids(names)
 
     def _verdict(
         self,

@@ -3,6 +3,7 @@
 These go through functions of torch, so they are intercepted once for all guards of a process, while any guard lives.
 """
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ class LoopListener(Protocol):
     ) -> Any:
         """Take the step of a scaler, or return NotImplemented for another guard's optimizer."""
 
-    def saving(self, value: Any, path: object) -> None: ...
+    def saving(self, value: Any, path: str) -> None: ...
 
     def weights_loaded(self, module: torch.nn.Module) -> None: ...
 
@@ -100,6 +101,10 @@ class LoopEvents:
             found.function(clip, "_get_total_norm", self._norm)
         found.class_method(torch.amp.GradScaler, "step", self._scaler_step)
         found.function(torch, "save", self._torch_save)
+        script = import_module("torch.jit._script")
+        for name in ("save", "save_to_buffer"):  # what torch.jit.save goes through
+            for kind in (script.ScriptModule, script.RecursiveScriptModule):
+                found.class_method(kind, name, self._script_save)
         found.class_method(torch.nn.Module, "load_state_dict", self._load)
         if find_spec("safetensors") is not None:
             module = import_module("safetensors.torch")
@@ -184,6 +189,12 @@ class LoopEvents:
         self._save(obj, f)
         return original(obj, f, *args, **kwargs)
 
+    def _script_save(
+        self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._save(module, args[0] if args else kwargs.get("f", ""))
+        return original(module, *args, **kwargs)
+
     def _safetensors_open(
         self, original: Callable[..., Any], filename: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -211,7 +222,8 @@ class LoopEvents:
 
     def _save(self, value: Any, path: object) -> None:
         if not self._is_saving:  # what a guard writes itself it has looked at
-            self._each(lambda listener: listener.saving(value, path), "looking at what is saved")
+            name = _file_name(path)
+            self._each(lambda listener: listener.saving(value, name), "looking at what is saved")
 
     @contextmanager
     def own_save(self) -> Iterator[None]:
@@ -221,6 +233,12 @@ class LoopEvents:
             yield
         finally:
             self._is_saving = before
+
+
+def _file_name(path: object) -> str:
+    """The path of a file, which may be open; empty for a buffer in memory."""
+    path = getattr(path, "name", path) if hasattr(path, "write") else path
+    return str(path) if isinstance(path, (str, os.PathLike)) else ""
 
 
 EVENTS = LoopEvents()

@@ -47,6 +47,7 @@ _FROZEN_HINT = (
     "what was trained since the last save may have met the damage; if the loop itself writes there, give checks= "
     "without frozen"
 )
+_COPIES_HINT = "; what the loop has copied from them since, in files too, may have the bad values"
 _OF_SAMPLES = ("data", "labels", "inputs")
 _NOT_OF_THE_LOSS = ("kernel", "attention_backend", "rank", *OF_STATE)
 _MAX_DIAGNOSED = 10
@@ -204,6 +205,8 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
             done = f"{action.why}: nothing can be put back, and the loop goes on as it would without a guard"
             return Resolved(replace(action, kind="report"), done, facts=facts)
         undone = self._undone(trip, put_back)
+        if trip.between_steps and undone:
+            undone += _COPIES_HINT
         done = undone if action.kind == "stop" else self._done(trip, action, undone)
         if buffers:
             done += f"; not finite and put back: {', '.join(buffers[:5])}"
@@ -237,9 +240,7 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         self.host.say(words)
 
     def lines(self, verdicts: Sequence[Verdict]) -> list[str]:
-        shown = [
-            replace(v, sample_ids=tuple(map(self._shown_name, v.sample_ids))) for v in verdicts
-        ]
+        shown = [v.with_sample_ids(tuple(map(self._shown_name, v.sample_ids))) for v in verdicts]
         return verdict_lines(shown, alone=self.host.ranks == 1)
 
     # Reports on steps that are taken

@@ -200,7 +200,7 @@ class StepHooks:
         self._was_loaded = True
         return result
 
-    def saving(self, value: Any, path: object) -> None:
+    def saving(self, value: Any, path: str) -> None:
         """Look at what the loop saves. Bad trained weights are put back first, so that tensors in it are good."""
         if self._is_diagnosing or "weights" not in self._checks:
             return
@@ -213,7 +213,7 @@ class StepHooks:
                 self._recovery.put_back_alone(self.number)
         bad = find_bad_tensors(value, self._tolerated | self._state.infinite, self._scalars)
         if bad:
-            self._recovery.report_save(self.number, str(path), name_bad_tensors(bad))
+            self._recovery.report_save(self.number, path, name_bad_tensors(bad))
 
     def require_finite(self, *, may_raise: bool = True) -> None:
         """Recover if a trained weight, optimizer state or average is bad on any rank; say if frozen memory changed."""

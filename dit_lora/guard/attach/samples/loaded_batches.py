@@ -79,6 +79,11 @@ class _LoadedTensor:
     rows: Rows | None
     """The item of each row; None where that is not known."""
 
+    def unchanged_tensor(self) -> torch.Tensor | None:
+        """The tensor, if it is still there and nothing was written to it: else its rows prove nothing."""
+        tensor = self.tensor()
+        return tensor if tensor is not None and tensor._version == self.version else None
+
 
 @dataclass
 class LoadedBatch:
@@ -289,8 +294,8 @@ class LoadedBatches:
         storage = values.untyped_storage().data_ptr()
         for batch in reversed(self._batches):
             for loaded in batch.tensors:
-                tensor = loaded.tensor()
-                if tensor is None or tensor.ndim == 0 or tensor._version != loaded.version:
+                tensor = loaded.unchanged_tensor()
+                if tensor is None or tensor.ndim == 0:
                     continue
                 if tensor.layout is not torch.strided or values.dtype != tensor.dtype:
                     continue
@@ -308,7 +313,7 @@ class LoadedBatches:
         names: set[str | None] = set()
         for batch in self._batches:
             for loaded in batch.tensors:
-                tensor = loaded.tensor()
+                tensor = loaded.unchanged_tensor()
                 if tensor is None or tensor.shape[1:] != row.shape or tensor.ndim == 0:
                     continue
                 names |= {batch.row_name(loaded, n) for n in _equal_rows(tensor, row)}
@@ -365,7 +370,7 @@ def _equal_rows(tensor: torch.Tensor, row: torch.Tensor) -> list[int]:
 def _bad_items(batch: LoadedBatch) -> list[BadItem]:
     bad: list[BadItem] = []
     for loaded in batch.tensors:
-        tensor = loaded.tensor()
+        tensor = loaded.unchanged_tensor()
         if tensor is None or tensor.ndim == 0 or not tensor.is_floating_point():
             continue
         for row in bad_rows(tensor):

@@ -1,6 +1,7 @@
 """Averages of weights stay finite, and whatever is not finite in a file is said when it is saved."""
 
 import copy
+import io
 import logging
 import threading
 from collections.abc import Callable
@@ -107,7 +108,26 @@ def save_with_numpy(weights: dict[str, torch.Tensor]) -> str:
     return ""
 
 
-SAVES = [save_with_torch, save_with_safetensors, save_with_numpy]
+def save_to_an_open_file(weights: dict[str, torch.Tensor]) -> str:
+    with Path("file.pt").open("wb") as file:
+        torch.save(weights, file)
+    return ""
+
+
+def save_to_memory(weights: dict[str, torch.Tensor]) -> str:
+    buffer = io.BytesIO()
+    torch.save(weights, buffer)
+    Path("file.pt").write_bytes(buffer.getvalue())
+    return ""
+
+
+SAVES = [
+    save_with_torch,
+    save_with_safetensors,
+    save_with_numpy,
+    save_to_an_open_file,
+    save_to_memory,
+]
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -127,10 +147,10 @@ def test_a_copy_that_is_not_finite_is_saved_and_said(
     assert loop.kinds() == [(3, "non_finite_save", "report")]
     (message,) = caplog.messages
     told = f"{prefix}out.weight has 1 Inf among 16 values"
-    assert message.startswith("guard: step 3: ")
     assert message.endswith(f"is saved with values that are not finite: {told}")
     # A function of safetensors that was imported before the guard began does not say where it writes.
-    assert ("a file" if save is save_with_safetensors else path.name) in message
+    is_unknown = save in (save_with_safetensors, save_to_memory)
+    assert message.startswith(f"guard: step 3: {'a file' if is_unknown else path.name} is saved")
     assert loop.guard.events[0]["verdict"]["cause"] == "unknown"
     assert same(everything([loop.model], []), before)
     if path.suffix == ".safetensors":
@@ -174,8 +194,11 @@ def test_a_mask_that_was_infinite_from_the_start_is_no_damage_when_a_step_fails(
     assert loop.guard.events[0]["sample_ids"] == ["row 1 of micro-batch 0"]
 
 
-@pytest.mark.parametrize("how", ["torch", "safetensors", "before_save"])
-def test_bad_weights_are_put_back_before_they_are_saved(how: str) -> None:
+@pytest.mark.parametrize("how", ["torch", "safetensors", "script", "before_save"])
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_bad_weights_are_put_back_before_they_are_saved(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = Loop()
     start = everything([loop.model], [])
     loop.step()
@@ -188,9 +211,16 @@ def test_bad_weights_are_put_back_before_they_are_saved(how: str) -> None:
     elif how == "safetensors":
         save_file(state, "file.safetensors")
         assert are_finite(load_file("file.safetensors"))
+    elif how == "script":
+        torch.jit.save(torch.jit.trace(loop.model, batch(1)), "file.pt")
+        assert are_finite(torch.jit.load("file.pt").state_dict())
     else:
         loop.guard.before_save(state)
     assert loop.kinds() == [(2, "non_finite_weights", "rollback")]
+    # Copies that were made before are as bad as the weights were.
+    assert "what the loop has copied from them since, in files too, may have the bad values" in (
+        caplog.text
+    )
     assert same(everything([loop.model], []), start)
     loop.step()
     assert len(loop.guard.events) == 1

@@ -151,12 +151,25 @@ def test_a_row_that_the_loop_spoils_is_not_a_bad_item_of_its_batch() -> None:
     assert only_spoiled == [("inputs", ["row 4 of micro-batch 0"])] * 2
 
 
-def test_two_bad_items_of_a_batch_are_both_named() -> None:
+def test_rows_that_the_loop_overwrites_in_place_are_no_items_any_more() -> None:
+    def overwrite(x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            x[2] = 0.0
+            x[1, 0] = torch.nan
+        return x
+
+    (found,) = train(lambda: DataLoader(Rows(5), batch_size=3), overwrite)
+    assert found == ("inputs", ["row 1 of micro-batch 0"])
+
+
+def test_two_bad_items_of_a_batch_are_both_named(caplog: pytest.LogCaptureFixture) -> None:
     def loader() -> DataLoader[torch.Tensor]:
         return DataLoader(Rows(3, 5), batch_size=6)
 
     names = ["dataset index 3", "dataset index 5"]
     assert train(loader) == [("data", names)]
+    said = "; ".join(f"{name}: argument 0 has 1 NaN among 5 values" for name in names)
+    assert f"\n  - {said}" in caplog.text  # each of them once
     assert train(loader, lambda x: x.flip(0) * 0.5) == [("data", names)]
 
 
