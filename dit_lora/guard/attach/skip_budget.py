@@ -29,6 +29,7 @@ class SkipBudget:
     _samples: Counter[str] = field(default_factory=Counter)
     """Named samples, and how many steps each has cost."""
     _bad_as_stored: set[str] = field(default_factory=set)
+    _last_taken: int = 0
     _num_unnamed: int = 0
     """Steps that no named sample has cost."""
 
@@ -51,7 +52,7 @@ class SkipBudget:
 
     def skip(self, step: int, verdicts: Sequence[Verdict]) -> None:
         """Count a step that is skipped."""
-        self.lose()
+        self.lose(step)
         named = {s for v in verdicts for s in v.sample_ids if is_sample_name(s)}
         if not named or named - self._samples.keys():
             self._incidents.append(step)
@@ -61,13 +62,15 @@ class SkipBudget:
             s for v in verdicts if v.cause in _BAD_AS_STORED for s in v.sample_ids if s in named
         }
 
-    def lose(self) -> None:
-        """Count a step that is not taken."""
+    def lose(self, step: int) -> None:
+        """Count a step that is not taken, or not by all of its optimizers."""
+        self.taken -= int(step == self._last_taken)
         self.lost += 1
         self.in_a_row += 1
 
-    def take(self) -> None:
+    def take(self, step: int) -> None:
         """Count a step that is taken."""
+        self._last_taken = step
         self.taken += 1
         self.in_a_row = 0
 

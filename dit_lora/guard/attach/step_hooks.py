@@ -577,7 +577,7 @@ class StepHooks:
                 if call.is_intact:  # to compare a failing call with
                     self._controls[id(call.owner)] = call
             if syncs and is_first:
-                self._recovery.budget.take()
+                self._recovery.budget.take(self._judged)
                 self._settle()
                 self._is_due |= self._state.due(self.number)
         if is_first:

@@ -196,6 +196,8 @@ def is_recorded() -> bool:
         torch.is_grad_enabled()
         and torch._C._current_graph_task_id() == -1
         and torch._C._get_tracing_state() is None
+        # Tensors within torch.func's transforms have no storage, and nothing of them can be kept.
+        and torch._C._functorch.maybe_current_level() is None
     )
 
 

@@ -249,12 +249,13 @@ def test_recording_leaves_no_trace_on_the_model_and_none_on_its_class_after_its_
     assert [call.ids[1] for call in again.calls] == ["row 1 of micro-batch 0"]
 
 
-def test_calls_without_gradients_are_not_recorded() -> None:
+def test_calls_without_gradients_or_within_torch_func_are_not_recorded() -> None:
     model = Net()
     recorded = RecordedModel(model)
     latents, keywords = inputs()
     with torch.no_grad():
         model(latents, **keywords)
+    torch.func.grad(lambda x: model(x, **keywords).sum())(latents)
     loop_step(model)
     (call,) = recorded.calls
     assert call.has_gradient

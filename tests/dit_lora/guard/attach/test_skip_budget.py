@@ -40,10 +40,10 @@ def test_many_lost_steps_in_a_row_train_nothing() -> None:
     for step in range(9):
         budget.skip(step, [verdict("data", "dataset index 5")])
     assert not budget.is_stuck(2)
-    budget.lose()
+    budget.lose(9)
     assert budget.is_stuck(2)
     assert not budget.is_stuck(20)
-    budget.take()
+    budget.take(10)
     assert not budget.is_stuck(2)
 
 
@@ -53,9 +53,9 @@ def test_the_closing_line_has_every_sample_with_its_steps() -> None:
     budget.skip(1, [verdict("inputs", "clip 7")])
     for step in range(2, 4):
         budget.skip(step, [verdict("unknown", "dataset index 5")])
-        budget.take()
-    budget.take()
-    budget.lose()
+        budget.take(step + 2)
+    budget.take(6)
+    budget.lose(7)
     assert budget.closing() == (
         "4 of 7 optimizer steps were not taken; remove or mend the samples that cost them: "
         "dataset index 5 (2x), clip 7 (1x)"
