@@ -180,7 +180,8 @@ def _too_high(case: Case) -> Verdict:
         case.evidence["weight_decay"] = share
         words = f"{grew}: weight decay times learning rate is {share:.3g}, and beyond 2 each step makes weights larger"
         return case.found("optimizer", words)
-    return case.found("learning_rate", f"{grew}: the learning rate is too high")
+    words = f"{grew}: the learning rate is too high, or one batch had a huge gradient"
+    return case.found("learning_rate", words)
 
 
 def run_away(micro_batch: MicroBatch, suspects: Suspects) -> Verdict:
