@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import cast
 
-_MODULE, _PACKAGE = "bitsandbytes.backends.cpu.ops", "kernels"
+from dit_lora.environment.hub_kernels import kernels_hidden
+
+_MODULE = "bitsandbytes.backends.cpu.ops"
 
 
 class _Finder(MetaPathFinder):
@@ -38,18 +39,12 @@ class _Loader(Loader):
         return self._own.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        logger, modules = (
-            logging.getLogger(_MODULE),
-            cast(dict[str, ModuleType | None], sys.modules),
-        )
-        before = {_PACKAGE: modules[_PACKAGE]} if _PACKAGE in modules else {}
+        logger = logging.getLogger(_MODULE)
         was_disabled, logger.disabled = logger.disabled, True
-        modules[_PACKAGE] = None  # which Python takes for a module that is not there
         try:
-            self._own.exec_module(module)
+            with kernels_hidden():
+                self._own.exec_module(module)
         finally:
-            del modules[_PACKAGE]
-            modules.update(before)
             logger.disabled = was_disabled
 
 

@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.hub_files import model_folder
+from dit_lora.environment.hub_kernels import configs_without_kernels
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint
@@ -117,7 +118,7 @@ def text_encoders(path: Path, dtype: torch.dtype) -> list[nn.Module]:
 
 def _without_values(cls: Any, config: Any) -> Any:
     """Build a model of Transformers'; there is nothing to draw, and some ways to draw it ask for values (Siglip's)."""
-    with no_init_weights():
+    with no_init_weights(), configs_without_kernels():
         model = cls._from_config(config)
     model.tie_weights()  # which goes with drawing
     return model

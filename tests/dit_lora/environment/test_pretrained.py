@@ -3,16 +3,20 @@
 import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
-from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.environment.pretrained import built_from, load_pretrained
 from dit_lora.errors import DitLoraError
 
 EVIL = """
@@ -59,7 +63,7 @@ CONFIG = {
         ("videochat2", "train", True),
         # Transformers and Diffusers have classes of their own for these, and take them.
         ("qwen", "audit", False),
-        pytest.param("cogvideox", "train", False, marks=pytest.mark.thorough),
+        pytest.param("cogvideox", "train", True, marks=pytest.mark.thorough),
     ],
 )
 def test_code_of_a_checkpoint_is_not_run_by_any_verb(
@@ -132,15 +136,120 @@ def test_nor_by_a_conversion(tiny_checkpoints: dict[str, Path], tmp_path: Path) 
     assert not list(tmp_path.rglob("ran"))
 
 
-def test_attention_from_the_hub_is_code_too(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+KERNEL = "someone/evil-attention"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attn_implementation": KERNEL},
+        {"_attn_implementation": KERNEL},
+        {"text_config": {"attn_implementation": f"paged|{KERNEL}@main:run"}},
+        {"attn_implementation": {"text_config": KERNEL}},
+        {"configuration_files": ["config.1.0.0.json"]},
+    ],
+)
+def test_attention_from_the_hub_is_code_too(values: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    model = shutil.copytree(tiny_checkpoints["qwen2.5-vl"], tmp_path / "model")
-    asking(model, attn_implementation="someone/evil-attention")
-    with pytest.raises(DitLoraError, match="'someone/evil-attention' is code from the Hub"):
-        load_pretrained(AutoConfig, model)
+    config = {"model_type": "qwen2_5_vl", **values}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    second = {"model_type": "qwen2_5_vl", "_attn_implementation": KERNEL}
+    (tmp_path / "config.1.0.0.json").write_text(json.dumps(second))
+    with pytest.raises(DitLoraError, match=r"evil-attention.* is code from the Hub"):
+        load_pretrained(AutoConfig, tmp_path)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of `kernels`, as if it were installed."""
+    import transformers.modeling_utils
+    from transformers.integrations import hub_kernels
+
+    names: list[str] = []
+
+    def get_kernel(name: str, **_: Any) -> None:
+        names.append(name)
+        raise RuntimeError(f"asked for {name}")
+
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(transformers.modeling_utils, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel_hub", get_kernel, raising=False)
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
+    return names
+
+
+TEXT = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 16},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_flash_attention_of_a_config_is_not_fetched(
+    key: str, asked: list[str], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, Qwen2ForCausalLM
+
+    from dit_lora.families.without_weights import text_encoders
+
+    folder = tmp_path / "text_encoder"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**TEXT, key: "flash_attention_2"}))
+    with pytest.raises((RuntimeError, ImportError)):
+        Qwen2ForCausalLM._from_config(AutoConfig.from_pretrained(folder))
+    assert asked  # Transformers by itself does
+    asked.clear()
+    built = built_from(AutoModelForCausalLM, load_pretrained(AutoConfig, folder))
+    built.save_pretrained(folder / "saved")
+    saved = json.loads((folder / "saved" / "config.json").read_text())
+    (folder / "saved" / "config.json").write_text(json.dumps({**saved, key: "flash_attention_2"}))
+    loaded = load_pretrained(Qwen2ForCausalLM, folder / "saved", use_safetensors=True)
+    for model in (built, loaded, *text_encoders(tmp_path, torch.float32)):
+        assert model.config._attn_implementation in ("sdpa", "eager")
+    assert not asked
+
+
+def test_nor_is_a_kernel_that_an_architecture_loads_by_itself(
+    asked: list[str], tmp_path: Path
+) -> None:
+    """A constructor of Transformers asks for it, whatever the config holds."""
+    from transformers import AutoConfig
+    from transformers.integrations.hub_kernels import get_kernel
+
+    (tmp_path / "config.json").write_text(json.dumps(TEXT))
+    config = load_pretrained(AutoConfig, tmp_path)
+
+    class Asking:
+        @classmethod
+        def from_config(cls, config: Any, **_: Any) -> None:
+            get_kernel("kernels-community/yoso", version=1)
+
+    with pytest.raises(DitLoraError, match="ImportError"):
+        built_from(Asking, config)
+    assert not asked
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8", "nunchaku_lite", None, 7])
+def test_quantization_that_fetches_kernels_is_refused(method: Any, tmp_path: Path) -> None:
+    from diffusers import AutoencoderKL
+    from transformers import AutoConfig
+
+    config = {**TEXT, "quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for kind in (AutoConfig, AutoencoderKL):
+        with pytest.raises(DitLoraError, match="may fetch kernels from the Hub"):
+            load_pretrained(kind, tmp_path)
+
+
+def test_quantization_by_bitsandbytes_is_read(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = {**TEXT, "quantization_config": {"load_in_4bit": True}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_pretrained(AutoConfig, tmp_path).quantization_config == {"load_in_4bit": True}
 
 
 def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(

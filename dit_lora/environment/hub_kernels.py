@@ -1,0 +1,131 @@
+"""Keep Transformers, Diffusers and bitsandbytes from fetching kernels, which are code, from the Hub.
+
+The package `kernels` downloads and runs a repository's code. Where it is installed, Transformers calls it for what a
+config names: an attention or experts implementation, a quantization method, or an architecture with kernels of its
+own. Two measures hold together: configs are read without the keys that name one, and while a checkpoint is loaded the
+package looks as if it were not installed.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, cast
+
+from dit_lora.errors import DitLoraError
+
+_PACKAGE = "kernels"
+_ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+_EXPERTS = (
+    "experts_implementation",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+)
+# The implementations of Transformers that need no other package. Any other is left to Transformers' default: the
+# published checkpoints that name flash attention run without it as well.
+_PLAIN = {
+    **dict.fromkeys(_ATTENTION, ("eager", "sdpa")),
+    **dict.fromkeys(_EXPERTS, ("eager", "batched_mm", "grouped_mm")),
+    "use_kernels": (False,),
+    "kernel_config": (),
+}
+# Methods that fetch nothing; fp8, mxfp4, nvfp4, eetq, gguf, metal and nunchaku_lite get their kernels from the Hub.
+_QUANTIZATIONS = (
+    *("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
+    *("aqlm", "awq", "compressed-tensors", "gptq", "hqq", "quanto", "torchao"),
+)
+
+
+def without_kernels(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Copy a config and leave out, at every level, what Transformers would fetch a kernel for.
+
+    Raises `DitLoraError` if it names an attention by a repository of the Hub, or a quantization method that
+    fetches kernels.
+    """
+    kept: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in _PLAIN and value is not None and value not in _PLAIN[key]:
+            _refuse_repository(key, value, where)
+            continue
+        if key == "quantization_config" and value is not None:
+            _require_plain_quantization(value, where)
+        if isinstance(value, dict):
+            value = without_kernels(value, where)
+        elif isinstance(value, list):
+            value = [without_kernels(v, where) if isinstance(v, dict) else v for v in value]
+        kept[key] = value
+    return kept
+
+
+def _refuse_repository(key: str, value: Any, where: str) -> None:
+    names = value.values() if isinstance(value, dict) else [value]
+    if any("/" in str(name) for name in names):
+        raise DitLoraError(
+            f"{where}: {key} {value!r} is code from the Hub, which is never run; remove it"
+        )
+
+
+def _require_plain_quantization(value: Any, where: str) -> None:
+    method = value.get("quant_method") if isinstance(value, dict) else value
+    if isinstance(value, dict) and method is None and {"load_in_4bit", "load_in_8bit"} & {*value}:
+        method = "bitsandbytes"
+    if method not in _QUANTIZATIONS:
+        raise DitLoraError(
+            f"{where}: quantization method {method!r} is not supported, because it may fetch kernels from the Hub; "
+            f"give a checkpoint in full precision, or quantized with {', '.join(_QUANTIZATIONS)}"
+        )
+
+
+@contextmanager
+def kernels_hidden() -> Iterator[None]:
+    """Within it, the package `kernels` cannot be imported, and Transformers takes it for missing."""
+    modules = cast(dict[str, ModuleType | None], sys.modules)
+    before = {_PACKAGE: modules[_PACKAGE]} if _PACKAGE in modules else {}
+    transformers: Any = modules.get("transformers.integrations.hub_kernels")
+    is_available = getattr(transformers, "is_kernels_available", None)
+    modules[_PACKAGE] = None  # which Python takes for a module that is not there
+    if is_available is not None:
+        transformers.is_kernels_available = lambda: False
+    try:
+        yield
+    finally:
+        del modules[_PACKAGE]
+        modules.update(before)
+        if is_available is not None:
+            transformers.is_kernels_available = is_available
+
+
+@contextmanager
+def configs_without_kernels() -> Iterator[None]:
+    """Within it, configs of Transformers and Diffusers are read as by `without_kernels`, and no kernel is fetched.
+
+    Every config comes through the two methods that are replaced here: those that `configuration_files` names, and
+    those of a pipeline's components.
+    """
+    from diffusers import ConfigMixin
+    from transformers import PreTrainedConfig
+
+    read, load = vars(PreTrainedConfig)["get_config_dict"], vars(ConfigMixin)["load_config"]
+
+    def get_config_dict(cls: Any, *args: Any, **options: Any) -> tuple[dict[str, Any], Any]:
+        config, unused = read.__func__(cls, *args, **options)
+        source = args[0] if args else options.get("pretrained_model_name_or_path")
+        return without_kernels(config, f"config.json of {source}"), unused
+
+    def load_config(cls: Any, *args: Any, **options: Any) -> Any:
+        loaded = load.__func__(cls, *args, **options)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        quantization = config.get("quantization_config") if isinstance(config, dict) else None
+        if quantization is not None:
+            _require_plain_quantization(quantization, f"the config of a {cls.__name__}")
+        return loaded
+
+    replaced: Any = PreTrainedConfig
+    replaced.get_config_dict = classmethod(get_config_dict)
+    mixin: Any = ConfigMixin
+    mixin.load_config = classmethod(load_config)
+    try:
+        with kernels_hidden():
+            yield
+    finally:
+        replaced.get_config_dict, mixin.load_config = read, load
