@@ -6,7 +6,6 @@ error of one line. Needs the standard library alone; `config.yaml_parsing` is th
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError
@@ -65,14 +64,6 @@ def parse_json_at(text: str, start: int) -> tuple[Any, int]:
         raise refused(error, start) from error
     _require_shallow(value, text, start)
     return value, end
-
-
-def read_json(path: Path) -> Any:
-    """Return the value in a JSON file; raises `OSError`, or `ParseError` that names the file."""
-    try:
-        return parse_json(path.read_bytes())
-    except ParseError as error:
-        raise ParseError(f"{path} is not valid JSON: {error}") from error
 
 
 def refused(error: Exception, at: int | None = None) -> ParseError:

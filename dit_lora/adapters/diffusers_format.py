@@ -23,10 +23,10 @@ from dit_lora.adapters.lora_mixins import lora_pipeline_class
 from dit_lora.adapters.own_files import copy_own
 from dit_lora.adapters.start import saved_config, saved_state
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
-from dit_lora.files import share_weights
+from dit_lora.files import read_json, share_weights
 from dit_lora.numerics.adapter_tensors import is_idle
 from dit_lora.numerics.dtensors import stock_class
-from dit_lora.parsing import parse_json, read_json
+from dit_lora.parsing import parse_json
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
 BASE_FILE = "base_weights.safetensors"

@@ -28,8 +28,9 @@ from dit_lora.adapters.patterns import read_peft_config, require_bounded_pattern
 from dit_lora.adapters.published_names import layers_by_published_spelling, split_rows
 from dit_lora.config.lora import FROM_WEIGHT
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.files import read_json
 from dit_lora.numerics.finite import not_finite
-from dit_lora.parsing import parse_json, read_json
+from dit_lora.parsing import parse_json
 
 _MATRIX = re.compile(
     r"(.+)\.(lora_A|lora_down|lora\.down|lora_B|lora_up|lora\.up)(?:\.default)?\.weight"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.parsing import read_json
+from dit_lora.files import read_json
 
 INDEX = "model_index.json"
 # `from_pretrained` reads these of a component: configs, safetensors, and what tokenizers are made of.

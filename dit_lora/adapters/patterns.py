@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError
-from dit_lora.parsing import read_json
+from dit_lora.files import read_json
 
 MAX_WAYS = 100_000
 """Upper bound of the ways to match one expression against one name. Two `.*` have 4,096, three 262,144."""

@@ -10,7 +10,7 @@ import typer
 from dit_lora.config.catalog import accelerate_configs, recipe_names, stock_files
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, every_family
-from dit_lora.parsing import read_json
+from dit_lora.files import read_json
 
 
 def recipes_and_families(incomplete: str) -> list[str]:

@@ -17,6 +17,8 @@ MOST_NODES = 100_000
 """The most nodes of a YAML text, an alias counted as what it stands for."""
 MOST_YAML = 1_000_000
 """Characters of a YAML text, which PyYAML reads slowly."""
+MAX_YAML_BYTES = 4 * MOST_YAML
+"""Bytes of a YAML file; a character has four at most."""
 
 
 def parse_yaml(text: str) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from dit_lora.config.recipe import ModelConfig, repo_id_problem
 from dit_lora.config.remedies import HUB, hub_hint, hub_name
 from dit_lora.errors import DitLoraError
+from dit_lora.files import require_regular
 
 
 def model_folder(model: ModelConfig, files: Sequence[str]) -> Path:
@@ -15,6 +16,7 @@ def model_folder(model: ModelConfig, files: Sequence[str]) -> Path:
     """
     folder = Path(model.path).expanduser()
     if folder.is_dir():
+        require_regular(folder)
         return folder
     name = hub_name(model.path)
     if name is None:

@@ -11,6 +11,7 @@ from typing import Any
 from dit_lora.config.remedies import hub_name
 from dit_lora.environment.hub_kernels import configs_without_kernels
 from dit_lora.errors import DitLoraError
+from dit_lora.files import require_regular
 
 
 def load_pretrained(kind: Any, source: str | Path, **options: Any) -> Any:
@@ -26,6 +27,8 @@ def load_pretrained(kind: Any, source: str | Path, **options: Any) -> Any:
         name = hub_name(source) if isinstance(source, str) else None
         if name is None:
             raise DitLoraError(f"no folder {source} to load from")
+    else:
+        require_regular(folder)
     # Diffusers' models are of the class that is asked, and take no such option.
     if not issubclass(kind, ModelMixin):
         options["trust_remote_code"] = False

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
+from dit_lora.files import read_inside, write_whole
 from dit_lora.parsing import parse_json
 from dit_lora.redact import redacted
 
 FACTS, _SAMPLES, WEIGHTS = "bundle.json", "samples.safetensors", "trained.safetensors"
 FORMAT = 1
+_MAX_TENSORS_BYTES = 2**34
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,15 @@ def read_bundle(folder: Path) -> Bundle:
     from safetensors.torch import load
 
     try:
-        facts = parse_json((folder / FACTS).read_text(encoding="utf-8"))
+        facts = parse_json(read_inside(folder, folder / FACTS))
         version = facts["format"]
         left_out = facts["left_out"]
         if version != FORMAT:
             raise DitLoraError(f"{folder} has format {version}; this version reads {FORMAT}")
         if left_out:
             raise DitLoraError(f"{folder} cannot be replayed: it lacks {'; '.join(left_out)}")
-        samples = load((folder / _SAMPLES).read_bytes())
-        weights = load((folder / WEIGHTS).read_bytes())
+        samples = load(read_inside(folder, folder / _SAMPLES, _MAX_TENSORS_BYTES))
+        weights = load(read_inside(folder, folder / WEIGHTS, _MAX_TENSORS_BYTES))
     except FileNotFoundError as error:
         raise DitLoraError(
             f"{folder} is not a whole bundle: no {error.filename}; give a folder below a run's bundles/"

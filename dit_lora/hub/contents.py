@@ -20,8 +20,9 @@ from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERTS
 from dit_lora.config.yaml_parsing import read_yaml
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.files import read_inside, read_json, require_regular
 from dit_lora.hub.cleaning import clean_config, clean_json
-from dit_lora.parsing import parse_json, read_json
+from dit_lora.parsing import parse_json
 from dit_lora.redact import redacted, redacted_words
 from dit_lora.report.run.files import RunFiles, RunReader
 from dit_lora.report.run.page import texts_of
@@ -81,6 +82,7 @@ def collect(run_dir: Path) -> Contents:
     runs = runs_of(run_dir)
     if len(runs) > 1:
         return _joined(run_dir, [collect(run) for run in runs])
+    require_regular(run_dir)
     run = RunReader(run_dir).read("finished")
     result, kind = _result(run)
     _require_verified(run)
@@ -181,7 +183,7 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
 def _facts(run: RunFiles) -> dict[str, Any]:
     file = run.folder / FACTS_FILE
     try:
-        facts: dict[str, Any] = redacted(parse_json(file.read_text(encoding="utf-8")))
+        facts: dict[str, Any] = redacted(parse_json(read_inside(run.folder, file)))
         return facts
     except (OSError, ValueError) as error:
         raise DitLoraError(
@@ -218,12 +220,14 @@ def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
         return []
     ends = {"after": steps[-1]} | ({"before": steps[0]} if len(steps) > 1 else {})
     if (steps[-1] / "answers.json").is_file():
-        return _answers(ends)
+        return _answers(run.folder, ends)
     shown = []
     for index, prompt in enumerate(prompts):
         places: dict[str, str] = {}
         for when, folder in ends.items():
             for path in sorted(folder.glob(f"prompt_{index:02d}.*")):
+                if not path.is_file():
+                    continue
                 places[when] = f"{SAMPLES}{when}_{index:02d}{path.suffix}"
                 files[places[when]] = path
         if "after" in places:
@@ -231,11 +235,12 @@ def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
     return shown
 
 
-def _answers(ends: Mapping[str, Path]) -> list[CardSample]:
+def _answers(run_dir: Path, ends: Mapping[str, Path]) -> list[CardSample]:
     said: dict[str, list[dict[str, Any]]] = {"before": []}
     for when, folder in ends.items():
         file = folder / "answers.json"
-        said[when] = redacted(read_json(file)) if file.is_file() else []
+        require_inside(run_dir, [file])
+        said[when] = redacted(read_typed(file, list[Answer])) if file.is_file() else []
     return [
         CardSample(
             str(one.get("prompt", "")),

@@ -19,11 +19,11 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.files import read_json
 from dit_lora.models.opendit import convert_opendit, opendit_config
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 from dit_lora.models.videochat2.released import read_released
-from dit_lora.parsing import read_json
 
 VAE, TEXT_ENCODER = "stabilityai/sd-vae-ft-ema", "openai/clip-vit-base-patch32"
 """Names on the Hub of the VAE and the text encoder that OpenDiT uses."""

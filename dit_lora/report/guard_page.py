@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit_lora.files import read_lines
+from dit_lora.files import is_inside, read_lines
 from dit_lora.guard.attach.guard_json import NAME, starts_in
 from dit_lora.guard.attach.monitoring import STATISTICS
 from dit_lora.guard.attach.samples.loaded_batches import is_sample_name
@@ -112,7 +112,7 @@ def write_guard_report(folder: Path) -> Path:
         any_bundle=next((row.bundle for row in rows if row.bundle), ""),
         script=next((str(one["script"]) for one in reversed(starts) if one.get("script")), ""),
     )
-    return write_page(folder / "report.html", page)
+    return write_page(folder / "report.html", page, allow_stream=False)
 
 
 def _state(
@@ -246,7 +246,7 @@ def _row(alike: Sequence[Mapping[str, Any]], folder: Path) -> Row:
     verdict, told = mapping(event.get("verdict")), event_row(event, _ACTIONS)
     bundle = str(event.get("bundle", ""))
     # Nothing that a stranger wrote becomes an address.
-    is_there = _PLACE.fullmatch(bundle) and (folder / bundle / "bundle.json").is_file()
+    is_there = _PLACE.fullmatch(bundle) and is_inside(folder, folder / bundle / "bundle.json")
     return Row(
         step=told.step,
         again=f"{len(alike) - 1:,} more, to {alike[-1].get('step')}" if len(alike) > 1 else "",
@@ -278,7 +278,9 @@ def _modules(folder: Path) -> ModuleHistory:
 
 def _weights(folder: Path) -> list[tuple[str, str]]:
     """Return the files of last good weights, and their sizes in words."""
-    found = sorted(folder.glob("last_good_step_*.safetensors"))
+    found = sorted(
+        path for path in folder.glob("last_good_step_*.safetensors") if is_inside(folder, path)
+    )
     return [(path.name, f"{path.stat().st_size / 2**20:.3g} MiB") for path in found]
 
 

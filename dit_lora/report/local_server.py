@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
@@ -214,11 +213,11 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         _, port = self.connection.getsockname()
         return f"{HOST}:{port}", f"localhost:{port}"
 
-    def file(self, target: Path, kind: str) -> None:
-        """Send a file, or the part of it that was asked for; that there is none, where it cannot be read."""
+    def file(self, opened: Callable[[], BinaryIO], kind: str) -> None:
+        """Send a file that `opened` opens, or the part of it that was asked for; 404 if it raises `OSError`."""
         file = None
         with suppress(OSError):  # removed since, or not ours to read
-            file = target.open("rb") if target.is_file() else None
+            file = opened()
         if file is None:
             self.say(HTTPStatus.NOT_FOUND, "no such file here")
             return

@@ -40,10 +40,13 @@ def clipped(words: str) -> str:
     return words if len(words) <= _WORDS else words[:_WORDS] + "…"
 
 
-def write_page(path: Path, page: str) -> Path:
-    """Write a page in one rename; raises `DitLoraError` if it cannot be written."""
+def write_page(path: Path, page: str, *, allow_stream: bool = True) -> Path:
+    """Write a page in one rename; raises `DitLoraError` if it cannot be written.
+
+    `allow_stream` is false for a name that the user did not give: a pipe of that name is replaced.
+    """
     try:
-        write_whole(path, page)
+        write_whole(path, page, allow_stream=allow_stream)
     except OSError as error:
         raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
     return path

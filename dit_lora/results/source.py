@@ -20,7 +20,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
 from dit_lora.families.opening import local_checkpoint, read_component_config
-from dit_lora.parsing import read_json
+from dit_lora.files import read_json
 
 DIFFUSERS_FORMAT = (ADAPTER_FILE,)
 ANY_FORMAT = (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME)

@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
+from dit_lora.files import read_json, write_whole
 from dit_lora.fuse.first_forward import refusal
 from dit_lora.fuse.patches import KERNELS
 from dit_lora.guard.event import Event, kernel_event
@@ -27,7 +27,6 @@ from dit_lora.guard.switches import COMPILE, Switch, attention_switches, model_s
 from dit_lora.numerics.adapter_tensors import is_adapter
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.tolerances import KERNEL, LATER
-from dit_lora.parsing import read_json
 from dit_lora.results.verify.checks import percent
 from dit_lora.results.verify.output import (
     NOT_RECORDED,

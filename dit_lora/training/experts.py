@@ -9,8 +9,7 @@ from dit_lora.config.experts import EXPERTS
 from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
-from dit_lora.parsing import read_json
+from dit_lora.files import read_json, write_whole
 from dit_lora.results.experts import pair_file
 from dit_lora.training.checkpoints.files import checkpoint_path, is_whole
 from dit_lora.training.session.session import Session

@@ -9,9 +9,8 @@ from typing import Any
 
 from dit_lora.data.loading.training_set import Prepared
 from dit_lora.errors import InterruptedRunError
-from dit_lora.files import write_whole
+from dit_lora.files import read_json, write_whole
 from dit_lora.guard.gate import NonFiniteError
-from dit_lora.parsing import read_json
 from dit_lora.training.session.session import Session
 
 _LISTED = 500  # rejected samples; counts are of all

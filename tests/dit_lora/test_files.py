@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from dit_lora.files import append_line, read_lines, replace_contents, share_weights, write_whole
+from dit_lora.errors import DitLoraError
+from dit_lora.files import (
+    append_line,
+    open_regular,
+    read_inside,
+    read_lines,
+    replace_contents,
+    require_regular,
+    share_weights,
+    write_whole,
+)
 
 
 def test_it_replaces_and_makes_folders(tmp_path: Path) -> None:
@@ -101,3 +111,46 @@ def test_a_users_file_keeps_its_permissions_and_a_new_one_has_those_of_the_umask
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     weights = {"private.safetensors": 0o640, "shared.safetensors": 0o604}
     assert modes == {"new": 0o640, "old": 0o604, **weights}
+
+
+def test_files_below_a_folder_are_opened_through_no_link(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    (folder / "a").mkdir(parents=True)
+    outside.mkdir()
+    for place in (folder / "a", outside):
+        (place / "file").write_text("text")
+    (folder / "link").symlink_to(outside)
+    (folder / "file").symlink_to(outside / "file")
+    (tmp_path / "named").symlink_to(folder)
+    os.mkfifo(folder / "pipe")
+    assert read_inside(folder, folder / "a" / "file") == b"text"
+    # The folder itself is the user's to name.
+    assert read_inside(tmp_path / "named", tmp_path / "named" / "a" / "file") == b"text"
+    for name, reason in {
+        "link/file": "is a link",
+        "file": "is a link",
+        "pipe": "not a regular file",
+        "a": "not a regular file",
+        "a/../../outside/file": "not a file below",
+    }.items():
+        with pytest.raises(OSError, match=reason):
+            read_inside(folder, folder / name)
+    with pytest.raises(OSError, match="4 bytes, and 3 are read at most"):
+        read_inside(folder, folder / "a" / "file", 3)
+    with pytest.raises(OSError, match="not a regular file"):
+        open_regular(folder / "pipe")
+    with pytest.raises(DitLoraError, match="pipe is not a regular file"):
+        require_regular(tmp_path)
+
+
+def test_a_file_is_not_written_through_a_link_that_waits_for_it(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("theirs")
+    path = tmp_path / "report.html"
+    path.with_name(f".{path.name}.{os.getpid()}.partial").symlink_to(outside)
+    write_whole(path, "ours")
+    assert (outside.read_text(), path.read_text()) == ("theirs", "ours")
+    path.unlink()
+    os.mkfifo(path)
+    write_whole(path, "ours", allow_stream=False)
+    assert path.read_text() == "ours"

@@ -10,7 +10,8 @@ import yaml
 from dit_lora import parsing
 from dit_lora.config.yaml_parsing import parse_yaml, read_yaml
 from dit_lora.errors import DitLoraError
-from dit_lora.parsing import ParseError, parse_json, parse_json_at, read_json
+from dit_lora.files import read_json
+from dit_lora.parsing import ParseError, parse_json, parse_json_at
 
 LIBRARY = Path(parsing.__file__).parent
 

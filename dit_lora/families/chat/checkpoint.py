@@ -31,7 +31,7 @@ from dit_lora.families.chat.qwen import QwenLayout
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.families.chat_options import refuse_options_of_diffusion
 from dit_lora.families.opening import local_chat_checkpoint, read_config
-from dit_lora.parsing import read_json
+from dit_lora.files import read_json
 
 _FRAMES = 8  # where no recipe says how many
 LAYOUTS: Mapping[str, Callable[[Any, Path, Any], PictureLayout]] = {

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
 
+from dit_lora.files import read_json
 from dit_lora.models.video_dit_base import iddpm_scheduler
-from dit_lora.parsing import read_json
 
 # A few of ImageNet's, at their places; the others are named by number.
 _NAMES = {1: "goldfish, Carassius auratus", 281: "tabby, tabby cat", 285: "Egyptian cat"}

@@ -20,7 +20,7 @@ from transformers import Qwen2VLProcessor
 from dit_lora.families.chat.tiny import TEXT_WIDTH, VARIANTS, tiny_chat
 from dit_lora.families.qwen_image.checkpoint import bare
 from dit_lora.families.tiny.vae import qwen_image_vae
-from dit_lora.parsing import read_json
+from dit_lora.files import read_json
 
 _LATENTS = 16
 # Every word of a template with the space before it, the roles, and these signs: one token each in Qwen's vocabulary.

@@ -12,7 +12,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from dit_lora.files import write_whole
+from dit_lora.files import read_inside, write_whole
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.bundles import versions
 from dit_lora.guard.attach.find_models import Models
@@ -64,7 +64,7 @@ class GuardFile:
 def starts_in(folder: Path) -> list[dict[str, Any]]:
     """Return what guard.json says of each guard, in the order of their last word; nothing where it cannot be read."""
     try:
-        whole = parse_json((folder / NAME).read_bytes())
+        whole = parse_json(read_inside(folder, folder / NAME))
     except (OSError, ValueError):
         return []
     starts = whole.get("starts") if isinstance(whole, dict) else None

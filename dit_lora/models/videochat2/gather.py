@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.files import read_json
 from dit_lora.models.videochat2.released import (
     ReleasedFile,
     language_model_name,
@@ -16,7 +17,6 @@ from dit_lora.models.videochat2.released import (
     read_released,
     why_unused,
 )
-from dit_lora.parsing import read_json
 
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _PICKLED_INDEX, _PICKLED_WEIGHTS = "pytorch_model.bin.index.json", "pytorch_model.bin"

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 from dit_lora.data.sources.caption_table import CaptionTable, locked_table
 from dit_lora.data.sources.caption_text import caption_fault
 from dit_lora.errors import DitLoraError
+from dit_lora.files import open_regular
 from dit_lora.report.captions.page import (
     CaptionFindings,
     TextRules,
@@ -171,7 +172,7 @@ class CaptionHandler(PageHandler):
         if file is None or kind is None:
             self.say(HTTPStatus.NOT_FOUND, "no such file in this folder")
             return
-        self.file(file, kind)
+        self.file(partial(open_regular, file), kind)
 
     def take(self) -> None:
         edit = self.sent("/caption", _MOST)

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dit_lora.config.yaml_parsing import parse_yaml
+from dit_lora.config.yaml_parsing import MAX_YAML_BYTES, parse_yaml
 from dit_lora.errors import DitLoraError
+from dit_lora.files import read_inside
 from dit_lora.parsing import parse_json
 from dit_lora.report.run.history import Metrics, Tail, mapping, number_or_nan
 from dit_lora.training.session.run_lock import is_live
@@ -180,7 +181,7 @@ class RunReader:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     try:
-        config = parse_yaml(path.read_text(encoding="utf-8"))
+        config = parse_yaml(read_inside(folder, path, MAX_YAML_BYTES).decode("utf-8-sig"))
     except FileNotFoundError as error:
         raise DitLoraError(
             f"{folder} is not a run: it has no config.yaml; give the folder that run.dir named"
@@ -196,11 +197,14 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     """Read an object of a file that is written whole; nothing where there is none."""
-    if not path.exists():
-        return {}
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = parse_json(read_inside(path.parent, path))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        notes.append(f"{path.name} is not read: {error.strerror}.")
+        return {}
+    except ValueError:
         content = None
     if not isinstance(content, dict):
         notes.append(f"{path.name} is not a JSON object and is left out.")
@@ -210,7 +214,7 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
 
 def _stat(path: Path) -> tuple[float, int] | None:
     try:
-        status = path.stat()
+        status = path.lstat()
     except OSError:
         return None
     return status.st_mtime, status.st_size

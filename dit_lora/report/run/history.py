@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dit_lora.parsing import parse_json
+from dit_lora.files import (
+    MAX_LINE_BYTES,
+    MAX_LINES_BYTES,
+    bounded_lines,
+    json_object,
+    open_inside,
+)
 from dit_lora.report.charts.heat_map import ModuleHistory
 
 GROUPS = ("lr_groups", "grad_norm_groups", "loss_by_timestep", "loss_by_media", "drawn_by_timestep")
@@ -28,6 +34,8 @@ class Tail:
         """True if the last line is not whole."""
         self.bad: list[int] = []
         """Numbers of the whole lines that are no object."""
+        self.refused = ""
+        """Why the file is not read; empty if it is."""
         self._offset = 0
         self._lines = 0
         self._last = b""
@@ -35,7 +43,7 @@ class Tail:
     def is_anew(self) -> bool:
         """Return whether the file is another than what was read, which is void then; the next `lines` begin at its first."""
         try:
-            with self.path.open("rb") as file:
+            with open_inside(self.path.parent, self.path, MAX_LINES_BYTES) as file:
                 file.seek(self._offset - len(self._last))
                 if file.read(len(self._last)) == self._last:
                     return False
@@ -48,20 +56,25 @@ class Tail:
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines that have come since; to be read to its end."""
         try:
-            file = self.path.open("rb")
-        except OSError:
+            file = open_inside(self.path.parent, self.path, MAX_LINES_BYTES)
+        except FileNotFoundError:
+            self.refused = ""
             return
+        except OSError as error:
+            self.refused = f"{self.path.name} is not read: {error.strerror}."
+            return
+        self.refused = ""
         with file:
             file.seek(self._offset)
             self.torn = False
-            for line in file:
-                if not line.endswith(b"\n"):
+            for line in bounded_lines(file):
+                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                     self.torn = True
                     return
                 self._offset += len(line)
                 self._last = line[-_KNOWN:]
                 self._lines += 1
-                record = _object(line)
+                record = json_object(line)
                 if record is None:
                     self.bad.append(self._lines)
                 else:
@@ -70,6 +83,8 @@ class Tail:
     def notes(self, *, going: bool) -> Iterator[str]:
         """Yield in words what could not be read; a line that is being written is nothing to note."""
         name = self.path.name
+        if self.refused:
+            yield self.refused
         if self.torn and not going:
             yield (
                 f"The last line of {name} is cut off: the run was stopped while writing it. "
@@ -130,14 +145,6 @@ class Metrics:
         for column in self.columns.values():
             del column[kept:]
         self.modules.drop(step)
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = parse_json(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def mapping(value: Any) -> dict[str, Any]:

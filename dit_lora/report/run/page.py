@@ -39,7 +39,7 @@ def write_report(run_dir: Path) -> Path:
 def write_run_page(reader: RunReader, *, state: State | None = None, embed: bool = True) -> Path:
     """Write the report of a reader that knows what it read before; samples are linked without `embed`."""
     page = render_run(reader.read(state), embed=embed)
-    return write_page(reader.folder / "report.html", page)
+    return write_page(reader.folder / "report.html", page, allow_stream=False)
 
 
 def render_run(run: RunFiles, *, embed: bool = True, live: str = "", token: str = "") -> str:

@@ -1,7 +1,6 @@
 """Shows what a run's model made of the validation prompts: videos, images and answers, before, during and after."""
 
 import base64
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,13 @@ from typing import Any
 
 from dit_lora.data.media.video import read_header
 from dit_lora.errors import DitLoraError
+from dit_lora.files import is_inside, read_inside
 from dit_lora.parsing import parse_json
 
 EMBED_LIMIT_BYTES = 64 * 2**20
 """Videos beyond this many bytes of base64 stay beside the page and are linked."""
+MAX_SAMPLE_BYTES = 2**28
+"""The largest sample that is shown."""
 STEPS = 60
 """Sampled steps that are shown of one prompt: of more, evenly spread ones with the first and the last."""
 PROMPTS = 64
@@ -94,7 +96,7 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
         match = re.fullmatch(
             r"step_(\d{1,12})/prompt_(\d{1,6})\.(mp4|png)", f"{path.parent.name}/{path.name}"
         )
-        if match:
+        if match and is_inside(folder, path, MAX_SAMPLE_BYTES):
             files.setdefault(int(match[2]), {})[int(match[1])] = path
     chosen = {index: _spread(by_step) for index, by_step in sorted(files.items())[:PROMPTS]}
     hidden = max((len(files[index]) - len(steps) for index, steps in chosen.items()), default=0)
@@ -109,7 +111,7 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
         if step in steps
     ]
     room = EMBED_LIMIT_BYTES if embed else 0
-    embedded = _embedded(wanted, room)
+    embedded = _embedded(folder, wanted, room)
 
     def source(path: Path) -> str:
         return embedded.get(path) or path.relative_to(folder).as_posix()
@@ -142,7 +144,7 @@ def _kept_steps(folder: Path) -> list[int]:
     """Return the steps whose checkpoints are there."""
     found = (re.fullmatch(r"step_(\d{6,12})", p.name) for p in (folder / "checkpoints").glob("*"))
     steps = (int(match[1]) for match in found if match)
-    return sorted(step for step in steps if checkpoint_file(folder, step).is_file())
+    return sorted(step for step in steps if is_inside(folder, checkpoint_file(folder, step)))
 
 
 def _has_sound(path: Path) -> bool:
@@ -158,7 +160,7 @@ def _find_references(folder: Path) -> dict[int, list[Path]]:
     found: dict[int, list[tuple[int, Path]]] = {}
     for path in (folder / "samples" / "references").glob("prompt_*.*"):
         match = re.fullmatch(r"prompt_(\d{1,6})_(\d{1,6})\.(mp4|jpg)", path.name)
-        if match:
+        if match and is_inside(folder, path, MAX_SAMPLE_BYTES):
             found.setdefault(int(match[1]), []).append((int(match[2]), path))
     return {index: [path for _, path in sorted(paths)] for index, paths in found.items()}
 
@@ -186,21 +188,19 @@ def _spread(steps: Iterable[int]) -> list[int]:
     return [ordered[round(i * (len(ordered) - 1) / (STEPS - 1))] for i in range(STEPS)]
 
 
-def _embedded(paths: Iterable[Path], room: int) -> dict[Path, str]:
+def _embedded(folder: Path, paths: Iterable[Path], room: int) -> dict[Path, str]:
     """Return data URIs of as many as there is room for; files that go away meanwhile are left out."""
     uris: dict[Path, str] = {}
     for path in paths:
         if path in uris:
             continue
         try:
-            size = 4 * math.ceil(path.stat().st_size / 3)
-            if size > room:
-                continue
-            text = base64.b64encode(path.read_bytes()).decode()
+            # Three bytes are four characters of base64.
+            text = base64.b64encode(read_inside(folder, path, room // 4 * 3)).decode()
         except OSError:
             continue
         uris[path] = f"data:{TYPES[path.suffix]};base64,{text}"
-        room -= size
+        room -= len(text)
     return uris
 
 
@@ -214,7 +214,7 @@ def _find_answers(folder: Path) -> list[Answered]:
     }
     for step in _spread(paths):
         try:
-            records = parse_json(paths[step].read_text(encoding="utf-8"))
+            records = parse_json(read_inside(folder, paths[step]))
         except (OSError, ValueError):
             continue
         if isinstance(records, list):

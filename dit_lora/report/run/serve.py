@@ -1,7 +1,6 @@
 """A run's report served to a browser on this machine, which it follows; samples by ranges, so that videos seek."""
 
 import json
-import os
 import re
 import secrets
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from threading import Lock
 from urllib.parse import unquote, urlsplit
 
 from dit_lora.errors import DitLoraError
+from dit_lora.files import is_inside, open_inside
 from dit_lora.report.local_server import LocalServer, PageHandler, serve_until_interrupted
 from dit_lora.report.run.files import RunReader
 from dit_lora.report.run.page import form_of, render_run
@@ -57,9 +57,12 @@ class Pages:
         Raises `DitLoraError` for a step without one, and for one that was exported before.
         """
         file, form = checkpoint_file(self.folder, step), form_of(self._reader.read().config)
-        if self._export is None or form is None or not file.is_file():
+        if self._export is None or form is None or not is_inside(self.folder, file):
             raise DitLoraError(f"there is no checkpoint of step {step} to export any more")
         place = f"exports/step_{step:06d}"
+        for path in (self.folder / "exports", self.folder / place):
+            if path.is_symlink():
+                raise DitLoraError(f"{path} is a link, through which nothing is written; remove it")
         with self._exporting:
             self._export(file, form, self.folder / place)
         return place
@@ -125,9 +128,6 @@ class _Handler(PageHandler):
 
     def _sample(self, path: str) -> None:
         """Send a sample below the folder, and nothing else of it."""
-        root = os.path.realpath(self.pages.folder)
-        sample = path if _SAMPLE.fullmatch(path) else ""
-        target = Path(os.path.realpath(os.path.join(root, sample)))
-        if not target.is_relative_to(root):  # a link may lead elsewhere
-            target = Path(root)
-        self.file(target, TYPES.get(target.suffix, ""))
+        root = self.pages.folder
+        sample = root / path if _SAMPLE.fullmatch(path) else root
+        self.file(partial(open_inside, root, sample), TYPES.get(sample.suffix, ""))

@@ -20,7 +20,7 @@ from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import configs_alone
-from dit_lora.parsing import read_json
+from dit_lora.files import read_json
 from dit_lora.redact import redacted
 from dit_lora.results.export.export import Say, aside, hollow_of, write_pair
 from dit_lora.results.export.formats import Exported, LoraForm, write_form

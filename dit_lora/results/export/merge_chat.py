@@ -18,8 +18,7 @@ from dit_lora.adapters.own_files import copy_own
 from dit_lora.adapters.peft_format import chat_adapter_file, load_chat_adapter
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
-from dit_lora.files import share_weights
-from dit_lora.parsing import read_json
+from dit_lora.files import read_json, share_weights
 from dit_lora.results.tensor_file import FLOATS, stored_dtypes
 
 _INTEGERS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}

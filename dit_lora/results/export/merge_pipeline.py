@@ -15,7 +15,7 @@ from dit_lora.adapters.changed_weight import WeightChange
 from dit_lora.adapters.diffusers_format import PROVENANCE_FILE, Tensors
 from dit_lora.adapters.own_files import copy_own
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
-from dit_lora.parsing import read_json
+from dit_lora.files import read_json
 from dit_lora.results.tensor_file import FLOATS, stored_dtypes
 
 _SHARDS = "diffusion_pytorch_model.safetensors.index.json"

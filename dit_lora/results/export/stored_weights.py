@@ -16,7 +16,7 @@ from dit_lora.config.experts import EXPERTS
 from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Denoiser
-from dit_lora.parsing import read_json
+from dit_lora.files import read_json
 from dit_lora.results.export.merge_pipeline import weight_files
 from dit_lora.results.source import whole_pipeline
 from dit_lora.results.tensor_file import FLOATS

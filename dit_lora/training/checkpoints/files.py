@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.files import share_weights
-from dit_lora.parsing import parse_json, read_json
+from dit_lora.files import open_regular, read_json, share_weights
+from dit_lora.parsing import parse_json
 from dit_lora.training.checkpoints.compatibility import samples_remedy
 
 MANIFEST = "manifest.json"
@@ -278,7 +278,7 @@ def _write_synced(path: Path, data: bytes | Tensors) -> None:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import psutil
 
 from dit_lora.errors import DitLoraError
-from dit_lora.parsing import read_json
+from dit_lora.files import open_inside, read_inside
+from dit_lora.parsing import parse_json
 
 LOCK = "run.lock"
 BEAT, STALE = 10.0, 90.0
@@ -249,7 +250,7 @@ class RunLock:
 def holder_of(folder: Path) -> Holder | None:
     """Return the process that a run's lock names; None without a lock, or where it names none."""
     try:
-        record = read_json(folder / LOCK)
+        record = parse_json(read_inside(folder, folder / LOCK))
         return Holder(**{entry.name: record[entry.name] for entry in fields(Holder)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -266,11 +267,8 @@ def is_live(folder: Path) -> bool | None:
     try:
         if time.time() - path.stat().st_mtime < STALE and not named.shares_kernel(own):
             return True
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            locked = _flock(handle, fcntl.LOCK_SH)
-        finally:
-            os.close(handle)
+        with open_inside(folder, path) as file:
+            locked = _flock(file.fileno(), fcntl.LOCK_SH)
     except OSError:
         return None
     if locked is False:
