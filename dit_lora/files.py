@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -105,7 +106,7 @@ def append_line(path: Path, text: str) -> None:
         raise
 
 
-def open_regular(path: Path, max_bytes: int | None = None) -> BinaryIO:
+def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file for reading; links are followed.
 
     Raises `OSError` for anything else, such as a named pipe, on which reading could wait for ever, and for a file
@@ -114,7 +115,7 @@ def open_regular(path: Path, max_bytes: int | None = None) -> BinaryIO:
     return _regular(os.open(path, _OPEN), path, max_bytes)
 
 
-def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> BinaryIO:
+def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file below a folder for reading; no link below the folder is followed.
 
     Raises `OSError` as `open_regular`, and for a path that is, or leads through, a link.
@@ -138,7 +139,7 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Binar
     return _regular(handle, path, max_bytes)
 
 
-def _regular(handle: int, path: Path, max_bytes: int | None) -> BinaryIO:
+def _regular(handle: int, path: Path, max_bytes: int | None) -> BufferedReader:
     status = os.fstat(handle)
     reason = ""
     if not stat.S_ISREG(status.st_mode):
@@ -166,6 +167,12 @@ def read_inside(folder: Path, path: Path, max_bytes: int = MAX_TEXT_BYTES) -> by
         return file.read()
 
 
+def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Read a file as `open_regular` opens it."""
+    with open_regular(path, max_bytes) as file:
+        return file.read()
+
+
 def require_regular(folder: Path) -> None:
     """Raise `DitLoraError` if the folder or one of its folders holds a named pipe, a socket or a device.
 
@@ -182,10 +189,8 @@ def read_json(path: Path) -> Any:
 
     The file must be a regular one, of at most `MAX_TEXT_BYTES`.
     """
-    with open_regular(path, MAX_TEXT_BYTES) as file:
-        data = file.read()
     try:
-        return parse_json(data)
+        return parse_json(read_regular(path))
     except ParseError as error:
         raise ParseError(f"{path} is not valid JSON: {error}") from error
 

@@ -25,6 +25,15 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in value if names.count(name) > 1)
+        raise ParseError(f"it holds {twice[:80]!r} twice")
+    return value
+
+
 _DECODER = json.JSONDecoder(parse_int=_whole)
 
 
@@ -38,13 +47,16 @@ class ParseError(DitLoraError, ValueError):
         """The place of the character in the text, where it is known."""
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text; raises `ParseError`, also for what is not UTF-8."""
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """Return the value of a JSON text; raises `ParseError`, also for what is not UTF-8.
+
+    With `unique`, an object that holds a key twice is refused; without, the last one counts, as for most readers.
+    """
     try:
         if isinstance(text, bytes):
             # Some editors begin UTF-8 with a byte order mark, which JSON does not allow.
             text = text.decode("utf-8-sig")
-        value = json.loads(text, parse_int=_whole)
+        value = json.loads(text, parse_int=_whole, object_pairs_hook=_unique if unique else None)
     except json.JSONDecodeError as error:
         where = f": line {error.lineno} column {error.colno} (char {error.pos})"
         raise ParseError(error.msg, at=error.pos, where=where) from error

@@ -22,11 +22,11 @@ from dit_lora.adapters.kinds import DROPOUTS
 from dit_lora.adapters.lora_mixins import lora_pipeline_class
 from dit_lora.adapters.own_files import copy_own
 from dit_lora.adapters.start import saved_config, saved_state
+from dit_lora.config.records import Provenance, typed
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.files import read_json, share_weights
 from dit_lora.numerics.adapter_tensors import is_idle
 from dit_lora.numerics.dtensors import stock_class
-from dit_lora.parsing import parse_json
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
 BASE_FILE = "base_weights.safetensors"
@@ -173,6 +173,7 @@ def read_provenance(file: Path) -> dict[str, Any]:
     """Return what the run wrote into the adapter's header; empty for an adapter that is not ours."""
     try:
         with safe_open(file, framework="pt") as opened:
-            return parse_json((opened.metadata() or {}).get(PROVENANCE_KEY, "{}"))
+            text = (opened.metadata() or {}).get(PROVENANCE_KEY, "{}")
     except (OSError, ValueError, SafetensorError) as error:
         raise DitLoraError(f"{file} is not a safetensors adapter: {error}") from error
+    return dict(typed(text, Provenance, f"{file}: its header's {PROVENANCE_KEY}"))

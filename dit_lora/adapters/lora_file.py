@@ -27,10 +27,9 @@ from dit_lora.adapters.lora_mixins import lora_pipeline_class
 from dit_lora.adapters.patterns import read_peft_config, require_bounded_patterns
 from dit_lora.adapters.published_names import layers_by_published_spelling, split_rows
 from dit_lora.config.lora import FROM_WEIGHT
+from dit_lora.config.records import AdapterConfig, CheckpointState, checked, read_typed, typed
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.files import read_json
 from dit_lora.numerics.finite import not_finite
-from dit_lora.parsing import parse_json
 
 _MATRIX = re.compile(
     r"(.+)\.(lora_A|lora_down|lora\.down|lora_B|lora_up|lora\.up)(?:\.default)?\.weight"
@@ -143,12 +142,11 @@ def tensors_in(file: Path) -> dict[str, torch.Tensor]:
 
 def config_in(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:
     """Return PEFT's config of the transformer's adapter as Diffusers writes it into a header; None without."""
-    try:
-        stored = parse_json(header.get(_METADATA, "{}"))
-    except ValueError as error:
-        raise DitLoraError(f"{file}: its header's {_METADATA} is no JSON: {error}") from error
+    what = f"{file}: its header's {_METADATA}"
+    stored = typed(header.get(_METADATA, "{}"), dict[str, Any], what)
     prefix = "transformer."
     own = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+    own = dict(checked(own, AdapterConfig, what))
     require_bounded_patterns(own, file)
     return own or None
 
@@ -161,7 +159,7 @@ def _config_of_checkpoint(file: Path) -> dict[str, Any] | None:
     beside = file.with_name(STATE_FILE)
     if file.name != WEIGHTS_FILE or not beside.is_file():
         return None
-    identity = read_json(beside).get("identity", {})
+    identity = read_typed(beside, CheckpointState)["identity"]
     init = identity.get("lora.init")
     if init in FROM_WEIGHT:
         run = file.absolute().parents[2]

@@ -4,9 +4,10 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from dit_lora.config.records import read_typed
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.files import read_json
 
 INDEX = "model_index.json"
 # `from_pretrained` reads these of a component: configs, safetensors, and what tokenizers are made of.
@@ -62,8 +63,8 @@ def require_inside(folder: Path, paths: list[Path]) -> None:
 def _components(folder: Path) -> list[str]:
     """Return the names of the components that the pipeline has."""
     try:
-        named = dict(read_json(folder / INDEX))
-    except (OSError, ValueError, TypeError) as error:
+        named = read_typed(folder / INDEX, dict[str, Any])
+    except OSError as error:
         raise DitLoraError(f"cannot read {folder / INDEX}: {error}") from error
     return [
         name

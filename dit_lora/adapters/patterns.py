@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dit_lora.config.records import AdapterConfig, read_typed
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_json
 
 MAX_WAYS = 100_000
 """Upper bound of the ways to match one expression against one name. Two `.*` have 4,096, three 262,144."""
@@ -48,7 +48,7 @@ def require_bounded_patterns(config: Mapping[str, Any] | None, source: object) -
 
 def read_peft_config(file: Path) -> dict[str, Any]:
     """Read PEFT's config from its own file, and refuse expressions in it that cannot be matched in bounded time."""
-    config: dict[str, Any] = read_json(file)
+    config = dict(read_typed(file, AdapterConfig))
     require_bounded_patterns(config, file)
     return config
 

@@ -16,12 +16,12 @@ from dit_lora.adapters.load import in_peft_format
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE, chat_adapter_file
 from dit_lora.adapters.quantize import quantize_base
 from dit_lora.config.recipe import ModelConfig
+from dit_lora.config.records import Provenance, typed
 from dit_lora.config.remedies import HUB
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.parsing import parse_json
 from dit_lora.results.source import find_source, whole_pipeline
 from dit_lora.results.tensor_file import header_of, tensors_of
 from dit_lora.results.verify.chat_model import ChatStock
@@ -117,10 +117,8 @@ def _chat(folder: Path, model: str | None) -> Target:
 
 
 def _made(file: Path) -> dict[str, Any]:
-    try:
-        return parse_json(header_of(file).get(PROVENANCE_KEY, "{}"))
-    except ValueError:
-        return {}
+    text = header_of(file).get(PROVENANCE_KEY, "{}")
+    return dict(typed(text, Provenance, f"{file}: its header's {PROVENANCE_KEY}"))
 
 
 def verify_adapter(

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dit_lora.config.records import read_typed
 from dit_lora.environment.versions import default_launch_config
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
-from dit_lora.parsing import parse_json
 
 VERSION = 1
 """The version of the file; one of another is measured anew."""
@@ -104,7 +104,7 @@ def load_ceilings(device: str) -> Ceilings | None:
 def read_ceilings(path: Path) -> Ceilings | None:
     """Read a file of `save_ceilings`; None for one of another version. Raises `DitLoraError` for any other file."""
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = read_typed(path, dict[str, Any])
         if content["version"] != VERSION:
             return None
         return _ceilings(content)

@@ -9,10 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dit_lora.config.recipe import ModelConfig
+from dit_lora.config.records import read_typed
 from dit_lora.environment.hub_files import model_folder
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.parsing import parse_json
 
 _BESIDE_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja")
 
@@ -140,7 +140,7 @@ def read_config(path: Path, name: str, library: str) -> dict[str, Any]:
     """Read a JSON file of a checkpoint in the format of that library."""
     file = path / name
     try:
-        return parse_json(file.read_text(encoding="utf-8"))
+        return read_typed(file, dict[str, Any])
     except FileNotFoundError as error:
         raise DitLoraError(
             f"{path} is not a {library} checkpoint: it has no {file.relative_to(path)}"

@@ -15,7 +15,6 @@ import torch
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import read_inside, write_whole
-from dit_lora.parsing import parse_json
 from dit_lora.redact import redacted
 
 FACTS, _SAMPLES, WEIGHTS = "bundle.json", "samples.safetensors", "trained.safetensors"
@@ -81,8 +80,10 @@ def read_bundle(folder: Path) -> Bundle:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
+    from dit_lora.config.records import BundleFacts, typed
+
     try:
-        facts = parse_json(read_inside(folder, folder / FACTS))
+        facts = typed(read_inside(folder, folder / FACTS), BundleFacts, str(folder / FACTS))
         version = facts["format"]
         left_out = facts["left_out"]
         if version != FORMAT:

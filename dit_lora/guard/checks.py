@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dit_lora.errors import listed
-from dit_lora.files import write_whole
+from dit_lora.files import read_regular, write_whole
 from dit_lora.guard.attention_backends import BACKENDS, AttentionCall, BackendParity, parity
 from dit_lora.numerics.adapter_tensors import is_adapter, is_idle, layer_of
 from dit_lora.numerics.dtensors import local, whole
@@ -245,7 +245,7 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
 
 def _known(path: Path) -> dict[str, list[CheckFinding]]:
     try:
-        stored = parse_json(path.read_text(encoding="utf-8"))
+        stored = parse_json(read_regular(path))
         if stored["version"] != _VERSION:
             return {}
         by_key = stored["found"]

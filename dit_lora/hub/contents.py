@@ -18,11 +18,11 @@ from dit_lora.adapters.diffusers_format import (
 from dit_lora.adapters.own_files import INDEX, own_files, require_inside
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERTS
+from dit_lora.config.records import Answer, Facts, Provenance, read_typed, typed
 from dit_lora.config.yaml_parsing import read_yaml
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
-from dit_lora.files import read_inside, read_json, require_regular
+from dit_lora.files import read_inside, require_regular
 from dit_lora.hub.cleaning import clean_config, clean_json
-from dit_lora.parsing import parse_json
 from dit_lora.redact import redacted, redacted_words
 from dit_lora.report.run.files import RunFiles, RunReader
 from dit_lora.report.run.page import texts_of
@@ -90,7 +90,7 @@ def collect(run_dir: Path) -> Contents:
     if kind == "peft" and not main.is_file():
         main = result / BASE_FILE  # base weights alone have trained
     _require_sound(run_dir, result, kind)
-    made = redacted(read_json(main) if kind == "pipeline" else read_provenance(main))
+    made = redacted(read_typed(main, Provenance) if kind == "pipeline" else read_provenance(main))
     files = {_placed(name, made, kind): content for name, content in _result_files(result, kind)}
     shown = _shown(run, files)
     facts = _facts(run)
@@ -167,7 +167,9 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
     """Raise `CheckFailedError` for a result that is not sound: files may have changed since they were verified."""
     folder = result
     if kind == "pipeline":
-        folder = result / read_json(result / PROVENANCE_FILE).get("part", "transformer")
+        folder = result / read_typed(result / PROVENANCE_FILE, Provenance).get(
+            "part", "transformer"
+        )
     try:
         for file in sorted(folder.glob("*.safetensors")):
             tensors = load_file(file)
@@ -183,11 +185,12 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
 def _facts(run: RunFiles) -> dict[str, Any]:
     file = run.folder / FACTS_FILE
     try:
-        facts: dict[str, Any] = redacted(parse_json(read_inside(run.folder, file)))
-        return facts
+        facts = typed(read_inside(run.folder, file), Facts, FACTS_FILE)
+        public: dict[str, Any] = redacted(facts)
+        return public
     except (OSError, ValueError) as error:
         raise DitLoraError(
-            f"{run.folder} is not pushed: {FACTS_FILE} is missing or torn, which the model card is written from. "
+            f"{run.folder} is not pushed: {FACTS_FILE}, which the model card is written from, cannot be used: {error}. "
             f"Write it anew with: accelerate launch recipes/lora.py {run.folder}/config.yaml train.resume=auto"
         ) from error
 
@@ -206,7 +209,7 @@ def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]
         if not path.is_file():
             continue
         is_config = name.endswith(("config.json", INDEX, PROVENANCE_FILE))
-        values = read_json(path) if is_config else {}
+        values = read_typed(path, dict[str, Any]) if is_config else {}
         public = {key: one for key, one in values.items() if key != "_name_or_path"}
         yield name, path if redacted(public) == values else clean_json(public).encode()
 

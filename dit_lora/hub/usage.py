@@ -9,6 +9,7 @@ import jinja2
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
 from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
+from dit_lora.config.records import Dtype, checked
 from dit_lora.families import get_family
 from dit_lora.hub.contents import Contents
 from dit_lora.results.experts import pair_file
@@ -67,7 +68,9 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
         is_whole=contents.kind == "pipeline",
         is_video=_is_video(contents),
         ours=needs_ours(contents),
-        dtype=_dtype(contents) if is_pipeline else contents.made["dtype"],
+        dtype=_dtype(contents)
+        if is_pipeline
+        else checked(contents.made.get("dtype"), Dtype, "the dtype of the result's header"),
         literal=literal,
         repr=repr,
     )

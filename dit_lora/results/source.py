@@ -17,6 +17,7 @@ from dit_lora.adapters.load import in_peft_format
 from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
+from dit_lora.config.records import Provenance, read_typed
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
 from dit_lora.families.opening import local_checkpoint, read_component_config
@@ -84,7 +85,7 @@ def find_source(
     whole = whole_pipeline(target)
     if whole is not None:
         record = whole / PROVENANCE_FILE
-        return Source(target, whole, read_json(record) if record.is_file() else {}, True)
+        return Source(target, whole, _provenance(record), True)
     file = _file_in(target, names) or _without_diffusers(target)
     if file is not None:
         return Source(target, file, read(file) or _made_of_checkpoint(file))
@@ -97,6 +98,10 @@ def find_source(
     raise DitLoraError(
         f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file"
     )
+
+
+def _provenance(record: Path) -> dict[str, Any]:
+    return dict(read_typed(record, Provenance)) if record.is_file() else {}
 
 
 def whole_pipeline(target: Path) -> Path | None:

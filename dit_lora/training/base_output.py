@@ -18,8 +18,9 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
+from dit_lora.config.records import read_typed
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_json, write_whole
+from dit_lora.files import write_whole
 from dit_lora.fuse.first_forward import refusal
 from dit_lora.fuse.patches import KERNELS
 from dit_lora.guard.event import Event, kernel_event
@@ -204,7 +205,7 @@ def _first_record(folder: Path, resume_from: Path | None) -> dict[str, Any] | No
     # The second is where a run goes on in a folder of its own from another's checkpoint.
     for file in (folder / BASE_OUTPUT, resume_from.absolute().parents[1] / BASE_OUTPUT):
         try:
-            record: dict[str, Any] = read_json(file)
+            record = read_typed(file, dict[str, Any])
         except (OSError, ValueError):
             continue
         if "values" in record:

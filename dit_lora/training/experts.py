@@ -8,8 +8,9 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
 from dit_lora.config.experts import EXPERTS
 from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
+from dit_lora.config.records import Status, read_typed
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_json, write_whole
+from dit_lora.files import write_whole
 from dit_lora.results.experts import pair_file
 from dit_lora.training.checkpoints.files import checkpoint_path, is_whole
 from dit_lora.training.session.session import Session
@@ -31,7 +32,7 @@ def is_done(recipe: Recipe) -> bool:
     folder = Path(recipe.run.dir)
     if recipe.train.resume == "none" or not (folder / "status.json").is_file():
         return False
-    ended = read_json(folder / "status.json").get("state") == "finished"
+    ended = read_typed(folder / "status.json", Status).get("state") == "finished"
     return ended and is_whole(checkpoint_path(folder, recipe.train.steps))
 
 

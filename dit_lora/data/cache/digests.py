@@ -4,11 +4,14 @@ import hashlib
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from dit_lora.config.records import read_typed
 from dit_lora.data.media.decode_mark import decode_mark
 from dit_lora.data.media.media import Media, MediaFile, open_bytes
 from dit_lora.files import write_whole
-from dit_lora.parsing import parse_json
 
 # Files of a checkpoint's component that decide what it computes; a README does not.
 _COMPONENT_SUFFIXES = {".json", ".safetensors", ".model", ".txt"}
@@ -19,11 +22,11 @@ class Digests:
 
     def __init__(self, memo: Path) -> None:
         self._memo = memo
-        self._known: dict[str, list] = {}
+        self._known: dict[str, list[Any]] = {}
         self._changed = False
         # If a killed run tore the memo, digests are computed anew.
         with suppress(FileNotFoundError, ValueError):
-            self._known = parse_json(memo.read_bytes())
+            self._known = read_typed(memo, dict[str, Annotated[list[Any], Field(min_length=2)]])
 
     def media(self, media: Media) -> str:
         """Return the hex SHA-256 of the bytes of a video or image; raises `OSError`."""
@@ -44,7 +47,7 @@ class Digests:
         place, stamp = media.place, list(media.stamp())
         # An entry of the memo is the file's stamp, and then its values.
         entry = self._known.get(place, [])
-        if entry[: len(stamp)] != stamp:
+        if entry[: len(stamp)] != stamp or not _are_values(entry[len(stamp) :]):
             with open_bytes(media) as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             entry = self._known[place] = [*stamp, digest]
@@ -66,3 +69,7 @@ class Digests:
         if self._changed:
             write_whole(self._memo, json.dumps(self._known))
             self._changed = False
+
+
+def _are_values(values: list[Any]) -> bool:
+    return len(values) in (1, 2) and all(isinstance(value, str) for value in values)

@@ -252,6 +252,8 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> He
         described = parse_json(text)
         metadata = described.pop("__metadata__")
         shared = metadata.pop(_FACTS)
+        if not isinstance(parse_json(shared), dict):
+            raise TypeError
         groups: dict[str, list[tuple[str, Any]]] = {}
         for full_name, tensor in described.items():
             key, _, name = full_name.partition("/")
@@ -265,6 +267,7 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> He
             line = metadata[key]
             # The line is 32 hexadecimal digits, a space and JSON.
             checksum = bytes.fromhex(line[:32])
+            _require_sample(line[33:])
         except (ValueError, KeyError, TypeError):
             continue
         start += 8 + length
@@ -272,6 +275,13 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> He
         entries.append(StoredEntry(path, key, start, layout, checksum, line[33:], shared, is_whole))
     is_named = path.stem == xxhash.xxh3_128(text).hexdigest()
     return Header(entries, (state.st_size, state.st_mtime_ns), is_named)
+
+
+def _require_sample(line: str) -> None:
+    """Raise `ValueError` unless a line is the JSON of a sample's name and its facts."""
+    sample, facts = parse_json(line)
+    if not isinstance(sample, str) or not isinstance(facts, dict):
+        raise ValueError
 
 
 def _placed(

@@ -55,7 +55,10 @@ class MadeCaptions:
         """
         files = sorted(self._folder.glob("part_*.jsonl")) if of_all else [self._file]
         waiting = {
-            str(row["file"]): str(row["caption"]) for file in files for row in read_lines(file)[0]
+            str(row["file"]): str(row["caption"])
+            for file in files
+            for row in read_lines(file)[0]
+            if {"file", "caption"} <= row.keys()
         }
         with locked_table(self._folder.parent) as table:
             missing = {*table.missing}

@@ -10,9 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from typing_extensions import TypedDict
 
 from dit_lora.config.data import SourceConfig
+from dit_lora.config.records import read_typed
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember, too_many_bytes
 from dit_lora.data.sources.caption_text import MOST_BYTES, Fault, encoding_hint, too_long
 from dit_lora.data.sources.clips import MASK, REFERENCE, Gathered, LossMask, Scan, by_code
@@ -94,6 +97,13 @@ class _Index:
     """Code and message, if the tar is not whole."""
 
 
+class _Memo(TypedDict):
+    """What is remembered of a tar: what it was made from, and the fields of `_Index`."""
+
+    key: list[Any]
+    index: dict[str, Any]
+
+
 def _remembered(path: Path, stream: BinaryIO, memo: Path | None) -> _Index:
     """Return the index, which is made again only if the tar's size, time of change or inode differs."""
     status = os.fstat(stream.fileno())
@@ -103,10 +113,10 @@ def _remembered(path: Path, stream: BinaryIO, memo: Path | None) -> _Index:
     key = [_VERSION, place, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns]
     file = memo / f"{hashlib.sha256(place.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
     try:
-        stored = parse_json(file.read_bytes())
+        stored = read_typed(file, _Memo)
         if stored["key"] == key:
             return _Index(**stored["index"])
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         # There is no memo of this tar, or a killed process tore it.
         pass
     index = _index(stream, status.st_size)

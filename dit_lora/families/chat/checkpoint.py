@@ -15,6 +15,7 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoT
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.config.records import ChatTemplateFile, read_typed
 from dit_lora.data.chat.control import control_pattern, refuse_control
 from dit_lora.data.chat.conversation import Conversation, Kind
 from dit_lora.data.chat.rendered import Piece, Rendered
@@ -31,7 +32,6 @@ from dit_lora.families.chat.qwen import QwenLayout
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.families.chat_options import refuse_options_of_diffusion
 from dit_lora.families.opening import local_chat_checkpoint, read_config
-from dit_lora.files import read_json
 
 _FRAMES = 8  # where no recipe says how many
 LAYOUTS: Mapping[str, Callable[[Any, Path, Any], PictureLayout]] = {
@@ -171,7 +171,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
             return DEFAULT_CHAT_TEMPLATE
         older = self.path / "chat_template.json"
         if older.is_file() and not (self.path / "chat_template.jinja").is_file():
-            return read_json(older)["chat_template"]
+            return read_typed(older, ChatTemplateFile)["chat_template"]
         template = self.tokenizer.chat_template
         if not isinstance(template, str):
             raise DitLoraError(

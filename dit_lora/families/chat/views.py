@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from dit_lora.config.records import read_typed
 from dit_lora.errors import DitLoraError
-from dit_lora.parsing import parse_json
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,6 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return parse_json(file.read_text(encoding="utf-8"))
+        return read_typed(file, dict[str, Any])
     except (OSError, ValueError) as error:
         raise DitLoraError(f"cannot read {file}: {error}") from error

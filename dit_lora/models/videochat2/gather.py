@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dit_lora.config.records import WeightMap, read_typed
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.files import read_json
 from dit_lora.models.videochat2.released import (
     ReleasedFile,
     language_model_name,
@@ -86,7 +86,7 @@ def _language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]]:
     ):
         names = [weights]
         if (llm / index).is_file():
-            named = read_json(llm / index)["weight_map"]
+            named = read_typed(llm / index, WeightMap)["weight_map"]
             names = list(dict.fromkeys(named.values()))
         elif not (llm / weights).is_file():
             continue

@@ -14,13 +14,13 @@ from dit_lora.adapters.diffusers_format import DOWNSCALE, PROVENANCE_FILE
 from dit_lora.adapters.find_lora import public_name
 from dit_lora.config.experts import EXPERTS
 from dit_lora.config.recipe import ModelConfig
+from dit_lora.config.records import Provenance, read_typed
 from dit_lora.data.cache.digests import Digests
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import configs_alone
-from dit_lora.files import read_json
 from dit_lora.redact import redacted
 from dit_lora.results.export.export import Say, aside, hollow_of, write_pair
 from dit_lora.results.export.formats import Exported, LoraForm, write_form
@@ -172,7 +172,7 @@ def _made(
 ) -> dict[str, Any]:
     """Return the provenance: the base's, and what the header of a merge or a run of all weights says of videos."""
     record = tuned.path / PROVENANCE_FILE
-    told = read_json(record) if tuned.is_pipeline and record.is_file() else {}
+    told = dict(read_typed(record, Provenance)) if tuned.is_pipeline and record.is_file() else {}
     made = {
         key: told[key]
         for key in ("video", "task", "reference_resolution", DOWNSCALE)

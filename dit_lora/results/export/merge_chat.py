@@ -16,9 +16,10 @@ from dit_lora.adapters.changed_weight import changes_of
 from dit_lora.adapters.diffusers_format import PROVENANCE_FILE, read_provenance
 from dit_lora.adapters.own_files import copy_own
 from dit_lora.adapters.peft_format import chat_adapter_file, load_chat_adapter
+from dit_lora.config.records import read_typed
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
-from dit_lora.files import read_json, share_weights
+from dit_lora.files import share_weights
 from dit_lora.results.tensor_file import FLOATS, stored_dtypes
 
 _INTEGERS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
@@ -48,7 +49,7 @@ def merge_adapter(
     if out.exists():
         raise DitLoraError(f"{out} exists already; give another folder, or remove it")
     provenance = read_provenance(chat_adapter_file(folder))
-    config = read_json(base / "config.json")
+    config = read_typed(base / "config.json", dict[str, Any])
     if "quantization_config" in config:
         raise DitLoraError(f"{base} is quantised; merge into the checkpoint that it was made from")
     load = model_class or _class_of(base, config)

@@ -13,10 +13,10 @@ from torch import nn
 
 from dit_lora.adapters.lora_file import OF_CONVERTERS
 from dit_lora.config.experts import EXPERTS
+from dit_lora.config.records import read_typed
 from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Denoiser
-from dit_lora.files import read_json
 from dit_lora.results.export.merge_pipeline import weight_files
 from dit_lora.results.source import whole_pipeline
 from dit_lora.results.tensor_file import FLOATS
@@ -179,7 +179,11 @@ class StoredWeights:
 
 def _require_class(given: str, folder: Path, wanted: Any) -> None:
     """Raise `DitLoraError` for a folder of another class, or of a quantised model."""
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    config = (
+        read_typed(folder / "config.json", dict[str, Any])
+        if (folder / "config.json").is_file()
+        else {}
+    )
     found = config.get("_class_name")
     if found != wanted.__name__:
         raise DitLoraError(

@@ -20,8 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
+from dit_lora.config.records import CheckpointState, Manifest, read_typed
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.files import open_regular, read_json, share_weights
+from dit_lora.files import open_regular, share_weights
 from dit_lora.parsing import parse_json
 from dit_lora.training.checkpoints.compatibility import samples_remedy
 
@@ -192,7 +193,7 @@ def require_same_recipe(
     No weight is read. With `place`, where this run runs, the error says which train.accumulate restores the samples
     of a step.
     """
-    about: dict[str, Any] = read_json(path / _STATE)
+    about: dict[str, Any] = {**read_typed(path / _STATE, CheckpointState)}
     # Through JSON as the stored one went: a tuple would differ from the list that it became.
     stored, own = about["identity"], parse_json(json.dumps(dict(identity)))
     different = [
@@ -232,7 +233,7 @@ def prune(run_dir: Path, step: int, keep: int, best: Collection[int] = ()) -> No
 def is_whole(path: Path) -> bool:
     """Return true if every file is there with the digest that the manifest, written last, gives it."""
     try:
-        digests = parse_json((path / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        digests = read_typed(path / MANIFEST, Manifest)["sha256"]
         return all(_digest(path / name) == digest for name, digest in digests.items())
     except (OSError, ValueError, KeyError):
         return False

@@ -17,6 +17,7 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
+from dit_lora.config.records import Answer, read_typed
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.opened import open_media, open_picture
 from dit_lora.errors import DitLoraError
@@ -116,7 +117,7 @@ class Trackers:
             self._each(lambda one: _log_samples(one, captions, step))
         answers = folder / "answers.json"
         if answers.is_file():
-            said = redacted(json.loads(answers.read_text(encoding="utf-8")))
+            said = redacted(read_typed(answers, list[Answer]))
             rows = [[str(one.get(name) or "") for name in _ANSWER] for one in said]
             self._each(lambda one: _log_table(one, "samples/answers", _ANSWER, rows, step))
 

@@ -1,0 +1,287 @@
+"""Shapes of the JSON that runs, bundles, checkpoints and adapters hold, and the reader that requires them.
+
+A file of a known shape may come from a stranger. Read through its shape, a damaged or hostile one is one line that
+names the file and the field, and what follows can rely on the types. Keys that a shape does not name are kept: newer
+versions write more. `NotRequired` keys were written from some version on, or for some models only.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
+
+from pydantic import (
+    AllowInfNan,
+    ConfigDict,
+    Field,
+    Strict,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
+from typing_extensions import TypedDict
+
+from dit_lora.files import read_regular
+from dit_lora.parsing import ParseError, parse_json
+
+T = TypeVar("T")
+
+Finite = Annotated[float, AllowInfNan(False)]
+Number = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)] | Finite
+"""A number that stays an integer if it is written as one."""
+Int64 = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
+"""JSON's integers have any size; those of tensors, seeds and steps have 64 bits."""
+Count = Annotated[int, Strict(), Field(ge=0, le=2**63 - 1)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
+"""A name in Python, of a class, an argument or a component."""
+Module = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)
+]
+Dtype = Annotated[str, StringConstraints(pattern=r"^torch\.(float|bfloat)[0-9]{1,2}(_[a-z0-9]+)?$")]
+_OPEN = ConfigDict(extra="allow", strict=True)
+
+
+class Manifest(TypedDict):
+    """manifest.json of a training checkpoint."""
+
+    sha256: dict[str, str]
+
+
+class CheckpointState(TypedDict):
+    """state.json of a training checkpoint."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    step: Count
+    identity: dict[str, Any]
+    guard: dict[str, Any]
+    place: NotRequired[dict[str, Any]]
+
+
+class Status(TypedDict):
+    """status.json of a run."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    state: NotRequired[str]
+
+
+class Answer(TypedDict):
+    """An answer of a chat model to a validation prompt, in answers.json."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    prompt: NotRequired[str]
+    media: NotRequired[str | None]
+    answer: NotRequired[str]
+
+
+class Under(TypedDict):
+    """A frozen adapter that a result was trained over."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    name: str
+    scale: Number
+    in_samples: bool
+
+
+class NamedFile(TypedDict):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    name: str
+
+
+class Viewed(TypedDict):
+    """How frames of media were chosen for a chat model; the fields of `Viewing`."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+
+
+class Video(TypedDict):
+    """The shape of the samples that were trained on: numbers of frames and pixels, frames per second."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    frames: NotRequired[Count | None]
+    height: NotRequired[Count | None]
+    width: NotRequired[Count | None]
+    fps: NotRequired[Number | None]
+
+
+class Provenance(TypedDict):
+    """What a run writes into an adapter's header; empty for an adapter of another program."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    family: NotRequired[str]
+    part: NotRequired[Literal["transformer", "transformer_2"]]
+    base_model: NotRequired[str | None]
+    revision: NotRequired[str | None]
+    transformer_digest: NotRequired[str]
+    dtype: NotRequired[str]
+    kind: NotRequired[str]
+    rank: NotRequired[Int64]
+    alpha: NotRequired[Number]
+    block_size: NotRequired[Int64]
+    dropout: NotRequired[Number]
+    rslora: NotRequired[bool]
+    quantize: NotRequired[str | None]
+    index: NotRequired[dict[str, Any] | None]
+    video: NotRequired[Video]
+    viewing: NotRequired[Viewed]
+    system: NotRequired[str]
+    task: NotRequired[str | None]
+    under: NotRequired[list[Under]]
+    continued: NotRequired[NamedFile]
+    samples_from: NotRequired[str]
+    output: NotRequired[dict[str, Any] | str]
+    seed: NotRequired[Int64]
+    steps: NotRequired[Int64]
+    reference_resolution: NotRequired[Int64 | None]
+
+
+class AdapterConfig(TypedDict):
+    """PEFT's config of an adapter, as far as it is read here."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    peft_type: NotRequired[str | None]
+    base_model_name_or_path: NotRequired[str | None]
+    r: NotRequired[Int64]
+    lora_alpha: NotRequired[Number]
+    alpha: NotRequired[Number]
+    target_modules: NotRequired[list[str] | str | None]
+    exclude_modules: NotRequired[list[str] | str | None]
+    layers_pattern: NotRequired[list[str] | str | None]
+    rank_pattern: NotRequired[dict[str, Int64] | None]
+    alpha_pattern: NotRequired[dict[str, Number] | None]
+    use_rslora: NotRequired[bool]
+    use_dora: NotRequired[bool]
+    modules_to_save: NotRequired[list[str] | None]
+
+
+class Replay(TypedDict):
+    """Where in a run a micro-batch was."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    step: Count
+    micro_step: Count
+    rank: Count
+    ids: list[Any]
+    draws: NotRequired[list[Int64]]
+    faults: NotRequired[dict[str, Any]]
+
+
+class EventRecord(TypedDict):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    kind: str
+
+
+_Class = TypedDict("_Class", {"class": Name})
+
+
+class CalledModel(_Class):
+    """The model of a loop that is not ours: its class, and "name shape" of each parameter."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    parameters: list[Annotated[str, StringConstraints(pattern=r"^\S.* \S+$")]]
+
+
+class BundleFacts(TypedDict):
+    """bundle.json: of a run `recipe` and `dtype`, of another loop `call` and `model`."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    format: Int64
+    left_out: list[str]
+    event: EventRecord
+    replay: Replay
+    packages: dict[str, str]
+    switched_off: list[str]
+    start_peak: Finite
+    recipe: NotRequired[dict[str, Any]]
+    dtype: NotRequired[str]
+    transformer_digest: NotRequired[str]
+    call: NotRequired[dict[str, Any]]
+    model: NotRequired[CalledModel]
+
+
+class PipelineFacts(_Class):
+    """What facts.json says of a pipeline; the code of the model card is written from it."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    module: Module
+    loads_lora: bool
+    condition: Literal["prompt", "class_labels"]
+    label: list[Int64] | None
+    labels_as_tensor: bool
+    from_image: bool
+    to_image: NotRequired[bool]
+    references: NotRequired[Annotated[Count, Field(le=64)]]
+    reference_clips: NotRequired[bool]
+    reference_resolution: NotRequired[Int64 | None]
+    arguments: dict[Name, bool | Int64 | Finite | str]
+    output: Literal["frames", "images"]
+    seed: Int64
+    fps: Number | None
+    dtype: Dtype
+    in_fp32: list[Name]
+
+
+class ModelFacts(_Class):
+    """What facts.json says of a chat model's class."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    module: Module
+    library: str
+
+
+class DataFacts(TypedDict):
+    """What facts.json says of the samples."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    kind: Literal["images", "clips", "conversations"]
+    datasets: list[str]
+    caption_prefix: NotRequired[str | None]
+
+
+class ChatTemplateFile(TypedDict):
+    """chat_template.json of older chat checkpoints."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    chat_template: str
+
+
+class WeightMap(TypedDict):
+    """The index of a model in several files."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    weight_map: dict[str, str]
+
+
+class Facts(TypedDict):
+    """facts.json of a run."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    data: DataFacts
+    pipeline: NotRequired[PipelineFacts]
+    model: NotRequired[ModelFacts]
+
+
+def read_typed(path: Path, kind: type[T]) -> T:
+    """Return the JSON of a regular file as a value of this shape.
+
+    Raises `OSError` if it cannot be read, and `ParseError`, which names the file and the field, if it is no JSON of
+    this shape, holds a key twice, or is not UTF-8.
+    """
+    return typed(read_regular(path), kind, str(path))
+
+
+def typed(text: str | bytes, kind: type[T], what: str) -> T:
+    """Return a JSON text as a value of this shape; raises as `read_typed`. `what` names the text in the message."""
+    try:
+        value = parse_json(text, unique=True)
+    except ParseError as error:
+        raise ParseError(f"{what} is not valid JSON: {error}") from error
+    return checked(value, kind, what)
+
+
+def checked(value: Any, kind: type[T], what: str) -> T:
+    """Return a parsed value if it is of this shape; raises `ParseError`."""
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part)[:80] for part in first["loc"]) or "the whole"
+        got = repr(first["input"])[:80] if first["type"] != "missing" else "nothing"
+        raise ParseError(f"{what} is damaged: {field}: {first['msg']}; got {got}") from error
