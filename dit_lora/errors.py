@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dit_lora.terminal import printable
+from dit_lora.terminal import indented, one_line, printable
 
 # What a user's disk or network can do to a run; any other OSError is a defect and keeps its traceback.
 _OF_THE_DISK = {
@@ -76,7 +76,7 @@ def show(error: DitLoraError) -> None:
             return
         time.sleep(_RANK_0_SECONDS)
     where = "" if rank == "0" else f" on rank {rank}"
-    sys.stderr.write(printable(f"{error.label}{where}: {error}\n"))
+    sys.stderr.write(f"{error.label}{where}: {indented(error)}\n")
     sys.stderr.flush()
 
 
@@ -93,8 +93,10 @@ def reported_errors() -> Iterator[None]:
             raise
         where = error.filename or "a file of the run or the cache"
         sys.stderr.write(
-            f"error: cannot read or write {printable(where)}: {error.strerror}; checkpoints and cache entries already "
-            "written are whole\n"
+            printable(
+                f"error: cannot read or write {one_line(where)}: {error.strerror}; checkpoints and cache entries "
+                "already written are whole\n"
+            )
         )
         sys.exit(DitLoraError.exit_code)
     except KeyboardInterrupt:

@@ -28,7 +28,8 @@ WORDS = frozenset(
 """Keys below which text is words for a model or of one, and mostly no path."""
 
 KINDS: Mapping[str, str] = {
-    "Hugging Face": r"(?:hf|api_org)_[A-Za-z0-9]{10,}",
+    # Tokens of OAuth are base64url in parts with dots.
+    "Hugging Face": r"hf_(?:oauth|jwt|app)_[\w=-]{10,}(?:\.[\w=-]+)*|(?:hf|api_org)_[A-Za-z0-9]{10,}",
     "Weights & Biases": r"wandb_v\d+_\w{8,}|local-[0-9a-f]{40}",
     "OpenAI, Anthropic and others": r"sk-(?:[A-Za-z]{1,12}\d{0,3}-){0,3}(?:(?=\w*\d)\w{8,}|[A-Za-z0-9]{20,})[\w-]*",
     "GitHub": r"gh[opusr]_[A-Za-z0-9]{8,}|github_pat_\w{8,}",

@@ -21,6 +21,11 @@ def one_line(text: object) -> str:
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
+def indented(text: object) -> str:
+    """Return `printable`, with every line but the first indented: none looks like another message of ours."""
+    return re.sub(r"\n(?!  )", "\n  ", printable(text))
+
+
 def echo(text: object, *, err: bool = False) -> None:
     """Print a line, or several, to standard output or, with `err`, to standard error."""
     stream = sys.stderr if err else sys.stdout

@@ -31,6 +31,7 @@ def _drawn(length: int, letters: str = _MIXED) -> str:
 TOKENS: dict[str, str] = {
     "Hugging Face": "hf_" + _drawn(34),
     "Hugging Face, lower case": "hf_" + _drawn(34, string.ascii_lowercase),
+    "Hugging Face by OAuth": "hf_oauth_eyJ" + _drawn(30) + "." + _drawn(40),
     "Hugging Face of an organisation": "api_org_" + _drawn(34),
     "OpenAI": "sk-" + _drawn(20) + "T3BlbkFJ" + _drawn(20),
     "OpenAI of a project": "sk-proj-" + _drawn(60) + "-" + _drawn(20),

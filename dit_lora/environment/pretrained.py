@@ -22,6 +22,9 @@ def load_pretrained(kind: Any, source: str | Path, **options: Any) -> Any:
     """
     from diffusers import ModelMixin
 
+    from dit_lora.environment.chat_templates import bound_chat_templates
+
+    bound_chat_templates()
     name, folder = None, Path(source).expanduser()
     if not folder.is_dir():
         name = hub_name(source) if isinstance(source, str) else None

@@ -52,6 +52,18 @@ def test_text_of_every_script_stays_as_it_is() -> None:
     assert one_line("a\nok\tb") == "a\\nok\\tb"
 
 
+def test_an_error_cannot_look_like_two(capsys: pytest.CaptureFixture[str]) -> None:
+    show(DitLoraError(listed("refused: a\nerror: b\r\nwarning: c", ["d\nerror: e"])))
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "error: refused: a",
+        "  error: b\\r",
+        "  warning: c",
+        "  - d",
+        "  error: e",
+    ]
+
+
 def test_everything_that_is_printed_is_printable() -> None:
     """By the calls of the library: each writes a literal, or what `printable` gave."""
     writers = (
@@ -69,6 +81,6 @@ def test_everything_that_is_printed_is_printable() -> None:
                 continue
             said = ast.unparse(node.args[0]) if node.args else "''"
             literal = bool(node.args) and isinstance(node.args[0], ast.Constant)
-            if not (literal or "printable(" in said):
+            if not (literal or "printable(" in said or "indented(" in said):
                 wrong.append(f"{path.relative_to(LIBRARY)}:{node.lineno}: {said}")
     assert not wrong

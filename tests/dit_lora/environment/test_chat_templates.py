@@ -1,0 +1,71 @@
+"""Chat templates of a checkpoint have bounds on time, memory and output, wherever Transformers renders them."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+from chat_tokenizers import byte_tokenizer
+
+from dit_lora.environment import chat_templates
+from dit_lora.environment.chat_templates import ChatTemplateError, bound_chat_templates
+
+MESSAGES = [{"role": "user", "content": "A disc?"}]
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    bound_chat_templates()
+    return byte_tokenizer()
+
+
+def rendered(tokenizer: Any, template: str, **options: Any) -> Any:
+    return tokenizer.apply_chat_template(
+        MESSAGES, chat_template=template, tokenize=False, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.5 s"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "0.5 s",
+        ),
+        ("{{ 'a' * 7000000000 }}", "536,870,912 bytes"),
+        ("{{ '%9999999999s' | format(1) }}", "536,870,912 bytes"),
+        ("{{ 'a' * 20000000 }}", "writes more than 16,777,216 characters"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ raise_exception('no\nerror: forged') }}", "no error: forged"),
+        ("{% for %}", "Expected an expression"),
+    ],
+)
+def test_a_hostile_template_is_one_line(
+    tokenizer: Any, template: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_templates, "MAX_SECONDS", 0.5 if reason == "0.5 s" else 60.0)
+    began = time.monotonic()
+    with pytest.raises(ChatTemplateError, match=reason) as refused:
+        rendered(tokenizer, template)
+    assert time.monotonic() - began < 30
+    assert "\n" not in str(refused.value)
+    assert rendered(tokenizer, PLAIN) == "<user>A disc?"
+
+
+def test_other_templates_are_rendered_as_without_bounds(tokenizer: Any) -> None:
+    assert rendered(tokenizer, PLAIN + "{% if add_generation_prompt %}<me>{% endif %}") == (
+        "<user>A disc?"
+    )
+    tokens = tokenizer.apply_chat_template(MESSAGES, chat_template=PLAIN)["input_ids"]
+    assert tokens == tokenizer("<user>A disc?", add_special_tokens=False)["input_ids"]
+
+
+def test_a_forked_process_has_a_renderer_of_its_own(tokenizer: Any) -> None:
+    assert rendered(tokenizer, PLAIN)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if rendered(tokenizer, PLAIN) == "<user>A disc?" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert rendered(tokenizer, PLAIN) == "<user>A disc?"
