@@ -6,6 +6,7 @@ own. Two measures hold together: configs are read without the keys that name one
 package looks as if it were not installed.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,12 +36,15 @@ _QUANTIZATIONS = (
     *("aqlm", "awq", "compressed-tensors", "gptq", "hqq", "quanto", "torchao"),
 )
 
+MAX_LAYERS = 10_000
+_COUNTS = re.compile("layers|blocks|depth")
+
 
 def without_kernels(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Copy a config and leave out, at every level, what Transformers would fetch a kernel for.
 
     Raises `DitLoraError` if it names an attention by a repository of the Hub, or a quantization method that
-    fetches kernels.
+    fetches kernels; and for numbers of layers that Transformers would make lists of for hours.
     """
     kept: dict[str, Any] = {}
     for key, value in config.items():
@@ -49,6 +53,8 @@ def without_kernels(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             continue
         if key == "quantization_config" and value is not None:
             _require_plain_quantization(value, where)
+        if isinstance(value, int) and _COUNTS.search(key) and value > MAX_LAYERS:
+            raise DitLoraError(f"{where}: {key} is {value:,}, more than {MAX_LAYERS:,}")
         if isinstance(value, dict):
             value = without_kernels(value, where)
         elif isinstance(value, list):

@@ -171,7 +171,7 @@ def _starts(
 ) -> list[Start]:
     """Return the guards that are known, and one more for events that none of them has written."""
     known = {str(one["id"]) for one in starts}
-    loose = [one for one in events if one.get("guard") not in known]
+    loose = [one for one in events if str(one.get("guard")) not in known]
     told = [_start(one, [e for e in events if e.get("guard") == one["id"]]) for one in starts]
     return [*told, *([_start({}, loose)] if loose else [])]
 

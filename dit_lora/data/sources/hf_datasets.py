@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import ConfigDict, StringConstraints
+from typing_extensions import TypedDict
 
 from dit_lora.config.data import SourceConfig
+from dit_lora.config.records import read_typed
 from dit_lora.config.remedies import HUB, hub_name
 from dit_lora.data.media.media import (
     IMAGE_SUFFIXES,
@@ -29,6 +33,7 @@ from dit_lora.data.sources.caption_text import Fault
 from dit_lora.data.sources.clips import MASK, REFERENCE, Gathered, LossMask, Scan, by_code, in_order
 from dit_lora.data.sources.tables import REFERENCES, caption_columns
 from dit_lora.errors import DitLoraError
+from dit_lora.files import require_regular
 
 # `save_to_disk` writes the first for a dataset, the second for a dictionary of splits.
 _SAVED = ("state.json", "dataset_dict.json")
@@ -65,6 +70,30 @@ class DatasetCell:
         return True
 
 
+class _DataFile(TypedDict):
+    filename: Annotated[str, StringConstraints(pattern=r"^[^/\\]+$")]
+
+
+class _State(TypedDict):
+    """state.json of a dataset on disk; its files lie beside it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+    _data_files: list[_DataFile]
+    _fingerprint: str
+    _format_columns: list[str] | None
+    _format_kwargs: dict[str, Any]
+    _format_type: str | None
+    _output_all_columns: bool
+    _split: str | None
+
+
+# What datasets and pyarrow raise for features and columns that are not what the files say.
+_OF_DAMAGE = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError),
+    *(RuntimeError, OverflowError, SystemError),
+)
+
+
 def is_saved_dataset(root: Path) -> bool:
     return any((root / name).is_file() for name in _SAVED)
 
@@ -80,6 +109,22 @@ def read_dataset(source: SourceConfig) -> Scan:
     A ClassLabel column gives the class's name. Raises `DitLoraError` if there is no column of media or of captions.
     """
     rows = _load(source.path)
+    try:
+        return _read_rows(source, rows)
+    except DitLoraError:
+        raise
+    except _OF_DAMAGE as error:
+        raise _damaged(source.path, error) from error
+
+
+def _damaged(path: str, error: Exception) -> DitLoraError:
+    reason = " ".join(str(error).split())[:200]
+    return DitLoraError(
+        f"the dataset in {path} cannot be read: {reason or 'no reason given'} ({type(error).__name__})"
+    )
+
+
+def _read_rows(source: SourceConfig, rows: Any) -> Scan:
     columns = _columns(source, rows)
     gathered = Gathered(source.caption)
     from_hub = name_on_hub(source) is not None
@@ -144,18 +189,23 @@ def _load(path: str) -> Any:
             "pip install 'dit-lora[datasets]'"
         ) from error
     root = Path(path).expanduser()
+    if root.is_dir():
+        require_regular(root)
+        for state in (root / "state.json", *root.glob("*/state.json")):
+            if state.is_file():
+                read_typed(state, _State)
     try:
         loaded = (
             datasets.load_from_disk(root)
             if root.is_dir()
             else datasets.load_dataset(path.removeprefix(HUB))
         )
-    except (DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, *_OF_DAMAGE) as error:
+        if root.is_dir():
+            raise _damaged(path, error) from error
         reason = str(error).strip().splitlines()[0]
         raise DitLoraError(
             f"no folder {path}, and as a dataset it cannot be read: {reason}"
-            if not root.is_dir()
-            else f"the dataset in {path} cannot be read: {reason}"
         ) from error
     if not isinstance(loaded, dict):
         return loaded

@@ -261,3 +261,25 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
     for source in (Path("model/tokenizer"), "model/tokenizer", tmp_path / "model"):
         with pytest.raises(DitLoraError, match=r"no folder .*model"):
             load_pretrained(AutoTokenizer, source)
+
+
+def test_a_damaged_checkpoint_is_one_line(tmp_path: Path) -> None:
+    """Whatever Transformers and tokenizers raise, its own `Exception` too."""
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+    damaged = {
+        "tokenizer.json": '{"version": "1.0", "model": {"type": "BPE"}}',
+        "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}',
+        "config.json": '{"model_type": "qwen2", "num_attention_heads": "x"}',
+    }
+    for name, text in damaged.items():
+        (tmp_path / name).write_text(text)
+    for kind in (AutoTokenizer, PreTrainedTokenizerFast, AutoConfig):
+        with pytest.raises(
+            DitLoraError, match=r"cannot load .* its files may be damaged"
+        ) as refused:
+            load_pretrained(kind, tmp_path)
+        assert "\n" not in str(refused.value)
+    (tmp_path / "config.json").write_text(json.dumps({**TEXT, "num_hidden_layers": 10**9}))
+    with pytest.raises(DitLoraError, match="num_hidden_layers is 1,000,000,000, more than 10,000"):
+        load_pretrained(AutoConfig, tmp_path)

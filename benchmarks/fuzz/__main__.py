@@ -1,0 +1,138 @@
+"""Damage files that strangers may have written, and read them: each ends in a result or in one line of error.
+
+    python -m benchmarks.fuzz [--count 2000] [--seed 0] [--only PARSER ...]
+
+For each parser a sound sample is written, one of its files is damaged by a seeded mutation, and the parser of the
+library reads it. Reported are exceptions that are not a `DitLoraError`, errors without
+words, inputs that take more than 10 s or 1 GiB, and damage that is certain (a file cut short, a required field of a
+wrong type) and was accepted. Each finding prints the parser and the number of the input: `--only PARSER --first N
+--count 1` repeats it. Exit code 1 if there are findings.
+"""
+
+import argparse
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.fuzz.mutations import damage
+from benchmarks.fuzz.parsers import PARSERS
+from dit_lora.errors import DitLoraError
+
+MAX_SECONDS = 10.0
+MAX_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    parser: str
+    number: int
+    mutation: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.parser} --first {self.number}: {self.mutation}: {self.what}"
+
+
+class _TooLongError(BaseException):
+    """Not an `Exception`: no reader may catch it."""
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise _TooLongError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def try_input(name: str, number: int, seed: int, sample: Path, place: Path) -> Finding | None:
+    """Damage a copy of the sample in `place` as the number says, read it, and return what is wrong with that."""
+    parser = PARSERS[name]
+    folder = place / "input"
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(sample, folder)
+    mutation, certain = damage(folder, parser, random.Random(f"{seed}/{name}/{number}"))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    accepted, what = False, ""
+    try:
+        with _time_limit():
+            accepted = bool(parser.read(folder))
+    except DitLoraError as error:
+        words = str(error)
+        what = "" if words.strip() else "an error without words"
+    except OSError as error:
+        # Commands turn it into a line.
+        what = "" if error.filename else f"OSError without a file: {error}"
+    except _TooLongError:
+        what = f"more than {MAX_SECONDS:g} s"
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        ours = [f for f in traceback.extract_tb(error.__traceback__) if "/dit_lora/" in f.filename]
+        at = ours[-1] if ours else frame
+        words = " ".join(str(error).split())[:100]
+        what = f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}: {words}"
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - peak
+    if not what and grown > MAX_BYTES:
+        what = f"{grown / 2**30:.1f} GiB"
+    if not what and certain and accepted:
+        what = "certain damage was accepted"
+    return Finding(name, number, mutation, what) if what else None
+
+
+def fuzz(name: str, numbers: range, seed: int, folder: Path) -> list[Finding]:
+    """Try these inputs of a parser; raises `AssertionError` if the undamaged sample is not accepted."""
+    torch.manual_seed(seed)
+    sample = folder / f"{name}_sample"
+    sample.mkdir()
+    PARSERS[name].write(sample)
+    sound = folder / f"{name}_sound"
+    shutil.copytree(sample, sound)
+    assert PARSERS[name].read(sound), f"{name}: the sample is not sound"
+    found = (try_input(name, number, seed, sample, folder / name) for number in numbers)
+    return [finding for finding in found if finding is not None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--count", type=int, default=2000, help="inputs for each parser")
+    parser.add_argument("--first", type=int, default=0, help="number of the first input")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=PARSERS, default=list(PARSERS))
+    asked = parser.parse_args()
+    failed = False
+    with tempfile.TemporaryDirectory() as place:
+        for name in asked.only:
+            began = time.monotonic()
+            numbers = range(asked.first, asked.first + asked.count)
+            found = fuzz(name, numbers, asked.seed, Path(place))
+            failed |= bool(found)
+            print(
+                f"{name}: {asked.count} inputs, {time.monotonic() - began:.0f} s, {len(found)} findings"
+            )
+            kinds: dict[str, list[Finding]] = {}
+            for finding in found:
+                kinds.setdefault(finding.what, []).append(finding)
+            for alike in sorted(kinds.values(), key=len, reverse=True):
+                print(f"  {len(alike)} times: {alike[0]}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""JSON of a known shape is read as that shape, or refused in one line that names the file and the field."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dit_lora.config.records import (
+    AdapterConfig,
+    BundleFacts,
+    Facts,
+    Manifest,
+    Provenance,
+    read_typed,
+    typed,
+)
+from dit_lora.errors import DitLoraError
+
+CODE = "x; import os; os.system('touch ran')"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "reason"),
+    [
+        ("[1]", Manifest, "the whole: Input should be a valid dictionary"),
+        ('{"sha256": {"a": 1}}', Manifest, "sha256.a: Input should be a valid string; got 1"),
+        ('{"sha256": {}, "sha256": {"a": "b"}}', Manifest, "it holds 'sha256' twice"),
+        ('{"sha256": ' + "[" * 2000, Manifest, "nested deeper"),
+        ('{"sha256": ' + "9" * 5000 + "}", Manifest, "more than 100 digits"),
+        ('{"rank": ' + "9" * 90 + "}", Provenance, "less than or equal"),
+        ('{"alpha": NaN}', Provenance, "alpha"),
+        ('{"alpha": 1e999}', Provenance, "alpha"),
+        ('{"rank": true}', Provenance, "rank"),
+        ('{"part": "../../x"}', Provenance, "part"),
+        ('{"under": [{"name": "a"}]}', Provenance, "under.0.scale: Field required; got nothing"),
+        ('{"r": "4"}', AdapterConfig, "r: Input should be a valid integer"),
+        ('{"rank_pattern": [1]}', AdapterConfig, "rank_pattern"),
+        ("{}", BundleFacts, "format: Field required"),
+        (b"\xff\xfe{", Manifest, "utf-8"),
+    ],
+)
+def test_what_is_of_another_shape_is_one_line(
+    text: str | bytes, kind: Any, reason: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(DitLoraError) as refused:
+        read_typed(file, kind)
+    words = str(refused.value)
+    assert reason in words
+    assert str(file) in words
+    assert "\n" not in words
+    assert len(words) < 500
+
+
+def test_what_newer_versions_write_is_kept_and_integers_stay_so() -> None:
+    made = {"alpha": 8, "video": {"frames": 9, "fps": None}, "future": {"key": [1]}}
+    assert json.dumps(typed(json.dumps(made), Provenance, "a")) == json.dumps(made)
+
+
+FACTS: dict[str, Any] = {
+    "data": {"kind": "images", "datasets": []},
+    "pipeline": {
+        **{"class": "CogVideoXPipeline", "module": "diffusers", "loads_lora": True},
+        **{"condition": "class_labels", "label": [1], "labels_as_tensor": True},
+        **{"from_image": False, "arguments": {"guidance_scale": 6.0}, "output": "frames"},
+        **{"seed": 0, "fps": 8, "dtype": "torch.bfloat16", "in_fp32": ["vae"]},
+    },
+    "model": {"class": "LlavaModel", "module": "transformers", "library": "transformers"},
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("pipeline", "class", CODE),
+        ("pipeline", "class", "A\nimport os"),
+        ("pipeline", "module", CODE),
+        ("pipeline", "module", "os\n"),
+        ("pipeline", "label", CODE),
+        ("pipeline", "label", [CODE]),
+        ("pipeline", "arguments", {CODE: 1}),
+        ("pipeline", "arguments", {"a": [CODE]}),
+        ("pipeline", "output", CODE),
+        ("pipeline", "seed", CODE),
+        ("pipeline", "fps", CODE),
+        ("pipeline", "dtype", CODE),
+        ("pipeline", "dtype", "torch.float32\n"),
+        ("pipeline", "in_fp32", [CODE]),
+        ("model", "class", CODE),
+        ("model", "module", CODE),
+    ],
+)
+def test_facts_hold_no_code(part: str, field: str, value: Any) -> None:
+    assert typed(json.dumps(FACTS), Facts, "facts.json") == FACTS
+    changed = {**FACTS, part: {**FACTS[part], field: value}}
+    with pytest.raises(DitLoraError, match=rf"facts\.json is damaged: {part}\.{field}"):
+        typed(json.dumps(changed), Facts, "facts.json")
