@@ -123,7 +123,11 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
     parts = path.relative_to(folder).parts
     if not parts or ".." in parts:
         raise OSError(errno.ENXIO, f"is not a file below {folder}", str(path))
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     for place, part in enumerate(parts, start=1):
         flags = _OPEN | os.O_NOFOLLOW | (os.O_DIRECTORY if place < len(parts) else 0)
         try:

@@ -188,7 +188,7 @@ class BundleFacts(TypedDict):
     replay: Replay
     packages: dict[str, str]
     switched_off: list[str]
-    start_peak: Finite
+    start_peak: Number
     recipe: NotRequired[dict[str, Any]]
     dtype: NotRequired[str]
     transformer_digest: NotRequired[str]

@@ -80,14 +80,15 @@ def read_bundle(folder: Path) -> Bundle:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    from dit_lora.config.records import BundleFacts, typed
+    from dit_lora.config.records import BundleFacts, checked, typed
 
     try:
-        facts = typed(read_inside(folder, folder / FACTS), BundleFacts, str(folder / FACTS))
-        version = facts["format"]
-        left_out = facts["left_out"]
+        stored = typed(read_inside(folder, folder / FACTS), dict[str, Any], FACTS)
+        version = stored["format"]
         if version != FORMAT:
             raise DitLoraError(f"{folder} has format {version}; this version reads {FORMAT}")
+        facts = checked(stored, BundleFacts, FACTS)
+        left_out = facts["left_out"]
         if left_out:
             raise DitLoraError(f"{folder} cannot be replayed: it lacks {'; '.join(left_out)}")
         samples = load(read_inside(folder, folder / _SAMPLES, _MAX_TENSORS_BYTES))

@@ -175,7 +175,12 @@ encoder = nn""",
 def in_a_bundle(call: CapturedCall, tmp_path: Path) -> Bundle:
     writer = CallWriter(call.generator)
     ids = {"ids": list(call.ids), "micro_step": call.micro_step}
-    facts = {"call": packed_call(call, writer), "replay": ids}
+    facts = {
+        "call": packed_call(call, writer),
+        "replay": {**ids, "step": 1, "rank": 0},
+        "event": {"kind": "non_finite_loss"},
+        **{"packages": {}, "switched_off": [], "start_peak": 0.0},
+    }
     left_out = writer.left_out
     write_bundle(tmp_path / "b", facts, writer.tensors, {}, limit_mib=1, lacks=left_out)
     return read_bundle(tmp_path / "b")

@@ -16,6 +16,9 @@ Tensors = dict[str, torch.Tensor]
 FACTS: Mapping[str, Any] = {
     "event": {"step": 12, "kind": "non_finite_loss", "verdict": {"cause": "data"}},
     "replay": {"step": 12, "micro_step": 1, "rank": 0, "ids": ["a.mp4", "b.mp4"], "draws": [8, 21]},
+    "packages": {"torch": "2.13"},
+    "switched_off": [],
+    "start_peak": 1.5,
     "loss": 0.1,
 }
 
