@@ -18,6 +18,8 @@ MAX_LINE_BYTES = 2**24
 """The longest line of a JSON-lines file; a longer one is skipped as torn."""
 MAX_LINES_BYTES = 2**33
 """The largest JSON-lines file."""
+MAX_FOLDERS = 32
+"""Folders within one another in a checkpoint, a result or a folder of samples."""
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a named pipe would wait for its writer
 
 
@@ -62,8 +64,10 @@ def share_weights(folder: Path) -> None:
     """Give the safetensors files below a folder the permissions of any new file: safetensors makes them 0600."""
     private = [
         file
-        for file in folder.rglob("*.safetensors")
-        if not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) == 0o600
+        for file in files_below(folder)
+        if file.suffix == ".safetensors"
+        and not file.is_symlink()
+        and stat.S_IMODE(file.stat().st_mode) == 0o600
     ]
     if not private:
         return
@@ -186,6 +190,21 @@ def require_regular(folder: Path) -> None:
         for path in folder.glob(pattern):
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise DitLoraError(f"{path} is not a regular file; remove it")
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Return the files below a folder, sorted; links are followed to files, and not to folders.
+
+    Raises `DitLoraError` if folders lie deeper within one another than `MAX_FOLDERS`.
+    """
+    found, level = list[Path](), [folder]
+    for _ in range(MAX_FOLDERS):
+        entries = [path for one in level for path in one.iterdir()]
+        level = [path for path in entries if path.is_dir() and not path.is_symlink()]
+        found += [path for path in entries if path.is_file()]
+        if not level:
+            return sorted(found)
+    raise DitLoraError(f"{folder} has more than {MAX_FOLDERS} folders within one another")
 
 
 def read_json(path: Path) -> Any:

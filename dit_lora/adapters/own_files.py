@@ -8,6 +8,7 @@ from typing import Any
 
 from dit_lora.config.records import read_typed
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.files import files_below
 
 INDEX = "model_index.json"
 # `from_pretrained` reads these of a component: configs, safetensors, and what tokenizers are made of.
@@ -32,7 +33,8 @@ def own_files(folder: Path) -> list[str]:
         candidates = [path for path in folder.iterdir() if _READ.fullmatch(path.name)]
         parts = [path for path in folder.iterdir() if _is_part(path)]
     for part in parts:
-        candidates += [path for path in part.rglob("*") if _READ.fullmatch(path.name)]
+        below = files_below(part) if part.is_dir() else []
+        candidates += [path for path in below if _READ.fullmatch(path.name)]
     names = {path.relative_to(folder) for path in candidates if path.is_file()}
     shown = sorted(name for name in names if not any(part.startswith(".") for part in name.parts))
     require_inside(folder, [*parts, *(folder / name for name in shown)])
@@ -64,7 +66,7 @@ def _components(folder: Path) -> list[str]:
     """Return the names of the components that the pipeline has."""
     try:
         named = read_typed(folder / INDEX, dict[str, Any])
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise DitLoraError(f"cannot read {folder / INDEX}: {error}") from error
     return [
         name

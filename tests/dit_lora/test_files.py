@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from dit_lora.config.data import DataConfig
+from dit_lora.data.sources.scan import scan
 from dit_lora.errors import DitLoraError
 from dit_lora.files import (
     append_line,
+    files_below,
     open_regular,
     read_inside,
     read_lines,
@@ -154,3 +157,19 @@ def test_a_file_is_not_written_through_a_link_that_waits_for_it(tmp_path: Path) 
     os.mkfifo(path)
     write_whole(path, "ours", allow_stream=False)
     assert path.read_text() == "ours"
+
+
+def test_folders_nested_without_end_are_one_line(tmp_path: Path) -> None:
+    folder = tmp_path
+    for _ in range(80):
+        folder /= "d"
+    folder.mkdir(parents=True)
+    (folder / "a.png").touch()
+    (tmp_path / "b.png").touch()
+    for read in (
+        lambda: files_below(tmp_path),
+        lambda: scan(DataConfig(path=str(tmp_path), height=32, width=32)),
+    ):
+        with pytest.raises(DitLoraError, match="more than 32 folders within one another"):
+            read()
+    assert [path.name for path in files_below(folder.parent)] == ["a.png"]

@@ -11,7 +11,7 @@ from pydantic import Field
 from dit_lora.config.records import read_typed
 from dit_lora.data.media.decode_mark import decode_mark
 from dit_lora.data.media.media import Media, MediaFile, open_bytes
-from dit_lora.files import write_whole
+from dit_lora.files import files_below, write_whole
 
 # Files of a checkpoint's component that decide what it computes; a README does not.
 _COMPONENT_SUFFIXES = {".json", ".safetensors", ".model", ".txt"}
@@ -60,7 +60,7 @@ class Digests:
 
     def component(self, folder: Path) -> str:
         """Return one digest for a checkpoint component: names and contents of its configs and weights."""
-        files = [p for p in sorted(folder.rglob("*")) if p.suffix in _COMPONENT_SUFFIXES]
+        files = [p for p in files_below(folder) if p.suffix in _COMPONENT_SUFFIXES]
         lines = [f"{path.relative_to(folder).as_posix()} {self.file(path)}" for path in files]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

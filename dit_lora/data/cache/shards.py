@@ -268,7 +268,7 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> He
             # The line is 32 hexadecimal digits, a space and JSON.
             checksum = bytes.fromhex(line[:32])
             _require_sample(line[33:])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, LookupError, TypeError):
             continue
         start += 8 + length
         is_whole = start + layout.nbytes <= state.st_size

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from dit_lora.errors import DitLoraError
+from dit_lora.files import MAX_FOLDERS
 
 PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 """Suffixes of compressed tars, which cannot be read in place."""
@@ -61,6 +62,10 @@ class Listing:
             return False
 
     def _files(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[str]:
+        if len(above) > MAX_FOLDERS:
+            raise DitLoraError(
+                f"{above[0]} has more than {MAX_FOLDERS} folders within one another; give the one with the samples"
+            )
         # scandir tells a name's kind without a further system call, which would be most of the time.
         try:
             self._folder_times[folder] = os.stat(folder).st_mtime_ns

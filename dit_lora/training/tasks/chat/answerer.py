@@ -26,6 +26,7 @@ from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
+from dit_lora.files import files_below
 from dit_lora.guard.switches import eager
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.results.source import named_base, peft_base
@@ -318,7 +319,7 @@ def _digest(adapter: Path) -> str:
 
 def _stamp(checkpoint: Path) -> str:
     """Return a hash that changes when a checkpoint's weights may have; they are not read."""
-    files = sorted(checkpoint.rglob("*.safetensors"))
+    files = [path for path in files_below(checkpoint) if path.suffix == ".safetensors"]
     facts = [(one.name, *file_stamp(one)) for one in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
