@@ -16,7 +16,7 @@ import torch
 from dit_lora.config.optim import OptimConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.reading import Reader
-from dit_lora.data.media.media import UnreadableError
+from dit_lora.data.storage import UnreadableError
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.gradient_norms import Norms
 from dit_lora.guard.gate import Gate, PoisonedStateError, Trip

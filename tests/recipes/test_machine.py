@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from runs import lines, same_adapter, trajectory
 
+from dit_lora.data import storage
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
 from dit_lora.training import journal
@@ -72,9 +73,10 @@ def test_a_disk_that_does_not_give_what_it_has(ended: Callable[..., str], tmp_pa
             return read(handle, buffers, offset)
 
         patch.setattr(os, "preadv", failed)
+        patch.setattr(storage, "MAX_WAIT_S", 0.3)
 
     said = ended(fail)
-    assert "cannot read the cache entry" in said
+    assert f"waited 0.3 s for the folder {tmp_path / 'cache' / 'videos'}" in said
     assert "Input/output error" in said
     assert "is saved in" in said
     assert not (tmp_path / "run" / "quarantine.jsonl").exists()

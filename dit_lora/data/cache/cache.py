@@ -31,7 +31,7 @@ from dit_lora.data.cache.shards import (
     tombstone,
     write_shard,
 )
-from dit_lora.data.media.media import blame_machine
+from dit_lora.data.storage import read_stored
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.finite import describe_all
 
@@ -124,11 +124,18 @@ class TensorCache:
         return dict(entry.layout.spec)
 
     def first_spec(self, keys: Sequence[str]) -> Spec:
-        """Return the spec of the first of these entries that can be read; raises `DitLoraError` if none can."""
-        for key in keys:
-            if self.is_whole(key):
-                return self.spec(key)
-        raise DitLoraError(f"no entry of the cache in {self.root} can be read; start again")
+        """Return the spec of the first of these entries that can be read; raises `DitLoraError` if all are damaged."""
+
+        def read() -> Spec:
+            for key in keys:
+                if self.is_whole(key):
+                    return self.spec(key)
+            # A folder that is away may come back; damage of all these entries ends the run at once.
+            for key in keys[:1]:
+                self._index.require_lost(key)
+            raise DitLoraError(f"no entry of the cache in {self.root} can be read; start again")
+
+        return read_stored(read, self.root)
 
     def write_all(self, entries: Sequence[Encoded]) -> None:
         """Write entries as one shard; raises a `DitLoraError` if the disk refuses."""
@@ -150,14 +157,12 @@ class TensorCache:
         not keep a whole shard mapped. Writing into them changes no file.
 
         A bad entry does not raise: in a distributed run only one rank reads it, and all ranks must stop
-        together, which the gate sees to. An entry that cannot be read is given as NaN of shape `spec`.
-        Raises `UnreadableError` where that is the disk's fault and not the entry's.
+        together, which the gate sees to. An entry that is damaged is given as NaN of shape `spec`.
+        A shard that is away or cannot be read is waited for. Raises `UnreadableError` if it does not come back.
         """
         try:
-            tensors, is_as_written = self._load(key)
-        except (OSError, ShardError) as error:
-            if isinstance(error, OSError):
-                blame_machine(error, f"the cache entry {self._place(key)}")
+            tensors, is_as_written = read_stored(lambda: self._load(key), self.root)
+        except ShardError as error:
             # Integers have no NaN, so zeros stand in for them.
             lost = {
                 name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
@@ -212,21 +217,32 @@ class TensorCache:
         return entry
 
     def _load(self, key: str) -> tuple[dict[str, torch.Tensor], bool]:
-        """Return the tensors, and True if they are what was written; raises `OSError` or `ShardError`."""
-        entry = self._entry(key)
-        # A second try, for a shard that another process replaced or removed.
-        for _ in range(2):
-            if entry is None:
-                break
-            source = self._opened(entry.path)
-            if source is not None:
+        """Return the tensors, and True if they are what was written.
+
+        Raises `ShardError` if the entry is damaged, `OSError` if its shard is away or cannot be read.
+        """
+        # Each look costs more: another process may have replaced or removed the shard.
+        for look in (self._entry, self._current_entry, self._refreshed_entry):
+            entry = look(key)
+            source = self._opened(entry.path) if entry else None
+            if entry is None or source is None:
+                continue
+            try:
                 data = source.read(entry)
-                # Digests are checked once a process: entries are read in every epoch.
-                if entry not in self._checked and entry.is_as_written(data):
-                    self._checked.add(entry)
-                return entry.layout.split(data), entry in self._checked
-            entry = self._current_entry(key)
-        raise ShardError("it is not there, or not all of it")
+            except OSError:
+                # After a remount, only a new handle can be read.
+                del self._open[entry.path]
+                raise
+            # Digests are checked once a process: entries are read in every epoch.
+            if entry not in self._checked and entry.is_as_written(data):
+                self._checked.add(entry)
+            return entry.layout.split(data), entry in self._checked
+        self._index.require_lost(key)
+        raise ShardError("not all of it is there, or it was marked bad")
+
+    def _refreshed_entry(self, key: str) -> StoredEntry | None:
+        self.refresh()
+        return self._index.entries.get(key)
 
     def _opened(self, shard: Path) -> OpenShard | None:
         """Return the shard's file; None if it is not the one of the index any more."""

@@ -14,6 +14,7 @@ from dit_lora.data.cache.shards import (
     StoredEntry,
     read_header,
 )
+from dit_lora.data.storage import missing_file
 
 # A folder's time of change has the resolution of a clock tick or of a file server, so two changes can share it.
 _SAME_TIME_NS = 2_000_000_000
@@ -32,6 +33,8 @@ class Index:
         """The entries by key: of several copies, that of the shard that was read first."""
         self._headers: dict[str, Header] = {}
         """Headers by the shard's name, in the order in which they were read."""
+        self._former: dict[str, Header] = {}
+        """Last headers with entries of shards that are gone, or can no longer be read."""
         self._torn: set[str] = set()
         self._dead: set[str] = set()  # names of tombstones
         self._layouts: dict[object, EntryLayout] = {}
@@ -61,7 +64,9 @@ class Index:
         again = {*reread, *(name for name in self._torn if not self.is_as_read(self.root / name))}
         gone = {name for name in self._headers if name not in names or name in again}
         for name in gone:
-            del self._headers[name]
+            header = self._headers.pop(name)
+            if header.entries:
+                self._former[name] = header
         self._torn -= gone
         new = sorted(names - self._headers.keys())
         for name in new:
@@ -73,6 +78,19 @@ class Index:
             self.entries.clear()
         self._choose(new)
         self._folder = changed, looked
+
+    def require_lost(self, key: str) -> None:
+        """Raise `OSError` unless an entry that is not usable is surely damaged or marked bad in its shard.
+
+        Call it after a `refresh`. The storage is at fault where the entry's shard is not there or cannot be opened, and
+        where no shard is known to have held it.
+        """
+        former = [name for name, header in self._former.items() if _holds(header, key)]
+        for name in former:
+            with open(self.root / name, "rb") as file:
+                file.read(1)
+        if not former and not any(_holds(header, key) for header in self._headers.values()):
+            raise missing_file(self.root / f"{key}{SUFFIX}")
 
     def _read(self, name: str) -> Header:
         """Read a shard's header; one that cannot be read has no entries."""
@@ -97,6 +115,10 @@ class Index:
                 is_dead = self._dead and f"{stem}.{entry.key}{DEAD}" in self._dead
                 if entry.is_whole and not is_dead:
                     self.entries.setdefault(entry.key, entry)
+
+
+def _holds(header: Header, key: str) -> bool:
+    return any(entry.key == key for entry in header.entries)
 
 
 def _stamp(path: Path) -> tuple[int, int]:

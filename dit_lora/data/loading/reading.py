@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.loading.sampler import OrderedDataset, PositionSampler
-from dit_lora.data.media.media import UnreadableError
+from dit_lora.data.storage import UnreadableError, wait_in_worker
 from dit_lora.numerics.streams import Drawn, Draws, Streams, generator
 
 T = TypeVar("T")
@@ -161,6 +161,7 @@ def build_loader(
         batch_sampler=how.sampler,
         collate_fn=collate_fn,
         num_workers=how.workers,
+        worker_init_fn=wait_in_worker,
         # DataLoader refuses a prefetch factor without workers.
         prefetch_factor=how.prefetch if how.workers else None,
         pin_memory=how.pin_memory,

@@ -15,7 +15,7 @@ import torch
 
 from dit_lora.data.media.decode import first_time
 from dit_lora.data.media.kind import is_image
-from dit_lora.data.media.media import Media, require_readable
+from dit_lora.data.media.media import Media, read_media
 from dit_lora.data.media.opened import open_media
 from dit_lora.data.media.sound import SoundFormat
 from dit_lora.data.media.sound_stream import SLACK, no_sound, sound_frames, sound_too_short
@@ -53,14 +53,16 @@ def read_sound(
     Values are from -1 to 1. Where the file has none before or between, it is silent. It is decoded from the file's beginning
     to the span's end, since what a decoder gives depends on the packets before; where the last call was for the same file and
     no later span, from where that ended, which is the same to the last bit (`close_sound` closes it). Raises `ClipError` if there is no sound, or it
-    ends before the last frame; `UnreadableError` where that is the disk's fault.
+    ends before the last frame; `UnreadableError` if the file is away.
     """
     if is_image(media):
         raise ClipError(f"{media.name}: {no_sound(True)}")
+    errors = (av.error.FFmpegError, OSError, ValueError)
     try:
-        pieces, ends = _pieces(media, start, start + frames / fps)
-    except (av.error.FFmpegError, OSError, ValueError) as error:
-        require_readable(media)
+        pieces, ends = read_media(
+            media, lambda: _pieces(media, start, start + frames / fps), errors
+        )
+    except errors as error:
         raise ClipError(f"{media.name}: its sound cannot be decoded: {reason(error)}") from error
     if ends is None:
         raise ClipError(f"{media.name}: {no_sound(False)}")

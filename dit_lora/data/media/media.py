@@ -1,13 +1,16 @@
 """Media: a video or image is a file of its own, or a member of a tar."""
 
-import errno
 import io
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from dit_lora.data.storage import is_waiting, read_stored
 from dit_lora.errors import DitLoraError
+
+T = TypeVar("T")
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v"})
 # Suffixes of the formats that `opened.open_picture` reads.
@@ -61,15 +64,6 @@ _STILL_BRANDS = (
 
 MOST_BYTES = 2**31
 """The most bytes of a member of a tar or a cell of a dataset, which is read into memory whole."""
-# Errors of disks, networks and exhausted resources; not every system has all of them.
-_OF_THE_MACHINE = {
-    getattr(errno, name)
-    for name in (
-        *("EIO", "ESTALE", "ENOMEM", "EMFILE", "ENFILE", "ENODEV", "ENXIO", "EREMOTEIO"),
-        *("ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH"),
-    )
-    if hasattr(errno, name)
-}
 _AT_A_TIME = 2**20
 _HEAD = 64
 
@@ -81,21 +75,6 @@ def file_stamp(path: Path) -> Stamp:
     """Return size, time of change, inode and time of the inode's change, which no program can set back; raises `OSError`."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
-
-
-class UnreadableError(DitLoraError):
-    """Error of a machine that cannot read what is there, or has lost who reads it: no fault of a sample."""
-
-    def __init__(self, message: str) -> None:
-        # A DataLoader raises the error again with the worker's traceback as message, which ends
-        # with the original one.
-        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
-
-
-def blame_machine(error: OSError, what: str) -> None:
-    """Raise `UnreadableError` if an error is the disk's, the network's or the system's, and not the file's."""
-    if error.errno in _OF_THE_MACHINE:
-        raise UnreadableError(f"cannot read {what}: {error.strerror}") from error
 
 
 class Media(Protocol):
@@ -225,14 +204,50 @@ def read_head(media: Media) -> bytes:
         return stream.read(_HEAD)
 
 
-def require_readable(media: Media) -> None:
-    """Raise `UnreadableError` if a medium's bytes cannot be had: decoders call a file damaged where the disk is."""
-    try:
+def require_readable(media: Media) -> bool:
+    """Wait until a medium's bytes can be read, all of them; return True if that took more than one try.
+
+    Decoders call a file damaged where the storage is at fault. Raises `UnreadableError` if it does not come back.
+    """
+    tries = 0
+
+    def read() -> None:
+        nonlocal tries
+        tries += 1
         with open_bytes(media) as stream:
             while stream.read(_AT_A_TIME):
                 pass
-    except OSError as error:
-        blame_machine(error, media.name)
+
+    read_stored(read, Path(media.place).parent)
+    return tries > 1
+
+
+def read_media(
+    media: Media, read: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)
+) -> T:
+    """Return `read()`; in a run, wait for a medium that is away.
+
+    There, an error counts as the medium's own only if its bytes can be read, and it comes again.
+
+    Args:
+        media: The medium that `read` reads.
+        read: Reads the medium; it may be called several times.
+        errors: What `read` raises at a damaged medium.
+
+    Raises:
+        UnreadableError: The bytes cannot be read.
+    """
+    is_again = False
+    while True:
+        try:
+            return read()
+        except errors:
+            if not is_waiting():
+                raise
+            was_away = require_readable(media)
+            if is_again and not was_away:
+                raise
+        is_again = True
 
 
 def sniffed_suffix(head: bytes) -> str | None:

@@ -10,7 +10,7 @@ from PIL import Image
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.decode import WantedTimes
 from dit_lora.data.media.kind import is_image
-from dit_lora.data.media.media import Media, require_readable
+from dit_lora.data.media.media import Media, read_media
 from dit_lora.data.media.pictures import DAMAGED, cover, open_mask, planes
 from dit_lora.data.media.video import ClipError, pictures_at, read_frames, reason
 
@@ -51,9 +51,8 @@ def read_mask(media: Media, *, alpha: bool, height: int, width: int) -> torch.Te
     if not is_image(media):
         raise ClipError(f"{media.name}: a mask is a picture, and it is not named as one")
     try:
-        grey = open_mask(media, alpha=alpha)
+        grey = read_media(media, lambda: open_mask(media, alpha=alpha), DAMAGED)
     except DAMAGED as error:
-        require_readable(media)
         raise ClipError(f"{media.name}: cannot be read as a mask: {reason(error)}") from error
     if grey.getextrema()[1] == 0:
         what = "it is wholly transparent" if alpha else "its mask is black"

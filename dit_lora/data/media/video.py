@@ -17,7 +17,7 @@ from PIL import Image
 
 from dit_lora.data.media.decode import Instants, WantedTimes, nearest_frames
 from dit_lora.data.media.kind import is_image
-from dit_lora.data.media.media import Media, as_media, require_readable
+from dit_lora.data.media.media import Media, as_media, read_media
 from dit_lora.data.media.opened import message_of, open_media
 from dit_lora.data.media.pictures import DAMAGED, cover, image_size, open_image, planes, upright
 from dit_lora.data.media.sound import Sound, sound_packets, unplayable
@@ -60,7 +60,7 @@ def read_frames(
     An image is one frame; a clip without `fps` gives one. Frames are scaled to cover height x width and
     cropped at the centre. Memory holds the chosen frames only. Decodes with at most as many threads as
     PyTorch has. Raises `ClipError` if the file cannot be read as far as needed or is too short,
-    `UnreadableError` where that is the disk's fault.
+    `UnreadableError` if the file is away.
     """
     media, wanted = as_media(media), WantedTimes(frames, fps or 1.0, start)
     chosen = pictures_at(media, wanted, partial(cover, height=height, width=width))
@@ -78,26 +78,28 @@ def pictures_at(
 
     `fit` makes uint8 (H, W, 3) of an upright picture and the ratio of its pixels' width to their height.
     There are fewer pictures if the video ends before the last time. Raises `ClipError` if the file cannot
-    be read as far as needed, `UnreadableError` where that is the disk's fault.
+    be read as far as needed, `UnreadableError` if the file is away.
     """
 
-    def read(quick: bool) -> list[np.ndarray]:
+    def decode(quick: bool) -> list[np.ndarray]:
         chosen: list[np.ndarray] = []
         for near in nearest_frames(media, wanted, quick=quick):
             chosen += [fit(*upright(near.frame, near.stretch))] * near.times
         return chosen
 
-    try:
+    def read() -> list[np.ndarray]:
         if is_image(media):
             return [fit(_open_image(media), 1.0)]
         try:
-            return read(quick=True)
+            return decode(quick=True)
         except (av.error.FFmpegError, ValueError):
             # Seeking failed or cannot be trusted in this file: decode from the beginning.
-            return read(quick=False)
-    except (av.error.FFmpegError, OSError, ValueError) as error:
-        # The disk may be at fault, and not the clip.
-        require_readable(media)
+            return decode(quick=False)
+
+    errors = (av.error.FFmpegError, OSError, ValueError)
+    try:
+        return read_media(media, read, errors)
+    except errors as error:
         raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
 
 
@@ -163,17 +165,20 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
 def read_header(media: Media | Path) -> VideoHeader:
     """Read an image's header, or that of the first video stream with its first frame.
 
-    Raises `ClipError` if the file has no header, or a video no first frame.
+    Raises `ClipError` if the file has no header, or a video no first frame; `UnreadableError` if the file is away.
     """
     media = as_media(media)
-    try:
+
+    def read() -> VideoHeader:
         if is_image(media):
             return VideoHeader(None, None, 1, *image_size(media), is_image=True)
         with open_media(media) as container:
             return read_container(container)
-    except (av.error.FFmpegError, *DAMAGED) as error:
-        require_readable(media)
-        # The disk was not at fault, or `require_readable` would have raised.
+
+    errors = (av.error.FFmpegError, *DAMAGED)
+    try:
+        return read_media(media, read, errors)
+    except errors as error:
         kind = "an image" if is_image(media) else "a video"
         raise ClipError(f"{media.name}: cannot be opened as {kind}: {reason(error)}") from error
 

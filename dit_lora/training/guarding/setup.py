@@ -9,7 +9,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.data.loading.quarantine import QUARANTINE, Quarantine
-from dit_lora.data.media.media import UnreadableError
+from dit_lora.data.storage import UnreadableError
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.gradient_norms import Norms, choose_norms
 from dit_lora.guard.frozen import FrozenRecord

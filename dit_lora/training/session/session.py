@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
+from dit_lora.data.storage import waiting
 from dit_lora.environment.versions import launch_problem, probe_environment, require_compatible
 from dit_lora.errors import DitLoraError, listed, show, unwritable
 from dit_lora.families import CHAT_FAMILIES, get_family
@@ -119,6 +120,7 @@ def running(
     """
     with (
         deterministic_algorithms(recipe.train.deterministic),
+        waiting(),
         _started(recipe, after, last=last) as session,
     ):
         yield session

@@ -8,7 +8,7 @@ from accelerate.utils import gather_object
 
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.training_set import AnyEntry, TrainingSet
-from dit_lora.data.media.media import UnreadableError
+from dit_lora.data.storage import UnreadableError
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.execution.modes import evaluating

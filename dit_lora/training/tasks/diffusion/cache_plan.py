@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from dit_lora.data.cache.fill import Job
 from dit_lora.data.loading.encoded import Entry
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.clips import Clip
+from dit_lora.data.storage import read_stored
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Encoders, Opened
 from dit_lora.training.tasks.diffusion.cache_entries import Encoding, Shown
@@ -128,14 +130,9 @@ def make_plan(
     rejected = dict(samples.rejected)
     wanted: list[PlannedSample] = []
     for sample in bar("reading files", "clip", quiet)(samples.all):
-        try:
-            video = encoding.video(sample)
-            mirror = encoding.video(sample, mirrored=True) if recipe.data.flip else None
-        except OSError as error:
-            rejected[sample.id] = f"cannot be read: {error.strerror or error}"
-            continue
-        texts = _texts(encoding, sample)
-        wanted.append(PlannedSample(sample, video, mirror, *texts, *_preserved(encoding, sample)))
+        # A file that is away is waited for: left out, the sample would be missing in the whole run.
+        folder = Path(sample.clip.media.place).parent
+        wanted.append(read_stored(partial(_planned, encoding, sample), folder))
     _require_triggers(recipe, wanted)
     if not quiet:
         digests.save()
@@ -151,6 +148,14 @@ def make_plan(
     is_own = of_samples.text("").key == encoding.text("").key
     empty = encoding.text("", first)
     return Plan(encoding, samples, tuple(wanted), rejected, empty, shown, transformer, is_own)
+
+
+def _planned(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
+    """Return a sample with its jobs. Raises `OSError` if one of its files cannot be read."""
+    video = encoding.video(sample)
+    mirror = encoding.video(sample, mirrored=True) if encoding.recipe.data.flip else None
+    texts = _texts(encoding, sample)
+    return PlannedSample(sample, video, mirror, *texts, *_preserved(encoding, sample))
 
 
 def _texts(encoding: Encoding, sample: BucketedSample) -> tuple[Job, Job | None]:

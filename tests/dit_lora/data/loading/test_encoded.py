@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,21 @@ def test_two_workers_and_two_ranks_draw_apart_and_as_one_process_would(clips: Ca
     assert {words == 0 for step in whole for words in step.values()} == {True, False}
     assert drawn(clips, 2, (1, 2, 2)) == whole
     assert drawn(clips, 2, (2, 2, 1)) == whole
+
+
+def test_workers_wait_for_a_cache_that_is_away_and_one_of_them_says_so(
+    clips: CachedClips, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sampler = PositionSampler(start_step=0, steps=6, batch_size=1, accumulate=1, rank=0, ranks=1)
+    loader = build_loader(of(clips), how(sampler, workers=2, prefetch=1))
+    folder = clips.videos.root
+    aside = folder.rename(folder.with_name("away"))
+    timer = threading.Timer(0.4, lambda: aside.rename(folder))
+    timer.start()
+    read = list(loader)
+    timer.join()
+    assert not [batch.faults for batch in read if batch.faults]
+    assert capfd.readouterr().err.count("waiting up to 60 s for the folder") == 1
 
 
 @pytest.mark.parametrize("prefetch", [1, 4])
