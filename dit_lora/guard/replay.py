@@ -10,6 +10,7 @@ from torch import nn
 from dit_lora.guard.probe import Probe, Trace
 from dit_lora.guard.switches import eager
 from dit_lora.numerics.dtensors import local, needs_all_ranks
+from dit_lora.numerics.memory import one_out_of_memory_error
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.ranks import gather_object
 
@@ -145,10 +146,11 @@ def traced(micro_batch: MicroBatch, model: nn.Module) -> Traced:
 
 
 def _forward_backward(micro_batch: MicroBatch) -> LossOutput:
-    output = micro_batch.forward()
-    if output.losses.requires_grad:
-        loss = output.losses.sum() if micro_batch.loss_is_sum else output.losses.mean()
-        loss.backward()
+    with one_out_of_memory_error():
+        output = micro_batch.forward()
+        if output.losses.requires_grad:
+            loss = output.losses.sum() if micro_batch.loss_is_sum else output.losses.mean()
+            loss.backward()
     return output
 
 

@@ -1,12 +1,36 @@
-"""Bytes that are free on a device, and whether a pass in fp32 fits into them."""
+"""Free bytes of a device, whether a pass in fp32 fits into them, and errors of memory that ran out."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from dit_lora.numerics.finite import HALVES
 from dit_lora.numerics.ranks import gather_object, process_count
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if memory of the device or the host ran out, in this error or in the one that caused it."""
+    while error is not None:
+        # PyTorch has no class of its own for host memory (c10/core/impl/alloc_cpu.cpp).
+        of_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        if of_host or isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextmanager
+def one_out_of_memory_error() -> Iterator[None]:
+    """Raise `torch.OutOfMemoryError` within also for host memory, where PyTorch and Python raise other classes."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error) or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise torch.OutOfMemoryError(str(error) or "out of host memory") from error
 
 
 def available_bytes(device: torch.device, processes: int) -> int:

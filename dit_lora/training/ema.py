@@ -52,8 +52,8 @@ class TrainedEMA:
     def applied(self) -> Iterator[None]:
         """Put the averages into the model within; afterwards it has its own weights again, bit for bit."""
         self._average.store(self._own())
-        self._average.copy_to(self._own())
         try:
+            self._average.copy_to(self._own())
             yield
         finally:
             self._average.restore(self._own())

@@ -19,6 +19,7 @@ from dit_lora.config.remedies import HUB
 from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.files import read_lines, write_whole
+from dit_lora.numerics.memory import one_out_of_memory_error
 from dit_lora.redact import redacted
 from dit_lora.results.verify.checks import PATTERNS
 from dit_lora.results.verify.output import NOT_RECORDED, WRONG, note_output
@@ -77,12 +78,27 @@ def _write(
         with setup.session.phases.timing("saving"):
             path = setup.task.save(setup, made, weights)
         with setup.session.phases.timing("verification"):
-            return Written(path, verify_result(setup, path, made, weights))
+            return Written(path, _verified(setup, path, made, weights))
     except (OSError, SafetensorError) as problem:
         raise DitLoraError(
             f"cannot write the result to {setup.session.dir}: {problem}; the checkpoint of step "
             f"{setup.recipe.train.steps} is whole: free space and run again with train.resume=auto"
         ) from problem
+
+
+def _verified(
+    setup: AnySetup, path: Path, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> Verification | None:
+    """Return the checks of the result; None, and a message, if memory does not suffice for them."""
+    try:
+        with one_out_of_memory_error():
+            return verify_result(setup, path, made, weights)
+    except torch.OutOfMemoryError:
+        folder = setup.session.dir
+        setup.session.say(
+            f"warning: {path} is written and not verified: out of memory; run dit-lora verify {folder}"
+        )
+        return None
 
 
 def provenance(setup: Setup[Any, Any]) -> dict[str, Any]:
@@ -195,7 +211,7 @@ def summary(
         lines.insert(
             1, f"base weights: {base}: load these too, before the adapter (docs/design.md)"
         )
-    if len(losses) > 1:
+    if len(losses) > 1 and 0 in losses:
         first, last = losses[min(losses)], losses[max(losses)]
         change = 100 * (last / first - 1)
         lines.append(f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)")
@@ -208,5 +224,6 @@ def summary(
         lines.append(f"waiting for data: {waited / spent:.0%} of {spent:.0f} s of steps")
     if verification is not None:
         lines.append(verification.line())
+    lines += session.optional.lines()
     lines.append(f"after the last step: {session.phases.line('after')}")
     return "\n".join(lines)

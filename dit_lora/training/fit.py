@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -13,6 +13,7 @@ from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.errors import DitLoraError, InterruptedRunError, unwritable
 from dit_lora.guard.event import Event
 from dit_lora.guard.gate import NonFiniteError, PoisonedStateError
+from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.training.base_output import check_kernels
 from dit_lora.training.checkpoints.files import checkpoint_path, newest_checkpoint
 from dit_lora.training.execution.base_alone import base_alone
@@ -272,12 +273,25 @@ def _report(
 
 
 def validate(run: Run, step: int) -> None:
-    """Measure the held-out loss and show samples, of what would be saved; at step 0 of the base. Collective."""
-    setup, phases = run.setup, run.setup.session.phases
+    """Measure the held-out loss and show samples, of what would be saved; at step 0 of the base. Collective.
+
+    A failure is said and costs no more than what is left out.
+    """
+    setup, phases, optional = run.setup, run.setup.session.phases, run.setup.session.optional
     of_base = step == 0 and run.base.begins_alone
-    with base_alone(setup.transformer) if of_base else averaged(run):
+    shown = base_alone(setup.transformer) if of_base else averaged(run)
+    together = needs_all_ranks(setup.model)
+    with ExitStack() as stack:
+        # Copies of weights may not fit either; a rank without them must not leave the others waiting in a forward pass.
+        if not optional.attempt("validations", step, lambda: _entered(stack, shown)):
+            return
         with phases.timing("held-out loss"):
-            loss = setup.task.held_out_loss(setup)
+            loss = optional.attempt(
+                "held-out losses",
+                step,
+                lambda: setup.task.held_out_loss(setup),
+                is_collective=together,
+            )
         if run.journal is not None and loss is not None:
             # The report and best.json sort by it, and NaN sorts nowhere.
             if math.isfinite(loss):
@@ -287,8 +301,15 @@ def validate(run: Run, step: int) -> None:
                 words = "the held-out loss is not finite; it is not recorded, and nothing is trained on it"
                 _report(run, step, "non_finite_validation", words)
         with phases.timing("samples"):
-            setup.task.show(setup, step)
+            optional.attempt(
+                "samples", step, lambda: setup.task.show(setup, step), is_collective=together
+            )
         setup.session.trackers.samples(step, setup.recipe.validation.sampled)
+
+
+def _entered(stack: ExitStack, context: AbstractContextManager[None]) -> bool:
+    stack.enter_context(context)
+    return True
 
 
 def averaged(run: Run) -> AbstractContextManager[None]:

@@ -113,7 +113,8 @@ class Checkpoints:
                 write_whole(file, json.dumps(best, indent=2) + "\n")
                 prune(folder, step, train.keep, [one["step"] for one in best])
             except OSError as error:
-                raise DitLoraError(f"cannot write {file}: {error}") from error
+                # The checkpoints themselves are whole.
+                self.setup.session.say(f"warning: cannot write {file}: {error.strerror or error}")
 
         if train.keep_best and self.setup.session.is_main:
             # In the saver's thread: the checkpoint under way is whole by then, and counted.

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.tracking import TensorBoardTracker
 from runs import lines, same_adapter, trajectory
 
 from dit_lora.data import storage
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
+from dit_lora.report.run import background
 from dit_lora.training import journal
+from dit_lora.training.tasks.diffusion import validation
+from dit_lora.training.tasks.diffusion.task import DiffusionTask
 
 Main = Callable[[list[str]], None]
 
@@ -98,3 +102,48 @@ def test_a_disk_that_is_full_for_a_moment_loses_no_line(ended: Callable[..., str
     first, second = ended(fill).splitlines()
     assert first.endswith("metrics.jsonl: No space left on device")
     assert second.startswith("step 4 is saved in ")
+
+
+def test_what_only_looks_at_a_run_never_ends_it(
+    lora_main: Main,
+    args: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Memory runs out for samples, the disk for a held-out loss, a tracker and the report fail: the adapter is the same."""
+    options = [
+        "train.steps=4",
+        "validation.every=2",
+        'validation.prompts=["a disc"]',
+        "validation.inference_steps=1",
+    ]
+    clean, broken = (f"run.dir={tmp_path / name}" for name in ("clean", "run"))
+    lora_main([*args, *options, clean])
+    host_memory = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't")
+    disk = OSError(errno.ENOSPC, "No space left on device")
+
+    def failing(error: Exception) -> Callable[..., Any]:
+        def fail(*_: Any, **__: Any) -> None:
+            raise error
+
+        return fail
+
+    monkeypatch.setattr(validation, "_write", failing(host_memory))
+    monkeypatch.setattr(DiffusionTask, "held_out_loss", failing(disk))
+    monkeypatch.setattr(TensorBoardTracker, "log", failing(ZeroDivisionError("theirs")))
+    monkeypatch.setattr(background, "write_run_page", failing(MemoryError()))
+    capsys.readouterr()
+    lora_main([*args, *options, broken, 'run.trackers=["tensorboard"]'])
+    assert same_adapter(tmp_path / "run", tmp_path / "clean")
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+    said = capsys.readouterr().err
+    for line in (
+        "samples are left out from here on: out of memory; training goes on",
+        "left out: samples of steps 0, 2, 4: out of memory",
+        "left out: held-out losses of steps 0, 2, 4: OSError: [Errno 28] No space left on device",
+        "warning: run.trackers: tensorboard is left out from here: ZeroDivisionError: theirs",
+        "warning: no report: MemoryError",
+        "verified: ",
+    ):
+        assert line in said

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from dit_lora.report.run.files import RunReader
 from dit_lora.report.run.page import write_run_page
@@ -26,16 +27,14 @@ class Reporting:
         """Begin to write it anew, unless that is still under way."""
         if self._writes and (self._job is None or self._job.done()):
             self._settle()
-            self._job = self._thread.submit(
-                write_run_page, self._reader, state="running", embed=False
-            )
+            self._begin(state="running", embed=False)
 
     def finish(self) -> Path | None:
         """Write the last one, whole, when the run has ended; None where it could not be written."""
         self._settle()
         if self._writes:
             self._told = False
-            self._job = self._thread.submit(write_run_page, self._reader)
+            self._begin()
         written = self._settle()
         self._thread.shutdown()
         return written
@@ -48,7 +47,16 @@ class Reporting:
         error = job.exception()
         if error is None:
             return job.result()
+        self._tell(error)
+        return None
+
+    def _begin(self, **how: Any) -> None:
+        try:
+            self._job = self._thread.submit(write_run_page, self._reader, **how)
+        except RuntimeError as error:  # no thread can be started for want of memory
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
         if not self._told:
             self._told = True
             self._say(f"warning: no report: {type(error).__name__}: {error}")
-        return None

@@ -25,12 +25,13 @@ from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.storage import waiting
 from dit_lora.environment.versions import launch_problem, probe_environment, require_compatible
-from dit_lora.errors import DitLoraError, listed, show, unwritable
+from dit_lora.errors import DitLoraError, listed, show
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.files import write_whole
 from dit_lora.guard.switches import choose_cudnn
 from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.terminal import printable
+from dit_lora.training.optional_work import OptionalWork, as_failure
 from dit_lora.training.session.determinism import deterministic_algorithms
 from dit_lora.training.session.launch import (
     Sharding,
@@ -83,6 +84,11 @@ class Session:
     def trackers(self) -> Trackers:
         """The trackers, which the main process alone has; they are not started yet."""
         return Trackers(self.dir, self.recipe.run.trackers if self.is_main else (), self.say)
+
+    @cached_property
+    def optional(self) -> OptionalWork:
+        """Validation and samples, whose failure does not end the run."""
+        return OptionalWork(lambda own: shared(self.accelerator, own), self.say)
 
     @cached_property
     def lock(self) -> RunLock:
@@ -296,10 +302,7 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
 def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
     """Raise on every rank if any rank brings an error, with the first one's message; ranks wait as in `meet`."""
     own_error = None if error is None else (str(error), error.exit_code)
-    everyones: list[Any] = [own_error]
-    if accelerator.num_processes > 1:
-        everyones = [None] * accelerator.num_processes
-        dist.all_gather_object(everyones, own_error, group=_waiting_room(dist.group.WORLD))
+    everyones = shared(accelerator, own_error)
     first = next((item for item in everyones if item is not None), None)
     if first is None:
         return
@@ -307,6 +310,15 @@ def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
     agreed = DitLoraError(first[0])
     agreed.exit_code, agreed.collective = first[1], True
     raise agreed from error
+
+
+def shared(accelerator: Accelerator, own: Any) -> list[Any]:
+    """Return what every rank brings, in their order; ranks wait as in `meet`. Collective."""
+    if accelerator.num_processes == 1:
+        return [own]
+    everyones = [None] * accelerator.num_processes
+    dist.all_gather_object(everyones, own, group=_waiting_room(dist.group.WORLD))
+    return everyones
 
 
 @contextmanager
@@ -321,14 +333,15 @@ def agreeing(accelerator: Accelerator) -> Iterator[None]:
 
 
 def agreed(session: Session, work: Callable[[], T] | None) -> T | None:
-    """Return the result of `work`, on the ranks that have any; a `DitLoraError` of one is raised on all. Collective."""
-    result = None
-    with agreeing(session.accelerator):
-        if work is not None:
-            try:
-                result = work()
-            except OSError as problem:
-                raise unwritable(problem) from problem
+    """Return the result of `work`, on the ranks that have any; an error of one is raised on all. Collective."""
+    result, failure = None, None
+    if work is not None:
+        try:
+            result = work()
+        # Whatever its class: other ranks wait for this one.
+        except Exception as error:
+            failure = as_failure(error)
+    agree(session.accelerator, failure)
     return result
 
 

@@ -12,6 +12,7 @@ from dit_lora.data.storage import UnreadableError
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.execution.modes import evaluating
+from dit_lora.training.session.session import agreed
 from dit_lora.training.task import AnySetup
 
 
@@ -47,18 +48,28 @@ def measured_loss(
     together, rank = needs_all_ranks(model), accelerator.process_index
     # A rank that had fewer draws would leave the others waiting inside a forward pass.
     own_share = draws if together else draws[rank :: accelerator.num_processes]
-    with evaluating(setup.model):
+
+    def measure() -> None:
         for one in own_share:
             sample, wrong = _sample_of(clips, one)
             # Where all ranks run it together, it is left out if it is bad on any.
             is_bad = any(gather_object([bool(wrong)])) if together else bool(wrong)
             if is_bad or sample is None:
-                faults |= wrong
+                faults.update(wrong)
                 continue
             batch = sample.to(accelerator.device)
             streams = Streams(seed, batch.draws)
             losses = setup.checkpoint.losses(model, batch.tensors, streams).losses
-            sums += torch.stack([losses.double().sum() * one.weight, sums.new_tensor(one.weight)])
+            sums.add_(
+                torch.stack([losses.double().sum() * one.weight, sums.new_tensor(one.weight)])
+            )
+
+    with evaluating(setup.model):
+        if together:
+            measure()
+        else:
+            # A rank that fails, for want of memory, is still asked for its sums.
+            agreed(setup.session, measure)
     left_out = dict(gather_object(list(faults.items())))
     for sample_id, fault in left_out.items():
         setup.session.say(f"held-out loss leaves out {sample_id}: {fault}")

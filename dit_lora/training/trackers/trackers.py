@@ -9,11 +9,11 @@ import io
 import json
 import re
 import secrets
-import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
@@ -23,6 +23,8 @@ from dit_lora.data.media.opened import open_media, open_picture
 from dit_lora.errors import DitLoraError
 from dit_lora.files import read_lines, write_whole
 from dit_lora.redact import redacted
+
+T = TypeVar("T")
 
 PROJECT = "dit-lora"
 IDENTITY = "trackers.json"
@@ -62,7 +64,11 @@ def login_problem(names: Sequence[str]) -> DitLoraError | None:
         return None
     import wandb
 
-    if wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False):
+    try:
+        if wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False):
+            return None
+    # Its service does not start: the tracker will be left out, with the reason.
+    except Exception:
         return None
     return DitLoraError(
         "run.trackers: wandb has no API key on this machine: run `wandb login`, or log to the run's folder "
@@ -83,18 +89,21 @@ class Trackers:
 
         `config` is a nested mapping of plain values.
         """
-        if not self._names:
-            return
+        if self._names:
+            self._guarded("all are left out", lambda: self._start(config, start_step))
+
+    def _start(self, config: Mapping[str, Any], start_step: int) -> None:
         earlier_id = (read_lines(self._folder / IDENTITY)[0] or [{}])[0].get("id")
         run_id = earlier_id or secrets.token_hex(4)
         if not earlier_id:
             write_whole(self._folder / IDENTITY, json.dumps({"id": run_id}) + "\n")
         again_from = start_step + 1 if earlier_id and start_step else 0
         for name in self._names:
-            try:
-                self._open.append(self._opened(name, run_id, redacted(config), again_from))
-            except _failures(name) as error:
-                self._say(_left_out(name, error))
+            opened = self._guarded(
+                _left_out(name), partial(self._opened, name, run_id, redacted(config), again_from)
+            )
+            if opened is not None:
+                self._open.append(opened)
         self._events = [_public(line) for line in read_lines(self._folder / "events.jsonl")[0]]
         if earlier_id and self._events:  # TensorBoard drops the steps that are taken again
             self._each(lambda one: _log_events(one, self._events, again_from))
@@ -105,8 +114,11 @@ class Trackers:
 
     def samples(self, step: int, prompts: Sequence[str]) -> None:
         """Log what lies in samples/step_NNNNNN: videos, images, or a chat model's answers."""
-        if not self._open:
-            return
+        if self._open:
+            what = f"the samples of step {step} are left out"
+            self._guarded(what, lambda: self._samples(step, prompts))
+
+    def _samples(self, step: int, prompts: Sequence[str]) -> None:
         folder = self._folder / "samples" / f"step_{step:06d}"
         captions = {
             path: redacted(_prompt_of(path, prompts))
@@ -172,11 +184,22 @@ class Trackers:
 
     def _each(self, tell: Callable[[GeneralTracker], None]) -> None:
         for one in list(self._open):
-            try:
-                tell(one)
-            except _failures(one.name) as error:
+            if not self._guarded(_left_out(one.name), partial(_told, tell, one)):
                 self._open.remove(one)
-                self._say(_left_out(one.name, error))
+
+    def _guarded(self, if_it_fails: str, work: Callable[[], T]) -> T | None:
+        """Return `work()`; or say why it failed, and return None: no run ends by its trackers."""
+        try:
+            return work()
+        # Other people's services and clients: which classes they raise changes with their versions.
+        except Exception as error:
+            self._say(f"warning: run.trackers: {if_it_fails}: {_words(error)}")
+            return None
+
+
+def _told(tell: Callable[[GeneralTracker], None], tracker: GeneralTracker) -> bool:
+    tell(tracker)
+    return True
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -295,16 +318,6 @@ def _close(tracker: GeneralTracker, *, failed: bool) -> None:
         tracker.finish()
 
 
-def _failures(name: str) -> tuple[type[Exception], ...]:
-    """Return what a tracker raises in trouble."""
-    if name != "wandb":
-        return (OSError, sqlite3.Error)
-    import wandb
-    from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
-
-    return (OSError, wandb.errors.Error, HandleAbandonedError, MailboxClosedError)
-
-
 def _public(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a guard event as others may see them, from a line of events.jsonl."""
     event = redacted(line)
@@ -319,8 +332,8 @@ def _prompt_of(path: Path, prompts: Sequence[str]) -> str:
     return prompts[index] if index < len(prompts) else path.stem
 
 
-def _left_out(name: str, error: Exception) -> str:
-    return f"warning: run.trackers: {name} is left out from here: {_words(error)}"
+def _left_out(name: str) -> str:
+    return f"{name} is left out from here"
 
 
 def _words(error: Exception) -> str:

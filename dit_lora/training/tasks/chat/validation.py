@@ -12,7 +12,6 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.files import write_whole
 from dit_lora.training.execution.modes import evaluating
-from dit_lora.training.session.session import agreed
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.chat.answerer import Answerer
 
@@ -25,7 +24,8 @@ def write_answers(setup: Setup[Prepared, ChatCheckpoint], step: int) -> None:
         return
     # A sharded model answers on all ranks at once, the same on each.
     takes_part = setup.session.is_main or setup.engine.lockstep
-    agreed(setup.session, (lambda: _write(setup, step)) if takes_part else None)
+    if takes_part:
+        _write(setup, step)
 
 
 def _write(setup: Setup[Prepared, ChatCheckpoint], step: int) -> None:

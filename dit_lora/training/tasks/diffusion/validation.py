@@ -1,10 +1,11 @@
 """Samples during training, by the trained weights themselves: nothing is cast."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
+from av.error import FFmpegError
 from torch import nn
 from tqdm import tqdm
 
@@ -40,9 +41,12 @@ def sample_videos(setup: Setup[Precomputed, Checkpoint], step: int) -> None:
     # A sharded model denoises on all ranks at once, the same on each; a second one is whole on one.
     takes_part = session.is_main or (second is None and needs_all_ranks(setup.model))
     inputs = agreed(session, partial(_inputs, setup) if takes_part else None)
-    agreed(session, None if inputs is None else partial(_sample, setup, inputs, step, weights))
-    if second is not None:
-        forget(session.accelerator.device)
+    try:
+        if inputs is not None:
+            _sample(setup, inputs, step, weights)
+    finally:
+        if second is not None:
+            forget(session.accelerator.device)
 
 
 def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampling]]:
@@ -95,8 +99,18 @@ def _write(
     transformer: nn.Module,
 ) -> None:
     session = setup.session
-    if session.is_main:
-        keep_references(session.dir / "samples", checkpoint.references, [how for _, how in inputs])
+    unwritten: list[Exception] = []
+
+    def written(write: Callable[..., object], *arguments: object) -> None:
+        """Write on the main process, which other ranks of a sharded model need after a full disk too."""
+        try:
+            if session.is_main and not unwritten:
+                write(*arguments)
+        except (OSError, FFmpegError) as error:
+            unwritten.append(error)
+
+    ways = [how for _, how in inputs]
+    written(keep_references, session.dir / "samples", checkpoint.references, ways)
     pipeline = checkpoint.pipeline(setup.dtype, transformer, text=False)
     for name, component in pipeline.components.items():
         # The transformer is where training has it, which may be in several places; another expert takes turns with it.
@@ -114,9 +128,10 @@ def _write(
             if wrong:
                 session.say(f"sample {index} of step {step} is written without sound: {wrong}")
                 sound = None
-            if session.is_main:
-                path = session.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}"
-                write_sample(path, video, session.recipe.data.fps, sound)
+            path = session.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}"
+            written(write_sample, path, video, session.recipe.data.fps, sound)
+    for error in unwritten:
+        raise error
 
 
 def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:

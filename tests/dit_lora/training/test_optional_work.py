@@ -1,0 +1,138 @@
+"""What only looks at a run costs a message and never the run."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dit_lora.errors import DitLoraError, InterruptedRunError
+from dit_lora.guard.gate import NonFiniteError
+from dit_lora.numerics.memory import is_out_of_memory, one_out_of_memory_error
+from dit_lora.training.optional_work import OptionalWork, as_failure
+
+OF_HOST = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(OF_HOST)]
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def optional(said: list[str]) -> OptionalWork:
+    return OptionalWork(lambda own: [own], said.append)
+
+
+def test_what_succeeds_is_given_and_not_told(optional: OptionalWork, said: list[str]) -> None:
+    assert optional.attempt("samples", 2, lambda: 7) == 7
+    assert said == optional.lines() == []
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_after_out_of_memory_the_part_is_not_tried_again(
+    optional: OptionalWork, said: list[str], error: Exception
+) -> None:
+    assert optional.attempt("samples", 2, raising(error)) is None
+    optional.attempt("samples", 4, lambda: pytest.fail("tried again"))
+    assert optional.attempt("held-out losses", 4, lambda: 0.5) == 0.5
+    assert said == [
+        "warning: step 2: samples are left out from here on: out of memory; training goes on"
+    ]
+    assert optional.lines() == ["left out: samples of steps 2, 4: out of memory"]
+
+
+def test_any_other_failure_is_tried_again_at_the_next_step(
+    optional: OptionalWork, said: list[str]
+) -> None:
+    optional.attempt("samples", 2, raising(OSError(28, "No space left on device")))
+    assert optional.attempt("samples", 4, lambda: 1) == 1
+    optional.attempt("samples", 6, raising(KeyError("odd")))
+    assert said == [
+        "warning: step 2: samples are left out this time: OSError: [Errno 28] No space left on device; training goes on",
+        "warning: step 6: samples are left out this time: KeyError: 'odd'; training goes on",
+    ]
+    (line,) = optional.lines()
+    assert line.startswith("left out: samples of steps 2, 6: OSError")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NonFiniteError("stop", {}),
+        InterruptedRunError("stop", 130),
+        torch.AcceleratorError("the device has failed"),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_ends_training_passes(optional: OptionalWork, error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        optional.attempt("samples", 2, raising(error))
+
+
+def test_a_failure_of_another_rank_counts_on_this_one(said: list[str]) -> None:
+    shared: list[Any] = []
+
+    def share(own: Any) -> list[Any]:
+        shared.append(own)
+        return [own, ("out of memory", True)]
+
+    optional = OptionalWork(share, said.append)
+    assert optional.attempt("samples", 2, lambda: 7) is None
+    optional.attempt("samples", 4, lambda: pytest.fail("tried again"))
+    # No rank goes into the second exchange.
+    assert shared == [None]
+    assert optional.lines() == ["left out: samples of steps 2, 4: out of memory"]
+
+
+def test_what_others_cannot_be_told_of_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a forward pass that needs all ranks, they wait where this one has failed."""
+    optional = OptionalWork(lambda own: pytest.fail("the others are elsewhere"), lambda line: None)
+    monkeypatch.setattr(OptionalWork, "_is_shared", lambda self: True)
+    with pytest.raises(MemoryError):
+        optional.attempt("samples", 2, raising(MemoryError()), is_collective=True)
+    agreed = DitLoraError("all ranks know")
+    agreed.collective = True
+    alone = OptionalWork(lambda own: [own, own], lambda line: None)
+    assert alone.attempt("samples", 2, raising(agreed), is_collective=True) is None
+
+
+def test_what_did_not_fit_is_let_go_before_training_goes_on(optional: OptionalWork) -> None:
+    class Big:
+        """Part of a circle, as a pipeline is."""
+
+        def __init__(self) -> None:
+            self.own = self
+
+    seen = []
+
+    def work() -> None:
+        big = Big()
+        seen.append(weakref.ref(big))
+        raise MemoryError
+
+    optional.attempt("samples", 2, work)
+    assert seen[0]() is None
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_memory_of_the_host_is_told_as_that_of_a_device(error: Exception) -> None:
+    assert is_out_of_memory(as_failure(error))
+    with pytest.raises(torch.OutOfMemoryError), one_out_of_memory_error():
+        raise error
+
+
+def test_other_errors_are_no_lack_of_memory() -> None:
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    with pytest.raises(RuntimeError, match="shapes differ"), one_out_of_memory_error():
+        raise RuntimeError("shapes differ")
