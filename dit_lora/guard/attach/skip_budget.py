@@ -53,11 +53,12 @@ class SkipBudget:
     def skip(self, step: int, verdicts: Sequence[Verdict]) -> None:
         """Count a step that is skipped."""
         self.lose(step)
-        named = {s for v in verdicts for s in v.sample_ids if is_sample_name(s)}
-        if not named or named - self._samples.keys():
+        # In the order in which they are named, so that the closing line is the same in each run.
+        named = dict.fromkeys(s for v in verdicts for s in v.sample_ids if is_sample_name(s))
+        if not named or named.keys() - self._samples.keys():
             self._incidents.append(step)
         self._num_unnamed += not named
-        self._samples.update(named)
+        self._samples.update(list(named))
         self._bad_as_stored |= {
             s for v in verdicts if v.cause in _BAD_AS_STORED for s in v.sample_ids if s in named
         }

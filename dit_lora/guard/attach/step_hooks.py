@@ -297,6 +297,7 @@ class StepHooks:
             return
         self._judged = self.number
         self._has_failed = False
+        self._passes.step_begins()
         self._looks.step_begins()
         self._look_at_models()
         self._looks.gradients(self._state.parameters)
@@ -461,9 +462,9 @@ class StepHooks:
     # State
 
     def _asks_for_gradient(self) -> bool:
-        """True if anything came back to a model's output: if not, the loss wants nothing changed."""
-        gradients = [g for call in self._watched.log.current() for g in call.output_gradients]
-        return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+        """True if anything came back to a model's output since the last step: else the loss wants nothing changed."""
+        calls = [] if self._passes.is_idle else self._watched.log.current()
+        return any(bool(g.any()) for call in calls for g in call.output_gradients if g is not None)
 
     def _weights_are_bad(self) -> bool:
         return any(not watched.checks.weights_are_finite() for watched in self.optimizers)

@@ -27,6 +27,8 @@ class BackwardPasses:
         self.losses: list[torch.Tensor] = []
         self.are_used = False
         """True once a step was taken or skipped: the next backward begins a new list of losses."""
+        self.is_idle = False
+        """True if no backward has come between the step under way and the one before it."""
         self.num_backwards = 0
         self._parameters = parameters
         self._keeps_gradients = keeps_gradients
@@ -48,6 +50,10 @@ class BackwardPasses:
                 self.losses.append(root.detach())
         del self.losses[:-_MAX_LOSSES]
         return are_new
+
+    def step_begins(self) -> None:
+        """Note whether the step that begins has gradients of its own."""
+        self.is_idle = self.are_used
 
     def has_bad_loss(self) -> bool:
         return not all(isfinite(abs(loss.item())) for loss in self.losses)

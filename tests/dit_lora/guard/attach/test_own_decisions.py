@@ -157,6 +157,16 @@ def test_zeros_that_clipping_makes_of_an_infinite_norm_are_no_lost_gradient() ->
     assert "the gradient of 0.weight was not finite" in event["verdict"]["words"]
 
 
+def test_a_step_without_a_backward_of_its_own_lacks_no_gradient() -> None:
+    """As at the end of an epoch, for what gradient accumulation may have left over."""
+    loop = Loop(accelerated=False)
+    assert loop.guard is not None
+    loop.step(batch(0))
+    loop.optimizer.step()
+    loop.step(batch(1))
+    assert loop.guard.events == []
+
+
 def test_the_loss_of_a_model_that_is_not_watched_is_not_the_loops() -> None:
     """A probe, say, that is trained beside the model in the same process."""
     torch.manual_seed(0)
