@@ -189,7 +189,7 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         if action.kind == "skip" and not trip.between_steps:
             self.budget.skip(trip.step, verdicts)
         elif not trip.between_steps:
-            self.budget.lose(trip.step)
+            self.budget.lose(trip.step, verdicts)
         # Before a stop too: what a run leaves behind must be good.
         is_spoiled = trip.has_bad_weights(verdicts)
         put_back = self._put_back() if is_spoiled or action.kind == "rollback" else None

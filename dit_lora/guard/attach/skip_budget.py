@@ -52,22 +52,22 @@ class SkipBudget:
 
     def skip(self, step: int, verdicts: Sequence[Verdict]) -> None:
         """Count a step that is skipped."""
-        self.lose(step)
-        # In the order in which they are named, so that the closing line is the same in each run.
-        named = dict.fromkeys(s for v in verdicts for s in v.sample_ids if is_sample_name(s))
-        if not named or named.keys() - self._samples.keys():
+        named = _named_samples(verdicts)
+        if not named or set(named) - self._samples.keys():
             self._incidents.append(step)
-        self._num_unnamed += not named
-        self._samples.update(list(named))
+        self.lose(step, verdicts)
         self._bad_as_stored |= {
             s for v in verdicts if v.cause in _BAD_AS_STORED for s in v.sample_ids if s in named
         }
 
-    def lose(self, step: int) -> None:
-        """Count a step that is not taken, or not by all of its optimizers."""
+    def lose(self, step: int, verdicts: Sequence[Verdict]) -> None:
+        """Count a step that is not taken, or not by all of its optimizers, whatever is done about it."""
+        named = _named_samples(verdicts)
         self.taken -= int(step == self._last_taken)
         self.lost += 1
         self.in_a_row += 1
+        self._num_unnamed += not named
+        self._samples.update(named)
 
     def take(self, step: int) -> None:
         """Count a step that is taken."""
@@ -89,3 +89,8 @@ class SkipBudget:
             if self._num_unnamed:
                 line += f"; {self._num_unnamed} had another cause (events.jsonl)"
         return line
+
+
+def _named_samples(verdicts: Sequence[Verdict]) -> list[str]:
+    """Each named sample once, in the order in which they are named: sets have another order in each run."""
+    return list(dict.fromkeys(s for v in verdicts for s in v.sample_ids if is_sample_name(s)))

@@ -40,7 +40,7 @@ def test_many_lost_steps_in_a_row_train_nothing() -> None:
     for step in range(9):
         budget.skip(step, [verdict("data", "dataset index 5")])
     assert not budget.is_stuck(2)
-    budget.lose(9)
+    budget.lose(9, [verdict("data", "dataset index 5")])
     assert budget.is_stuck(2)
     assert not budget.is_stuck(20)
     budget.take(10)
@@ -55,10 +55,11 @@ def test_the_closing_line_has_every_sample_with_its_steps() -> None:
         budget.skip(step, [verdict("unknown", "dataset index 5")])
         budget.take(step + 2)
     budget.take(6)
-    budget.lose(7)
+    # What a rollback or a stop answers counts too.
+    budget.lose(7, [verdict("data", "dataset index 5")])
     assert budget.closing() == (
         "4 of 7 optimizer steps were not taken; remove or mend the samples that cost them: "
-        "dataset index 5 (2x), clip 7 (1x)"
+        "dataset index 5 (3x), clip 7 (1x)"
     )
     budget.skip(9, [verdict("unknown")])
     line = budget.closing()
