@@ -1,7 +1,7 @@
 """Finds what `dit-lora verify` is pointed at: which file, of which kind of model, on which base checkpoint."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,14 @@ from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.results.source import find_source, whole_pipeline
 from dit_lora.results.tensor_file import header_of, tensors_of
+from dit_lora.results.verified_files import (
+    VERIFICATION_FILE,
+    changed_files,
+    digests_of,
+    read_verification,
+    record_verification,
+    result_files,
+)
 from dit_lora.results.verify.chat_model import ChatStock
 from dit_lora.results.verify.diffusion_model import DiffusionStock
 from dit_lora.results.verify.pipeline import pipeline_checks
@@ -46,6 +54,13 @@ class Target:
     """The base; for a pipeline itself."""
     made: Mapping[str, Any]
     """The provenance that the run wrote; empty if it is not ours."""
+
+    @property
+    def result(self) -> tuple[Path, str]:
+        """The folder of the result, and the trained part of a pipeline."""
+        if self.kind == "pipeline":
+            return self.file, self.made.get("part", "transformer")
+        return self.file.parent, ""
 
     @property
     def base_name(self) -> str:
@@ -132,6 +147,32 @@ def verify_adapter(
     """
     quiet_libraries()
     source = find_target(target, model)
+    run = source.file.parent if source.kind == "pipeline" else source.file.parent.parent
+    # Only a run's own folder, on its own base, has a record to renew.
+    is_own = target.is_dir() and run.resolve() == target.resolve() and model is None
+    if not (is_own and (run / "config.yaml").is_file()):
+        return _verified(source, allow_extreme_update)
+    digests = digests_of(run, result_files(*source.result))
+    changed = changed_files(run)
+    checked = replace(_verified(source, allow_extreme_update), files=digests)
+    return _renewed(run, checked, changed) if checked.passed else checked
+
+
+def _renewed(run: Path, checked: Verification, changed: Sequence[str]) -> Verification:
+    """Write a passed verification where the run's record is of other files, or there is none."""
+    path = run / VERIFICATION_FILE
+    stored = read_verification(run)
+    if stored.get("files") == checked.files and stored.get("passed") is True:
+        return checked
+    try:
+        record_verification(run, checked.record())
+    except OSError as error:
+        return replace(checked, notes=(f"{path} cannot be written: {error.strerror}",))
+    what = f"{', '.join(changed)} changed since the run verified it; " if changed else ""
+    return replace(checked, notes=(f"{what}{VERIFICATION_FILE} is written again",))
+
+
+def _verified(source: Target, allow_extreme_update: bool) -> Verification:
     stock = source.stock()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision("auto", device).dtype

@@ -62,6 +62,14 @@ class Status(TypedDict):
     state: NotRequired[str]
 
 
+class VerifiedFiles(TypedDict):
+    """verification.json, as far as it is read; earlier versions have no digests."""
+
+    files: NotRequired[dict[str, str]]
+    """Hex SHA-256 by path relative to the run's folder."""
+    passed: NotRequired[bool]
+
+
 class Answer(TypedDict):
     """An answer of a chat model to a validation prompt, in answers.json."""
 

@@ -27,6 +27,7 @@ from dit_lora.redact import redacted, redacted_words
 from dit_lora.report.run.files import RunFiles, RunReader
 from dit_lora.report.run.page import texts_of
 from dit_lora.results.experts import pair_file, runs_of
+from dit_lora.results.verified_files import require_as_verified
 from dit_lora.training.tasks.facts import FACTS_FILE
 
 CARD = "README.md"
@@ -99,7 +100,9 @@ def collect(run_dir: Path) -> Contents:
     datasets = facts["data"]["datasets"]
     files["config.yaml"] = clean_config(run.config, base, datasets).encode()
     if run.verification:
-        record = {**run.verification, "adapter": _placed(main.name, made, kind), "base_model": base}
+        # Its paths are those in the run's folder; the Hub has digests of its own.
+        shown_record = {name: one for name, one in run.verification.items() if name != "files"}
+        record = {**shown_record, "adapter": _placed(main.name, made, kind), "base_model": base}
         files[VERIFICATION] = clean_json(record).encode()
     told = ("config", "environment", "events", "quarantine", "status")
     public = replace(run, **{name: redacted(getattr(run, name)) for name in told})
@@ -161,6 +164,7 @@ def _require_verified(run: RunFiles) -> None:
                 failed,
             )
         )
+    require_as_verified(run.folder, f"{run.folder} is not pushed")
 
 
 def _require_sound(run_dir: Path, result: Path, kind: str) -> None:

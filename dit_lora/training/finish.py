@@ -1,8 +1,7 @@
 """Ends a run: writes the adapter or the whole pipeline, checks what was written, measures it, and says so."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,20 @@ from dit_lora.config.lora import FROM_WEIGHT
 from dit_lora.config.remedies import HUB
 from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
-from dit_lora.files import read_lines, write_whole
+from dit_lora.files import read_lines
 from dit_lora.numerics.memory import one_out_of_memory_error
 from dit_lora.redact import redacted
+from dit_lora.results.verified_files import (
+    VERIFICATION_FILE,
+    digests_of,
+    record_verification,
+    result_files,
+)
 from dit_lora.results.verify.checks import PATTERNS
 from dit_lora.results.verify.output import NOT_RECORDED, WRONG, note_output
 from dit_lora.results.verify.pipeline import pipeline_checks
 from dit_lora.results.verify.reference_model import sharing_weights, why_apart
 from dit_lora.results.verify.verify import (
-    VERIFICATION_FILE,
     Result,
     Verification,
     check_adapter,
@@ -160,14 +164,17 @@ def verify_result(
     later = f"{apart}; dit-lora verify {setup.session.dir.name} does" if apart else None
     allow = setup.recipe.guard.allow_extreme_update
     result = Result(path, made, made["base_model"], stock, dtype, later, allow, own=True)
+    part = made.get("part", "transformer") if full else ""
+    folder = path if full else path.parent
+    digests = digests_of(setup.session.dir, result_files(folder, part))
     if full:
         files = sorted((path / made.get("part", "transformer")).glob("*.safetensors"))
         checks = pipeline_checks(files, fresh.state_dict(), stock.name, weights)
         verification = check_pipeline(result, checks, lambda: fresh)
     else:
         verification = check_adapter(result, fresh)
-    text = json.dumps(verification.record(), indent=2) + "\n"
-    write_whole(setup.session.dir / VERIFICATION_FILE, text)
+    verification = replace(verification, files=digests)
+    record_verification(setup.session.dir, verification.record())
     return verification
 
 

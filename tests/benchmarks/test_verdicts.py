@@ -157,3 +157,16 @@ def test_the_command_describes_and_refuses(capsys: pytest.CaptureFixture[str]) -
     for wrong in (["--families", "sona"], ["--only", "999"]):
         with pytest.raises(SystemExit):
             main(["--seed", "0", *wrong])
+
+
+def test_a_tensor_that_is_a_few_per_cent_wrong_is_another_adapter() -> None:
+    right_one = {"a": torch.full((4,), 1e-3), "b": torch.zeros(2)}
+    apart = judge._other_adapter
+    assert apart(dict(right_one), right_one, exactly=True) == ""
+    wrong = {**right_one, "a": right_one["a"] * 1.05}
+    assert "a is 5.00% away" in apart(wrong, right_one, exactly=False)
+    rounded = {**right_one, "a": right_one["a"] * 1.001}
+    assert apart(rounded, right_one, exactly=False) == ""
+    assert "a is 0.10% away" in apart(rounded, right_one, exactly=True)
+    assert "b is" in apart({**right_one, "b": torch.ones(2)}, right_one, exactly=False)
+    assert "other tensors" in apart({"a": right_one["a"]}, right_one, exactly=False)

@@ -1,5 +1,6 @@
 """Loads chat models as Transformers and PEFT do, for checks of an adapter: a fresh model, and one call of it."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
+from dit_lora.data.cache.cache import entry_key
+from dit_lora.data.cache.digests import Digests
 from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.chat_base import ChatCheckpoint
@@ -89,3 +92,7 @@ class ChatStock(ReferenceModel):
 
     def weight_files(self) -> list[Path]:
         return sorted(self.checkpoint.path.glob("*.safetensors"))
+
+    def digest(self) -> str:
+        path = self.checkpoint.path
+        return entry_key({path.name: Digests(Path(os.devnull)).component(path)})

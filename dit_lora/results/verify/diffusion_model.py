@@ -1,5 +1,6 @@
 """Loads diffusion models as Diffusers does, for checks of an adapter: a fresh pipeline, and one call of it."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +22,19 @@ from dit_lora.adapters.lora_file import OF_CONVERTERS, StoredLayer, read_lora
 from dit_lora.adapters.lora_mixins import over_narrow_layers
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec
+from dit_lora.data.cache.digests import Digests
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.loss_mask import LOSS_MASK
 from dit_lora.families.opening import read_component_config
-from dit_lora.numerics.streams import Streams, generator
-from dit_lora.results.verify.reference_model import Inputs, ReferenceModel
+from dit_lora.numerics.streams import Drawn, Streams, generator
+from dit_lora.results.verify.reference_model import SEED, Inputs, ReferenceModel
 
 _SIDE = 4  # patches of height and of width that made-up latents have, where the model takes so few
 _ROUNDING = 0.02  # relative difference of an update that rounding its matrices to bf16 can make
+_DRAW = "draw/"  # before the name of what a training step draws
 _COMPUTE = "compute"  # in place of a dtype: the one that the model computes in
 
 
@@ -46,7 +49,7 @@ class DiffusionStock(ReferenceModel):
         return self.checkpoint.pipeline_class.__name__
 
     def inputs(self, clips: Any, *, whole: bool) -> Inputs:
-        """Return shapes and dtypes of a sample as the run has them.
+        """Return shapes and dtypes of a sample as the run has them, and what is drawn for it.
 
         Unless `whole`, height and width are smaller, where the model takes that.
         """
@@ -58,7 +61,7 @@ class DiffusionStock(ReferenceModel):
             small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
             if self.checkpoint.refusal(small) is None:
                 video = _shrunk(video, shape, small)
-        return {
+        tensors = {
             name: {
                 "shape": list(size),
                 "dtype": _COMPUTE if dtype.is_floating_point else str(dtype).removeprefix("torch."),
@@ -67,18 +70,47 @@ class DiffusionStock(ReferenceModel):
             # The model's output does not depend on it.
             if name != LOSS_MASK
         }
+        return {**tensors, **self._drawn_numbers(tensors)}
+
+    def _drawn_numbers(self, tensors: Inputs) -> Inputs:
+        """Return the draws of one number a sample, such as the noise level.
+
+        They depend on options of the recipe and on defaults that a later version may have otherwise; so their values are
+        kept, and not how they were drawn.
+        """
+        batch = {name: _drawn(name, one, SEED, torch.float32) for name, one in tensors.items()}
+        streams = Streams(SEED, [SEED])
+        drawn = {name: draw(streams(name)) for name, draw in self.checkpoint.draws(batch).items()}
+        return {
+            f"{_DRAW}{name}": {
+                "values": one.tolist(),
+                "dtype": str(one.dtype).removeprefix("torch."),
+            }
+            for name, one in drawn.items()
+            if one.numel() == 1
+        }
+
+    def has_all_inputs(self, inputs: Inputs) -> bool:
+        return any(name.startswith(_DRAW) for name in inputs)
 
     def output(
         self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the transformer's output in one training forward of made-up inputs, as it returns it."""
         device = next(model.parameters()).device
-        batch = {name: _drawn(name, one, seed, dtype).to(device) for name, one in inputs.items()}
+        batch, ahead = {}, {}
+        for name, one in inputs.items():
+            if name.startswith(_DRAW):
+                values = torch.tensor(one["values"], dtype=getattr(torch, one["dtype"]))
+                ahead[name.removeprefix(_DRAW)] = values
+            else:
+                batch[name] = _drawn(name, one, seed, dtype).to(device)
         outputs: list[Any] = []
         # The family's own loss calls the model as training does; the hook keeps what it returned.
         handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
         try:
-            self.checkpoint.losses(model, batch, Streams(seed, [seed]))
+            streams = Streams(seed, [seed], Drawn(seed, (seed,), ahead))
+            self.checkpoint.losses(model, batch, streams)
         finally:
             handle.remove()
         output: torch.Tensor | list[torch.Tensor] = outputs[-1][0]
@@ -136,6 +168,10 @@ class DiffusionStock(ReferenceModel):
 
     def weight_files(self) -> list[Path]:
         return sorted((self.checkpoint.path / self.checkpoint.part).glob("*.safetensors"))
+
+    def digest(self) -> str:
+        # Nothing is remembered: a file that changed behind its time of change must not pass.
+        return Digests(Path(os.devnull)).component(self.checkpoint.path / self.checkpoint.part)
 
     def _pipeline(self, model: nn.Module) -> Any:
         index = read_component_config(self.checkpoint.path)

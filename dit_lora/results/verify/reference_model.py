@@ -14,6 +14,8 @@ from dit_lora.families.without_weights import as_constructed, from_configs
 from dit_lora.numerics.dtensors import is_sharded
 from dit_lora.numerics.quantized_linear import NarrowLinear
 
+SEED = 1255
+"""A seed whose draw for leaving out a first image (`data.image_dropout`) keeps it, at any share below 0.9999."""
 Inputs = Mapping[str, Any]
 """The recipe of made-up inputs, as JSON."""
 
@@ -74,6 +76,10 @@ class ReferenceModel(ABC):
     def inputs(self, clips: Any, *, whole: bool) -> Inputs:
         """Return what made-up inputs are drawn by, for a model trained on these; `whole` keeps height and width."""
 
+    def has_all_inputs(self, inputs: Inputs) -> bool:
+        """Return False for inputs of an earlier version, which do not say at which noise level the output was noted."""
+        return True
+
     @abstractmethod
     def output(
         self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
@@ -101,3 +107,7 @@ class ReferenceModel(ABC):
     @abstractmethod
     def weight_files(self) -> list[Path]:
         """Return the safetensors files of the model."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return the digest of the model's files, as a run's header has it (`transformer_digest`); all are read."""

@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from dit_lora.results.verify.checks import Check, effect, finite, keys, scale
 from dit_lora.results.verify.output import NOT_RECORDED, WRONG, compare_output
 from dit_lora.results.verify.reference_model import ReferenceModel
 
-VERIFICATION_FILE = "verification.json"
 _NOT_LOADED = "not known: the file is not loaded as it is"
 # What Diffusers, Transformers, PEFT and PyTorch raise of a file that does not fit the model.
 _REFUSALS = (
@@ -62,6 +61,9 @@ class Verification:
     base_model: str
     checks: Mapping[str, Check]
     modules: Sequence[ModuleUpdate] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of the result's files when they were checked, by their paths in the run's folder; empty outside a run."""
+    notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -80,6 +82,7 @@ class Verification:
             "passed": self.passed,
             "checks": {name: check.record() for name, check in self.checks.items()},
             "modules": [one.record() for one in self.modules],
+            **({"files": dict(self.files)} if self.files else {}),
         }
 
     def lines(self) -> list[str]:
@@ -89,6 +92,7 @@ class Verification:
             words = check.words.replace("\n", "\n" + " " * 15)
             lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {words}")
         failed = f"failed: {', '.join(self._failed())}"
+        lines += [f"  note {note}" for note in self.notes]
         return [*lines, "every check passed" if self.passed else failed]
 
     def line(self) -> str:
@@ -153,7 +157,10 @@ class Result:
             return Check(True, f"not compared: {self.later}")
         made = self.made.get("base_model") or "the checkpoint that it was trained on"
         try:
-            return compare_output(self.stock, model, noted, dtype, made, own=self.own)
+            digest = self.made.get("transformer_digest")
+            return compare_output(
+                self.stock, model, noted, dtype, made, own=self.own, digest=digest
+            )
         except torch.OutOfMemoryError:
             device = next(model.parameters()).device
             return Check(True, f"not compared: a forward pass does not fit the memory of {device}")

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
 from dit_lora.config.records import CheckpointState, Manifest, read_typed
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.families import CHAT_FAMILIES
 from dit_lora.files import open_regular, share_weights
 from dit_lora.parsing import parse_json
 from dit_lora.training.checkpoints.compatibility import samples_remedy
@@ -199,6 +200,7 @@ def require_same_recipe(
     different = [
         f"{key}: {stored.get(key)!r} in the checkpoint, {own.get(key)!r} in the recipe"
         + samples_remedy(key, stored.get(key), place or {})
+        + _steps_remedy(key, own, path)
         for key in sorted({*stored, *own})
         if stored.get(key) != own.get(key)
     ]
@@ -211,6 +213,19 @@ def require_same_recipe(
             )
         )
     return about
+
+
+def _steps_remedy(key: str, own: Mapping[str, Any], path: Path) -> str:
+    """Return how to train on after the end of a schedule, which the number of steps decides."""
+    # Only LoRAs of diffusion models start from a file.
+    if (
+        key != "train.steps"
+        or own.get("train.mode") != "lora"
+        or own.get("model.family") in CHAT_FAMILIES
+    ):
+        return ""
+    run = path.absolute().parents[1]
+    return f" (the schedule ends there); for more steps after the end, start a new run with lora.init={run} and another run.dir"
 
 
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:

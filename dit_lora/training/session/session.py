@@ -236,9 +236,15 @@ def _take_folder(session: Session) -> None:
     if (folder / "metrics.jsonl").exists() and session.recipe.train.resume == "none":
         session.lock.release()
         raise DitLoraError(
-            f"run.dir {folder} already holds a run; continue it with train.resume=auto, "
-            "or choose another run.dir"
+            f"run.dir {folder} already holds a run; continue it with train.resume=auto, or choose another run.dir"
+            f"{_from_its_result(session.recipe, folder)}"
         )
+
+
+def _from_its_result(recipe: Recipe, folder: Path) -> str:
+    if recipe.train.mode != "lora" or recipe.model.family in CHAT_FAMILIES:
+        return ""
+    return f" (lora.init={folder} there trains on from its result)"
 
 
 def open_run_folder(session: Session) -> None:

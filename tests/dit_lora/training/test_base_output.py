@@ -18,7 +18,7 @@ from dit_lora.cli.app import app
 from dit_lora.commands.verify import verify_adapter
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.tolerances import BLOCK
-from dit_lora.results.verify.verify import VERIFICATION_FILE
+from dit_lora.results.verified_files import VERIFICATION_FILE
 from dit_lora.training import base_output
 from dit_lora.training import fit as running
 from dit_lora.training import prepare as preparing

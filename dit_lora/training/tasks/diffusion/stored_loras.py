@@ -23,6 +23,7 @@ from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.without_weights import from_configs
 from dit_lora.results.experts import PAIR_PATTERNS, files_of_experts
+from dit_lora.results.verified_files import require_file_as_verified
 
 _INIT = "lora.init"
 
@@ -173,7 +174,9 @@ def _read(
 
 
 def _found(checkpoint: Checkpoint, named: str, option: str) -> Path:
-    return _of_pair(checkpoint, named) or find_lora(named, option)
+    file = _of_pair(checkpoint, named) or find_lora(named, option)
+    require_file_as_verified(file, option)
+    return file
 
 
 def _of_pair(checkpoint: Checkpoint, named: str) -> Path | None:

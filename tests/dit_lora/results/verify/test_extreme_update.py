@@ -10,7 +10,7 @@ from verified import SMOKES, quick
 
 from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
-from dit_lora.results.verify.verify import VERIFICATION_FILE
+from dit_lora.results.verified_files import VERIFICATION_FILE
 
 Main = Callable[[list[str]], None]
 

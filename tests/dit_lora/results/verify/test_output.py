@@ -1,11 +1,15 @@
 """What is noted of a model's output tells an adapter that acts otherwise from rounding."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
+from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 from dit_lora.results.verify.diffusion_model import DiffusionStock
@@ -51,3 +55,56 @@ def test_an_effect_below_rounding_is_compared_at_a_multiple_of_its_scale(
     quiet = {key: value for key, value in noted.items() if key != "louder"}
     unseen = compare_output(stock, adapted(torch.float32), quiet, torch.float32, "the base")
     assert "that the adapter acts is not seen" in unseen.words
+
+
+@pytest.fixture(scope="module")
+def noted_at_other_levels(tiny_checkpoints: dict[str, Path]) -> tuple[Any, Any, dict[str, Any]]:
+    """The checkpoint, its model, and the output that a run with a shift of its own notes of it."""
+    path = str(tiny_checkpoints["sd3.5-medium"])
+    checkpoint: Any = get_family("sd3").open(ModelConfig(family="sd3", path=path))
+    shifted = replace(checkpoint, objective=replace(checkpoint.objective, shift=9.0))
+    channels = checkpoint.transformer_config["in_channels"]
+    size = torch.Size([channels, 8, 8])
+    latents = {name: (size, torch.float32) for name in ("latent_mean", "latent_logvar")}
+    clips = SimpleNamespace(
+        video_specs={VideoShape(1, 64, 64): latents},
+        text_spec=checkpoint.text_spec(torch.float32),
+    )
+    model = DiffusionStock(checkpoint).load(torch.float32)
+    attach_lora(model, LoraConfig(rank=2), get_family("sd3").lora_targets, seed=0)
+    stock = DiffusionStock(shifted)
+    noted = note_output(stock, model, stock.inputs(clips, whole=True), torch.float32)
+    return checkpoint, model, noted
+
+
+def test_an_output_is_compared_at_the_noise_level_that_it_was_noted_at(
+    noted_at_other_levels: tuple[Any, Any, dict[str, Any]],
+) -> None:
+    """Whatever the checkpoint's own default is: `train.timesteps` is no part of it."""
+    checkpoint, model, noted = noted_at_other_levels
+    (level,) = noted["inputs"]["draw/timestep"]["values"]
+    assert 0 < level < 1
+    check = compare_output(DiffusionStock(checkpoint), model, noted, torch.float32, "the base")
+    assert check.passed, check.words
+    assert check.words.startswith("as trained")
+
+
+def test_a_file_that_does_not_say_its_noise_level_is_judged_by_the_bases_digest(
+    noted_at_other_levels: tuple[Any, Any, dict[str, Any]],
+) -> None:
+    checkpoint, model, noted = noted_at_other_levels
+    stock = DiffusionStock(checkpoint)
+    sizes = {k: one for k, one in noted["inputs"].items() if not k.startswith("draw/")}
+    earlier = {**noted, "inputs": sizes}
+    same = compare_output(stock, model, earlier, torch.float32, "the base", digest=stock.digest())
+    assert same.passed
+    assert same.words.startswith("not compared: its file is of an earlier version")
+    other = compare_output(stock, model, earlier, torch.float32, "the base", digest="0" * 64)
+    assert not other.passed
+    assert "the base differs" in other.words
+    assert "did not record the noise level" in other.words
+    # A file that says it has no such excuse.
+    inputs = {**noted["inputs"], "draw/timestep": {"values": [0.01], "dtype": "float32"}}
+    moved = {**noted, "inputs": inputs}
+    wrong = compare_output(stock, model, moved, torch.float32, "the base", digest=stock.digest())
+    assert not wrong.passed

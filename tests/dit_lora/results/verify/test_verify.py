@@ -20,7 +20,7 @@ from dit_lora.cli.app import app
 from dit_lora.commands.verify import verify_adapter
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.results.verify.verify import VERIFICATION_FILE
+from dit_lora.results.verified_files import VERIFICATION_FILE
 from dit_lora.training.tasks.diffusion import task
 
 Main = Callable[[list[str]], None]

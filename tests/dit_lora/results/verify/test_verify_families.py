@@ -15,7 +15,7 @@ from verified import SMOKES, failing, quick
 from dit_lora.cli.app import app
 from dit_lora.commands.verify import verify_adapter
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
-from dit_lora.results.verify.verify import VERIFICATION_FILE
+from dit_lora.results.verified_files import VERIFICATION_FILE
 
 pytestmark = pytest.mark.thorough
 

@@ -332,6 +332,14 @@ def test_another_recipes_checkpoint_is_refused_with_every_difference(tmp_path: P
     assert "lora.targets" not in message
 
 
+def test_more_steps_after_the_end_of_a_schedule_are_told_how(tmp_path: Path) -> None:
+    model, optimizer = build()
+    ends = {**IDENTITY, "train.mode": "lora", "model.family": "cogvideox", "train.steps": 4}
+    path = save_checkpoint(tmp_path, 1, state_of(model, optimizer), ends, keep=2)
+    with pytest.raises(DitLoraError, match=f"start a new run with lora.init={tmp_path}"):
+        load_checkpoint(path, {**ends, "train.steps": 8})
+
+
 def test_none_auto_and_a_missing_path(tmp_path: Path) -> None:
     assert find_checkpoint("none", tmp_path) is None
     assert find_checkpoint("auto", tmp_path) is None
