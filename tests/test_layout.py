@@ -319,8 +319,15 @@ def nesting(node: ast.AST) -> int:
 
 
 # Whatever the guard tries beside somebody else's loop may fail, and must not end it. Transformers, Diffusers and
-# tokenizers (which raises plain `Exception`) raise anything for a damaged checkpoint, and that is one line.
-_MAY_CATCH_ALL = ("dit_lora.guard.attach.containment", "dit_lora.environment.pretrained")
+# tokenizers (which raises plain `Exception`) raise anything for a damaged checkpoint, and that is one line. Validation
+# and trackers run other people's code, and end no run; where one rank fails, the others must be told.
+_MAY_CATCH_ALL = (
+    "dit_lora.guard.attach.containment",
+    "dit_lora.environment.pretrained",
+    "dit_lora.training.session.optional_work",
+    "dit_lora.training.session.session",
+    "dit_lora.training.trackers.trackers",
+)
 
 
 def test_no_broad_except_and_every_docstring_is_there() -> None:

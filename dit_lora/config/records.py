@@ -65,6 +65,7 @@ class Status(TypedDict):
 class VerifiedFiles(TypedDict):
     """verification.json, as far as it is read; earlier versions have no digests."""
 
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
     files: NotRequired[dict[str, str]]
     """Hex SHA-256 by path relative to the run's folder."""
     passed: NotRequired[bool]
@@ -94,7 +95,7 @@ class NamedFile(TypedDict):
 
 
 class Viewed(TypedDict):
-    """How frames of media were chosen for a chat model; the fields of `Viewing`."""
+    """Choice of frames of media for a chat model; the fields of `Viewing`."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
 
@@ -110,7 +111,7 @@ class Video(TypedDict):
 
 
 class Provenance(TypedDict):
-    """What a run writes into an adapter's header; empty for an adapter of another program."""
+    """A run's own part of an adapter's header; empty for an adapter of another program."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     family: NotRequired[str]
@@ -160,7 +161,7 @@ class AdapterConfig(TypedDict):
 
 
 class Replay(TypedDict):
-    """Where in a run a micro-batch was."""
+    """The place of a micro-batch in a run."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     step: Count
@@ -205,7 +206,7 @@ class BundleFacts(TypedDict):
 
 
 class PipelineFacts(_Class):
-    """What facts.json says of a pipeline; the code of the model card is written from it."""
+    """The part of facts.json on a pipeline, from which the code of the model card is written."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     module: Module
@@ -227,7 +228,7 @@ class PipelineFacts(_Class):
 
 
 class ModelFacts(_Class):
-    """What facts.json says of a chat model's class."""
+    """The part of facts.json on a chat model's class."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     module: Module
@@ -235,7 +236,7 @@ class ModelFacts(_Class):
 
 
 class DataFacts(TypedDict):
-    """What facts.json says of the samples."""
+    """The part of facts.json on the samples."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     kind: Literal["images", "clips", "conversations"]

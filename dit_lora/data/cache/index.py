@@ -83,13 +83,16 @@ class Index:
         """Raise `OSError` unless an entry that is not usable is surely damaged or marked bad in its shard.
 
         Call it after a `refresh`. The storage is at fault where the entry's shard is not there or cannot be opened, and
-        where no shard is known to have held it.
+        where no shard is known to have held it and none has a damaged header, which may have named it.
         """
+        if any(_holds(header, key) for header in self._headers.values()):
+            return
         former = [name for name, header in self._former.items() if _holds(header, key)]
-        for name in former:
+        shards = former or sorted(self._torn)
+        for name in shards:
             with open(self.root / name, "rb") as file:
                 file.read(1)
-        if not former and not any(_holds(header, key) for header in self._headers.values()):
+        if not shards:
             raise missing_file(self.root / f"{key}{SUFFIX}")
 
     def _read(self, name: str) -> Header:

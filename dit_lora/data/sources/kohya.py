@@ -13,7 +13,7 @@ _SHOWN = 5
 
 
 class KohyaFolder(NamedTuple):
-    """What the name of a folder says of the pictures in it."""
+    """Caption and repeats that the name of a folder gives to the pictures in it."""
 
     caption: str
     """The caption of pictures that have none of their own, as it is written."""

@@ -98,7 +98,7 @@ class _Index:
 
 
 class _Memo(TypedDict):
-    """What is remembered of a tar: what it was made from, and the fields of `_Index`."""
+    """The memory of a tar: its key (path, size and times), and the fields of `_Index`."""
 
     key: list[Any]
     index: dict[str, Any]

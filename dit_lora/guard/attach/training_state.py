@@ -84,7 +84,7 @@ class LoopState:
                 }
 
     def checked(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of the tensors that are finite in a healthy loop."""
+        """Leave out the tensors that are infinite in a healthy loop."""
         return {name: tensor for name, tensor in tensors.items() if not self._is_infinite(name)}
 
     def _is_infinite(self, name: str) -> bool:

@@ -25,13 +25,12 @@ from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.storage import waiting
 from dit_lora.environment.versions import launch_problem, probe_environment, require_compatible
-from dit_lora.errors import DitLoraError, listed, show
+from dit_lora.errors import DitLoraError, listed, show, unwritable
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.files import write_whole
 from dit_lora.guard.switches import choose_cudnn
 from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.terminal import printable
-from dit_lora.training.optional_work import OptionalWork, as_failure
 from dit_lora.training.session.determinism import deterministic_algorithms
 from dit_lora.training.session.launch import (
     Sharding,
@@ -41,6 +40,7 @@ from dit_lora.training.session.launch import (
     take_zero,
     waiting_launcher,
 )
+from dit_lora.training.session.optional_work import OptionalWork, as_failure
 from dit_lora.training.session.phases import Phases
 from dit_lora.training.session.run_lock import LOCK, RunLock
 from dit_lora.training.trackers.trackers import Trackers, login_problem, require_trackers
@@ -340,12 +340,19 @@ def agreeing(accelerator: Accelerator) -> Iterator[None]:
 
 def agreed(session: Session, work: Callable[[], T] | None) -> T | None:
     """Return the result of `work`, on the ranks that have any; an error of one is raised on all. Collective."""
-    result, failure = None, None
+    result: T | None = None
+    failure: DitLoraError | None = None
     if work is not None:
         try:
             result = work()
+        except DitLoraError as error:
+            failure = error
+        except OSError as error:
+            failure = unwritable(error)
         # Whatever its class: other ranks wait for this one.
         except Exception as error:
+            if session.accelerator.num_processes == 1:
+                raise
             failure = as_failure(error)
     agree(session.accelerator, failure)
     return result

@@ -57,5 +57,5 @@ def test_what_has_no_digests_passes(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["[]", '{"files": 3}', '{"files": null}'])
 def test_a_record_of_another_form_is_one_line(run: Path, text: str) -> None:
     (run / VERIFICATION_FILE).write_text(text)
-    with pytest.raises(DitLoraError, match="is not the record of a verification"):
+    with pytest.raises(DitLoraError, match="is damaged"):
         changed_files(run)

@@ -49,7 +49,8 @@ def put(entry: StoredEntry, value: float) -> None:
 def numbers(cache: TensorCache) -> dict[int, float]:
     """Every entry that can be read, and what it holds."""
     found = TensorCache(cache.root)
-    read = {k: found.read(key, {}) for k, key in enumerate(KEYS)}
+    there = set(KEYS) - set(found.missing(KEYS))
+    read = {k: found.read(key, {}) for k, key in enumerate(KEYS) if key in there}
     return {k: tensors["x"][0].item() for k, (tensors, fault) in read.items() if fault is None}
 
 

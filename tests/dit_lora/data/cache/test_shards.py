@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from dit_lora.data.cache.cache import TensorCache, encoded
 from dit_lora.data.cache.shards import ShardError, in_range, read_header, write_shard
+from dit_lora.data.storage import UnreadableError
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32)
@@ -116,7 +117,11 @@ def test_no_flipped_bit_of_a_header_or_of_values_gives_a_wrong_value(tmp_path: P
         path.write_bytes(torn)
         cache = TensorCache(tmp_path)
         for key, tensors in entries.items():
-            back, fault = cache.read(key, {})
+            try:
+                back, fault = cache.read(key, {})
+            except UnreadableError:  # the bit was one of the key: no entry of this name is there
+                lost += 1
+                continue
             assert fault or same(back, tensors), place
             lost += fault is not None
     assert lost > 100

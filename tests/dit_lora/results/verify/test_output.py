@@ -65,7 +65,7 @@ def noted_at_other_levels(tiny_checkpoints: dict[str, Path]) -> tuple[Any, Any, 
     shifted = replace(checkpoint, objective=replace(checkpoint.objective, shift=9.0))
     channels = checkpoint.transformer_config["in_channels"]
     size = torch.Size([channels, 8, 8])
-    latents = {name: (size, torch.float32) for name in ("latent_mean", "latent_logvar")}
+    latents = dict.fromkeys(("latent_mean", "latent_logvar"), (size, torch.float32))
     clips = SimpleNamespace(
         video_specs={VideoShape(1, 64, 64): latents},
         text_spec=checkpoint.text_spec(torch.float32),

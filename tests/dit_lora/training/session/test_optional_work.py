@@ -10,7 +10,7 @@ import torch
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.numerics.memory import is_out_of_memory, one_out_of_memory_error
-from dit_lora.training.optional_work import OptionalWork, as_failure
+from dit_lora.training.session.optional_work import OptionalWork, as_failure
 
 OF_HOST = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
 OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(OF_HOST)]
