@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dit_lora.config.records import VerifiedFiles, read_typed
+from dit_lora.config.records import VerifiedFiles, checked, read_typed
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.files import open_regular, write_whole
 from dit_lora.parsing import ParseError
@@ -44,7 +44,11 @@ def changed_files(run: Path) -> list[str]:
 def read_verification(run: Path) -> VerifiedFiles:
     """Return what verification.json of a run says; empty if there is none. Raises `ParseError` if it is damaged."""
     record = run / VERIFICATION_FILE
-    return read_typed(record, VerifiedFiles) if record.is_file() else {}
+    return (
+        read_typed(record, VerifiedFiles)
+        if record.is_file()
+        else checked({}, VerifiedFiles, str(record))
+    )
 
 
 def require_file_as_verified(file: Path, what: str) -> None:
