@@ -292,7 +292,6 @@ class Overseer:
     def _begin(self) -> None:
         optimizers = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
         self._waiting.clear()
-        self._first_steps.undo()
         leave(self._around)
         discovery, self._discovery = self._discovery, None
         contain_error(
@@ -300,6 +299,8 @@ class Overseer:
             "beginning the guard",
             passes=(NonFiniteError,),
         )
+        # Not before: a loop that keeps the bound method `optimizer.step` calls the function that is in place by now.
+        self._first_steps.undo()
 
     def _guard(
         self, optimizers: Sequence[torch.optim.Optimizer], discovery: ModelDiscovery | None

@@ -212,6 +212,24 @@ def test_a_schedule_that_is_made_late_moves_as_without_a_guard(name: str) -> Non
     assert same(watched, bare)
 
 
+def test_a_step_that_the_loop_has_kept_as_a_bound_method_is_guarded_by_the_command(
+    tmp_path: Path,
+) -> None:
+    overseer = Overseer(LoopConfig(), tmp_path, lambda words: None)
+    with overseer.overseeing():
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        take_step = optimizer.step
+        for number in range(3):
+            before = everything([model], [])
+            optimizer.zero_grad()
+            model(bad_batch(1) if number == 1 else batch(number)).square().mean().backward()
+            take_step()
+            assert same(everything([model], []), before) is (number == 1)
+        (guard,) = overseer.guards
+        assert [event["step"] for event in guard.events] == [2]
+
+
 def test_a_schedule_that_is_made_late_under_the_command_is_held_in_a_skipped_step(
     tmp_path: Path,
 ) -> None:
