@@ -110,6 +110,8 @@ def read_dataset(source: SourceConfig) -> Scan:
     """
     rows = _load(source.path)
     try:
+        # A damaged offset or length would be followed out of the file's memory, and end the process.
+        rows.data.validate(full=True)
         return _read_rows(source, rows)
     except DitLoraError:
         raise

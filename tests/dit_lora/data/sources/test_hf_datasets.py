@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -265,6 +266,19 @@ def test_a_dataset_without_images_or_captions_is_refused(
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "texts")
     with pytest.raises(DitLoraError, match=r"no column of videos or images; it has text \(Value\)"):
         read_clips(DataConfig(path=str(tmp_path / "texts"), height=24, width=16), tmp_path)
+
+
+def test_an_offset_out_of_the_files_memory_is_damage(tmp_path: Path) -> None:
+    """Followed, it would end the process."""
+    captions = ["one", "three", "sixteen"]
+    a_dataset(text=(datasets.Value("string"), captions)).save_to_disk(tmp_path / "saved")
+    (shard,) = (tmp_path / "saved").glob("*.arrow")
+    data = shard.read_bytes()
+    offsets = struct.pack("<4i", 0, 3, 8, 15)
+    assert data.count(offsets) == 1
+    shard.write_bytes(data.replace(offsets, struct.pack("<4i", 0, 3, 2**30, 2**30 + 7)))
+    with pytest.raises(DitLoraError, match="cannot be read"):
+        read_clips(DataConfig(path=str(tmp_path / "saved"), height=24, width=16), tmp_path)
 
 
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(tmp_path: Path) -> None:
