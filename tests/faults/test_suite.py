@@ -30,7 +30,7 @@ from dit_lora.training import fit
 
 
 @pytest.mark.slow
-def test_every_second_fault_is_named_and_recovered_and_no_file_is_poisoned(
+def test_every_third_fault_is_named_and_recovered_and_no_file_is_poisoned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     judge_part(0, monkeypatch)
