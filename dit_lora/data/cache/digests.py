@@ -24,8 +24,8 @@ class Digests:
         self._memo = memo
         self._known: dict[str, list[Any]] = {}
         self._changed = False
-        # If a killed run tore the memo, digests are computed anew.
-        with suppress(FileNotFoundError, ValueError):
+        # Where the memo is torn or cannot be read, digests are computed anew.
+        with suppress(OSError, ValueError):
             self._known = read_typed(memo, dict[str, Annotated[list[Any], Field(min_length=2)]])
 
     def media(self, media: Media) -> str:

@@ -28,7 +28,7 @@ class Headers:
         self._memo = memo
         self._known: dict[str, tuple[list[int], dict[str, Any]]] = {}
         # If a killed run tore the memo, headers are read anew.
-        with suppress(FileNotFoundError, ValueError):
+        with suppress(OSError, ValueError):
             stored = parse_json(memo.read_bytes())
             if stored["version"] == _VERSION:
                 self._known = stored["headers"]
