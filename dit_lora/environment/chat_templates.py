@@ -73,8 +73,8 @@ class _Renderer:
         ours, theirs = Pipe()
         child = os.fork()
         if child == 0:
-            ours.close()
             try:
+                _close_all_but(theirs.fileno())
                 self._serve(theirs)
             finally:
                 os._exit(0)  # nothing of the parent's is to be flushed or freed here
@@ -92,12 +92,15 @@ class _Renderer:
         """Answer until the other end is closed."""
         gc.disable()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         _bound_memory()
         while True:
             try:
                 args, options = connection.recv()
             except (EOFError, OSError):
                 return
+            # A process whose owner was killed ends by itself.
+            signal.setitimer(signal.ITIMER_REAL, 2 * MAX_SECONDS)
             try:
                 rendered = self._function(*args, **options)
                 if sum(map(len, rendered[0])) > MAX_OUTPUT_CHARACTERS:
@@ -108,7 +111,15 @@ class _Renderer:
             except _RAISED as error:
                 words = " ".join(str(error)[:400].split())
                 answer = json.dumps({"error": words or type(error).__name__})
+            signal.setitimer(signal.ITIMER_REAL, 0)
             connection.send_bytes(answer.encode())
+
+
+def _close_all_but(kept: int) -> None:
+    """Close every file of the parent but the standard streams: with a file of its own a fork would hold its locks."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    os.closerange(3, kept)
+    os.closerange(kept + 1, most)
 
 
 def _bound_memory() -> None:

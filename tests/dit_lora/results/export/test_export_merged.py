@@ -174,7 +174,7 @@ def test_what_cannot_be_merged_leaves_nothing(
         merged(one)
     save_file(weights, file, metadata={"format": "pt"})
     config = json.loads((base / "transformer" / "config.json").read_text())
-    quantised = {**config, "quantization_config": {"quant_method": "x"}}
+    quantised = {**config, "quantization_config": {"quant_method": "bitsandbytes"}}
     (base / "transformer" / "config.json").write_text(json.dumps(quantised))
     with pytest.raises(DitLoraError, match="is quantised; give --model the checkpoint"):
         merged(one)
