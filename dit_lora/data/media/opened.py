@@ -3,7 +3,9 @@
 Nothing here needs torch, so that the audit's processes start quickly.
 """
 
+import gc
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,11 @@ from packaging.version import Version
 from PIL import Image, UnidentifiedImageError
 
 from dit_lora.data.media.media import HEIC, Media, read_head, sniffed_suffix
+
+# A forked process, such as a data worker, inherits frames and decoders of its parent, without the threads of FFmpeg that
+# belong to them: to free them there would wait for these for ever. What is frozen is not collected.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=gc.freeze)
 
 MOST_PIXELS = 2 * 89_478_485
 """The most pixels of one picture.

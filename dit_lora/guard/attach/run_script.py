@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,6 +77,7 @@ def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) 
     if not module and not Path(script).exists():
         raise DitLoraError(f"no such script: {script}")
     argv, path, main = sys.argv[:], sys.path[:], sys.modules["__main__"]
+    threads = threading.enumerate()
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path.cwd() if module else Path(script).resolve().parent)
     try:
@@ -87,7 +88,7 @@ def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) 
         sys.argv[0] = scope.__file__ or script
         sys.modules["__main__"] = scope
         exec(code, vars(scope))
-        _wait_for_threads()
+        _wait_for_threads(threads)
     finally:
         sys.modules["__main__"] = main
         sys.argv[:], sys.path[:] = argv, path
@@ -118,10 +119,10 @@ def _module_code(name: str) -> tuple[CodeType, ModuleType]:
     return code, scope
 
 
-def _wait_for_threads() -> None:
-    """Wait for threads that python itself would wait for at its end."""
+def _wait_for_threads(earlier: Collection[threading.Thread]) -> None:
+    """Wait for threads of the script that python itself would wait for at its end."""
     for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
+        if thread not in earlier and not thread.daemon:
             thread.join()
 
 

@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import pickletools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 from dit_lora.config.ladder import LoopConfig
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.attach.loop_events import EVENTS
-from dit_lora.guard.attach.run_script import Overseer
+from dit_lora.guard.attach.run_script import Overseer, run_as_main
 
 
 class Net(nn.Module):
@@ -246,3 +247,22 @@ def test_a_schedule_that_is_made_late_under_the_command_is_held_in_a_skipped_ste
             schedule.step()
             rates += schedule.get_last_lr()
     assert rates == pytest.approx([0.05, 0.05, 0.025])
+
+
+def test_a_script_waits_for_its_own_threads_alone(tmp_path: Path) -> None:
+    """A program that runs a script under the guard may have threads that never end."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import threading, pathlib\n"
+        "threading.Timer(0.2, pathlib.Path(__file__).with_name('done').touch).start()\n"
+    )
+    goes_on = threading.Event()
+    other = threading.Thread(target=goes_on.wait)
+    other.start()
+    try:
+        run_as_main(str(script), [])
+        assert (tmp_path / "done").exists()
+        assert other.is_alive()
+    finally:
+        goes_on.set()
+        other.join()
