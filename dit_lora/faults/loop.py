@@ -1,6 +1,7 @@
 """A small training loop that is not ours, guarded as a plugin guards: with Accelerate, or in plain PyTorch."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,18 @@ class PlainToyLoop(ToyLoop):
 
 Batch = dict[str, torch.Tensor]
 Spoil = Callable[[ToyLoop, int, Batch], None]
+
+
+@dataclass(frozen=True)
+class BadData:
+    """A fault in the data of a batch. Loops whose batches come from a dataset have it in the dataset's items."""
+
+    spoil: Spoil
+
+    def __call__(self, loop: ToyLoop, step: int, batch: Batch) -> None:
+        self.spoil(loop, step, batch)
+
+
 Check = Callable[[ToyLoop], str | None]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from dit_lora.faults.loop import ROWS, STEPS, Batch, Toy, ToyLoop, batch_of
+from dit_lora.faults.loop import ROWS, STEPS, BadData, Batch, Toy, ToyLoop, batch_of
 
 
 class TrainerLoop(ToyLoop):
@@ -24,12 +24,16 @@ class TrainerLoop(ToyLoop):
 
     def loader(self) -> DataLoader[Batch]:
         batches = [batch_of(step, 0) for step in range(1, STEPS + 1)]
+        if isinstance(self.spoil, BadData):
+            for step, batch in enumerate(batches, 1):
+                self.spoil(self, step, batch)
         rows = [{name: t[row] for name, t in b.items()} for b in batches for row in range(ROWS)]
         dataset: Any = rows  # a list has what a loader asks for
         return DataLoader(dataset, batch_size=ROWS)
 
     def loss(self, model: Any, step: int, batch: Batch) -> torch.Tensor:
-        self.spoil(self, step, batch)
+        if not isinstance(self.spoil, BadData):
+            self.spoil(self, step, batch)
         output: torch.Tensor = model(batch["x"], labels=batch["labels"])
         return (output.float() - batch["y"]).square().mean()
 

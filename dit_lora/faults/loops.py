@@ -15,6 +15,7 @@ from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.loop import (
     STEPS,
     WIDTH,
+    BadData,
     Batch,
     Check,
     PlainToyLoop,
@@ -78,7 +79,7 @@ def in_batch(
 ) -> Spoil:
     """Set one element of a batch."""
     change = Element(value, index)
-    return at(step, lambda loop, batch: batch[name], change, on_last_rank=on_last_rank)
+    return BadData(at(step, lambda loop, batch: batch[name], change, on_last_rank=on_last_rank))
 
 
 def spoil_gradient_once(parameter: torch.Tensor, change: Change) -> None:
