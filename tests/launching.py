@@ -95,7 +95,8 @@ class Ranks:
         """To the ranks, and not to what they started."""
         for process in self.processes:
             if process.exitcode is None:
-                os.kill(process.pid or 0, number)
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(process.pid or 0, number)
 
     def kill(self) -> None:
         """kill -9 for the ranks and for all that they started."""
