@@ -117,7 +117,7 @@ def measure(what: str, root: Path, keys: list[str], nbytes: int, rounds: int) ->
         for name in kinds if turn > 1 else ():  # the first two warm up
             medians[name].append(statistics.median(took[name]))
     cells = [what, f"{nbytes / 1e6:.2f}", str(len(list(shards_in(root))))]
-    cells += [f"{1e-9 * nbytes / statistics.median(medians[name]):.1f}" for name in kinds]
+    cells += [f"{1e-9 * nbytes / statistics.median(medians[name]):.3g}" for name in kinds]
     for name in ("ours", "cloned"):
         ratios = [m / o for m, o in zip(medians["mapped"], medians[name], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)

@@ -3,7 +3,6 @@
 import errno
 import mmap
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dit_lora.errors import DitLoraError
-from dit_lora.terminal import one_line
+from dit_lora.terminal import echo, one_line
 
 T = TypeVar("T")
 
@@ -132,5 +131,4 @@ def _say_it_is_back(seconds: float) -> None:
 
 def _say(line: str) -> None:
     # A progress bar may stand in the current line.
-    sys.stderr.write(f"\n{one_line(line)}\n")
-    sys.stderr.flush()
+    echo(f"\n{one_line(line)}", err=True)

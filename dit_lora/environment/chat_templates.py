@@ -20,6 +20,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from dit_lora.errors import DitLoraError
+from dit_lora.parsing import parse_json
 
 MAX_SECONDS = 10.0
 """Time of one rendering; templates of published checkpoints take a millisecond."""
@@ -59,7 +60,7 @@ class _Renderer:
                     raise ChatTemplateError(
                         f"the checkpoint's chat template takes more than {MAX_SECONDS:g} s"
                     )
-                answer = json.loads(self._connection.recv_bytes())
+                answer = parse_json(self._connection.recv_bytes())
             except (EOFError, ConnectionError) as error:
                 self._stop()
                 raise ChatTemplateError(
