@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The GPU check: what one GPU says of this tree, in two calls of less than ten minutes, the most telling figures first.
 #
-#   benchmarks/gpu_check.sh first|second [--tiny] [--out FOLDER]
+#   benchmarks/gpu_check.sh first|second|PART... [--tiny] [--out FOLDER]
 #
 # first    versions and clocks; what the GPU reaches; steps of CogVideoX-5B; the kernels' tests; the kernels' times
 # second   steps of Sana and DiT; tests marked gpu; a bad sample, kill -9 and resume on a tiny model; the other models' steps
+# PART...  these parts alone, by the names in their logs
 # --tiny   everything at tiny sizes, on a CPU if there is no GPU: to see that it runs
 #
 # Needs bash, coreutils and an interpreter with torch and pytest: no make, no git, nothing is installed.
@@ -15,17 +16,20 @@
 # Each part's output is shown and kept as it comes, in FOLDER/<part>.log; FOLDER/summary.txt says how each ended.
 set -u -o pipefail
 
-usage() { echo "usage: benchmarks/gpu_check.sh first|second [--tiny] [--out FOLDER]" >&2; exit 2; }
-call=${1-}; shift || usage
-case $call in first | second) ;; *) usage ;; esac
-out=${OUT:-}; tiny=
+first="machine ceilings steps_video kernel_tests kernel_times"
+second="steps_images gpu_tests recovery steps_more"
+usage() { echo "usage: benchmarks/gpu_check.sh first|second|PART... [--tiny] [--out FOLDER]; parts: $first $second" >&2; exit 2; }
+out=${OUT:-}; tiny=; parts=
 while [ $# -gt 0 ]; do
   case $1 in
     --tiny) tiny=1; shift ;;
     --out) [ $# -ge 2 ] || usage; out=$2; shift 2 ;;
-    *) usage ;;
+    first) parts="$parts $first"; shift ;;
+    second) parts="$parts $second"; shift ;;
+    *) case " $first $second " in *" $1 "*) parts="$parts $1"; shift ;; *) usage ;; esac ;;
   esac
 done
+[ -n "$parts" ] || usage
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${out:-$root/build/gpu-check}
@@ -48,7 +52,7 @@ fi
 ends=$((SECONDS + ${GPU_CHECK_SECONDS:-585}))
 status=0
 summary=$out/summary.txt
-[ "$call" = first ] && : >"$summary"
+[ "$parts" = " $first" ] && : >"$summary"
 
 tell() { echo "== $1" | tee -a "$summary"; }
 
@@ -116,18 +120,18 @@ gpu_tests() {
   part gpu_tests 150 60 "$project" "$python" -m pytest -q -m gpu -p no:cacheprovider $files
 }
 
-if [ "$call" = first ]; then
-  part machine 60 5 "$kernels" "$python" -m benchmarks.machine --device "$device"
+machine() { part machine 60 5 "$kernels" "$python" -m benchmarks.machine --device "$device"; }
+
+ceilings() {
   part ceilings 90 30 "$project" "$python" -m dit_lora doctor --measure ${tiny:+--quick}
   # What plans elsewhere take by --ceilings; the home it is kept in may go with the machine.
   cp "${HF_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/huggingface}/dit-lora"/ceilings_*.json "$out" 2>/dev/null
-  steps steps_video 250 40 cogvideox-5b
-  kernel_tests
-  kernel_times
-else
-  steps steps_images 260 40 sana-1.6b-b8 dit-xl2-b32 sana-1.6b-b4 dit-xl2-b64
-  gpu_tests
-  part recovery 150 60 "$project" "$python" -m benchmarks.gpu_recovery --device "$device"
-  steps steps_more 240 60 cogvideox-2b wan-1.3b cogvideox-1.5
-fi
+}
+
+recovery() { part recovery 150 60 "$project" "$python" -m benchmarks.gpu_recovery --device "$device"; }
+steps_video() { steps steps_video 250 40 cogvideox-5b; }
+steps_images() { steps steps_images 260 40 sana-1.6b-b8 dit-xl2-b32 sana-1.6b-b4 dit-xl2-b64; }
+steps_more() { steps steps_more 240 60 cogvideox-2b wan-1.3b cogvideox-1.5; }
+
+for name in $parts; do "$name"; done
 exit $status

@@ -106,6 +106,11 @@ def test_each_call_has_its_parts_in_order_and_keeps_their_output(check: Check) -
     ]
 
 
+def test_parts_can_be_asked_for_alone(check: Check) -> None:
+    assert check.run("recovery", "machine").returncode == 0
+    assert tuple(check.summary) == ("recovery", "machine")
+
+
 def test_no_part_is_given_more_than_is_left_of_ten_minutes(check: Check) -> None:
     assert "GPU_CHECK_SECONDS:-585" in SCRIPT.read_text()
     assert check.run("first", GPU_CHECK_SECONDS="50").returncode == 1
