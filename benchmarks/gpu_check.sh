@@ -78,7 +78,8 @@ part() {
   fi
   [ "$most" -gt "$left" ] && most=$left
   echo "== $name: at most $most s"
-  BUDGET=$most timeout --kill-after=5 "$most" "$@" 2>&1 | tee "$out/$name.log"
+  # Stopped as by Ctrl-C: pytest then still says what failed.
+  BUDGET=$most timeout --signal=INT --kill-after=10 "$most" "$@" 2>&1 | tee "$out/$name.log"
   code=${PIPESTATUS[0]}
   case $code in
     0) tell "$name: done in $((SECONDS - began)) s" ;;
@@ -100,7 +101,7 @@ steps() {
 kernel_tests() {
   local spread=()
   [ -z "$(lacks xdist)" ] && spread=(-n "$cores")
-  part kernel_tests 150 60 "$kernels" "$python" -m pytest -q ${spread[@]+"${spread[@]}"} -p no:cacheprovider \
+  part kernel_tests 150 60 "$kernels" "$python" -m pytest -q --tb=short ${spread[@]+"${spread[@]}"} -p no:cacheprovider \
     --confcutdir=tests/dit_lora_kernels tests/dit_lora_kernels \
     -k "not sm90 and not mutants${tiny:+ and finite_norm}"
 }
@@ -117,7 +118,7 @@ gpu_tests() {
   local files
   files=$(grep -rl 'mark.gpu' tests/dit_lora)
   # shellcheck disable=SC2086 -- names of files, without spaces
-  part gpu_tests 150 60 "$project" "$python" -m pytest -q -m gpu -p no:cacheprovider $files
+  part gpu_tests 150 60 "$project" "$python" -m pytest -q --tb=short -m gpu -p no:cacheprovider $files
 }
 
 machine() { part machine 60 5 "$kernels" "$python" -m benchmarks.machine --device "$device"; }

@@ -194,6 +194,7 @@ def _run_setting(
     try:
         with settled(model, entry, setting, batches, timing.wait) as steps:
             result.mode, result.words = steps.mode, steps.words
+            result.read_late = setting.guarded
             _measure(steps, result, timing)
             result.ops = ops_used(model)
     except _TimeUpError:

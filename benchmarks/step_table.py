@@ -22,8 +22,10 @@ class Result:
     model: str
     setting: str
     seconds: list[float] = field(default_factory=list)
-    """Times of each step after the warm-up, until the device had done it; of the loop's, from one read to the
-    next: the first has the next one's launch, the last has not."""
+    """Times of each step after the warm-up, until the device had done it."""
+    read_late: bool = False
+    """True for steps of a run's loop: their times are from one read to the next, of which the first has the next step's
+    launch and the last has not, so that their mean counts alone."""
     host: list[float] = field(default_factory=list)
     """Seconds until the host had launched each of them; empty where the step itself waits for the device."""
     warm_up: float = 0.0
@@ -46,8 +48,11 @@ class Result:
         return asdict(self)
 
     @property
-    def median(self) -> float | None:
-        return statistics.median(self.seconds) if self.seconds else None
+    def typical(self) -> float | None:
+        """The median of a step's seconds, or their mean."""
+        if not self.seconds:
+            return None
+        return statistics.fmean(self.seconds) if self.read_late else statistics.median(self.seconds)
 
     def difference(self, example: "Result") -> float | None:
         """Return the largest relative difference of a step's loss from that of the example."""
@@ -80,7 +85,7 @@ def markdown(
 def _row(result: Result, own: Sequence[Result], steps: int) -> str:
     example = next(r for r in own if r.setting == EXAMPLE.name)
     compiled = [r for r in own if r.setting in _COMPILED and r.seconds]
-    best = min(compiled, key=lambda r: r.median or 0.0, default=None)
+    best = min(compiled, key=lambda r: r.typical or 0.0, default=None)
     difference = result.difference(example)
     cells = [
         result.model, result.setting, _time_cell(result, steps),
@@ -94,9 +99,9 @@ def _row(result: Result, own: Sequence[Result], steps: int) -> str:
 
 
 def _ratio(other: Result | None, result: Result) -> str:
-    if other is None or other is result or not other.median or not result.median:
+    if other is None or other is result or not other.typical or not result.typical:
         return "-"
-    ratio = other.median / result.median
+    ratio = other.typical / result.typical
     return f"{ratio:.3f}" + (" **slower**" if ratio < 1 else "")
 
 
@@ -110,7 +115,8 @@ def _time_cell(result: Result, steps: int) -> str:
     if not result.seconds:
         return "left out, the time was up"
     low, high = min(result.seconds), max(result.seconds)
-    cell = f"{result.median:.4f} ({low:.4f} to {high:.4f})"
+    within = "mean" if result.read_late else f"{low:.4f} to {high:.4f}"
+    cell = f"{result.typical:.4f} ({within})"
     return cell if len(result.seconds) == steps else f"{cell}, {len(result.seconds)} steps"
 
 

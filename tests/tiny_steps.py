@@ -89,8 +89,9 @@ def tiny_step(
 ) -> TinyStep:
     """A step of a variant of the fixture `tiny_checkpoints`; masks are of ones, adapters are not zero.
 
-    `scratch` changes the model's config, whose weights are then drawn.
+    `scratch` changes the model's config, whose weights are then drawn, the same ones each time.
     """
+    torch.manual_seed(0)
     case = VARIANTS[variant]
     family = get_family(case.family)
     config = ModelConfig(family=case.family, path=str(paths[variant]), from_scratch=scratch)

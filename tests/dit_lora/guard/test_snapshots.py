@@ -39,7 +39,8 @@ class Run:
         for step in range(first, last + 1):
             draws = torch.Generator().manual_seed(step)
             for p in self.parameters.values():
-                p.grad = torch.randn(p.shape, generator=draws).to(p.device, p.dtype)
+                # With the parameter's strides, as autograd has it and the fused optimizer wants it on CUDA.
+                p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=draws))
             self.optimizer.step()
 
     def values(self) -> Tensors:
