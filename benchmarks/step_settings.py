@@ -242,6 +242,10 @@ class _GuardedSteps:
     words: str
     wait: Callable[[], None]
 
+    def __post_init__(self) -> None:
+        # Once: building it compares the kernel of norms with torch, which is no part of a step.
+        self._loop = self._build_loop()
+
     def take(self, first: int, last: int, done: Done) -> None:
         def on_step(result: StepResult) -> None:
             # The loop has read the step's row, so that the host's share cannot be told.
@@ -249,7 +253,7 @@ class _GuardedSteps:
 
         # The loop counts steps from 1.
         train(
-            self._loop(),
+            self._loop,
             self._from,
             start_step=first,
             steps=last + 1,
@@ -264,7 +268,7 @@ class _GuardedSteps:
             names = tuple(f"{number}-{row}" for row in rows)
             yield Batch(names, tuple(number * len(rows) + row for row in rows), tensors)
 
-    def _loop(self) -> Loop:
+    def _build_loop(self) -> Loop:
         group = GroupConfig(lr=_RATE, schedule="constant", warmup_steps=0)
         optim = OptimConfig(groups=GroupsConfig(adapter=group), clip=_CLIP)
         device = next(self.model.parameters()).device
