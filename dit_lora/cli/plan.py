@@ -68,10 +68,10 @@ def parse_size(text: str) -> int:
 
 
 def _ceilings(file: Path | None) -> "Ceilings":
-    """Return the rates of a file, else those measured of this machine's GPU, else the estimate."""
+    """Return the rates of a file, else those measured of this machine's GPU, else an H200's."""
     import torch
 
-    from dit_lora.environment.ceilings import ESTIMATE, load_ceilings, read_ceilings
+    from dit_lora.environment.ceilings import H200, load_ceilings, read_ceilings
 
     if file is not None:
         read = read_ceilings(file)
@@ -79,8 +79,8 @@ def _ceilings(file: Path | None) -> "Ceilings":
             raise DitLoraError(f"--ceilings: {file} is of another version; measure again")
         return read
     if not torch.cuda.is_available():
-        return ESTIMATE
-    return load_ceilings(torch.cuda.get_device_name()) or ESTIMATE
+        return H200
+    return load_ceilings(torch.cuda.get_device_name()) or H200
 
 
 def _memory_here() -> int | None:

@@ -47,10 +47,11 @@ class AttentionRate:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of one device. `measured` is a date; None for an estimate."""
+    """Rates of one device."""
 
     device: str
-    measured: str | None
+    measured: str
+    """The date."""
     copy: float
     """Bytes a second of a copy within the device, read and written."""
     launch: float
@@ -65,8 +66,6 @@ class Ceilings:
     @property
     def source(self) -> str:
         """Say where the rates are from."""
-        if self.measured is None:
-            return f"an estimate for {self.device}, not measured"
         return f"rates of {self.device}, measured on {self.measured}"
 
     def product(self, dtype: str) -> float:
@@ -125,7 +124,7 @@ def _ceilings(content: Mapping[str, Any]) -> Ceilings:
         raise ValueError("it has no rate of fp32 products, or none of attention")
     return Ceilings(
         device=str(content["device"]),
-        measured=content["measured"],
+        measured=str(content["measured"]),
         copy=float(content["copy"]),
         launch=float(content["launch"]),
         products=products,
@@ -136,19 +135,18 @@ def _ceilings(content: Mapping[str, Any]) -> Ceilings:
 
 
 def _of_h200() -> Ceilings:
-    # Read and computed, not measured: products at 700 of 989 TFLOP/s (fp8 twice that), the copy rate that others
-    # measured, cuDNN's attention without a mask and FlashAttention 2's rate with one.
+    # docs/benchmarks/gpu.md: each dtype's middle rate over the sizes, and PyTorch's own choice of attention.
     products = [
-        ProductRate("fp32", (16384, 3072, 3072), 45e12),
-        ProductRate("bf16", (16384, 3072, 3072), 700e12),
-        ProductRate("fp8", (16384, 3072, 3072), 1.2e15),
+        ProductRate("fp32", (8192, 11200, 2240), 51.5e12),
+        ProductRate("bf16", (17776, 3072, 3072), 798e12),
+        ProductRate("fp8", (17776, 3072, 3072), 1.50e15),
     ]
     attention = [
-        AttentionRate("1x48x17776x17776x64", "default", False, 480e12, 480e12, same_bits=False),
-        AttentionRate("8x20x1024x304x112", "default", True, 200e12, 200e12, same_bits=False),
+        AttentionRate("1x48x17776x17776x64", "default", False, 431e12, 433e12, same_bits=False),
+        AttentionRate("8x20x1024x304x112", "default", True, 209e12, 148e12, same_bits=True),
     ]
-    return Ceilings("an H200", None, 4.3e12, 5e-6, products, attention)
+    return Ceilings("an H200", "2026-11-26", 4.26e12, 14.3e-6, products, attention)
 
 
-ESTIMATE = _of_h200()
+H200 = _of_h200()
 """The rates that a plan counts with where nothing was measured."""

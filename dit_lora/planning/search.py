@@ -11,7 +11,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.load import load_recipe
 from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.config.recipe import Recipe
-from dit_lora.environment.ceilings import ESTIMATE, Ceilings
+from dit_lora.environment.ceilings import H200, Ceilings
 from dit_lora.errors import DitLoraError
 from dit_lora.families.without_weights import opened, without_weights
 from dit_lora.numerics.precision import choose_precision
@@ -83,7 +83,7 @@ def plan(
     overrides: Sequence[str],
     launch: Launch,
     gpu: int | None,
-    ceilings: Ceilings = ESTIMATE,
+    ceilings: Ceilings = H200,
 ) -> Planned:
     """Return the budget of a recipe on a GPU of so many bytes (None: no limit), counted as for a GPU.
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
 from dit_lora.environment.ceilings import (
-    ESTIMATE,
+    H200,
     AttentionRate,
     Ceilings,
     ProductRate,
@@ -178,8 +178,8 @@ def test_a_plan_follows_its_recipe_and_the_rates(tiny_checkpoints: dict[str, Pat
     assert once.parts["attention"] > 0
     faster = planned_step(model, ceilings=replace(RATES, copy=2e9))
     assert faster.parts["other ops"] == pytest.approx(once.parts["other ops"] / 2)
-    guessed = planned_step(model, ceilings=ESTIMATE)
-    assert "an estimate for an H200, not measured" in guessed.words
+    guessed = planned_step(model, ceilings=H200)
+    assert "rates of an H200, measured on 2026-11-26" in guessed.words
 
 
 def test_a_plan_takes_rates_of_another_machine(tiny_checkpoints: dict[str, Path]) -> None:
