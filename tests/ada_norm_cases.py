@@ -61,7 +61,9 @@ def eager(norm: str, x: Tensor, **others: Tensor) -> tuple[Tensor, Tensor]:
         x = (x + (rows("gate") * others["y"] if "gate" in others else others["y"])).type_as(x)
     weight, bias = others.get("weight"), others.get("bias")
     if norm == "layer":
-        out = F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+        # As Wan does it: on CUDA torch's layer norm takes no rows of another dtype than its weight.
+        like_weight = x if weight is None else x.type_as(weight)
+        out = F.layer_norm(like_weight, x.shape[-1:], weight, bias, EPS)
     else:
         out = F.rms_norm(x, x.shape[-1:], weight, EPS)
         out = out if bias is None else out + bias
