@@ -72,7 +72,7 @@ class Model:
         model.train()
         for module in model.modules():
             if isinstance(module, LabelEmbedding):
-                module.dropout_prob = 0.0  # it would drop labels at random, in each block anew
+                module.dropout_prob = 0.0  # otherwise each block drops labels at random
         return model
 
 

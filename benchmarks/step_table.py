@@ -24,8 +24,9 @@ class Result:
     seconds: list[float] = field(default_factory=list)
     """Times of each step after the warm-up, until the device had done it."""
     read_late: bool = False
-    """True for steps of a run's loop: their times are from one read to the next, of which the first has the next step's
-    launch and the last has not, so that their mean counts alone."""
+    """True for steps of a run's loop, which reads the result of a step while the next one runs.
+
+    Single times are then shifted between steps, and the table gives their mean."""
     host: list[float] = field(default_factory=list)
     """Seconds until the host had launched each of them; empty where the step itself waits for the device."""
     warm_up: float = 0.0
