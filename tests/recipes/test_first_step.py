@@ -93,8 +93,8 @@ def test_samples_that_fail_are_left_out_and_the_run_goes_on(
 
     monkeypatch.setattr(DiffusionTask, "show", failing)
     lora_main([*args, "train.save_every=1", f"run.dir={tmp_path}/run"])
-    said = "".join(capfd.readouterr())
-    assert "are left out this time: a validation prompt cannot be used" in said
+    printed = "".join(capfd.readouterr())
+    assert "are left out this time: a validation prompt cannot be used" in printed
     assert list(checkpoint_steps(tmp_path / "run"))
 
 

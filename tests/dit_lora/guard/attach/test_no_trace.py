@@ -256,13 +256,13 @@ def test_a_script_waits_for_its_own_threads_alone(tmp_path: Path) -> None:
         "import threading, pathlib\n"
         "threading.Timer(0.2, pathlib.Path(__file__).with_name('done').touch).start()\n"
     )
-    goes_on = threading.Event()
-    other = threading.Thread(target=goes_on.wait)
-    other.start()
+    release = threading.Event()
+    unrelated_thread = threading.Thread(target=release.wait)
+    unrelated_thread.start()
     try:
         run_as_main(str(script), [])
         assert (tmp_path / "done").exists()
-        assert other.is_alive()
+        assert unrelated_thread.is_alive()
     finally:
-        goes_on.set()
-        other.join()
+        release.set()
+        unrelated_thread.join()
