@@ -1,6 +1,7 @@
 """Optimizers over parameter groups, learning rates as a function of the step, and clipping."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module, metadata, util
 from typing import Any
@@ -168,6 +169,11 @@ def _joint(norms: list[torch.Tensor]) -> torch.Tensor:
 def _scale(groups: Groups, norm: torch.Tensor, clip: float) -> None:
     """Scale as torch's `clip_grads_with_norm_` does, which refuses a whole norm over sharded gradients."""
     factor = (clip / (norm + 1e-6)).clamp(max=1.0)
-    gradients = [local(p.grad) for group in groups for p in group["params"] if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+    gradients = defaultdict(list)
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                gradients[parameter.grad.dtype].append(local(parameter.grad))
+    # One launch for many gradients, and not one for each, takes a factor of their dtype.
+    for dtype, alike in gradients.items():
+        torch._foreach_mul_(alike, factor.to(dtype))

@@ -71,6 +71,38 @@ def test_the_shared_clip_bounds_the_joint_norm() -> None:
     assert groups[1]["params"][0].grad.tolist() == pytest.approx([0.0, 0.8], rel=1e-5)
 
 
+def test_gradients_of_several_dtypes_are_scaled_as_each_alone() -> None:
+    values = torch.randn(33, generator=torch.Generator().manual_seed(3)).double()
+    groups = groups_with([], [])
+    for group, dtypes in zip(groups, [[torch.bfloat16, torch.float32], [torch.float64]], strict=True):
+        group["params"] = [nn.Parameter(torch.zeros(33, dtype=dtype)) for dtype in dtypes]
+        for parameter in group["params"]:
+            parameter.grad = values.to(parameter.dtype)
+    norms = gradient_norms(groups)
+    norm = clip_gradients(groups, norms, config(adapter=None, connector=None, shared=0.7))
+    factor = 0.7 / (norm.item() + 1e-6)
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        expected = values.to(parameter.dtype).double() * factor
+        eps = torch.finfo(parameter.dtype).eps
+        torch.testing.assert_close(parameter.grad.double(), expected, rtol=eps, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_clipping_takes_few_launches_of_many_gradients() -> None:
+    """With a factor of another dtype PyTorch multiplies one gradient at a time."""
+    groups = groups_with([])
+    groups[0]["params"] = [nn.Parameter(torch.zeros(7, 5, device="cuda")) for _ in range(100)]
+    for parameter in groups[0]["params"]:
+        parameter.grad = torch.randn_like(parameter)
+    norms, optim = gradient_norms(groups), config(adapter=None, shared=1.0)
+    clip_gradients(groups, norms, optim)  # loads what is loaded once
+    with torch.profiler.profile() as profiled:
+        clip_gradients(groups, norms, optim)
+    launches = [e for e in profiled.events() if e.name == "cudaLaunchKernel"]
+    assert 0 < len(launches) < 20
+
+
 def test_a_groups_own_clip_leaves_the_others_alone() -> None:
     """One exploding group must not scale the others to nothing (N25)."""
     groups = groups_with([300.0], [0.5], [0.25])
