@@ -77,7 +77,7 @@ def test_gradients_of_several_dtypes_are_scaled_as_each_alone() -> None:
     for group, dtypes in zip(groups, [[torch.bfloat16, torch.float32], [torch.float64]], strict=True):
         group["params"] = [nn.Parameter(torch.zeros(33, dtype=dtype)) for dtype in dtypes]
         for parameter in group["params"]:
-            parameter.grad = values.to(parameter.dtype)
+            parameter.grad = values.to(parameter.dtype, copy=True)
     norms = gradient_norms(groups)
     norm = clip_gradients(groups, norms, config(adapter=None, connector=None, shared=0.7))
     factor = 0.7 / (norm.item() + 1e-6)
