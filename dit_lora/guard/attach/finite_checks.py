@@ -6,7 +6,8 @@ they are, which takes a third of the time of joining them flattened.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from math import inf, isfinite
+from math import isfinite
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ for what the loop itself changes; compared when a step fails and in `require_fin
 
 _SMALL = 65_536  # elements up to which tensors are joined
 _MAX_JOINED = 256  # tensors, of up to 64 MiB together
+_GRADIENT = attrgetter("grad")
+_ADDRESS = torch.Tensor.data_ptr
+_PARTS = 8  # of the weights, of which one is looked at in turn
 
 
 def check_names(names: Collection[str]) -> frozenset[str]:
@@ -134,12 +138,15 @@ class OptimizerChecks:
             and dtypes <= {torch.float32, torch.float64, torch.bfloat16}
         )
         self._squares = _squares_gradients(optimizer)
+        self._lacks_gradients = False
         self._views: list[torch.Tensor] = []
         self._unjoined: list[torch.Tensor] = []
-        self._viewed: list[tuple[nn.Parameter, int]] = []
+        self._viewed: list[tuple[list[nn.Parameter], list[int]]] = []
+        """Parts of the weights, with their addresses; the first weight is in each. Empty before the first look."""
         self.clipped_names: list[str] = []
         """Parameters whose gradient was not finite before clipping spread it."""
 
+    @property
     def has_unfrozen(self) -> bool:
         """True if a parameter has a gradient that was frozen when this was made."""
         return bool(self._frozen) and any(p.grad is not None for p in self._frozen)
@@ -151,21 +158,30 @@ class OptimizerChecks:
         """
         if not self._can_join:
             return False
-        squares = 0.0
+        norms = 0.0
         try:
             for group in self._groups:
-                grads = [grad for p in group if (grad := p.grad) is not None]
-                if grads:
-                    # One number has no dimension to be joined along.
-                    flat = torch.cat(grads).reshape(-1) if grads[0].ndim else torch.stack(grads)
-                    # The sum of squares, which is not finite where one value is not or is too large.
-                    squares += float(torch.dot(flat, flat))
+                joined = self._joined_gradients(group)
+                # Not finite where one value is not, and no smaller than the largest.
+                norms += float(torch.linalg.vector_norm(joined)) if joined is not None else 0.0
         except (RuntimeError, NotImplementedError):  # sparse gradients, or several dtypes
             return False
-        if not 0 < squares < inf:
-            return False
         large = [grad for p in self._large if (grad := p.grad) is not None]
-        return not large or self._peaks.of([], large) < SQUARE_LIMIT
+        if large:
+            norms += self._peaks.of([], large)
+        return 0 < norms < SQUARE_LIMIT
+
+    def _joined_gradients(self, group: list[nn.Parameter]) -> torch.Tensor | None:
+        """The gradients of a group of parameters as one tensor; None where there are none."""
+        # One number has no dimension to be joined along.
+        join = torch.cat if group[0].ndim else torch.stack
+        if not self._lacks_gradients:
+            try:
+                return join(list(map(_GRADIENT, group)))
+            except TypeError:  # of None: what gets no gradient now will often get none
+                self._lacks_gradients = True
+        grads = [grad for p in group if (grad := p.grad) is not None]
+        return join(grads) if grads else None
 
     def gradient_peak(self) -> float:
         """Largest magnitude of the gradients of now; 0 where there are none, NaN where one has a NaN."""
@@ -202,27 +218,31 @@ class OptimizerChecks:
             with torch.no_grad():
                 return isfinite(self._peaks.of([*self._small, *self._large]))
         if not self._views_are_current():
-            joined = [p for p in self._small if p.is_contiguous()]
-            self._views = [p.detach().view(-1) for p in joined]
-            self._viewed = [(p, p.data_ptr()) for p in joined]
-            self._unjoined = [p.detach() for p in self._small if not p.is_contiguous()]
-            self._unjoined += [p.detach() for p in self._large]
+            self._view_weights()
         if self._views:
             flat = torch.cat(self._views)
-            # Finite squares say the same in half the time; they overflow before the weights do.
-            if not isfinite(float(torch.dot(flat, flat))) and not isfinite(float(flat.abs().max())):
+            # A finite norm says the same in half the time; squares overflow before the weights do.
+            norm = float(torch.linalg.vector_norm(flat))
+            if not isfinite(norm) and not isfinite(float(flat.abs().max())):
                 return False
         return not self._unjoined or isfinite(self._peaks.of([], self._unjoined))
 
     def _views_are_current(self) -> bool:
         """False if a weight was given other memory, by `.data`; the first and an eighth of them are looked at each time."""
         if not self._viewed:
-            return not self._small
-        self._turn = (self._turn + 1) % 8
-        for parameter, address in (self._viewed[0], *self._viewed[self._turn :: 8]):
-            if parameter.data_ptr() != address:
-                return False
-        return True
+            return False
+        self._turn = (self._turn + 1) % _PARTS
+        parameters, addresses = self._viewed[self._turn]
+        return list(map(_ADDRESS, parameters)) == addresses
+
+    def _view_weights(self) -> None:
+        joined = [p for p in self._small if p.is_contiguous()]
+        others = [p for p in self._small if not p.is_contiguous()] + self._large
+        self._views = [p.detach().view(-1) for p in joined]
+        self._unjoined = [p.detach() for p in others]
+        held = joined + others
+        parts = [[*held[:1], *held[turn::_PARTS]] for turn in range(_PARTS)]
+        self._viewed = [(part, list(map(_ADDRESS, part))) for part in parts]
 
     def bad_weights(self) -> list[str]:
         return [name for name, p in self.parameters if not is_finite_any(p)]

@@ -141,8 +141,9 @@ class LoopEvents:
         if torch._C._current_graph_task_id() != -1:
             original(tensors, *args, **kwargs)
             return
-        for listener in self._live():
-            listener.backward_begins(tensors)
+        for reference in tuple(self._listeners):
+            if (listener := reference()) is not None:
+                listener.backward_begins(tensors)
         try:
             original(tensors, *args, **kwargs)
         except RuntimeError as error:

@@ -58,6 +58,8 @@ class Looks:
                 "Guard: monitor_every writes statistics of modules to a folder, and none was given; give folder="
             )
         wanted = [name for name in LOOKS if getattr(config, name)]
+        self.is_wanted = bool(wanted)
+        """False where none of the looks was asked for."""
         if wanted and host.under_deepspeed:
             raise DitLoraError(
                 f"Guard: DeepSpeed's engine takes steps by itself, so there is no {', '.join(wanted)} under it; leave "

@@ -19,8 +19,8 @@ class Turns:
         """Turns of its optimizer when a schedule last moved, by the schedule's id."""
 
     def count(self, optimizer: Any, *, left_out: bool) -> None:
-        """Count a turn of the optimizer."""
-        key = id(_bare(optimizer))
+        """Count a turn of the optimizer, which is without Accelerate's wrapper."""
+        key = id(optimizer)
         self._turns[key] += 1
         if left_out:
             self._left_out.add(key)

@@ -121,7 +121,8 @@ class StepHooks:
         self._state_checks = StateChecks(host, self._state, watched)
 
     def _call_begins(self) -> None:
-        self._looks.call_begins(self.number)
+        if self._looks.is_wanted:
+            self._looks.call_begins(self.number)
         self._watched.call_begins()
 
     def survey(self) -> None:
@@ -159,7 +160,8 @@ class StepHooks:
         if self._passes.begin(tensors):
             self._watched.log.renew_gradients()
             for watched in self.optimizers:
-                watched.checks.forget()
+                if watched.checks.clipped_names:
+                    watched.checks.forget()
 
     def backward_failed(self, error: RuntimeError) -> None:
         """Say what is known before anomaly mode's error ends the loop."""
@@ -243,7 +245,7 @@ class StepHooks:
         if closure is not None and callable(closure):
             return self._step_with_closure(watched, original, closure, args, kwargs)
         if self._is_bad(watched):
-            self._turns.count(watched.optimizer, left_out=True)
+            self._turns.count(watched.inner, left_out=True)
             return None
         # A snapshot is copied beside the forward and backward; its weights are not to be overwritten before.
         self._state.snapshots.before_update()
@@ -298,9 +300,11 @@ class StepHooks:
         self._judged = self.number
         self._has_failed = False
         self._passes.step_begins()
-        self._looks.step_begins()
+        if self._looks.is_wanted:
+            self._looks.step_begins()
         self._look_at_models()
-        self._looks.gradients(self._state.parameters)
+        if self._looks.is_wanted:
+            self._looks.gradients(self._state.parameters)
 
     def _failure_kind(self, watched: WatchedOptimizer) -> str | None:
         """Find bad gradients of this step on any rank; None if there are none. One read of the device."""
@@ -313,7 +317,7 @@ class StepHooks:
                 is_zero = peak == 0.0
             if not self._passes.has_witness and not is_zero:
                 self._passes.choose_witness()
-        if self._host.ranks > 1 and not self._is_inside_backward():
+        if self._host.is_shared and self._host.ranks > 1 and not self._is_inside_backward():
             # Weights that one rank's memory has spoiled are known to it alone: all ranks go back together.
             bad_weights = self._checks_weights and not watched.checks.weights_are_finite()
             flags = torch.tensor([bad_gradient, bad_weights], device=self._host.device).float()
@@ -336,25 +340,27 @@ class StepHooks:
             self._recovery.report_zero_gradient(self._judged)
         if self._is_due and self._take_due_snapshot():
             return WEIGHTS
-        self._looks.healthy(
-            self._judged, watched.optimizer, self._state.parameters, self._passes.losses
-        )
+        if self._looks.is_wanted:
+            self._looks.healthy(
+                self._judged, watched.optimizer, self._state.parameters, self._passes.losses
+            )
         return None
 
     @contained("looking at weights", passes=(NonFiniteError,))
     def _after(self, watched: WatchedOptimizer) -> None:
         """Look at the weights that a step has left, before the loop copies, averages or saves them."""
         is_good = True
-        if self._checks_weights and self._host.ranks == 1 and not self._recovery.has_given_up:
+        is_alone = not self._host.is_shared or self._host.ranks == 1
+        if self._checks_weights and is_alone and not self._recovery.has_given_up:
             is_good = watched.checks.weights_are_finite()
         if is_good:
             self._close(taken=True)
         else:
             self._recover(watched, WEIGHTS)
             self._close(taken=False)
-        if self._host.scaler is not None:
+        if watched.is_accelerated:
             self._check_accelerate_scaler(watched)
-        self._turns.count(watched.optimizer, left_out=not is_good)
+        self._turns.count(watched.inner, left_out=not is_good)
 
     def _step_with_closure(
         self,
@@ -386,7 +392,7 @@ class StepHooks:
         try:
             result = original(*args, **kwargs)
         except _SkipStepError:
-            self._turns.count(watched.optimizer, left_out=True)
+            self._turns.count(watched.inner, left_out=True)
             return loss
         self._after(watched)
         return result
@@ -428,11 +434,11 @@ class StepHooks:
         else:
             self.tripped = False  # the schedule moves, as it does without the guard
         self._close(taken=False)
-        self._turns.count(watched.optimizer, left_out=self.tripped)
+        self._turns.count(watched.inner, left_out=self.tripped)
 
     def _check_accelerate_scaler(self, watched: WatchedOptimizer) -> None:
         scaler = self._host.scaler
-        if scaler is None or not watched.is_accelerated:
+        if scaler is None:
             return
         if watched.optimizer.step_was_skipped and scaler.get_scale() < _SCALE_FLOOR:
             self._recovery.report_loss_scale(self.number, scaler.get_scale())
@@ -475,7 +481,7 @@ class StepHooks:
     def _look_at_models(self) -> None:
         """Begin from here where other models are trained than before, others are known, or weights were loaded."""
         has_more = self._num_held != self._watched.num_held()
-        if has_more or any(watched.checks.has_unfrozen() for watched in self.optimizers):
+        if has_more or any([watched.checks.has_unfrozen for watched in self.optimizers]):
             self._watched.survey()
             self._was_loaded = True
         # The first step shows which models the loss comes through.

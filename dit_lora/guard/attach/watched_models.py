@@ -197,8 +197,11 @@ class WatchedModels:
 
     def num_held(self) -> int:
         """Number of parameters that the optimizers hold."""
-        optimizers = self._state.optimizers
-        return sum([len(group["params"]) for each in optimizers for group in each.param_groups])
+        count = 0
+        for optimizer in self._state.optimizers:
+            for group in optimizer.param_groups:
+                count += len(group["params"])
+        return count
 
     def draw_from(self, generator: torch.Generator | None) -> None:
         """Note the state of the loop's own generator with each call, from now on."""

@@ -44,11 +44,11 @@ class BackwardPasses:
         if are_new:
             self.losses.clear()
         self.num_backwards += 1
-        roots = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
-        for root in roots:
+        for root in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
             if isinstance(root, torch.Tensor) and root.numel() == 1:
                 self.losses.append(root.detach())
-        del self.losses[:-_MAX_LOSSES]
+        if len(self.losses) > _MAX_LOSSES:
+            del self.losses[:-_MAX_LOSSES]
         return are_new
 
     def step_begins(self) -> None:
@@ -56,7 +56,10 @@ class BackwardPasses:
         self.is_idle = self.are_used
 
     def has_bad_loss(self) -> bool:
-        return not all(isfinite(abs(loss.item())) for loss in self.losses)
+        for loss in self.losses:
+            if not isfinite(abs(loss.item())):
+                return True
+        return False
 
     def choose_witness(self) -> None:
         """Choose a parameter whose gradient is not zero: where it is gone, the loop has dropped all of them."""

@@ -31,14 +31,11 @@ class CallLog:
         """Called when a call begins."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when a call has ended."""
-        self._batches = batches
+        self.batch_of_call: Callable[[], int | None] = batches.batch_of_call
+        """Returns the number of the batch that a call which begins now was made for; None where it is not certain."""
         self._outputs: deque[tuple[StorageWeakRef, int]] = deque(maxlen=_MAX_OUTPUTS)
         """The memory of what models returned lately, with the step. An address would not do: freed memory is used again."""
         self._num_steps = 0
-
-    def batch_of_call(self) -> int | None:
-        """Number of the batch that a call which begins now was made for; None where it is not certain."""
-        return self._batches.batch_of_call()
 
     def begin(self, call: CapturedCall) -> None:
         self.calls.append(call)
@@ -63,27 +60,29 @@ class CallLog:
 
     def drop_old(self) -> None:
         """Drop calls that no gradient of now comes from or will come from, before another one takes memory."""
+        kept: int | None = self.generation
         if self.is_closed:
             self.is_closed = False
             self._num_steps += 1
+            kept = None  # their step is over
             for call in self.calls:
                 if call.generation >= 0:
                     call.outputs, call.output_gradients = (), []
-            self.calls[:] = [call for call in self.calls if call.generation < 0]
-        self.calls[:] = [
-            call
-            for call in self.calls
-            if call.generation == self.generation or (call.generation < 0 and call.may_get_gradient)
-        ]
+        if self.calls:
+            self.calls[:] = [
+                call
+                for call in self.calls
+                if call.generation == kept or (call.generation < 0 and call.may_get_gradient)
+            ]
 
     def current(self) -> list[CapturedCall]:
         """Calls that the gradients of now come from; where there are none, those that no gradient came back to."""
         current = [call for call in self.calls if call.generation == self.generation]
         calls = current or [call for call in self.calls if call.generation < 0]
         # Numbered from the first whose gradients the loop has kept.
-        first = calls[0].micro_step if calls else 0
-        for call in calls:
-            call.micro_step -= first
+        if calls and (first := calls[0].micro_step):
+            for call in calls:
+                call.micro_step -= first
         return calls
 
     def is_earlier_output(self, tensor: torch.Tensor) -> bool:

@@ -68,8 +68,10 @@ class Recorder:
         kept_args = tuple(
             [detach(a) if type(a) is torch.Tensor else map_tensors(detach, a) for a in args]
         )
-        kept_kwargs = {name: map_tensors(detach, value) for name, value in kwargs.items()}
-        has_cuda = any(tensor.is_cuda for tensor, _ in versions)
+        kept_kwargs = (
+            {name: map_tensors(detach, value) for name, value in kwargs.items()} if kwargs else {}
+        )
+        has_cuda = any([tensor.is_cuda for tensor, _ in versions])
         call = CapturedCall(
             kept_args,
             kept_kwargs,
@@ -80,7 +82,7 @@ class Recorder:
             (log.generator, log.generator.get_state()) if log.generator else None,
             owner=self.model,
             autocasts=_open_autocasts(has_cuda),
-            micro_step=self._micro_step(),
+            micro_step=self._micro_step() if log.calls else 0,
             batch_number=log.batch_of_call(),
             argument_ids=(*map(id, args), *map(id, kwargs.values())),
             versions=tuple(versions),
@@ -138,18 +140,6 @@ class Recorder:
             if int(values.max()) >= size
         ]
 
-    def keep_gradient(self, call: CapturedCall, number: int, gradient: torch.Tensor) -> None:
-        """Note the gradient that came back to one output of a call."""
-        self.has_gradient = True
-        generation = self.log.generation
-        # Gradients are computed with grad mode on only where they are to be differentiated themselves.
-        call.is_differentiated_twice |= torch.is_grad_enabled()
-        earlier = call.output_gradients[number]
-        if call.generation == generation and earlier is not None:
-            gradient = earlier + gradient  # a second loss of the same output
-        call.output_gradients[number] = gradient
-        call.generation = generation
-
     def _warn_of_names(self, call: CapturedCall) -> None:
         count = call.num_samples
         if len(call.names) != count:
@@ -160,8 +150,6 @@ class Recorder:
 
     def _micro_step(self) -> int:
         calls = self.log.calls
-        if not calls:
-            return 0
         # Several models may be called for one micro-batch, each of them once.
         last = calls[-1].micro_step
         owners = [call.owner for call in calls if call.micro_step == last]
@@ -178,8 +166,17 @@ class _GradientHook:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         call = self._call()
-        if call is not None and call.output_gradients:
-            self._recorder.keep_gradient(call, self._number, gradient.detach())
+        if call is None or not call.output_gradients:
+            return
+        self._recorder.has_gradient = True
+        generation = self._recorder.log.generation
+        # Gradients are computed with grad mode on only where they are to be differentiated themselves.
+        call.is_differentiated_twice |= torch.is_grad_enabled()
+        gradient, earlier = gradient.detach(), call.output_gradients[self._number]
+        if call.generation == generation and earlier is not None:
+            gradient = earlier + gradient  # a second loss of the same output
+        call.output_gradients[self._number] = gradient
+        call.generation = generation
 
 
 def _open_autocasts(has_cuda: bool) -> Autocasts:
@@ -207,4 +204,6 @@ def is_redirected(module: nn.Module) -> bool:
     That one holds the loop's logging and losses; the models are called inside it.
     """
     forward = vars(module).get("forward")
-    return getattr(forward, "__qualname__", "").startswith("_ForwardRedirection.")
+    return forward is not None and getattr(forward, "__qualname__", "").startswith(
+        "_ForwardRedirection."
+    )

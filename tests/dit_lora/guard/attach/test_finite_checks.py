@@ -1,0 +1,113 @@
+"""Gradients and weights of every size, layout and place in memory are looked at."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from dit_lora.guard.attach.finite_checks import OptimizerChecks
+
+LARGE = (257, 257)
+"""More elements than are joined with those of other tensors."""
+KINDS: dict[str, list[Callable[[], torch.Tensor]]] = {
+    "small": [lambda: torch.randn(3, 5), lambda: torch.randn(5)],
+    "large": [lambda: torch.randn(LARGE), lambda: torch.randn(LARGE)],
+    "both": [lambda: torch.randn(LARGE), lambda: torch.randn(3, 5), lambda: torch.randn(7)],
+    "not contiguous": [lambda: torch.randn(5, 3).t(), lambda: torch.randn(4, 3).t()],
+    "one is contiguous": [lambda: torch.randn(5, 3).t(), lambda: torch.randn(4, 3)],
+    "scalars": [lambda: torch.randn(()), lambda: torch.randn(())],
+    "channels last": [
+        lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.randn(3, 3, 4, 5),
+    ],
+    "bf16": [lambda: torch.randn(3, 5).bfloat16(), lambda: torch.randn(LARGE).bfloat16()],
+}
+BAD = (torch.nan, torch.inf, -torch.inf)
+
+
+@pytest.fixture(params=KINDS)
+def parameters(request: pytest.FixtureRequest) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(make()) for make in KINDS[request.param]]
+
+
+def checks_of(parameters: Sequence[nn.Parameter]) -> OptimizerChecks:
+    named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
+    return OptimizerChecks(named, torch.optim.AdamW(parameters))
+
+
+def set_last(tensor: torch.Tensor, value: float) -> float:
+    """Set the last element and return what it was."""
+    place = tuple(size - 1 for size in tensor.shape)
+    before = tensor[place].item()
+    with torch.no_grad():
+        tensor[place] = value
+    return before
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_a_bad_weight_is_seen_whichever_it_is(
+    parameters: list[nn.Parameter], value: float
+) -> None:
+    checks = checks_of(parameters)
+    assert checks.weights_are_finite()
+    for parameter in parameters:
+        before = set_last(parameter, value)
+        assert not checks.weights_are_finite()
+        set_last(parameter, before)
+        assert checks.weights_are_finite()
+
+
+def test_a_bad_weight_is_seen_within_eight_looks_after_the_weights_were_given_other_memory(
+    parameters: list[nn.Parameter],
+) -> None:
+    checks = checks_of(parameters)
+    assert checks.weights_are_finite()
+    for parameter in parameters:
+        parameter.data = parameter.data.clone()
+        before = set_last(parameter, torch.nan)
+        assert not all([checks.weights_are_finite() for _ in range(8)])
+        set_last(parameter, before)
+        assert checks.weights_are_finite()
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_a_bad_gradient_is_seen_whichever_it_is(
+    parameters: list[nn.Parameter], value: float
+) -> None:
+    checks = checks_of(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    assert checks.gradients_are_healthy()
+    for number, parameter in enumerate(parameters):
+        before = set_last(parameter.grad, value)
+        assert not checks.gradients_are_healthy()
+        assert checks.gradient_is_bad(checks.gradient_peak())
+        assert checks.bad_gradients() == [str(number)]
+        set_last(parameter.grad, before)
+        assert checks.gradients_are_healthy()
+
+
+def test_a_bad_gradient_is_seen_though_others_have_none(parameters: list[nn.Parameter]) -> None:
+    checks = checks_of(parameters)
+    for parameter in parameters:
+        for other in parameters:
+            other.grad = torch.randn_like(other) if other is parameter else None
+        assert checks.gradients_are_healthy()
+        set_last(parameter.grad, torch.nan)
+        assert not checks.gradients_are_healthy()
+
+
+def test_gradients_that_are_none_or_zero_or_too_large_to_square_are_looked_at_closely(
+    parameters: list[nn.Parameter],
+) -> None:
+    checks = checks_of(parameters)
+    assert not checks.gradients_are_healthy()
+    assert checks.gradient_peak() == 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    assert not checks.gradients_are_healthy()
+    set_last(parameters[-1].grad, 1e30)
+    assert not checks.gradients_are_healthy()
+    assert checks.gradient_is_bad(checks.gradient_peak())
