@@ -47,9 +47,7 @@ def set_last(tensor: torch.Tensor, value: float) -> float:
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_a_bad_weight_is_seen_whichever_it_is(
-    parameters: list[nn.Parameter], value: float
-) -> None:
+def test_a_bad_weight_is_seen_whichever_it_is(parameters: list[nn.Parameter], value: float) -> None:
     checks = checks_of(parameters)
     assert checks.weights_are_finite()
     for parameter in parameters:

@@ -74,7 +74,9 @@ def test_the_shared_clip_bounds_the_joint_norm() -> None:
 def test_gradients_of_several_dtypes_are_scaled_as_each_alone() -> None:
     values = torch.randn(33, generator=torch.Generator().manual_seed(3)).double()
     groups = groups_with([], [])
-    for group, dtypes in zip(groups, [[torch.bfloat16, torch.float32], [torch.float64]], strict=True):
+    for group, dtypes in zip(
+        groups, [[torch.bfloat16, torch.float32], [torch.float64]], strict=True
+    ):
         group["params"] = [nn.Parameter(torch.zeros(33, dtype=dtype)) for dtype in dtypes]
         for parameter in group["params"]:
             parameter.grad = values.to(parameter.dtype, copy=True)
