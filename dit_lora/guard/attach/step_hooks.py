@@ -481,7 +481,7 @@ class StepHooks:
     def _look_at_models(self) -> None:
         """Begin from here where other models are trained than before, others are known, or weights were loaded."""
         has_more = self._num_held != self._watched.num_held()
-        if has_more or any([watched.checks.has_unfrozen for watched in self.optimizers]):
+        if has_more or any(watched.checks.has_unfrozen for watched in self.optimizers):
             self._watched.survey()
             self._was_loaded = True
         # The first step shows which models the loss comes through.

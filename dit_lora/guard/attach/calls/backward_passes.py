@@ -56,10 +56,7 @@ class BackwardPasses:
         self.is_idle = self.are_used
 
     def has_bad_loss(self) -> bool:
-        for loss in self.losses:
-            if not isfinite(abs(loss.item())):
-                return True
-        return False
+        return not all(map(isfinite, [abs(loss.item()) for loss in self.losses]))
 
     def choose_witness(self) -> None:
         """Choose a parameter whose gradient is not zero: where it is gone, the loop has dropped all of them."""

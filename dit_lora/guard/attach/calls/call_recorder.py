@@ -71,7 +71,7 @@ class Recorder:
         kept_kwargs = (
             {name: map_tensors(detach, value) for name, value in kwargs.items()} if kwargs else {}
         )
-        has_cuda = any([tensor.is_cuda for tensor, _ in versions])
+        has_cuda = any(tensor.is_cuda for tensor, _ in versions)
         call = CapturedCall(
             kept_args,
             kept_kwargs,

@@ -128,10 +128,7 @@ class CapturedCall:
     @property
     def is_intact(self) -> bool:
         """False if the model or the loop has overwritten an argument since the call: then a replay proves nothing."""
-        for tensor, version in self.versions:
-            if tensor._version != version:
-                return False
-        return True
+        return all(tensor._version == version for tensor, version in self.versions)
 
     def cutter(self) -> RowCutter | None:
         """Cutter of single samples out of the call; None where they cannot be told apart."""

@@ -65,7 +65,7 @@ def test_a_bad_weight_is_seen_within_eight_looks_after_the_weights_were_given_ot
     for parameter in parameters:
         parameter.data = parameter.data.clone()
         before = set_last(parameter, torch.nan)
-        assert not all([checks.weights_are_finite() for _ in range(8)])
+        assert not all(checks.weights_are_finite() for _ in range(8))
         set_last(parameter, before)
         assert checks.weights_are_finite()
 
