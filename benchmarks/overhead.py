@@ -59,6 +59,8 @@ OPTIM = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=1e-4)))
 GUARD = GuardConfig()
 WARM_UP = 3
 WATCHED = math.lcm(GUARD.snapshot_every, GUARD.monitor_every)
+WATCHED_ROUNDS = 5
+"""Rounds among which one has a step with a snapshot and statistics."""
 Step = Callable[[int], float]
 """Takes the step of a number; the seconds it took."""
 
@@ -146,7 +148,7 @@ def our_loop(
 
     def on_step(result: StepResult) -> None:
         line = metrics_line(
-            result, {"loss_by_timestep": by_timestep(result, checkpoint.train_timesteps)}
+            result, {"loss_by_timestep": by_timestep(result, checkpoint.drawn_timesteps)}
         )
         journal.step(line, watcher.statistics(result.step))
         bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
@@ -230,7 +232,7 @@ class Times:
     unguarded: list[float] = field(default_factory=list)
     guarded: list[float] = field(default_factory=list)
     watched: list[float] = field(default_factory=list)
-    """Of guarded steps with a snapshot and statistics; every fifth round has one."""
+    """Of guarded steps with a snapshot and statistics."""
 
 
 def measure(checkpoint: Checkpoint, folder: Path, rounds: int, size: int) -> Times:
@@ -248,7 +250,7 @@ def measure(checkpoint: Checkpoint, folder: Path, rounds: int, size: int) -> Tim
         kinds = [(bare, times.bare), (unguarded, times.unguarded), (guarded, times.guarded)]
         for step, seconds in order.sample(kinds, 3):
             seconds.append(step(number))
-        if turn % 5 == 4:
+        if turn % WATCHED_ROUNDS == WATCHED_ROUNDS - 1:
             times.watched.append(guarded(number - 1 + WATCHED))
     return times
 
@@ -267,6 +269,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50, help="steps of each kind")
     parser.add_argument("--batch", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.rounds < WATCHED_ROUNDS:
+        parser.error(f"--rounds must be at least {WATCHED_ROUNDS}; received {arguments.rounds}")
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
         FAMILY.build_tiny("cogvideox-2b", Path(folder) / "model", 0)
