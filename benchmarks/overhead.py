@@ -60,7 +60,7 @@ GUARD = GuardConfig()
 WARM_UP = 3
 WATCHED = math.lcm(GUARD.snapshot_every, GUARD.monitor_every)
 WATCHED_ROUNDS = 5
-"""Rounds among which one has a step with a snapshot and statistics."""
+"""In the last of so many rounds a step with a snapshot and statistics is timed too."""
 Step = Callable[[int], float]
 """Takes the step of a number; the seconds it took."""
 

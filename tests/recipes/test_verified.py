@@ -43,12 +43,12 @@ def test_a_run_at_other_noise_levels_is_verified(
         pytest.skip("has no adapter, or no levels of its own to choose")
     for number, levels in enumerate(LEVELS[: 3 if name.startswith("wan_2.2") else None]):
         run = tmp_path / f"run_{number}"
-        options = [f"train.timesteps.{one}" for one in levels]
+        options = [f"train.timesteps.{level}" for level in levels]
         lora_main([*args, *options, f"run.dir={run}", "train.steps=2"])
-        told = CliRunner().invoke(app, ["verify", str(run)])
-        assert told.exit_code == 0, told.output
-        assert "every check passed" in told.output
+        result = CliRunner().invoke(app, ["verify", str(run)])
+        assert result.exit_code == 0, result.output
+        assert "every check passed" in result.output
         alone = ["verify", str(run / "adapter"), "--model", recipe.model.path]
-        told = CliRunner().invoke(app, alone)
-        assert told.exit_code == 0, told.output
-        assert "as trained" in told.output
+        result = CliRunner().invoke(app, alone)
+        assert result.exit_code == 0, result.output
+        assert "as trained" in result.output

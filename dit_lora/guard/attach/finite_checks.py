@@ -28,7 +28,7 @@ _SMALL = 65_536  # elements up to which tensors are joined
 _MAX_JOINED = 256  # tensors, of up to 64 MiB together
 _GRADIENT = attrgetter("grad")
 _ADDRESS = torch.Tensor.data_ptr
-_PARTS = 8  # of the weights, of which one is looked at in turn
+_NUM_ADDRESS_GROUPS = 8  # groups of weights; the addresses of one group are compared at each step
 
 
 def check_names(names: Collection[str]) -> frozenset[str]:
@@ -142,7 +142,7 @@ class OptimizerChecks:
         self._views: list[torch.Tensor] = []
         self._unjoined: list[torch.Tensor] = []
         self._viewed: list[tuple[list[nn.Parameter], list[int]]] = []
-        """Parts of the weights, with their addresses; the first weight is in each. Empty before the first look."""
+        """Groups of weights with their addresses; the first weight is in every group. Empty before the first check."""
         self.clipped_names: list[str] = []
         """Parameters whose gradient was not finite before clipping spread it."""
 
@@ -231,18 +231,21 @@ class OptimizerChecks:
         """False if a weight was given other memory, by `.data`; the first and an eighth of them are looked at each time."""
         if not self._viewed:
             return False
-        self._turn = (self._turn + 1) % _PARTS
+        self._turn = (self._turn + 1) % _NUM_ADDRESS_GROUPS
         parameters, addresses = self._viewed[self._turn]
         return list(map(_ADDRESS, parameters)) == addresses
 
     def _view_weights(self) -> None:
         joined = [p for p in self._small if p.is_contiguous()]
-        others = [p for p in self._small if not p.is_contiguous()] + self._large
+        unjoined = [p for p in self._small if not p.is_contiguous()] + self._large
         self._views = [p.detach().view(-1) for p in joined]
-        self._unjoined = [p.detach() for p in others]
-        held = joined + others
-        parts = [[*held[:1], *held[turn::_PARTS]] for turn in range(_PARTS)]
-        self._viewed = [(part, list(map(_ADDRESS, part))) for part in parts]
+        self._unjoined = [p.detach() for p in unjoined]
+        weights = joined + unjoined
+        groups = [
+            [*weights[:1], *weights[number::_NUM_ADDRESS_GROUPS]]
+            for number in range(_NUM_ADDRESS_GROUPS)
+        ]
+        self._viewed = [(group, list(map(_ADDRESS, group))) for group in groups]
 
     def bad_weights(self) -> list[str]:
         return [name for name, p in self.parameters if not is_finite_any(p)]

@@ -60,11 +60,11 @@ class CallLog:
 
     def drop_old(self) -> None:
         """Drop calls that no gradient of now comes from or will come from, before another one takes memory."""
-        kept: int | None = self.generation
+        live_generation: int | None = self.generation
         if self.is_closed:
             self.is_closed = False
             self._num_steps += 1
-            kept = None  # their step is over
+            live_generation = None  # the step of all these calls is over
             for call in self.calls:
                 if call.generation >= 0:
                     call.outputs, call.output_gradients = (), []
@@ -72,7 +72,8 @@ class CallLog:
             self.calls[:] = [
                 call
                 for call in self.calls
-                if call.generation == kept or (call.generation < 0 and call.may_get_gradient)
+                if call.generation == live_generation
+                or (call.generation < 0 and call.may_get_gradient)
             ]
 
     def current(self) -> list[CapturedCall]:

@@ -39,10 +39,10 @@ def checks_of(parameters: Sequence[nn.Parameter]) -> OptimizerChecks:
 
 def set_last(tensor: torch.Tensor, value: float) -> float:
     """Set the last element and return what it was."""
-    place = tuple(size - 1 for size in tensor.shape)
-    before = tensor[place].item()
+    index = tuple(size - 1 for size in tensor.shape)
+    before = tensor[index].item()
     with torch.no_grad():
-        tensor[place] = value
+        tensor[index] = value
     return before
 
 
