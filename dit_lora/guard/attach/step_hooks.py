@@ -160,8 +160,7 @@ class StepHooks:
         if self._passes.begin(tensors):
             self._watched.log.renew_gradients()
             for watched in self.optimizers:
-                if watched.checks.clipped_names:
-                    watched.checks.forget()
+                watched.checks.forget()
 
     def backward_failed(self, error: RuntimeError) -> None:
         """Say what is known before anomaly mode's error ends the loop."""
@@ -300,11 +299,9 @@ class StepHooks:
         self._judged = self.number
         self._has_failed = False
         self._passes.step_begins()
-        if self._looks.is_wanted:
-            self._looks.step_begins()
+        self._looks.step_begins()
         self._look_at_models()
-        if self._looks.is_wanted:
-            self._looks.gradients(self._state.parameters)
+        self._looks.gradients(self._state.parameters)
 
     def _failure_kind(self, watched: WatchedOptimizer) -> str | None:
         """Find bad gradients of this step on any rank; None if there are none. One read of the device."""
@@ -317,7 +314,8 @@ class StepHooks:
                 is_zero = peak == 0.0
             if not self._passes.has_witness and not is_zero:
                 self._passes.choose_witness()
-        if self._host.is_shared and self._host.ranks > 1 and not self._is_inside_backward():
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if self._host.ranks > 1 and not is_in_backward:
             # Weights that one rank's memory has spoiled are known to it alone: all ranks go back together.
             bad_weights = self._checks_weights and not watched.checks.weights_are_finite()
             flags = torch.tensor([bad_gradient, bad_weights], device=self._host.device).float()
@@ -350,8 +348,7 @@ class StepHooks:
     def _after(self, watched: WatchedOptimizer) -> None:
         """Look at the weights that a step has left, before the loop copies, averages or saves them."""
         is_good = True
-        is_alone = not self._host.is_shared or self._host.ranks == 1
-        if self._checks_weights and is_alone and not self._recovery.has_given_up:
+        if self._checks_weights and self._host.ranks == 1 and not self._recovery.has_given_up:
             is_good = watched.checks.weights_are_finite()
         if is_good:
             self._close(taken=True)
@@ -438,9 +435,9 @@ class StepHooks:
 
     def _check_accelerate_scaler(self, watched: WatchedOptimizer) -> None:
         scaler = self._host.scaler
-        if scaler is None:
+        if scaler is None or not watched.optimizer.step_was_skipped:
             return
-        if watched.optimizer.step_was_skipped and scaler.get_scale() < _SCALE_FLOOR:
+        if scaler.get_scale() < _SCALE_FLOOR:
             self._recovery.report_loss_scale(self.number, scaler.get_scale())
 
     def _are_unscaled(self, watched: WatchedOptimizer) -> bool:
@@ -474,9 +471,6 @@ class StepHooks:
 
     def _weights_are_bad(self) -> bool:
         return any(not watched.checks.weights_are_finite() for watched in self.optimizers)
-
-    def _is_inside_backward(self) -> bool:
-        return bool(torch._C._current_graph_task_id() != -1)
 
     def _look_at_models(self) -> None:
         """Begin from here where other models are trained than before, others are known, or weights were loaded."""
