@@ -232,7 +232,7 @@ class Times:
     unguarded: list[float] = field(default_factory=list)
     guarded: list[float] = field(default_factory=list)
     watched: list[float] = field(default_factory=list)
-    """Of guarded steps with a snapshot and statistics."""
+    """Seconds of guarded steps that also take a snapshot and statistics."""
 
 
 def measure(checkpoint: Checkpoint, folder: Path, rounds: int, size: int) -> Times:

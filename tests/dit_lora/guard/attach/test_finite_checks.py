@@ -90,8 +90,8 @@ def test_a_bad_gradient_is_seen_whichever_it_is(
 def test_a_bad_gradient_is_seen_though_others_have_none(parameters: list[nn.Parameter]) -> None:
     checks = checks_of(parameters)
     for parameter in parameters:
-        for other in parameters:
-            other.grad = torch.randn_like(other) if other is parameter else None
+        for each in parameters:
+            each.grad = torch.randn_like(each) if each is parameter else None
         assert checks.gradients_are_healthy()
         set_last(parameter.grad, torch.nan)
         assert not checks.gradients_are_healthy()
