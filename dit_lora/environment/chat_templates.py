@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import signal
+from collections import Counter
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +25,8 @@ from dit_lora.parsing import parse_json
 
 MAX_SECONDS = 10.0
 """Time of one rendering; templates of published checkpoints take a millisecond."""
+MAX_TIMEOUTS = 3
+"""Renderings of one template that may exceed `MAX_SECONDS`; later ones are refused at once."""
 MAX_BYTES = 2**29
 """Memory that a rendering may need."""
 MAX_OUTPUT_CHARACTERS = 2**24
@@ -47,9 +50,17 @@ class _Renderer:
         self._lock = Lock()
         self._owner, self._child = 0, 0
         self._connection: Connection | None = None
+        self._num_timeouts: Counter[str | None] = Counter()
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        template = options.get("chat_template")
         with self._lock:
+            # With thousands of samples, waiting for each would take hours.
+            if self._num_timeouts[template] >= MAX_TIMEOUTS:
+                raise ChatTemplateError(
+                    f"the checkpoint's chat template took more than {MAX_SECONDS:g} s "
+                    f"{MAX_TIMEOUTS} times and is not rendered again"
+                )
             if self._owner != os.getpid():  # this process is itself a fork of the owner
                 self._start()
             assert self._connection is not None
@@ -57,6 +68,7 @@ class _Renderer:
                 self._connection.send((args, options))
                 if not self._connection.poll(MAX_SECONDS):
                     self._stop()
+                    self._num_timeouts[template] += 1
                     raise ChatTemplateError(
                         f"the checkpoint's chat template takes more than {MAX_SECONDS:g} s"
                     )
@@ -83,8 +95,9 @@ class _Renderer:
         self._owner, self._child, self._connection = os.getpid(), child, ours
 
     def _stop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
+        if self._connection is None:
+            return
+        self._connection.close()
         os.kill(self._child, signal.SIGKILL)
         os.waitpid(self._child, 0)
         self._owner, self._child, self._connection = 0, 0, None

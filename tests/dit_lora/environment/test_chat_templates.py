@@ -20,6 +20,8 @@ PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 @pytest.fixture
 def tokenizer() -> Any:
     bound_chat_templates()
+    # A process that is left from the last test has that test's MAX_SECONDS.
+    tokenization_utils_base.render_jinja_template._stop()
     return byte_tokenizer()
 
 
@@ -54,6 +56,23 @@ def test_a_hostile_template_is_one_line(
         rendered(tokenizer, template)
     assert time.monotonic() - began < 100
     assert "\n" not in str(refused.value)
+    assert rendered(tokenizer, PLAIN) == "<user>A disc?"
+
+
+def test_a_template_that_is_always_slow_is_not_waited_for_with_every_sample(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_templates, "MAX_SECONDS", 0.5)
+    slow = "{% for a in range(99999) %}{% for b in range(99998) %}{% endfor %}{% endfor %}"
+    for _ in range(3):
+        with pytest.raises(ChatTemplateError, match=r"takes more than 0.5 s"):
+            rendered(tokenizer, slow)
+    monkeypatch.setattr(chat_templates, "MAX_SECONDS", 60.0)
+    began = time.monotonic()
+    for _ in range(100):
+        with pytest.raises(ChatTemplateError, match="3 times and is not rendered again"):
+            rendered(tokenizer, slow)
+    assert time.monotonic() - began < 30
     assert rendered(tokenizer, PLAIN) == "<user>A disc?"
 
 
