@@ -182,7 +182,10 @@ _RECORDS: Mapping[str, Any] = {
         "phases": [{"name": "loading", "stage": "before", "seconds": 0.5, "count": 1}],
     },
     "facts": {
-        "data": {"kind": "images", "datasets": [], "caption_prefix": "a disc", "samples": 2},
+        "data": {
+            **{"kind": "images", "datasets": [], "caption_prefix": "a disc", "left_out": 0},
+            **{"clips": 2, "samples": 2, "seconds": None},
+        },
         "pipeline": {
             **{"class": "CogVideoXPipeline", "module": "diffusers", "loads_lora": True},
             **{"condition": "prompt", "label": None, "labels_as_tensor": False},

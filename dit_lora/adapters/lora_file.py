@@ -46,6 +46,8 @@ OF_CONVERTERS = (
 )
 WEIGHTS_FILE, AVERAGES_FILE, STATE_FILE = "trainable.safetensors", "ema.safetensors", "state.json"
 """Files of a run's checkpoint: what trains, its moving averages, and what run it is of."""
+MAX_TENSORS = 100_000
+"""Largest number of tensors of a LoRA file. Published ones have at most a few thousand; a million takes minutes."""
 _METADATA = "lora_adapter_metadata"  # the key of PEFT's config in a header that Diffusers wrote
 
 
@@ -125,6 +127,11 @@ def _opened(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
         # With values wherever the model is made, on `meta` too.
         with torch.device("cpu"), safe_open(file, framework="pt") as opened:
+            num_tensors = len(opened.keys())
+            if num_tensors > MAX_TENSORS:
+                raise DitLoraError(
+                    f"{file} has {num_tensors:,} tensors; a LoRA may have {MAX_TENSORS:,}"
+                )
             header = dict(opened.metadata() or {})
             return tensors_in(file), header
     except (OSError, SafetensorError) as error:

@@ -235,13 +235,47 @@ class ModelFacts(_Class):
     library: str
 
 
-class DataFacts(TypedDict):
-    """The part of facts.json on the samples."""
+class Spread(TypedDict):
+    """Summary of a list of numbers in facts.json."""
+
+    least: Number
+    median: Number
+    most: Number
+    sum: Number
+
+
+class ClipDataFacts(TypedDict):
+    """The part of facts.json on clips or pictures."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
-    kind: Literal["images", "clips", "conversations"]
+    kind: Literal["images", "clips"]
     datasets: list[str]
+    left_out: Count
+    clips: Count
+    samples: Count
+    seconds: Spread | None
+    """Lengths of the clips in seconds; None for pictures."""
+    shapes: NotRequired[dict[str, Count]]
+    caption_words: NotRequired[Spread]
+    distinct_captions: NotRequired[Count]
     caption_prefix: NotRequired[str | None]
+    references: NotRequired[dict[str, Count]]
+    """Number of clips by their number of references."""
+    masked: NotRequired[Count]
+    classes: NotRequired[Count]
+
+
+class ConversationDataFacts(TypedDict):
+    """The part of facts.json on conversations."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    kind: Literal["conversations"]
+    datasets: list[str]
+    left_out: Count
+    samples: Count
+    by_media: dict[Literal["image", "video", "text"], Count]
+    answer_tokens: Spread
+    seconds: Spread | None
 
 
 class ChatTemplateFile(TypedDict):
@@ -262,7 +296,7 @@ class Facts(TypedDict):
     """facts.json of a run."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
-    data: DataFacts
+    data: Annotated[ClipDataFacts | ConversationDataFacts, Field(discriminator="kind")]
     pipeline: NotRequired[PipelineFacts]
     model: NotRequired[ModelFacts]
 

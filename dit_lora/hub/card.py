@@ -265,7 +265,7 @@ def _data(contents: Contents) -> Iterator[str]:
         shapes = [f"{shape} ({count:,})" for shape, count in data["shapes"].items()]
         more = f" and {len(shapes) - 12} more" if len(shapes) > 12 else ""
         yield f"frames x height x width, with their samples: {', '.join(shapes[:12])}{more}"
-    if data.get("caption_words"):
+    if data.get("caption_words") and "distinct_captions" in data:
         distinct = data["distinct_captions"]
         yield f"words of a caption: {_spread(data['caption_words'])}; {distinct:,} captions are distinct"
     if data.get("references"):

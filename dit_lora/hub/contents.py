@@ -23,6 +23,7 @@ from dit_lora.config.yaml_parsing import read_yaml
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.files import read_inside, require_regular
 from dit_lora.hub.cleaning import clean_config, clean_json
+from dit_lora.parsing import ParseError
 from dit_lora.redact import redacted, redacted_words
 from dit_lora.report.run.files import RunFiles, RunReader
 from dit_lora.report.run.page import texts_of
@@ -190,6 +191,8 @@ def _facts(run: RunFiles) -> dict[str, Any]:
     file = run.folder / FACTS_FILE
     try:
         facts = typed(read_inside(run.folder, file), Facts, FACTS_FILE)
+        if ("pipeline" in facts) == ("model" in facts):
+            raise ParseError(f"{FACTS_FILE} is damaged: it must have `pipeline` or `model`")
         public: dict[str, Any] = redacted(facts)
         return public
     except (OSError, ValueError) as error:

@@ -1,5 +1,6 @@
 """A LoRA's file, in whichever form, is in the model bit for bit as it was trained; what does not fit is named."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -337,6 +338,17 @@ def test_every_name_that_fits_nowhere_is_listed(make: Make) -> None:
     for name in ("to_q", "to_k", "to_v", "to_out.0"):
         assert f"  - transformer.transformer_blocks.9.attn1.{name}: not in the model" in said
     assert "_blocks.0." not in said
+
+
+def test_a_file_of_a_hundred_thousand_tensors_is_refused_before_they_are_read(
+    tmp_path: Path,
+) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"t{number}.lora_A.weight": entry for number in range(100_001)}).encode()
+    file = tmp_path / "many.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(DitLoraError, match="has 100,001 tensors; a LoRA may have 100,000"):
+        read_lora(file, nn.Linear(1, 1), no_names(nn.Linear(1, 1)), FluxPipeline)
 
 
 def test_other_shapes_and_other_kinds_of_tensors_are_refused(make: Make) -> None:

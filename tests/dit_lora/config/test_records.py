@@ -60,7 +60,10 @@ def test_what_newer_versions_write_is_kept_and_integers_stay_so() -> None:
 
 
 FACTS: dict[str, Any] = {
-    "data": {"kind": "images", "datasets": []},
+    "data": {
+        **{"kind": "images", "datasets": [], "left_out": 0},
+        **{"clips": 2, "samples": 2, "seconds": None},
+    },
     "pipeline": {
         **{"class": "CogVideoXPipeline", "module": "diffusers", "loads_lora": True},
         **{"condition": "class_labels", "label": [1], "labels_as_tensor": True},

@@ -1,8 +1,9 @@
 """The model card: metadata that the Hub takes, of what is known, and captions that are no markup."""
 
 import ast
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
 from dit_lora.config.load import load_recipe
+from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.hub.card import write_card
 from dit_lora.hub.contents import CardSample, Contents, collect
@@ -259,3 +261,31 @@ def test_what_it_started_from_and_was_shown_on_is_told(contents: Contents) -> No
     assert "the frozen adapter look, scale 0.5; load it beside this one." in card
     assert "The samples were made with this adapter in me/turbo, not in its base." in card
     assert "continued" not in write_card(contents, REPO)
+
+
+def _keys(value: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, inner in value.items():
+        yield (*above, key)
+        if isinstance(inner, dict):
+            yield from _keys(inner, (*above, key))
+
+
+def test_a_card_without_any_of_its_facts_is_written_or_refused_in_one_line(run_dir: Path) -> None:
+    file = run_dir / "facts.json"
+    whole = json.loads(file.read_text())
+    refusals = []
+    for path in _keys(whole):
+        facts = json.loads(json.dumps(whole))
+        inner = facts
+        for key in path[:-1]:
+            inner = inner[key]
+        del inner[path[-1]]
+        file.write_text(json.dumps(facts))
+        try:
+            card = write_card(collect(run_dir), REPO)
+        except DitLoraError as error:
+            refusals.append(str(error))
+        else:
+            assert card_problems(card) == []
+    assert len(refusals) > 10
+    assert all("facts.json" in text and "\n" not in text for text in refusals)
