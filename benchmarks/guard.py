@@ -18,11 +18,11 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from benchmarks.faults.suite import catalog
+from benchmarks.faults.target_table import DEFAULT, targets_for
+from benchmarks.faults.world import World
 from benchmarks.overhead import build_model, fixed_batches
 from dit_lora.data.loading.batch import Batch
-from dit_lora.faults.site import DEFAULT, site_of
-from dit_lora.faults.suite import catalog
-from dit_lora.faults.world import World
 from dit_lora.guard.attach.guard import Guard
 
 
@@ -70,7 +70,7 @@ def healthy(pairs: int, size: int) -> tuple[list[float], list[float]]:
 
 def diagnosed(folder: str) -> dict[str, float]:
     """Seconds from the trip to the action, of the slowest event of each cause."""
-    world = World(Path(folder), Accelerator(cpu=True), site_of(DEFAULT))
+    world = World(Path(folder), Accelerator(cpu=True), targets_for(DEFAULT))
     world.reference("clean", ())
     slowest: dict[str, float] = {}
     names = (
@@ -80,7 +80,7 @@ def diagnosed(folder: str) -> dict[str, float]:
         "*bf16",
         "NaN in an adapter weight",
     )
-    for fault in catalog(world.site):
+    for fault in catalog(world.targets):
         if fault.play is None and any(fnmatch.fnmatchcase(fault.name, name) for name in names):
             seen = world.observe(fault.name, fault.arm, fault.overrides)
             for event in seen.events:

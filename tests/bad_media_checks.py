@@ -12,8 +12,8 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
+from benchmarks.faults.media.encode import FPS, HEIGHT, WIDTH
 from dit_lora.data.media.media import IMAGE_SUFFIXES
-from dit_lora.faults.media.encode import FPS, HEIGHT, WIDTH
 
 _FORMATS = {".mp4": "mp4", ".avi": "avi", ".png": "png", ".jpg": "jpeg"}
 _USUAL = {"yuv420p", "RGB", "L"}

@@ -83,7 +83,6 @@ SMALL: dict[str, Sequence[str]] = {
 # Verbs that take a minute where nothing is said: what is said then.
 CHEAP = {
     "chat": ("--max-tokens", "8"),
-    "faults": ("--only", "NaN in a cached latent_mean"),
     "sample": ("--inference-steps", "2"),
 }
 PYTHON = {'"cuda"': '"cpu"'}

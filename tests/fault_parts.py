@@ -6,9 +6,9 @@ import pytest
 from accelerate.state import AcceleratorState
 from launching import forked
 
-from dit_lora.faults import phases
-from dit_lora.faults.site import DEFAULT, site_of
-from dit_lora.faults.suite import catalog, judge_all, totals
+from benchmarks.faults import phases
+from benchmarks.faults.suite import catalog, judge_all, totals
+from benchmarks.faults.target_table import DEFAULT, targets_for
 
 PARTS = 3
 
@@ -17,9 +17,9 @@ def judge_part(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third fault, from this one on, is named and recovered, and no file is poisoned."""
     monkeypatch.setattr(phases, "subprocess", SimpleNamespace(run=forked))
     AcceleratorState._reset_state(reset_partial_state=True)
-    site = site_of(DEFAULT)
-    faults = catalog(site)[part::PARTS]
-    results = list(judge_all(faults, site))
+    targets = targets_for(DEFAULT)
+    faults = catalog(targets)[part::PARTS]
+    results = list(judge_all(faults, targets))
     failed = {one.name: one.why for one in results if not one.passed}
     assert not failed
     assert len(results) == len(faults) >= 40

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "recipes" / "lora.py"
 _PRELOADED = [
     "pytest",
-    "dit_lora.faults.suite",
+    "benchmarks.faults.suite",
     "dit_lora.report.run.page",
     "dit_lora.training.tasks.diffusion.task",
     "dit_lora.training.tasks.diffusion.precompute",

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.faults.media.cache import overwrite
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.cache.shards import StoredEntry
-from dit_lora.faults.media.cache import overwrite
 
 
 def lines(run: Path, name: str) -> list[dict[str, Any]]:

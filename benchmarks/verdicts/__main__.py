@@ -25,13 +25,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tqdm import tqdm
 
+from benchmarks.faults.target_table import FAULT_TARGETS
 from benchmarks.verdicts.cases import Drawn
 from benchmarks.verdicts.draw import described, drawn
 from benchmarks.verdicts.judge import QUESTIONS, Judgement
 from benchmarks.verdicts.places import PLACES
 from benchmarks.verdicts.sweep import Sweep
 from benchmarks.verdicts.table import failures, table
-from dit_lora.faults.site import SITES
 from dit_lora.files import write_whole
 
 _INTERRUPTED = 130
@@ -86,8 +86,10 @@ def _sweep(sweep: Sweep, faults: Sequence[Drawn], judged: list[Judgement]) -> bo
 
 def _variants(asked: Sequence[str]) -> list[str]:
     """Tiny checkpoints by their own name or by their family's."""
-    found = [v for v, site in SITES.items() if not asked or {v, site.family} & set(asked)]
-    known = {*SITES, *(site.family for site in SITES.values())}
+    found = [
+        v for v, targets in FAULT_TARGETS.items() if not asked or {v, targets.family} & set(asked)
+    ]
+    known = {*FAULT_TARGETS, *(targets.family for targets in FAULT_TARGETS.values())}
     if wrong := sorted(set(asked) - known):
         raise SystemExit(f"--families {' '.join(wrong)}: there are {', '.join(sorted(known))}")
     return found

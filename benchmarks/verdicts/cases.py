@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dit_lora.families.family import Site
-from dit_lora.faults.triggers import ALL_RANKS, Mode, When
-from dit_lora.faults.world import STEPS, Arm, Overrides
+from benchmarks.faults.targets import FaultTargets
+from benchmarks.faults.triggers import ALL_RANKS, Mode, When
+from benchmarks.faults.world import STEPS, Arm, Overrides
 
 STOPPED, REFUSED, DONE = 3, 1, 0
 Result = Literal["clean", "bounded"]
@@ -68,9 +68,9 @@ class Draw:
     """What was drawn before the place makes its case of it."""
 
     chance: random.Random
-    site: Site
+    targets: FaultTargets
     ranks: int
-    target: str
+    target_clip: str
     """The clip that is to be at fault."""
     kind: str
 
@@ -102,7 +102,7 @@ class Place:
     kinds: tuple[str, ...]
     told: str
     """What it is, for `--describe`."""
-    fits: Callable[[Site, int], bool] = field(default=lambda site, ranks: True)
+    fits: Callable[[FaultTargets, int], bool] = field(default=lambda targets, ranks: True)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,19 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.faults import arms
+from benchmarks.faults.ops import CHECKED
+from benchmarks.faults.triggers import (
+    ALL_RANKS,
+    Change,
+    When,
+    backward_of,
+    divided,
+    first_row,
+    overflowing,
+    times,
+)
+from benchmarks.faults.world import Overrides
 from benchmarks.verdicts.cases import (
     DONE,
     REFUSED,
@@ -17,19 +30,6 @@ from benchmarks.verdicts.cases import (
     Right,
     right,
 )
-from dit_lora.faults import arms
-from dit_lora.faults.ops import CHECKED
-from dit_lora.faults.triggers import (
-    ALL_RANKS,
-    Change,
-    When,
-    backward_of,
-    divided,
-    first_row,
-    overflowing,
-    times,
-)
-from dit_lora.faults.world import Overrides
 
 _COMPARED: Overrides = (*CHECKED, ("guard.parity_every", 1))
 """Kernels are compared with their references before the run, and after each step of it."""
@@ -50,11 +50,11 @@ def _activation(draw: Draw) -> Case:
     when = draw.when("once", "from", "at", rank=draw.rank())
     change = _VALUES[kind]
     change = backward_of(change) if direction else change
-    words = f"{when.words}, of {draw.site.named(module)}"
+    words = f"{when.words}, of {draw.targets.named(module)}"
     allowed = _of_activation(kind, when)
-    if direction and not draw.site.encoded:  # no gradient goes through a frozen vision encoder
+    if direction and not draw.targets.encoded:  # no gradient goes through a frozen vision encoder
         allowed = replace(allowed, told=False)
-    if "vision_tower" in draw.site.named(module):  # its first token may be one that is dropped
+    if "vision_tower" in draw.targets.named(module):  # its first token may be one that is dropped
         allowed = replace(allowed, told=False)
     return Case(words, allowed, arms.module_output(module, change, when))
 
@@ -98,7 +98,7 @@ def _kernel(draw: Draw) -> Case:
         return Case(when.words, _wrong("kernel", _WRONG), arms.kernel(change, when))
     when = When("from", draw.chance.choice((0, 0, 1, 3)))
     place = "{modulation}" if draw.kind == "first row for all" else arms.OUTPUT
-    if not draw.site.modulation:
+    if not draw.targets.modulation:
         place = arms.OUTPUT
     arm = arms.kernel(change, when, place=place)
     return Case(when.words, _wrong("kernel", _WRONG), arm, _COMPARED)

@@ -4,10 +4,11 @@ import random
 from collections.abc import Sequence
 from itertools import cycle
 
+from benchmarks.faults.target_table import FAULT_TARGETS
+from benchmarks.faults.tiny_data import CLIPS
+from benchmarks.faults.world import World
 from benchmarks.verdicts.cases import Case, Draw, Drawn, Place
 from benchmarks.verdicts.places import PLACES
-from dit_lora.faults.site import CLIPS, SITES
-from dit_lora.faults.world import World
 
 _TWO_RANKS = 0.3
 """The share of faults on two ranks, where both are asked for."""
@@ -38,12 +39,14 @@ def drawn(
 def case_of(fault: Drawn, world: World) -> Case:
     """What the fault's place makes of it."""
     chance = random.Random(fault.seed)
-    draw = Draw(chance, SITES[fault.variant], fault.ranks, world.target, fault.kind)
+    draw = Draw(chance, FAULT_TARGETS[fault.variant], fault.ranks, world.target_clip, fault.kind)
     return PLACES[fault.place].make(draw)
 
 
 def _fitting(place: Place, variants: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, int]]:
-    return [(v, number) for v in variants for number in ranks if place.fits(SITES[v], number)]
+    return [
+        (v, number) for v in variants for number in ranks if place.fits(FAULT_TARGETS[v], number)
+    ]
 
 
 def described() -> str:
@@ -54,6 +57,6 @@ def described() -> str:
         lines.append(f"  {'':18} {', '.join(place.kinds)}")
     kinds = sum(len(place.kinds) for place in PLACES.values())
     lines.append(f"{len(PLACES)} places, {kinds} kinds; of each fault besides: the tiny checkpoint")
-    lines.append(f"  ({', '.join(SITES)}),")
+    lines.append(f"  ({', '.join(FAULT_TARGETS)}),")
     lines.append("one rank or two, the step (1 to 6), the rank at fault, the sample, the element.")
     return "\n".join(lines)

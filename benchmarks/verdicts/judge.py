@@ -11,10 +11,10 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import load_file
 
+from benchmarks.faults.world import Observation, Overrides, Stage, Tensors, World
 from benchmarks.verdicts.cases import Case, Right
 from dit_lora.commands.verify import find_target
 from dit_lora.data.loading.quarantine import LeftOut, Quarantine
-from dit_lora.faults.world import Observation, Overrides, Stage, Tensors, World
 from dit_lora.results.verify.output import compare_output
 
 QUESTIONS = {
@@ -87,7 +87,7 @@ def failures_of(case: Case, world: World, seen: Observation, tally: Tally) -> di
     """What is wrong, by question; collective, where a clean run is needed."""
     records = Quarantine.load(seen.folder / "quarantine.jsonl").records
     found = {
-        "lost": _lost(case.right, records, world.target),
+        "lost": _lost(case.right, records, world.target_clip),
         "off": _off(case.right, tally),
         "ended": _ended(case.right, seen),
         "cause": _cause(case.right, seen, came=tally.acted()),

@@ -4,6 +4,11 @@ import math
 from dataclasses import replace
 from functools import partial
 
+from benchmarks.faults import arms
+from benchmarks.faults.media.cache import damaged, poisoned
+from benchmarks.faults.targets import FaultTargets
+from benchmarks.faults.triggers import ALL_RANKS, Change, Element, When, before, row, times
+from benchmarks.faults.world import Arm
 from benchmarks.verdicts.cases import (
     DONE,
     REFUSED,
@@ -16,11 +21,6 @@ from benchmarks.verdicts.cases import (
     right,
 )
 from benchmarks.verdicts.computing import COMPUTING
-from dit_lora.families.family import Site
-from dit_lora.faults import arms
-from dit_lora.faults.media.cache import damaged, poisoned
-from dit_lora.faults.triggers import ALL_RANKS, Change, Element, When, before, row, times
-from dit_lora.faults.world import Arm
 
 _LOSSES: dict[str, Change] = {
     "NaN": times(math.nan),
@@ -66,7 +66,7 @@ def _sample_tensor(name: str, draw: Draw) -> Case:
 
 def _cache(draw: Draw) -> Case:
     value = {"huge": 3e30, "finite": 0.5, **_VALUES}[draw.kind]
-    change = damaged("videos", draw.target, poisoned("latent_mean", value))
+    change = damaged("videos", draw.target_clip, poisoned("latent_mean", value))
     return Case("on the disk, before the run", _OF_SAMPLE, before_start=change)
 
 
@@ -257,8 +257,8 @@ def _of_rank(allowed: Right, rank: int) -> Right:
     return right(*allowed.causes, "rank", ends=tuple({*allowed.ends, STOPPED}))
 
 
-def _encoded(site: Site, ranks: int) -> bool:
-    return site.encoded
+def _encoded(targets: FaultTargets, ranks: int) -> bool:
+    return targets.encoded
 
 
 _TENSOR, _LOSS = tuple(_ROWS), tuple(_LOSSES)
@@ -272,7 +272,7 @@ PLACES: dict[str, Place] = {
         partial(_sample_tensor, "prompt_embeds"),
         _TENSOR,
         "a sample's encoded caption after reading",
-        lambda site, ranks: site.text is not None,
+        lambda targets, ranks: targets.text is not None,
     ),
     "cache entry": Place(
         _cache, ("NaN", "Inf", "huge", "finite"), "a value of a cache entry on the disk", _encoded
@@ -285,7 +285,7 @@ PLACES: dict[str, Place] = {
         _loss_of_row,
         _NOT_FINITE,
         "the loss at one place in the batch",
-        lambda site, ranks: ranks == 1,
+        lambda targets, ranks: ranks == 1,
     ),
     "loss of timesteps": Place(
         _loss_of_timesteps,
@@ -306,7 +306,7 @@ PLACES: dict[str, Place] = {
         _buffer,
         ("NaN", "huge", "sign", "factor"),
         "a buffer of the base in memory",
-        lambda site, ranks: site.has_buffers,
+        lambda targets, ranks: targets.has_buffers,
     ),
     "trained weight": Place(
         _weight, ("NaN", "Inf", "1e30", "5000"), "one element of a trained weight"
@@ -322,7 +322,7 @@ PLACES: dict[str, Place] = {
         "gradients as they arrive",
     ),
     "device": Place(
-        _device, _NOT_FINITE, "all that one rank computes", lambda site, ranks: ranks > 1
+        _device, _NOT_FINITE, "all that one rank computes", lambda targets, ranks: ranks > 1
     ),
     "learning rate": Place(_rate, ("1e3", "1e5", "1e38"), "a real divergence"),
     "weight decay": Place(_decay, ("1e5", "1e7"), "a real divergence of another cause"),

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from benchmarks.faults import arms
+from benchmarks.faults.target_table import FAULT_TARGETS
+from benchmarks.faults.world import World
 from benchmarks.forks import ended, forked, free_port
 from benchmarks.verdicts.cases import Drawn
 from benchmarks.verdicts.draw import case_of
@@ -24,9 +27,6 @@ from benchmarks.verdicts.judge import (
     failures_of,
     is_certified,
 )
-from dit_lora.faults import arms
-from dit_lora.faults.site import SITES
-from dit_lora.faults.world import World
 
 PATIENCE = 300.0
 """Seconds after which a run that has not ended is a failure."""
@@ -83,7 +83,7 @@ class Sweep:
     def build(self, variants: Sequence[str]) -> Iterator[str]:
         """One checkpoint after another, with the clean run that encodes its clips."""
         for variant in variants:
-            world = World(self.folder / variant, Accelerator(cpu=True), SITES[variant])
+            world = World(self.folder / variant, Accelerator(cpu=True), FAULT_TARGETS[variant])
             world.reference("clean", ())
             self.worlds[variant] = world
             yield variant

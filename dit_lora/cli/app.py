@@ -15,7 +15,7 @@ from dit_lora.version import __version__
 PANELS = {
     "Start": ("doctor", "init.recipes", "init", "tiny", "tiny.shapes"),
     "Data": ("caption", "audit", "show", "cache"),
-    "Train": ("plan", "guard", "replay", "quarantine", "faults"),
+    "Train": ("plan", "guard", "replay", "quarantine"),
     "Use what was trained": (
         "report",
         "sample",

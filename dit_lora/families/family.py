@@ -6,12 +6,11 @@ do, imported when one is opened, and one that builds its tiny twins, imported wh
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dit_lora.adapters.layer_names import UNKNOWN, LayerNames
-from dit_lora.config.lora import Kind
 from dit_lora.errors import DitLoraError
 
 if TYPE_CHECKING:
@@ -32,99 +31,6 @@ class License:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
-    """The data of a tiny variant and the names of its modules, so that faults can be put into them.
-
-    A name is None where the model has no such module.
-    """
-
-    family: str
-    variant: str
-    data: Mapping[str, Any]
-    """The recipe's `data` section, without its path."""
-    samples: Literal["clips", "images", "pairs", "classes", "class_clips", "conversations"] = (
-        "clips"
-    )
-    """The kind of samples that are written to train on."""
-    sections: Mapping[str, Any] = field(default_factory=dict)
-    """Other sections of the recipe that this family needs."""
-    model: Mapping[str, str] = field(default_factory=dict)
-    """Other values of the recipe's `model` section than family and path."""
-    groups: Mapping[str, Any] = field(default_factory=lambda: {"adapter": {"lr": 1e-3}})
-    """`optim.groups`."""
-    attention: str = "transformer_blocks.1.attn1"
-    """A self-attention; `key` and `out` are layers of it with an adapter."""
-    key: str = "to_k"
-    out: str = "to_out.0"
-    ff: str = "transformer_blocks.0.ff"
-    ff_out: str = "transformer_blocks.0.ff.net.2"
-    """The last linear layer in `ff`."""
-    modulation: str | None = "transformer_blocks.1.norm1.linear"
-    """The layer that makes each sample's shift, scale and gate."""
-    last: str = "proj_out"
-    time_proj: str | None = "time_proj"
-    late: float = 900
-    """A timestep, as the module `time_proj` is given it, that a tenth or two of its draws lie beyond."""
-    upper: int = 800
-    """A timestep that a fifth to a half of its draws lie beyond."""
-    text: str | None = "prompt_embeds"
-    """The cached tensor of the caption, where it is floating point."""
-    posterior: bool = True
-    """True if the VAE gives a distribution."""
-    has_buffers: bool = False
-    """True if the model holds tables in floating point that are no weights, such as positions."""
-    class_table: str | None = None
-    """The weight that has a row for each class."""
-    experts: Mapping[str, str] = field(default_factory=dict)
-    """Modules of a chat model by what they are."""
-    vision_attention: str | None = None
-    """A self-attention of a chat model's vision encoder."""
-    queries: str | None = None
-    """The parameter of a Q-Former's queries that older trainers began at zero."""
-    kind: Kind = "lora"
-    """The kind of adapter that is trained."""
-    factors: tuple[str, str] = ("lora_A.default.weight", "lora_B.default.weight")
-    """An adapted layer's first parameter and the one that is zero at the start, by their ends."""
-
-    @property
-    def encoded(self) -> bool:
-        """Return true if samples are encoded before training, and noise is drawn for them."""
-        return self.samples != "conversations"
-
-    @property
-    def trains_lora(self) -> bool:
-        """Return true if the adapter is a LoRA, which has fused layers."""
-        return self.kind == "lora"
-
-    @property
-    def sound(self) -> bool:
-        """Return true if sound is trained beside clips."""
-        return bool(self.data.get("sound"))
-
-    @property
-    def pairs(self) -> bool:
-        """Return true if samples have a reference and a mask."""
-        return self.samples == "pairs"
-
-    @property
-    def mark(self) -> str:
-        """The tensor of a batch that tells samples apart."""
-        return "latent_mean" if self.encoded else "labels"
-
-    @property
-    def bad(self) -> float:
-        """Return the value that makes the loss NaN where a sample's `mark` is full of it."""
-        return float("nan") if self.encoded else -100.0
-
-    def named(self, template: str) -> str:
-        """Fill `{attention}.to_out.0` with this site's names."""
-        first, idle = self.factors
-        # The module of a parameter, as verdicts name it.
-        names = {"first": first, "idle": idle, "idle_module": idle.rpartition(".")[0]}
-        return template.format(**asdict(self), **names)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Family:
     """The facts of one family. What has a default here is left out where the default is true."""
 
@@ -137,7 +43,7 @@ class Family:
     """Default names of the linear layers that get an adapter, as PEFT matches them; as Diffusers names attention's."""
     group_patterns: Mapping[str, tuple[str, ...]]
     """Patterns of base parameter names for the `connector` and `backbone` groups."""
-    sites: tuple[Site, ...]
+    tiny_variants: tuple[str, ...]
     """The tiny variants that `dit-lora tiny` builds."""
     default_recipe: str
     """The recipe that the family's name stands for: its smallest."""
@@ -147,11 +53,6 @@ class Family:
     """True if its model may give PyTorch's attention a mask."""
     called_alone: tuple[str, ...] = ()
     """Parts of blocks that the model calls by themselves too, outside of their block."""
-
-    @property
-    def tiny_variants(self) -> tuple[str, ...]:
-        """The names that `dit-lora tiny` takes."""
-        return tuple(site.variant for site in self.sites)
 
     def build_tiny(self, variant: str, folder: "Path", seed: int) -> None:
         """Write a complete random checkpoint, small enough for tests; equal bytes for equal seeds."""

@@ -8,6 +8,10 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from benchmarks.faults import arms
+from benchmarks.faults.target_table import FAULT_TARGETS
+from benchmarks.faults.triggers import When, before, times
+from benchmarks.faults.world import Observation
 from benchmarks.verdicts import judge
 from benchmarks.verdicts.__main__ import main
 from benchmarks.verdicts.cases import Case, Draw, Place, Right, right
@@ -18,12 +22,8 @@ from benchmarks.verdicts.sweep import Sweep
 from benchmarks.verdicts.table import failures, table
 from dit_lora.data.loading.quarantine import LeftOut
 from dit_lora.errors import DitLoraError
-from dit_lora.faults import arms
-from dit_lora.faults.site import SITES
-from dit_lora.faults.triggers import When, before, times
-from dit_lora.faults.world import Observation
 
-EVERY = list(SITES)
+EVERY = list(FAULT_TARGETS)
 
 
 def test_a_seed_draws_the_same_faults_and_three_hundred_reach_every_place_and_kind() -> None:
@@ -40,8 +40,10 @@ def test_a_seed_draws_the_same_faults_and_three_hundred_reach_every_place_and_ki
 def test_every_place_makes_a_case_of_every_kind() -> None:
     for name, place in PLACES.items():
         for kind in place.kinds:
-            for site, ranks in [(s, n) for s in SITES.values() for n in (1, 2) if place.fits(s, n)]:
-                case = place.make(Draw(random.Random(0), site, ranks, "02.mp4", kind))
+            for targets, ranks in [
+                (s, n) for s in FAULT_TARGETS.values() for n in (1, 2) if place.fits(s, n)
+            ]:
+                case = place.make(Draw(random.Random(0), targets, ranks, "02.mp4", kind))
                 assert case.when, (name, kind)
                 assert case.right.causes or not case.right.told, (name, kind)
 

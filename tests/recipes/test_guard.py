@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.faults.media.cache import overwrite
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
-from dit_lora.faults.media.cache import overwrite
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.numerics.streams import fold
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from runs import lines, same_adapter, trajectory
 
+from benchmarks.faults.media.cache import overwrite
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
-from dit_lora.faults.media.cache import overwrite
 
 Main = Callable[[list[str]], None]
 PRESERVE = "train.preserve={trigger: red, class_words: painted}"

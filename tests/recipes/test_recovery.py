@@ -10,10 +10,10 @@ import torch
 from runs import lines, same_adapter, trajectory
 from safetensors.torch import load_file
 
+from benchmarks.faults.media.cache import overwrite
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
-from dit_lora.faults.media.cache import overwrite
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.guard.switches import kept_attention
 from dit_lora.numerics.objectives import LossOutput

@@ -11,11 +11,11 @@ import torch
 from runs import lines
 from torch._subclasses.fake_tensor import FakeTensor
 
+from benchmarks.faults.media.cache import overwrite
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.loading.batch import draw_number
 from dit_lora.errors import DitLoraError
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
-from dit_lora.faults.media.cache import overwrite
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.results.verify.output import SEED

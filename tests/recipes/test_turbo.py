@@ -13,17 +13,17 @@ from runs import adapter
 from safetensors.torch import save_file
 from smoke_recipes import captioned_images
 
+from benchmarks.faults.arms import parameter
+from benchmarks.faults.fault import Expected, between_steps
+from benchmarks.faults.target_table import targets_for
+from benchmarks.faults.triggers import Element
+from benchmarks.faults.world import World
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.media.video import write_sample
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.faults.arms import parameter
-from dit_lora.faults.fault import Expected, between_steps
-from dit_lora.faults.site import site_of
-from dit_lora.faults.triggers import Element
-from dit_lora.faults.world import World
 
 Main = Callable[[list[str]], None]
 PLANTED = "layers.1.attention.to_q.lora_B.under_0"
@@ -90,7 +90,7 @@ def test_what_is_planted_in_the_frozen_adapter_is_named(
     under: Path, tmp_path: Path, value: float
 ) -> None:
     """The guard stops: no step, no batch and no kernel is blamed for it."""
-    world = World(tmp_path / "world", Accelerator(cpu=True), site_of("z-image-turbo"))
+    world = World(tmp_path / "world", Accelerator(cpu=True), targets_for("z-image-turbo"))
     world.reference("clean", ())  # encodes what it trains on
     expected = Expected("weights", "stop", ("frozen weight",), module=PLANTED, exit_code=3)
     overrides = (("lora.under", [{"path": str(under)}]),)

@@ -1,12 +1,11 @@
 """CogVideoX: text-to-video and image-to-video, versions 1.0 and 1.5, whichever the checkpoint's configs say."""
 
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.families.family import DiffusionFamily, License, Site
+from dit_lora.families.family import DiffusionFamily, License
 
 _LICENSE = License(
     "other", "cogvideox-license", "https://huggingface.co/THUDM/CogVideoX-5b/blob/main/LICENSE"
 )
-_VIDEO = {"frames": 9, "height": 32, "width": 48, "fps": 8}
 
 
 FAMILY = DiffusionFamily(
@@ -55,16 +54,11 @@ FAMILY = DiffusionFamily(
         }
     ),
     kohya=True,
-    sites=(
-        Site(family="cogvideox", variant="cogvideox-2b", data=_VIDEO, has_buffers=True),
-        Site(family="cogvideox", variant="cogvideox-5b", data=_VIDEO),
-        Site(
-            family="cogvideox",
-            variant="cogvideox-5b-i2v",
-            data={**_VIDEO, "height": 64, "width": 96},
-            has_buffers=True,
-        ),
-        Site(family="cogvideox", variant="cogvideox-1.5", data=_VIDEO),
-        Site(family="cogvideox", variant="cogvideox-1.5-i2v", data=_VIDEO),
+    tiny_variants=(
+        "cogvideox-2b",
+        "cogvideox-5b",
+        "cogvideox-5b-i2v",
+        "cogvideox-1.5",
+        "cogvideox-1.5-i2v",
     ),
 )

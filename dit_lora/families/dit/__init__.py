@@ -1,7 +1,7 @@
 """DiT: class-conditional images, every checkpoint in Diffusers' format."""
 
 from dit_lora.adapters.layer_names import no_names
-from dit_lora.families.family import DiffusionFamily, License, Site
+from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="dit",
@@ -23,17 +23,5 @@ FAMILY = DiffusionFamily(
     licenses={"facebook/DiT-XL-2-*": License("cc-by-nc-4.0")},
     called_alone=("transformer_blocks.0.norm1.emb",),  # the head embeds time and class by it
     comfyui=no_names("ComfyUI has no DiT with class labels"),
-    sites=(
-        Site(
-            family="dit",
-            variant="dit-tiny",
-            data={"height": 32, "width": 32},
-            samples="classes",
-            last="proj_out_2",
-            time_proj="transformer_blocks.1.norm1.emb.time_proj",
-            text=None,
-            has_buffers=True,
-            class_table="transformer_blocks.0.norm1.emb.class_embedder.embedding_table.weight",
-        ),
-    ),
+    tiny_variants=("dit-tiny",),
 )

@@ -1,29 +1,7 @@
 """FLUX.1: dev, whose guidance is an input, schnell, and Kontext, which edits a picture."""
 
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.families.family import DiffusionFamily, License, Site
-
-
-def _site(variant: str) -> Site:
-    kontext = variant == "flux-kontext"
-    return Site(
-        family="flux",
-        variant=variant,
-        data={
-            "height": 64,
-            "width": 64,
-            **({"reference_resolution": 64, "mask_column": "masks"} if kontext else {}),
-        },
-        samples="pairs" if kontext else "images",
-        # The guidance goes through the timesteps' module too: 500 is none of the last ones.
-        sections={
-            "lora": {"targets": ("to_q", "to_k", "to_v", "to_out.0")},
-            "train": {} if variant == "flux-schnell" else {"guidance_scale": 0.5},
-        },
-        attention="transformer_blocks.1.attn",
-        time_proj="time_text_embed.time_proj",
-    )
-
+from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="flux",
@@ -73,5 +51,5 @@ FAMILY = DiffusionFamily(
     },
     # ComfyUI's map has Diffusers' names (comfy/utils.py, flux_to_diffusers), with their prefix.
     comfyui=LayerNames(prefix="transformer.", alpha=False),
-    sites=tuple(_site(variant) for variant in ("flux-dev", "flux-schnell", "flux-kontext")),
+    tiny_variants=("flux-dev", "flux-schnell", "flux-kontext"),
 )

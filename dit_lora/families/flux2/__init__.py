@@ -1,29 +1,7 @@
 """FLUX.2 text-to-image: klein-base, of 4B and 9B, and dev, whose guidance is an input."""
 
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.families.family import DiffusionFamily, License, Site
-
-
-def _site(variant: str) -> Site:
-    return Site(
-        family="flux2",
-        variant=variant,
-        data={"height": 64, "width": 64},
-        samples="images",
-        # At the pipeline's shift every third timestep is one of the last; and the guidance goes through their module too.
-        sections={
-            "train": {
-                "timesteps": {"shift": 1.0},
-                **({"guidance_scale": 0.5} if variant == "flux2-dev" else {}),
-            }
-        },
-        attention="transformer_blocks.1.attn",
-        ff_out="transformer_blocks.0.ff.linear_out",
-        modulation="double_stream_modulation_txt.linear",
-        time_proj="time_guidance_embed.time_proj",
-        posterior=False,
-    )
-
+from dit_lora.families.family import DiffusionFamily, License
 
 _NON_COMMERCIAL = License("other", "flux-non-commercial-license")
 
@@ -67,5 +45,5 @@ FAMILY = DiffusionFamily(
             "single_stream_modulation.*",
         ),
     ),
-    sites=tuple(_site(variant) for variant in ("flux2-klein", "flux2-dev")),
+    tiny_variants=("flux2-klein", "flux2-dev"),
 )

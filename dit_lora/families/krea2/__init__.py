@@ -1,7 +1,7 @@
 """Krea 2 text-to-image: Raw, which trains, and Turbo, distilled from it, which makes pictures with what was trained."""
 
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.families.family import DiffusionFamily, License, Site
+from dit_lora.families.family import DiffusionFamily, License
 
 _LICENSE = License("other", "krea-2-community-license", "https://www.krea.ai/krea-2-licensing")
 _ATTENTION = {"to_q": "wq", "to_k": "wk", "to_v": "wv", "to_out.0": "wo", "to_gate": "gate"}
@@ -59,19 +59,5 @@ FAMILY = DiffusionFamily(
         },
         alpha=False,
     ),
-    sites=(
-        Site(
-            family="krea2",
-            variant="krea2-raw",
-            data={"height": 64, "width": 64},
-            samples="images",
-            attention="transformer_blocks.1.attn",
-            ff_out="transformer_blocks.0.ff.down",
-            modulation="time_mod_proj",
-            last="final_layer.linear",
-            time_proj="time_embed",
-            late=0.83,  # it is given t / 1000
-            upper=700,
-        ),
-    ),
+    tiny_variants=("krea2-raw",),
 )

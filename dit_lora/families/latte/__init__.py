@@ -1,7 +1,7 @@
 """Latte text-to-video (Latte-1)."""
 
 from dit_lora.adapters.layer_names import no_names
-from dit_lora.families.family import DiffusionFamily, License, Site
+from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="latte",
@@ -22,15 +22,5 @@ FAMILY = DiffusionFamily(
     default_recipe="latte/latte1_lora",
     licenses={"maxin-cn/Latte-1": License("apache-2.0")},
     comfyui=no_names("ComfyUI has no Latte"),
-    sites=(
-        Site(
-            family="latte",
-            variant="latte",
-            data={"frames": 4, "height": 32, "width": 32, "fps": 8},
-            attention="transformer_blocks.0.attn1",
-            modulation="adaln_single.linear",
-            time_proj="adaln_single.emb.time_proj",
-            has_buffers=True,
-        ),
-    ),
+    tiny_variants=("latte",),
 )

@@ -1,9 +1,7 @@
 """LTX-2 and LTX-2.3: text-to-video, image-to-video and video-to-video in context (IC-LoRA), without sound or with it."""
 
-from typing import Any
-
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.families.family import DiffusionFamily, License, Site
+from dit_lora.families.family import DiffusionFamily, License
 from dit_lora.families.ltx2.layers import ATTENTION, OF_BLOCKS
 
 _LICENSE = License(
@@ -39,18 +37,6 @@ _COMFYUI = {
 }
 
 
-def _site(variant: str, *, sound: bool = False, **other: Any) -> Site:
-    return Site(
-        family="ltx2",
-        variant=variant,
-        data={"frames": 9, "height": 64, "width": 96, "fps": 8, "sound": sound},
-        modulation="time_embed.linear",
-        time_proj="time_embed.emb.time_proj",
-        posterior=False,
-        **other,
-    )
-
-
 FAMILY = DiffusionFamily(
     name="ltx2",
     checkpoint_module="dit_lora.families.ltx2.checkpoint",
@@ -79,5 +65,5 @@ FAMILY = DiffusionFamily(
     },
     masked_attention=True,
     comfyui=LayerNames(alpha=False, renamed=_COMFYUI),
-    sites=(_site("ltx-2"), _site("ltx-2.3", sound=True)),
+    tiny_variants=("ltx-2", "ltx-2.3"),
 )

@@ -1,23 +1,7 @@
 """LTX-Video 0.9 and 0.9.1: text-to-video, and image-to-video by a clean first latent frame."""
 
-from typing import Any
-
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.families.family import DiffusionFamily, License, Site
-
-
-def _site(variant: str, **other: Any) -> Site:
-    return Site(
-        family="ltx_video",
-        variant=variant,
-        data={"frames": 9, "height": 64, "width": 96, "fps": 8},
-        modulation="time_embed.linear",
-        time_proj="time_embed.emb.time_proj",
-        late=853,  # of so few tokens the shift is a small one
-        upper=750,
-        **other,
-    )
-
+from dit_lora.families.family import DiffusionFamily, License
 
 _BLOCK = (
     *(f"{a}.{name}" for a in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")),
@@ -64,5 +48,5 @@ FAMILY = DiffusionFamily(
     # The published model's names (ComfyUI has its blocks' from it): Diffusers' script renamed these two layers alone, and its
     # loader refuses `.alpha` tensors.
     comfyui=LayerNames(alpha=False, renamed={**{name: name for name in _SAME}, **_RENAMED}),
-    sites=(_site("ltx-video"), _site("ltx-video-0.9.1")),
+    tiny_variants=("ltx-video", "ltx-video-0.9.1"),
 )

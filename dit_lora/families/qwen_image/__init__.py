@@ -1,27 +1,7 @@
 """Qwen-Image and Qwen-Image-2512, from text; Qwen-Image-Edit, -2509 and -2511, from pictures and what to change in them."""
 
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.families.family import DiffusionFamily, License, Site
-
-
-def _site(variant: str) -> Site:
-    data = {"height": 64, "width": 64}
-    edits = variant != "qwen-image"
-    return Site(
-        family="qwen_image",
-        variant=variant,
-        data=data | ({"mask_column": "masks"} if edits else {}),
-        samples="pairs" if edits else "images",
-        attention="transformer_blocks.1.attn",
-        ff="transformer_blocks.0.img_mlp",
-        ff_out="transformer_blocks.0.img_mlp.net.2",
-        modulation="transformer_blocks.1.img_mod.1",
-        time_proj="time_text_embed.time_proj",
-        # At the pipeline's shift of 1.6 for these 16 tokens.
-        late=0.84,  # it is given t / 1000
-        upper=780,
-    )
-
+from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="qwen_image",
@@ -57,5 +37,5 @@ FAMILY = DiffusionFamily(
     # them back with alpha, behind `transformer.` without alone (_convert_non_diffusers_qwen_lora_to_diffusers in
     # loaders/lora_conversion_utils.py).
     comfyui=LayerNames(),
-    sites=tuple(map(_site, ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus"))),
+    tiny_variants=("qwen-image", "qwen-image-edit", "qwen-image-edit-plus"),
 )

@@ -1,21 +1,7 @@
 """Sana text-to-image: 0.6B, 1.6B, and 1.5 of 1.6B and 4.8B."""
 
 from dit_lora.adapters.layer_names import no_names
-from dit_lora.families.family import DiffusionFamily, License, Site
-
-
-def _site(variant: str) -> Site:
-    return Site(
-        family="sana",
-        variant=variant,
-        data={"height": 64, "width": 64},
-        samples="images",
-        ff_out="transformer_blocks.0.ff.conv_point",
-        modulation="time_embed.linear",
-        time_proj="time_embed.emb.time_proj",
-        posterior=False,
-    )
-
+from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="sana",
@@ -41,5 +27,5 @@ FAMILY = DiffusionFamily(
     comfyui=no_names(
         "ComfyUI has no Sana; the nodes that have one (ComfyUI_ExtraModels) load no LoRA for it"
     ),
-    sites=tuple(_site(variant) for variant in ("sana-600m", "sana-1.5", "sana-fp16")),
+    tiny_variants=("sana-600m", "sana-1.5", "sana-fp16"),
 )

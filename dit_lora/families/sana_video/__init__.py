@@ -1,7 +1,7 @@
 """SANA-Video text-to-video, the checkpoints with Wan's autoencoder (2B, 480p)."""
 
 from dit_lora.adapters.layer_names import no_names
-from dit_lora.families.family import DiffusionFamily, License, Site
+from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="sana_video",
@@ -29,15 +29,5 @@ FAMILY = DiffusionFamily(
         )
     },
     comfyui=no_names("ComfyUI has no SANA-Video"),
-    sites=(
-        Site(
-            family="sana_video",
-            variant="sana-video",
-            data={"frames": 9, "height": 32, "width": 64, "fps": 8},
-            ff_out="transformer_blocks.0.ff.conv_temp",
-            modulation="time_embed.linear",
-            time_proj="time_embed.emb.time_proj",
-            has_buffers=True,
-        ),
-    ),
+    tiny_variants=("sana-video",),
 )

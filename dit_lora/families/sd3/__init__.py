@@ -1,19 +1,7 @@
 """Stable Diffusion 3.5 text-to-image, large and medium; 3.0 medium is of the same code."""
 
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.families.family import DiffusionFamily, License, Site
-
-
-def _site(variant: str) -> Site:
-    return Site(
-        family="sd3",
-        variant=variant,
-        data={"height": 64, "width": 64},
-        samples="images",
-        attention="transformer_blocks.1.attn",
-        time_proj="time_text_embed.time_proj",
-    )
-
+from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="sd3",
@@ -56,5 +44,5 @@ FAMILY = DiffusionFamily(
     },
     # ComfyUI's map has Diffusers' names, with their prefix (comfy/utils.py, mmdit_to_diffusers).
     comfyui=LayerNames(prefix="transformer.", alpha=False),
-    sites=tuple(_site(variant) for variant in ("sd3.5-medium", "sd3.5-large")),
+    tiny_variants=("sd3.5-medium", "sd3.5-large"),
 )

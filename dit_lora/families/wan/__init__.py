@@ -1,29 +1,7 @@
 """Wan 2.1 and 2.2: text-to-video and image-to-video, with one transformer or two experts, as the checkpoint's files say."""
 
-from typing import Any
-
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.families.family import DiffusionFamily, License, Site
-
-_VIDEO = {"frames": 9, "height": 32, "width": 48, "fps": 8}
-
-
-def _site(variant: str, **other: Any) -> Site:
-    return Site(
-        **{
-            "family": "wan",
-            "variant": variant,
-            "data": _VIDEO,
-            "attention": "blocks.1.attn1",
-            "ff": "blocks.0.ffn",
-            "ff_out": "blocks.0.ffn.net.2",
-            "modulation": "condition_embedder.time_proj",
-            "time_proj": "condition_embedder.timesteps_proj",
-            "has_buffers": True,
-            **other,
-        }
-    )
-
+from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="wan",
@@ -65,12 +43,12 @@ FAMILY = DiffusionFamily(
             "proj_out": "head.head",
         }
     ),
-    sites=(
-        _site("wan-2.1-t2v"),
-        _site("wan-2.1-i2v"),
-        _site("wan-2.1-flf2v", late=980, upper=950),
-        _site("wan-2.2-t2v-a14b", model={"part": "transformer"}, late=954, upper=925),
-        _site("wan-2.2-i2v-a14b", model={"part": "transformer_2"}, late=853),
-        _site("wan-2.2-ti2v-5b", data={**_VIDEO, "height": 64, "width": 96}, late=937),
+    tiny_variants=(
+        "wan-2.1-t2v",
+        "wan-2.1-i2v",
+        "wan-2.1-flf2v",
+        "wan-2.2-t2v-a14b",
+        "wan-2.2-i2v-a14b",
+        "wan-2.2-ti2v-5b",
     ),
 )

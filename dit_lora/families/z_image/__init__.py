@@ -1,26 +1,7 @@
 """Z-Image text-to-image: the base, and Turbo, which was distilled from it to eight steps."""
 
-from typing import Any
-
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.families.family import DiffusionFamily, License, Site
-
-
-def _site(variant: str, **late: Any) -> Site:
-    return Site(
-        family="z_image",
-        variant=variant,
-        data={"height": 64, "width": 64},
-        samples="images",
-        attention="layers.1.attention",
-        ff="layers.0.feed_forward",
-        ff_out="layers.0.feed_forward.w2",
-        modulation="layers.1.adaLN_modulation.0",
-        last="all_final_layer.2-1.linear",
-        time_proj="t_embedder",
-        **late,
-    )
-
+from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="z_image",
@@ -48,8 +29,5 @@ FAMILY = DiffusionFamily(
     # their prefix (comfy/lora.py at 17358c8, Lumina2).
     comfyui=LayerNames(prefix="transformer.", alpha=False),
     # The network's time runs backwards: `late` is of 1000 - t, as its embedding is given it.
-    sites=(
-        _site("z-image", late=320, upper=900),
-        _site("z-image-turbo", late=500),
-    ),
+    tiny_variants=("z-image", "z-image-turbo"),
 )

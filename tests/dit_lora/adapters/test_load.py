@@ -114,7 +114,7 @@ def comfyui_of(one: Trained) -> Path:
 def test_comfyuis_file_acts_on_the_pipeline(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
-    variant = get_family(family).sites[0].variant
+    variant = get_family(family).tiny_variants[0]
     one = trained(family, tiny_checkpoints[variant], tmp_path / "run")
     assert_same(loaded(one, family, comfyui_of(one)), deltas(one.model))
 
@@ -158,7 +158,7 @@ def test_a_file_of_which_nothing_applies_is_refused(
     family: str,
     change: Callable[[Tensors], Tensors],
 ) -> None:
-    variant = get_family(family).sites[0].variant
+    variant = get_family(family).tiny_variants[0]
     one = trained(family, tiny_checkpoints[variant], tmp_path / "run")
     for prefix in ("transformer.", "other."):
         tensors = change(load_file(one.folder / ADAPTER_FILE))

@@ -10,11 +10,11 @@ import yaml
 from runs import poison
 from typer.testing import CliRunner
 
+from benchmarks.faults.media.encode import encode, moving
 from dit_lora.cli.app import app
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
-from dit_lora.faults.media.encode import encode, moving
 
 
 def invoke(*arguments: object, code: int = 0) -> str:

@@ -11,6 +11,9 @@ from bad_media_checks import OF_FOLDER, OF_MEDIA, Seen, is_sound, members
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.faults.media.all import KINDS
+from benchmarks.faults.media.cache import DAMAGES, Damage
+from benchmarks.faults.media.kind import Kind
 from dit_lora.config.data import DataConfig
 from dit_lora.data.audit.captions import check_captions
 from dit_lora.data.audit.encoded import check_encoded
@@ -19,9 +22,6 @@ from dit_lora.data.audit.labels import check_labels
 from dit_lora.data.audit.runner import audit_media
 from dit_lora.data.cache.cache import TensorCache, encoded
 from dit_lora.data.sources.scan import Clip, scan
-from dit_lora.faults.media.all import KINDS
-from dit_lora.faults.media.cache import DAMAGES, Damage
-from dit_lora.faults.media.kind import Kind
 
 # No permission stops root, who can read every file.
 MADE = [kind for kind in KINDS if kind.root_can or os.geteuid()]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.faults.media.encode import FRAMES, HEIGHT, WIDTH, encode, flat, moving
 from dit_lora.config.data import DataConfig
 from dit_lora.data.audit import runner, workers
 from dit_lora.data.audit.finding import JudgedSample
@@ -31,7 +32,6 @@ from dit_lora.data.media.video import ClipError, read_frames
 from dit_lora.data.sources.clips import Clip
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
-from dit_lora.faults.media.encode import FRAMES, HEIGHT, WIDTH, encode, flat, moving
 
 DATA = DataConfig(path="clips", frames=9, height=HEIGHT, width=WIDTH, fps=8)
 

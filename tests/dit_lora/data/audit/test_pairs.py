@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter, ImageOps
 
+from benchmarks.faults.media.encode import encode, moving
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.audit import runner
 from dit_lora.data.audit.captions import check_captions
@@ -21,7 +22,6 @@ from dit_lora.data.audit.runner import audit_media, remembered
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.clips import Clip, LossMask
-from dit_lora.faults.media.encode import encode, moving
 
 SIDE = 96
 

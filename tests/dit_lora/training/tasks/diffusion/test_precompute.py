@@ -13,6 +13,7 @@ import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
 
+from benchmarks.faults.media.cache import overwrite
 from dit_lora.commands.audit import audit_recipe
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import ModelConfig
@@ -21,7 +22,6 @@ from dit_lora.data.media.video import read_frames
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.faults.media.cache import overwrite
 from dit_lora.training.session.session import running
 from dit_lora.training.tasks.diffusion.cache_plan import make_plan, transformer_digest
 from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute

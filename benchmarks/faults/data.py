@@ -1,0 +1,313 @@
+"""Faults of the data: one bad sample among the good ones. The run names and refuses it, or goes on without it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.fault import Expected, Fault, FaultResult, equal
+from benchmarks.faults.media.all import KINDS
+from benchmarks.faults.media.archives import member, write_tar
+from benchmarks.faults.media.cache import cut, scramble
+from benchmarks.faults.media.encode import tone_beside
+from benchmarks.faults.media.kind import Kind, write_good
+from benchmarks.faults.targets import FaultTargets
+from benchmarks.faults.world import Engine, Observation, Overrides, Stage, World, poisoned_files
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.cache.shards import StoredEntry
+from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+
+Change = Callable[[Path], None]
+"""Changes a run's folder of data."""
+_METADATA = "metadata.jsonl"
+_LISTED = VIDEO_SUFFIXES | IMAGE_SUFFIXES
+
+
+def _leave(folder: Path) -> None:
+    """Leave the folder as it is."""
+
+
+@dataclass(frozen=True)
+class DataFault(Fault):
+    """A sample that the run must refuse by name, or leave out as if it had never been there."""
+
+    file: str = ""
+    """The sample's id."""
+    put: Change = _leave
+    """Writes the bad sample."""
+    layout: Change = _leave
+    """Changes the good data first, with and without the bad sample."""
+    samples: str = "clips"
+    """The fault applies to variants that are trained on samples of this kind."""
+
+    def fits(self, targets: FaultTargets, ranks: int = 1, engine: Engine = "ddp") -> bool:
+        # Pairs are images with files beside them.
+        samples = "images" if targets.pairs else targets.samples
+        return samples == self.samples and super().fits(targets, ranks, engine)
+
+    def judge(self, world: World) -> FaultResult:
+        """Judge a run that refuses the sample, one that leaves out it and its peers, one that never had them;
+        collective.
+        """
+        data = self.folder(world, self.name, self.layout, self.put)
+        reached: list[Stage] = []
+        refused = self.run(world, f"{self.name}, refuse", self.given(data), reached)
+        error = str(refused.error or "")
+        said = " ".join(line for line in error.split("\n") if self.file in line)
+        unnamed = [f"not said: {w}" for w in (self.file, *self.expected.words) if w not in said]
+        if reached:
+            unnamed.append("training had begun")
+        left_out = self.left_out(world)
+        # One run for all peers: one for each would double the time that the suite takes.
+        return self.told((refused, left_out), said or error, unnamed, self.lacks(world, left_out))
+
+    def given(self, data: Path) -> Overrides:
+        return (*self.overrides, ("data.path", str(data)))
+
+    def run(
+        self, world: World, name: str, overrides: Overrides, reached: list[Stage] | None = None
+    ) -> Observation:
+        """Run once; `reached` gets its stage when it is about to train."""
+        arm = None if reached is None else reached.append
+        return world.observe(name, arm, overrides)
+
+    def folder(self, world: World, name: str, *changes: Change) -> Path:
+        """Return the good data, changed; written by one rank."""
+
+        def put(folder: Path) -> None:
+            with tone_beside(world.targets.sound):
+                for change in changes:
+                    change(folder)
+
+        return world.copy_data(world.root / "data" / name, put)
+
+    def peers(self, targets: FaultTargets) -> tuple["DataFault", ...]:
+        """The faults, this one included, whose samples one run leaves out together."""
+        like = [
+            fault
+            for fault in _SAMPLES
+            if fault.file and fault.layout == self.layout and fault.fits(targets)
+        ]
+        return tuple(dict.fromkeys([*like, self]))
+
+    def left_out(self, world: World) -> Observation:
+        """Return the run that goes on without them; one for all."""
+        peers = self.peers(world.targets)
+        if peers not in world.shared:
+            name = f"all left out {len(world.shared)}"
+            data = self.folder(world, name, self.layout, *(peer.put for peer in peers))
+            skip = (*self.given(data), ("data.rejects", "skip"))
+            world.shared[peers] = self.run(world, name, skip)
+        return world.shared[peers]
+
+    def lacks(self, world: World, left_out: Observation) -> list[str]:
+        """Return what is missing in the run that should have gone on without the sample."""
+        if left_out.error is not None:
+            return [f"it failed without the sample: {left_out.error}"]
+        events = [event for event in left_out.events if event.get("kind") == "data_rejected"]
+        ids = sorted(sample for event in events for sample in event["sample_ids"])
+        lacks = []
+        if ids != sorted(peer.file for peer in self.peers(world.targets)):
+            lacks.append(f"events name {ids}")
+        if self.file not in left_out.said:
+            lacks.append(f"not said: {self.file} is left out")
+        never = self.overrides
+        if self.layout is not _leave:
+            never = self.given(self.folder(world, f"{self.name}, never", self.layout))
+        if not equal(left_out.adapter, world.reference("clean", never)):
+            lacks.append("the adapter is not that of a run that never had the sample")
+        return lacks
+
+    def told(
+        self, seen: tuple[Observation, ...], verdict: str, unnamed: list[str], lost: list[str]
+    ) -> FaultResult:
+        return FaultResult(
+            self.name,
+            self.place,
+            self.when,
+            named=not unnamed,
+            recovered=not lost,
+            poisoned_files=sum(len(poisoned_files(observation)) for observation in seen),
+            action=self.expected.action,
+            verdict=" ".join(verdict.split()),
+            why=(*unnamed, *lost),
+        )
+
+
+@dataclass(frozen=True)
+class SoundOddity(DataFault):
+    """Samples that look odd and are sound: the run must train on each of them."""
+
+    files: tuple[str, ...] = ()
+    """The samples' ids."""
+
+    def judge(self, world: World) -> FaultResult:
+        """Judge one run that may refuse; collective."""
+        data = self.folder(world, self.name, self.layout, self.put)
+        reached: list[Stage] = []
+        seen = self.run(world, self.name, self.given(data), reached)
+        unnamed = [f"an event: {event}" for event in seen.events]
+        if seen.error is not None:
+            unnamed.append(f"refused: {seen.error}")
+        encoded: list[Any] = [stage.run.setup.data for stage in reached]
+        entries = [entry for run_data in encoded for entry in run_data.clips.entries]
+        keys = {entry.id: entry.video_key for entry in entries if entry.id in self.files}
+        lost = [f"{file} is not trained on" for file in self.files if file not in keys]
+        if len(set(keys.values())) < len(keys):
+            lost.append(f"{', '.join(keys)} share one cache entry")
+        if seen.adapter is None:
+            lost.append("no adapter was saved")
+        return self.told((seen,), "nothing to tell: it is trained on", unnamed, lost)
+
+
+def _put(kind: Kind) -> Change:
+    """Return what writes a kind's sample among the good data, and its lines where they have a list."""
+
+    def put(folder: Path) -> None:
+        before = {*folder.rglob("*.*")}
+        kind.make(folder)
+        for path in sorted({*folder.rglob("*.*")} - before):
+            if path.suffix.lower() in _LISTED and (folder / _METADATA).exists():
+                _list(folder, path.relative_to(folder).as_posix())
+
+    return put
+
+
+def _list(folder: Path, file: str) -> None:
+    """Add a line to metadata.jsonl with the caption beside the file, or with none, and the first line's reference."""
+    listing, beside = folder / _METADATA, (folder / file).with_suffix(".txt")
+    lines = listing.read_text("utf-8").splitlines(keepends=True)
+    text = beside.read_text("utf-8") if beside.exists() else "a clip"
+    row = json.loads(lines[0]) | {"file_name": file, "text": text}
+    row.pop("masks", None)  # it has the shape of its own picture
+    listing.write_text("".join([*lines, json.dumps(row) + "\n"]), "utf-8")
+
+
+def _into_tar(folder: Path) -> None:
+    """Pack all clips and their captions into one tar, in place of files and list."""
+    rows = map(json.loads, (folder / _METADATA).read_text("utf-8").splitlines())
+    members = []
+    for row in rows:
+        path = folder / row["file_name"]
+        members += [
+            member(path.name, path.read_bytes()),
+            member(f"{path.stem}.txt", row["text"].encode()),
+        ]
+        path.unlink()
+    (folder / _METADATA).unlink()
+    write_tar(folder / _TAR, members)
+
+
+def _climbing_member(folder: Path) -> None:
+    """Add a member whose name leads out of the folder."""
+    clip = folder / "clip.mp4"
+    write_good(clip)
+    write_tar(folder / _TAR, [member("../clip.mp4", clip.read_bytes())], "a")
+    clip.unlink()
+    clip.with_suffix(".txt").unlink()
+
+
+def _silent_clip(folder: Path) -> None:
+    """Add a clip that has no sound."""
+    with tone_beside(False):
+        write_good(folder / "silent.mp4")
+    _list(folder, "silent.mp4")
+
+
+def _unknown_label(folder: Path) -> None:
+    """Add a sample of a class that the recipe does not name."""
+    good = next(path for path in sorted((folder / "0").iterdir()))
+    (folder / "2").mkdir()
+    shutil.copy(good, folder / "2" / f"clip{good.suffix}")
+
+
+def _bad(name: str, file: str, reason: str, put: Change, **more: Any) -> DataFault:
+    expected = Expected("refused", "left out", (reason,), same_as="clean")
+    return DataFault(
+        f"data: {name}", "data", "before training", expected, file=file, put=put, **more
+    )
+
+
+def _of(name: str, reason: str, samples: str = "clips") -> DataFault:
+    kind = _BY_NAME[name]
+    return _bad(name, kind.file, reason, _put(kind), samples=samples)
+
+
+def _odd(name: str, *files: str) -> SoundOddity:
+    return SoundOddity(
+        f"data: {name}",
+        "data",
+        "before training",
+        Expected("none", "none"),
+        put=_put(_BY_NAME[name]),
+        files=files,
+    )
+
+
+def _unknown(what: str, samples: str, suffix: str) -> DataFault:
+    return _bad(
+        f"{what} of a class outside the table",
+        f"2/clip{suffix}",
+        "class",
+        _unknown_label,
+        overrides=(("data.classes", ("0", "1")),),
+        samples=samples,
+    )
+
+
+def _damaged(what: str, do: Callable[[StoredEntry], None]) -> Fault:
+    """Return the fault of a shard of the cache that has to be encoded anew."""
+
+    def before_start(cache: Path) -> None:
+        do(next(TensorCache(cache / "videos").entries()))
+
+    expected = Expected("none", "none", same_as="clean")
+    return Fault(
+        what,
+        "cache",
+        "from the start",
+        expected,
+        before_start=before_start,
+        needs=("encoded",),
+    )
+
+
+_BY_NAME = {kind.name: kind for kind in KINDS}
+_TAR = "clips.tar"
+_DECODE = "cannot be decoded"
+_SAMPLES: tuple[DataFault, ...] = (
+    _of("no bytes", "empty_file: the file has no bytes"),
+    _of("text named .mp4", "not_media: "),
+    _of("cut before the header", "truncated: the file ends early"),
+    _of("cut in the frames", _DECODE),
+    _of("damaged in the middle", _DECODE),
+    _of("sound only", "no_video_stream: "),
+    _of("one frame", "too short"),
+    _of("all black", "black: "),
+    _of("an empty caption", "its caption is empty"),
+    _bad("a missing file", "gone.mp4", "no such file", lambda folder: _list(folder, "gone.mp4")),
+    _bad(
+        "a tar's member that climbs out",
+        f"{_TAR}/../clip.mp4",
+        "its name leaves the folder",
+        _climbing_member,
+        layout=_into_tar,
+    ),
+    _bad("a clip without sound", "silent.mp4", "no_sound: ", _silent_clip, needs=("sound",)),
+    _odd("two clips of one stem", "one/clip.mp4", "two/clip.mp4"),
+    _odd("a variable frame rate", "vfr.mp4"),
+    _odd("a rotation flag", "turned.mp4"),
+    _of("no bytes in an image", "empty_file: the file has no bytes", "images"),
+    _of("an error page named .jpg", "not_media: ", "images"),
+    _of("a jpeg cut in half", _DECODE, "images"),
+    _of("a black image", "black: ", "images"),
+    _unknown("an image", "classes", ".png"),
+    _unknown("a clip", "class_clips", ".mp4"),
+)
+FAULTS: tuple[Fault, ...] = (
+    *_SAMPLES,
+    _damaged("a torn shard of the cache", cut),
+    _damaged("a shard of the cache with a damaged header", scramble),
+)

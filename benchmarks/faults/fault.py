@@ -1,0 +1,220 @@
+"""An injected fault, what it must lead to, and the judgment of whether it did."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.faults.targets import FaultTargets
+from benchmarks.faults.triggers import ALL_RANKS, Change, Find, When, before
+from benchmarks.faults.world import (
+    ENGINES,
+    Arm,
+    Engine,
+    Observation,
+    Overrides,
+    Tensors,
+    World,
+    poisoned_files,
+)
+from dit_lora.data.loading.quarantine import Quarantine
+
+DONE = 0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The verdict and the action that a fault must get."""
+
+    cause: str
+    """The verdict's cause, or `refused` where the run must not start or a file must not be written."""
+    action: str
+    words: tuple[str, ...] = ()
+    """Words, each of which must be in the verdict's words, or in the error's."""
+    names_target: bool = False
+    """True if the sample at fault must be named, and no other."""
+    module: str | None = None
+    """The end of the module's name."""
+    same_as: str | None = None
+    """`clean` or `without` the target: the run whose adapter this must be, bit for bit."""
+    close_to: str | None = None
+    """The same for a run in which other kernels ran, which round otherwise."""
+    exit_code: int = DONE
+    nobody_lost: bool = False
+    """True if no sample may be left out for good."""
+    may_be_off: tuple[str, ...] = ()
+    """Switches of what is wrong too, and may be off beside the action that is expected."""
+
+
+@dataclass(frozen=True)
+class FaultResult:
+    """One line of the table."""
+
+    name: str
+    place: str
+    when: str
+    named: bool
+    recovered: bool
+    poisoned_files: int
+    action: str
+    verdict: str
+    why: tuple[str, ...] = ()
+    """The differences from what was expected."""
+
+    @property
+    def passed(self) -> bool:
+        return self.named and self.recovered and not self.poisoned_files
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One injected fault: where, when, and what must come of it."""
+
+    name: str
+    place: str
+    when: str
+    expected: Expected
+    arm: Arm | None = None
+    overrides: Overrides = ()
+    before_start: Callable[[Any], None] = field(default=lambda cache: None)
+    play: Callable[["Fault", World], Observation] | None = None
+    """Plays the fault, where it is not put into one plain run."""
+    needs: tuple[str, ...] = ()
+    """Attributes of `FaultTargets` that must be true; otherwise the fault does not apply."""
+    ranks: int = 1
+    """The fewest ranks that it takes."""
+    most_ranks: int = 8
+    engines: tuple[Engine, ...] = ENGINES
+
+    def fits(self, targets: FaultTargets, ranks: int = 1, engine: Engine = "ddp") -> bool:
+        enough = self.ranks <= ranks <= self.most_ranks and engine in self.engines
+        return enough and all(getattr(targets, need) for need in self.needs)
+
+    def judge(self, world: World) -> FaultResult:
+        """Run the fault and compare; collective."""
+        if self.play is not None:
+            seen = self.play(self, world)
+        else:
+            seen = world.observe(
+                self.name, self.arm, self.overrides, before_start=self.before_start
+            )
+        same = self.expected.same_as or self.expected.close_to
+        reference = world.reference(same, self.overrides) if same is not None else None
+        return judged(self, seen, reference, world.target_clip, world.targets)
+
+
+def between_steps(
+    name: str,
+    place: str,
+    expected: Expected,
+    find: Find,
+    change: Change,
+    step: int = 4,
+    rank: int = ALL_RANKS,
+    **options: Any,
+) -> Fault:
+    """Return the fault of something that the run holds and that is changed once, before a step."""
+    when = f"before step {step}" + (f", rank {rank}" if rank != ALL_RANKS else "")
+    return Fault(name, place, when, expected, before(step, find, change, rank), **options)
+
+
+def from_step(
+    name: str,
+    place: str,
+    expected: Expected,
+    strike: Callable[[When], Arm],
+    step: int = 3,
+    rank: int = ALL_RANKS,
+    **options: Any,
+) -> Fault:
+    """Return the fault of something that goes wrong in every pass from a step on."""
+    when = When("from", step, rank)
+    return Fault(name, place, when.words, expected, strike(when), **options)
+
+
+def judged(
+    fault: Fault,
+    seen: Observation,
+    reference: Tensors | None,
+    target_clip: str,
+    targets: FaultTargets,
+) -> FaultResult:
+    """Return the judgment: whether what was seen is what was expected."""
+    expected = fault.expected
+    named, why = _named(expected, seen, target_clip, targets)
+    recovered = _recovered(expected, seen, reference)
+    last = seen.events[-1] if seen.events else None
+    return FaultResult(
+        fault.name,
+        fault.place,
+        fault.when,
+        named=not why,
+        recovered=not recovered,
+        poisoned_files=len(poisoned_files(seen)),
+        action=last["action"] if last else ("refused" if seen.error else "none"),
+        verdict=named,
+        why=(*why, *recovered),
+    )
+
+
+def _named(
+    expected: Expected, seen: Observation, target_clip: str, targets: FaultTargets
+) -> tuple[str, list[str]]:
+    """Return the verdict in words, and what is missing in it."""
+    if expected.cause == "none":
+        causes = [e["verdict"]["cause"] for e in seen.events if e["action"] != "report"]
+        why = [f"{causes} is named, and nothing is to be told"] if causes else []
+        return "nothing to tell: what is damaged is passed over", why
+    if expected.cause == "refused":
+        text = str(seen.error or "")
+        words = [targets.named(word) for word in expected.words]
+        return text.split("\n")[0], [f"not said: {word}" for word in words if word not in text]
+    verdicts = [event["verdict"] for event in seen.events]
+    matching = [verdict for verdict in verdicts if verdict["cause"] == expected.cause]
+    if not matching:
+        return "", [f"cause {expected.cause} is not among {[v['cause'] for v in verdicts]}"]
+    verdict = matching[0]
+    words = [targets.named(word) for word in expected.words]
+    why = [f"not said: {word}" for word in words if word not in verdict["words"]]
+    if expected.names_target and verdict["sample_ids"] != [target_clip]:
+        why.append(f"names {verdict['sample_ids']}, not {target_clip}")
+    module = targets.named(expected.module or "")
+    if not (verdict.get("module") or "").endswith(module):
+        why.append(f"module {verdict.get('module')}, not {module}")
+    return verdict["words"], why
+
+
+def _recovered(expected: Expected, seen: Observation, reference: Tensors | None) -> list[str]:
+    code = seen.error.exit_code if seen.error else DONE
+    why = []
+    if code != expected.exit_code:
+        why.append(f"exit code {code}, not {expected.exit_code}: {seen.error}")
+    actions = [event["action"] for event in seen.events]
+    if expected.cause not in ("refused", "none") and expected.action not in actions:
+        why.append(f"action {expected.action} is not among {actions}")
+    # A switch that is off for nothing costs speed for the rest of the run: as wrong as a missed one.
+    off = {event["verdict"].get("switch") for event in seen.events if event["action"] == "fallback"}
+    if expected.action != "fallback" and (right := off - {*expected.may_be_off}):
+        why.append(f"switched off, though nothing is wrong with it: {right}")
+    if expected.nobody_lost and (lost := left_out(seen)):
+        why.append(f"left out for good: {lost}")
+    # The proof of a recovery: bit for bit the adapter of a run that never had the fault.
+    if reference is not None and not equal(seen.adapter, reference, expected.close_to is None):
+        why.append("the adapter is not that of the run it must equal")
+    return why
+
+
+def left_out(seen: Observation) -> list[str]:
+    """Return the samples that a run leaves out for good."""
+    records = Quarantine.load(seen.folder / "quarantine.jsonl").records
+    return [record.sample_id for record in records if record.to_epoch is None]
+
+
+def equal(one: Tensors | None, other: Tensors, exactly: bool = True) -> bool:
+    """Return True if these are the same adapter, bit for bit or up to what other kernels round."""
+    if one is None or one.keys() != other.keys():
+        return False
+    if exactly:
+        return all(torch.equal(one[name], other[name]) for name in one)
+    return all(torch.allclose(one[name], other[name], rtol=0, atol=1e-4) for name in one)

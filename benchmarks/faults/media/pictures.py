@@ -1,0 +1,71 @@
+"""Clips whose files are sound and whose pictures are not: black, frozen, cut, faint, or there twice."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.faults.media.encode import FRAMES, Video, encode, flat, moving
+from benchmarks.faults.media.kind import rejected, warned
+
+
+def _of(picture: Callable[[str], Video], **how: Any) -> Callable[[Path], None]:
+    return lambda path: encode(path, picture(path.stem), **how)
+
+
+def _first_half_only(name: str) -> Video:
+    video = moving(name)
+    video[FRAMES // 2 :] = video[FRAMES // 2]
+    return video
+
+
+def _half_black(name: str) -> Video:
+    video = moving(name)
+    video[FRAMES // 2 :] = 0
+    return video
+
+
+def _faint_noise(name: str) -> Video:
+    """Return grey levels of 126 to 130."""
+    return np.random.default_rng(0).integers(126, 131, flat(0).shape, np.uint8)
+
+
+def _two_scenes(name: str) -> Video:
+    return np.concatenate(
+        [moving(name, FRAMES // 2) // 3, 255 - moving("another", FRAMES // 2) // 3]
+    )
+
+
+def _greyish(name: str) -> Video:
+    """Return a picture that moves well between 100 and 163."""
+    return moving(name) // 4 + 100
+
+
+def _still(name: str) -> Video:
+    return np.repeat(moving(name, 1), FRAMES, axis=0)
+
+
+def _near_copy(path: Path) -> None:
+    """Encode what the good clip shows anew, at a worse quality."""
+    encode(path, moving("good"), options={"crf": "30"})
+
+
+def _copy(path: Path) -> None:
+    """Copy the good clip's bytes."""
+    shutil.copy(path.with_name("good.mp4"), path)
+
+
+KINDS = (
+    warned("frozen", "still.mp4", _of(_still), "frozen"),
+    warned("half frozen", "stops.mp4", _of(_first_half_only), "frozen"),
+    rejected("all black", "black.mp4", _of(lambda name: flat(0)), "black"),
+    warned("half black", "fades.mp4", _of(_half_black), "black_frames"),
+    rejected("one grey", "grey.mp4", _of(lambda name: flat(128)), "constant"),
+    warned("faint noise", "noise.mp4", _of(_faint_noise, options={"crf": "1"}), "near_constant"),
+    warned("a hard cut", "scenes.mp4", _of(_two_scenes), "hard_cut"),
+    warned("a part of the levels", "dull.mp4", _of(_greyish), "low_range"),
+    warned("the same file twice", "same.mp4", _copy, "duplicate_clip"),
+    warned("the same clip encoded anew", "near.mp4", _near_copy, "near_duplicate_clip"),
+)

@@ -1,0 +1,317 @@
+"""Every injected fault gets its verdict and its action, on one rank and on two; and the judge can say no."""
+
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from fault_parts import judge_part
+from launching import forked
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from benchmarks.faults import phases, suite
+from benchmarks.faults.__main__ import app
+from benchmarks.faults.fault import Expected, Fault, judged
+from benchmarks.faults.suite import catalog, chosen, judge_all, run_suite, totals
+from benchmarks.faults.target_table import DEFAULT, FAULT_TARGETS, targets_for
+from benchmarks.faults.world import Observation, World
+from dit_lora.config.lora import KINDS
+from dit_lora.errors import DitLoraError
+from dit_lora.families import FAMILIES, get_family
+from dit_lora.training import fit
+
+
+@pytest.mark.slow
+def test_every_third_fault_is_named_and_recovered_and_no_file_is_poisoned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge_part(0, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("variant", "ranks"), [(DEFAULT, 2), ("videochat2-mistral", 1), ("videochat2-mistral", 2)]
+)
+def test_every_fault_is_named_and_recovered_and_no_file_is_poisoned(
+    variant: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phases, "subprocess", SimpleNamespace(run=forked))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    results = run_suite(None, ranks, variant)
+    failed = {one.name: one.why for one in results if not one.passed}
+    assert not failed
+    assert len(results) == len(catalog(targets_for(variant), ranks)) >= 60
+    assert totals(results)["poisoned_files"] == 0
+
+
+# One of each way in which a family's own modules, latents and draws matter; `python -m benchmarks.faults --model` has all.
+CORE = (
+    "NaN in a cached latent_mean",
+    "NaN in the noise of one draw",
+    "late timesteps that are not finite",
+    "Inf loss of one sample",
+    "NaN in an adapter weight",
+    "NaN in one gradient element, once",
+    "NaN in a frozen weight",
+    "a fused kernel that gives NaN",
+    "OpenDiT's wrong-row modulation",
+    "flash attention whose backward gives NaN",
+    "an op that overflows for one sample",
+    "an Inf that a clamp hides",
+    "NaN from the VAE",
+    "a truncated checkpoint",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "sana-600m",
+        *(
+            pytest.param(one, marks=pytest.mark.thorough)
+            for one in (
+                *("cogvideox-1.5-i2v", "dit-tiny", "flux-dev", "flux2-klein", "krea2-raw"),
+                *(
+                    "latte",
+                    "qwen-image",
+                    "sana-video",
+                    "video-dit-class",
+                    "ltx-video-0.9.1",
+                    "sd3.5-medium",
+                ),
+                *("wan-2.1-i2v", "wan-2.2-t2v-a14b", "wan-2.2-ti2v-5b"),
+                "z-image",
+            )
+        ),
+    ],
+)
+def test_every_familys_faults_are_named_and_recovered(variant: str) -> None:
+    judge_those(CORE, variant)
+
+
+LATE = (
+    *CORE,
+    "Inf in all gradients, once",
+    "all gradients zero, once",
+    "NaN loss in the last micro-step",
+    "NaN loss under a moving average",
+    "every loss NaN from a step on",
+    "NaN now and then",
+    "NaN in a weight while saving",
+)
+
+
+@pytest.mark.slow
+def test_faults_are_named_and_recovered_where_every_row_is_read_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The suite's runs are short and save so often that most of their rows are read at once."""
+    monkeypatch.setattr(fit, "_read_at_once", lambda run, step: False)
+    judge_those(LATE, DEFAULT)
+
+
+# The same of chat models, with what only they can have.
+CHAT_CORE = (
+    "Inf loss of one sample",
+    "NaN in an adapter weight",
+    "NaN in one gradient element, once",
+    "NaN in a frozen weight",
+    "a fused kernel that gives NaN",
+    "flash attention whose backward gives NaN",
+    "an op that overflows for one sample",
+    "an Inf that a clamp hides",
+    "a truncated checkpoint",
+    "chat data: an answer that does not fit",
+    "chat data: a reserved token",
+    "chat:no labels",
+    "chat:NaN from the vision encoder for one sample",
+    "chat:NaN from the output head for one sample",
+    "chat:bad token id",
+    "chat:fused LoRA layers that give NaN",
+    "chat:a clip that rots",
+)
+# What is in no other test of the suite, and quick.
+CHAT_QUICK = (
+    "chat data: an answer that does not fit",
+    "chat data: a broken clip",
+    "chat data: a part after the end",
+    "chat:no labels",
+    "chat:fp16 scores in the vision encoder's attention",
+    "chat:autocast inside",
+    "chat:half trainables in our run",
+    "chat:bad token id",
+    "chat:half trainables",
+    "chat:half trainables after the guard",
+    "chat:zero queries in fp16",
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "variant", sorted(v for v, targets in FAULT_TARGETS.items() if targets.experts)
+)
+def test_every_chat_models_faults_are_named_and_recovered(variant: str) -> None:
+    judge_those(CHAT_CORE, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pattern", "variant", "faults", "launcher"),
+    [
+        pytest.param("NaN in*", DEFAULT, 20, forked, marks=pytest.mark.thorough),
+        pytest.param(
+            *("chat:no labels", "videochat2-mistral", 1, subprocess.run),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_faults_are_named_and_recovered_on_two_ranks(
+    pattern: str, variant: str, faults: int, launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "subprocess", SimpleNamespace(run=launcher))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    results = run_suite(pattern, 2, variant)
+    assert not {one.name: one.why for one in results if not one.passed}
+    assert len(results) >= faults
+
+
+def test_quick_faults_of_chat_are_named_and_recovered() -> None:
+    judge_those(CHAT_QUICK, "videochat2-mistral")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lora"])
+@pytest.mark.parametrize(
+    "variant", [DEFAULT, "sana-600m", "flux2-klein", "wan-2.1-t2v", "videochat2-mistral"]
+)
+def test_faults_are_named_and_recovered_with_every_kind_of_adapter(variant: str, kind: str) -> None:
+    names = CHAT_CORE if FAULT_TARGETS[variant].experts else CORE
+    judge_those([name for name in names if "fused LoRA" not in name], variant, kind)
+
+
+def judge_those(names: Sequence[str], variant: str, kind: str = "lora") -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    targets = targets_for(variant, kind)
+    known = {fault.name: fault for fault in catalog(targets)}
+    results = list(judge_all([known[name] for name in names], targets))
+    assert not {one.name: one.why for one in results if not one.passed}
+    assert len(results) == len(names)
+
+
+def test_every_tiny_variant_has_fault_targets() -> None:
+    expected = [(name, variant) for name in FAMILIES for variant in get_family(name).tiny_variants]
+    found = [(targets.family, targets.variant) for targets in FAULT_TARGETS.values()]
+    assert found == expected
+
+
+def test_the_suite_reaches_every_place_and_every_action() -> None:
+    faults = catalog(TARGETS)
+    names = [fault.name for fault in faults]
+    assert len(set(names)) == len(names)
+    actions = Counter(fault.expected.action for fault in faults)
+    assert {"retry", "skip", "quarantine", "fallback", "rollback", "stop"} <= set(actions)
+    causes = {fault.expected.cause for fault in faults}
+    assert causes >= {
+        "data", "labels", "inputs", "precision", "kernel", "attention_backend",
+        "weights", "optimizer", "learning_rate", "transient", "unknown",
+    }  # fmt: skip
+    assert sum(fault.expected.same_as is not None for fault in faults) > 40
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Observation:
+    """A run that quarantined `b.mp4` and saved an adapter."""
+    verdict = {"cause": "data", "words": "1 NaN", "sample_ids": ["b.mp4"], "module": "x.to_q"}
+    event = {"verdict": verdict, "action": "quarantine", "sample_ids": ["b.mp4"]}
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    (run / "adapter").mkdir(parents=True)
+    cache.mkdir()
+    return Observation([event], None, {"w": torch.tensor([1.0, 2.0])}, run, cache, "")
+
+
+TARGETS = targets_for(DEFAULT)
+EXPECTED = Expected("data", "quarantine", ("1 NaN",), True, "to_q", "without")
+
+
+def judge(seen: Observation, expected: Expected = EXPECTED) -> tuple[bool, bool, int]:
+    fault = Fault("f", "place", "when", expected)
+    result = judged(fault, seen, {"w": torch.tensor([1.0, 2.0])}, "b.mp4", TARGETS)
+    assert result.passed == (not result.why and not result.poisoned_files)
+    return result.named, result.recovered, result.poisoned_files
+
+
+def test_the_judge_accepts_what_is_expected(seen: Observation) -> None:
+    assert judge(seen) == (True, True, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cause": "weights"},
+        {"words": ("2 NaN",)},
+        {"module": "to_k"},
+    ],
+)
+def test_the_judge_refuses_another_verdict(seen: Observation, wrong: dict) -> None:  # type: ignore[type-arg]
+    assert judge(seen, replace(EXPECTED, **wrong)) == (False, True, 0)
+
+
+def test_the_judge_refuses_another_sample(seen: Observation) -> None:
+    seen.events[0]["verdict"]["sample_ids"] = ["b.mp4", "a.mp4"]
+    assert judge(seen) == (False, True, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"action": "rollback"}, {"exit_code": 3}],
+)
+def test_the_judge_refuses_another_ending(seen: Observation, wrong: dict) -> None:  # type: ignore[type-arg]
+    assert judge(seen, replace(EXPECTED, **wrong)) == (True, False, 0)
+
+
+def test_the_judge_refuses_an_adapter_that_differs_in_one_bit(seen: Observation) -> None:
+    assert seen.adapter is not None
+    seen.adapter["w"][1] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
+    assert judge(seen) == (True, False, 0)
+    assert judge(seen, replace(EXPECTED, same_as=None, close_to="clean")) == (True, True, 0)
+
+
+def test_the_judge_counts_poisoned_files_but_not_evidence(seen: Observation) -> None:
+    bad = {"w": torch.tensor([torch.nan])}
+    (seen.folder / "bundles" / "one").mkdir(parents=True)
+    save_file(bad, seen.folder / "bundles" / "one" / "samples.safetensors")
+    assert judge(seen) == (True, True, 0)
+    save_file(bad, seen.folder / "adapter" / "pytorch_lora_weights.safetensors")
+    save_file(bad, seen.cache / "entry.safetensors")
+    assert judge(seen) == (True, True, 2)
+
+
+def test_a_fault_that_is_not_injected_is_not_named(tmp_path: Path) -> None:
+    """A clean run must fail every expectation of a verdict: the suite cannot pass by saying nothing."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    world = World(tmp_path, Accelerator(cpu=True), TARGETS)
+    fault = Fault("nothing", "none", "never", EXPECTED)
+    assert not fault.judge(world).named
+
+
+def test_the_command_prints_json_and_refuses_unknown_names() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    done = CliRunner().invoke(app, ["--only", "NaN in a cached latent_mean", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    (line,) = found["faults"]
+    assert {"name", "named", "recovered", "poisoned_files"} <= set(line)
+    assert found["totals"] == {"faults": 1, "named": 1, "recovered": 1, "poisoned_files": 0}
+    with pytest.raises(DitLoraError, match="no fault is called 'x'; there are: NaN in a cached"):
+        chosen("x", TARGETS)
