@@ -25,7 +25,6 @@ PANELS = {
         "export.resize",
         "push",
         "chat",
-        "evaluate",
     ),
     "Reference": ("tiny.families", "schema", "convert"),
 }
