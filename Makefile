@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | docs | build | gpu-check | gpu-check-more. Each works alone from a clean clone.
+# make setup | demo | test | lint | schema | docs | build | gpu-check | gpu-check-more. Each works alone from a clean clone.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: setup demo test test-all lint docs docs-serve build gpu-check gpu-check-more clean
+.PHONY: setup demo test test-all lint schema docs docs-serve build gpu-check gpu-check-more clean
 
 setup: $(VENV)/.installed
 
@@ -20,7 +20,7 @@ LAUNCH := $(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.
 demo: setup
 	rm -rf demo
 	$(BIN)/dit-lora tiny cogvideox-2b demo/model
-	$(BIN)/dit-lora shapes demo/clips
+	$(BIN)/dit-lora tiny shapes demo/clips
 	$(BIN)/dit-lora audit demo/clips --html demo/audit.html
 	$(LAUNCH) recipes/lora.py recipes/smoke/cogvideox.yaml model.path=demo/model data.path=demo/clips \
 	  data.frames=17 run.dir=demo/run train.steps=200 train.batch_size=4 train.save_every=100 validation.every=50 \
@@ -43,6 +43,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The JSON Schema of recipes, which editors and completion read. Run it after a change of the recipe's sections.
+schema: setup
+	$(BIN)/python -c 'import json; from dit_lora.config.load import recipe_schema; print(json.dumps(recipe_schema(), indent=2))' \
+	  > recipes/schema.json
 
 # The site, into build/site; any broken link, anchor or page without a place in the navigation is an error.
 docs docs-serve: export NO_MKDOCS_2_WARNING = 1

@@ -2,7 +2,7 @@
 
     python -m benchmarks.edit WORK [--steps 300] [--pairs 320]
 
-Three runs of recipes/smoke/flux2_edit.yaml on made pairs (`dit-lora shapes --pairs`), from the same random model and
+Three runs of recipes/smoke/flux2_edit.yaml on made pairs (`dit-lora tiny shapes --pairs`), from the same random model and
 with the same draws: as they are, with their references shuffled, with their captions shuffled. The held-out loss of the
 other two says what the model loses that cannot learn from one of them.
 """

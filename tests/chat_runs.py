@@ -59,23 +59,12 @@ def common(name: str, base: Path, data: Path, tmp_path: Path) -> list[str]:
 
 
 def write_data(folder: Path) -> Path:
-    """Clips, images, and conversations about them and about nothing; some held out, and questions with options."""
+    """Clips, images, and conversations about them and about nothing; some held out."""
     path = write_conversations(folder, clips=4, images=2, frames=6, height=48, width=64, fps=8)
     records = json.loads(path.read_text())
     told = [{"messages": _messages(f"What is {n} and one?", f"{n + 1}.")} for n in range(4)]
     (folder / "held_out.json").write_text(json.dumps([records[3], records[4], told[3]]))
     path.write_text(json.dumps([*records, *told[:3]]))
-    questions = [
-        {
-            "video": clip,
-            "question": "What shape is it?",
-            "candidates": ["disc", "square"],
-            "answer": "disc",
-        }
-        for clip in CLIPS
-    ]
-    other = {"question": "What colour?", "candidates": ["red", "blue", "green"], "answer": "red"}
-    (folder / "questions.json").write_text(json.dumps([*questions, {"video": CLIPS[0], **other}]))
     return folder
 
 

@@ -201,4 +201,5 @@ _OTHERS = {
     "sbatch": _check_file,
     "hf": _unchecked,
     "ffmpeg": _unchecked,
+    "lmms-eval": _unchecked,
 }

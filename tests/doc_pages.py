@@ -1,6 +1,5 @@
 """What pages have before their first block runs, what stands in for the Hub and for a GPU, and what is not run."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from PIL import Image
 from runs import poison
 
 from dit_lora.config.load import dump_recipe, load_recipe
-from dit_lora.data.chat import mvbench
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.environment.versions import package_status, probe_environment
@@ -231,7 +229,7 @@ def _index(folder: Path, _shared: Shared) -> dict[str, Any]:
 
 
 def _video_chat(folder: Path, shared: Shared) -> dict[str, Any]:
-    """The media that the page's conversations name, and questions with options."""
+    """The media that the page's conversations name."""
     write_conversations(folder / "given", clips=2, images=1, frames=80, height=48, width=64, fps=8)
     clips = sorted((folder / "given" / "clips").iterdir())
     image = next((folder / "given" / "images").iterdir())
@@ -241,24 +239,11 @@ def _video_chat(folder: Path, shared: Shared) -> dict[str, Any]:
             shutil.copy(path, root / name)
         with Image.open(image) as picture:
             picture.convert("RGB").save(root / "b.jpg")
-    options = {"question": "What shape is it?", "candidates": ["disc", "square"], "answer": "disc"}
-    asked = [{"video": "a.mp4", **options}, {"image": "b.jpg", **options}]
-    (folder / "questions.json").write_text(json.dumps(asked))
-    _mvbench(folder / "MVBench", clips[0], options)
     base = ROOT / "recipes" / "smoke" / "videochat2.yaml"
     small = [f"model.path={shared.tiny['videochat2-mistral']}", "validation.prompts=[]"]
     recipe = load_recipe(base, [*small, "validation.media=[]", "train.steps=2"])
     (folder / "recipe.yaml").write_text(dump_recipe(recipe))
     return {}
-
-
-def _mvbench(folder: Path, clip: Path, question: dict[str, Any]) -> None:
-    """One question of one task, in MVBench's layout."""
-    videos = folder / "video" / mvbench.TASKS["Moving Count"].folder
-    for path in (folder / "json", videos):
-        path.mkdir(parents=True)
-    shutil.copy(clip, videos / "a.mp4")
-    (folder / "json" / "moving_count.json").write_text(json.dumps([{"video": "a.mp4", **question}]))
 
 
 def _readme(folder: Path, shared: Shared) -> dict[str, Any]:
@@ -282,6 +267,7 @@ NOT_RUN: dict[str, list[str]] = {
     "CONTRIBUTING.md": ["the whole suite"],
     "README.md": ["they make or change an environment"],
     "docs/checkpoints.md": ["needs Slurm and eight GPUs"],
+    "docs/evaluate_chat.md": ["lmms-eval downloads benchmarks from the Hub"] * 2,
     "docs/first_lora.md": [
         "it would install over what is tested",
         "it needs an account on the Hub",

@@ -50,7 +50,7 @@ class Layer:
 
 LAYERS = {
     "cogvideox, text first": Layer("layer", bias=True, rows=3, first=2),
-    "hunyuan, text last": Layer("rms", heads=5, width=112, rows=3),
+    "text last": Layer("rms", heads=5, width=112, rows=3),
     "text on both sides, halves": Layer(
         "layer", bias=True, width=72, rotation="half", rows=2, first=1, tables=1, wide=True
     ),

@@ -86,7 +86,7 @@ def said(arguments: str) -> str:
             "audit clips",
             "data.path: no folder clips; put your clips there, or name their folder in",
         ),
-        ("audit clips", "to try things on: dit-lora shapes clips"),
+        ("audit clips", "to try things on: dit-lora tiny shapes clips"),
         (
             "audit empty",
             "no clips in empty (read as clips with a .txt each); it takes metadata.jsonl",

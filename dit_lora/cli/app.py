@@ -13,7 +13,7 @@ from dit_lora.terminal import echo
 from dit_lora.version import __version__
 
 PANELS = {
-    "Start": ("doctor", "init.recipes", "init", "tiny", "tiny.shapes"),
+    "Start": ("doctor", "init.recipes", "init", "tiny", "convert"),
     "Data": ("caption", "audit", "show", "cache"),
     "Train": ("plan", "guard", "replay", "quarantine"),
     "Use what was trained": (
@@ -25,9 +25,7 @@ PANELS = {
         "export.resize",
         "push",
         "chat",
-        "evaluate",
     ),
-    "Reference": ("tiny.families", "schema", "convert"),
 }
 """Verbs in the order in which a newcomer needs them; FILE.VERB where a verb shares the file of another."""
 

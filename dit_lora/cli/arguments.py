@@ -28,10 +28,10 @@ def launches(incomplete: str) -> list[str]:
     return _starting(accelerate_configs(), incomplete)
 
 
-def tiny_variants(incomplete: str) -> list[str]:
-    """Return the names of tiny checkpoints."""
+def tiny_names(incomplete: str) -> list[str]:
+    """Return the names of tiny checkpoints, and `shapes`."""
     names = [name for family in every_family().values() for name in family.tiny_variants]
-    return _starting(names, incomplete)
+    return _starting([*names, "shapes"], incomplete)
 
 
 def recipe_files(incomplete: str) -> list[str]:

@@ -11,11 +11,11 @@ from dit_lora.cli.arguments import families, launches, recipes_and_families
 from dit_lora.cli.json_output import JsonFlag, answer
 from dit_lora.config.catalog import StockRecipe, accelerate_configs, recipe_names, write_folder
 from dit_lora.errors import DitLoraError
-from dit_lora.families import FAMILIES, default_recipes
+from dit_lora.families import FAMILIES, default_recipes, every_family
 from dit_lora.terminal import echo
 
 EXAMPLES = {
-    "recipes": ("recipes", "recipes --family cogvideox"),
+    "recipes": ("recipes", "recipes --family cogvideox", "recipes --families"),
     "init": ("init smoke/cogvideox my-run", "init cogvideox/5b_t2v kitten --accelerate ddp"),
 }
 
@@ -25,11 +25,24 @@ def recipes(
     family: Annotated[
         str | None, typer.Option(help="Those of one family.", autocompletion=families)
     ] = None,
+    list_families: Annotated[
+        bool,
+        typer.Option("--families", help="Families and their tiny checkpoints, not recipes."),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """List the recipes that come with dit-lora: task, model, memory and time; `smoke/` ones need a CPU alone."""
     if family is not None and family not in FAMILIES:
         raise DitLoraError(f"no family {family!r}; it is one of {', '.join(FAMILIES)}")
+    if list_families:
+        variants = {
+            name: list(found.tiny_variants)
+            for name, found in every_family().items()
+            if family in (None, name)
+        }
+        lines = [f"{name}: tiny {', '.join(tiny)}" for name, tiny in variants.items()]
+        answer(context, as_json, {"families": variants}, lambda: echo("\n".join(lines)))
+        return
     defaults = default_recipes()
     records = [StockRecipe.named(name).record(defaults) for name in recipe_names()]
     chosen = [record for record in records if family in (None, record["family"])]

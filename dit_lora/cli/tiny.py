@@ -1,44 +1,99 @@
-"""The verbs `dit-lora tiny`, `shapes` and `families`: random checkpoints and data to try things on, and of what they can be."""
+"""The verb `dit-lora tiny`: random checkpoints, and clips of moving shapes to train them on."""
 
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dit_lora.cli.arguments import NewFolder, make_folder, tiny_variants
+from dit_lora.cli.arguments import NewFolder, make_folder, tiny_names
 from dit_lora.errors import DitLoraError
 from dit_lora.families import every_family
 from dit_lora.terminal import echo
 
 EXAMPLES = {
-    "families": ("families",),
-    "tiny": ("tiny cogvideox-2b tiny/cogvideox-2b",),
-    "shapes": (
-        "shapes clips",
-        "shapes images --frames 1",
-        "shapes pairs --pairs",
-        "shapes clips --sound",
-        "shapes conversations --chat",
+    "tiny": (
+        "tiny cogvideox-2b tiny/cogvideox-2b",
+        "tiny shapes clips",
+        "tiny shapes images --frames 1",
+        "tiny shapes pairs --pairs",
+        "tiny shapes clips --sound",
+        "tiny shapes conversations --chat",
     ),
 }
 
-
-def families() -> None:
-    """List the model families and the tiny checkpoints that can be built of each."""
-    for name, family in every_family().items():
-        echo(f"{name}: tiny {', '.join(family.tiny_variants)}")
+_CHECKPOINT_OPTIONS = ("seed",)
+_SHAPES_OPTIONS = ("clips", "frames", "height", "width", "fps", "classes", "pairs", "sound", "chat")
+_checkpoint_option = partial(typer.Option, rich_help_panel="Options of checkpoints")
+_shapes_option = partial(typer.Option, rich_help_panel="Options of shapes")
 
 
 def tiny(
-    variant: Annotated[
+    context: typer.Context,
+    what: Annotated[
         str,
         typer.Argument(
-            help="For instance cogvideox-2b; see `families`.", autocompletion=tiny_variants
+            help="A checkpoint, for instance cogvideox-2b (see `recipes --families`), or `shapes`.",
+            autocompletion=tiny_names,
         ),
     ],
     out: NewFolder,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal bytes.")] = 0,
+    seed: Annotated[int, _checkpoint_option(help="Equal seeds give equal bytes.")] = 0,
+    clips: Annotated[int, _shapes_option(min=1)] = 6,
+    frames: Annotated[
+        int | None,
+        _shapes_option(
+            min=1, help="1 for images (PNG); by default 17, of --classes and --pairs 1."
+        ),
+    ] = None,
+    height: Annotated[int, _shapes_option(min=16, help="Pixels, even.")] = 64,
+    width: Annotated[int, _shapes_option(min=16, help="Pixels, even.")] = 96,
+    fps: Annotated[float, _shapes_option(min=1, max=240)] = 8.0,
+    classes: Annotated[bool, _shapes_option("--classes", help="One folder a class.")] = False,
+    pairs: Annotated[
+        bool,
+        _shapes_option(
+            "--pairs", help="With what each is made from, and a mask, for models that edit."
+        ),
+    ] = False,
+    sound: Annotated[
+        bool, _shapes_option("--sound", help="Clips with a tone whose pitch goes with the shape.")
+    ] = False,
+    chat: Annotated[
+        bool,
+        _shapes_option("--chat", help="Questions in place of captions; as many images again."),
+    ] = False,
 ) -> None:
-    """Build a complete random checkpoint, small enough for a CPU, without the Hub."""
+    """Build a complete random checkpoint, small enough for a CPU, without the Hub; or `shapes`: captioned clips or images."""
+    if what != "shapes":
+        _refuse(context, _SHAPES_OPTIONS, "tiny shapes")
+        _build_checkpoint(what, out, seed)
+        return
+    _refuse(context, _CHECKPOINT_OPTIONS, "a checkpoint")
+    _write_shapes(
+        out,
+        clips=clips,
+        frames=frames,
+        height=height,
+        width=width,
+        fps=fps,
+        classes=classes,
+        pairs=pairs,
+        sound=sound,
+        chat=chat,
+    )
+
+
+def _refuse(context: typer.Context, options: tuple[str, ...], owner: str) -> None:
+    """Raise `DitLoraError` if one of these options was given, which belong to `owner`."""
+    for option in options:
+        source = context.get_parameter_source(option)
+        if source is not None and source.name == "COMMANDLINE":
+            raise DitLoraError(f"--{option} is an option of {owner}; remove it")
+
+
+def _build_checkpoint(variant: str, out: Path, seed: int) -> None:
+    """Build the random checkpoint of this name. Raises `DitLoraError` if no family has it."""
     families = every_family().values()
     family_of = {name: family for family in families for name in family.tiny_variants}
     if variant not in family_of:
@@ -51,31 +106,20 @@ def tiny(
     echo(f"wrote {out}")
 
 
-def shapes(
-    out: NewFolder,
-    clips: Annotated[int, typer.Option(min=1)] = 6,
-    frames: Annotated[
-        int | None,
-        typer.Option(min=1, help="1 for images (PNG); by default 17, of --classes and --pairs 1."),
-    ] = None,
-    height: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 64,
-    width: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 96,
-    fps: Annotated[float, typer.Option(min=1, max=240)] = 8.0,
-    classes: Annotated[bool, typer.Option("--classes", help="One folder a class.")] = False,
-    pairs: Annotated[
-        bool,
-        typer.Option(
-            "--pairs", help="With what each is made from, and a mask, for models that edit."
-        ),
-    ] = False,
-    sound: Annotated[
-        bool, typer.Option("--sound", help="Clips with a tone whose pitch goes with the shape.")
-    ] = False,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Questions in place of captions; as many images again.")
-    ] = False,
+def _write_shapes(
+    out: Path,
+    *,
+    clips: int,
+    frames: int | None,
+    height: int,
+    width: int,
+    fps: float,
+    classes: bool,
+    pairs: bool,
+    sound: bool,
+    chat: bool,
 ) -> None:
-    """Write captioned clips of moving shapes (H.264), to try things on; images with --frames 1, --classes or --pairs."""
+    """Write clips or images of shapes. Raises `DitLoraError` if the options exclude each other."""
     from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
     from dit_lora.data.synthetic.conversations import write_conversations
     from dit_lora.data.synthetic.pairs import write_edit_pairs

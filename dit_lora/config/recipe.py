@@ -18,7 +18,7 @@ from dit_lora.config.validation import ValidationConfig
 
 class ModelConfig(Section):
     family: str
-    """A name that `dit-lora families` lists, for instance `cogvideox`."""
+    """A name that `dit-lora recipes --families` lists, for instance `cogvideox`."""
     path: str
     """A local Diffusers folder, or a Hub id such as `THUDM/CogVideoX-5b`; what reads as a folder (`models/x`) is one,
     and `hub:OWNER/NAME` is always the Hub's."""

@@ -81,11 +81,6 @@ class ChatCheckpoint(ABC):
     def viewing(self, how: Viewing) -> Self:
         """Return the checkpoint with that much shown to it; raises if its vision encoder cannot take it."""
 
-    def in_notebook(self) -> Self:
-        """Return the checkpoint as MVBench's notebook asks it: no seconds in the prompt, where it can do without, and of
-        VideoChat2 the notebook's prompt and colours, which are not those of its training."""
-        return self
-
     @abstractmethod
     def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
         """Pixels that the model sees of a picture of height x width as stored; None of kind `text`."""
@@ -98,11 +93,10 @@ class ChatCheckpoint(ABC):
         seconds: Sequence[float] = (),
         *,
         answered: bool = True,
-        prefix: str = "",
     ) -> Rendered:
         """Tokens of a conversation about media of that shape, its frames at these seconds.
 
-        Unless `answered`, up to where the model has to answer the last turn, after `prefix`.
+        Unless `answered`, up to where the model has to answer the last turn.
         """
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 import torch
 from PIL import Image
 
-from dit_lora.data.chat.mvbench import FrameFolder, read_facts, read_frames_at
+from dit_lora.data.chat.frames import read_at
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.video import ClipError
+from dit_lora.data.media.video import ClipError, read_header
 
 
-def film_strip(media: Media | FrameFolder | None, seconds: Sequence[float], height: int) -> bytes:
+def film_strip(media: Media | None, seconds: Sequence[float], height: int) -> bytes:
     """Return the frames at these times as one JPEG of that height; empty if they cannot be read."""
     if media is None:
         return b""
     try:
-        header = read_facts(media)
+        header = read_header(media)
         width = round(min(4.0, max(0.25, header.width / header.height)) * height)
-        pixels = read_frames_at(media, seconds, height=height, width=width, fit="cover")
+        pixels = read_at(media, seconds, height=height, width=width, fit="cover")
     except ClipError:
         return b""
     stream = io.BytesIO()

@@ -40,8 +40,8 @@ def recipe_page() -> str:
         "# Recipe reference",
         "",
         "Every key that a recipe may have, from the classes that read it. On the command line a key is written with dots:",
-        "`train.steps=2000`. Unknown keys and wrong types are refused, all at once. `dit-lora schema` prints the same as",
-        "JSON Schema, with which editors complete and check recipes.",
+        "`train.steps=2000`. Unknown keys and wrong types are refused, all at once. `schema.json` beside the",
+        "recipes is the same as JSON Schema, with which editors complete and check recipes.",
         "",
     ]
     for name, section in schema["properties"].items():
@@ -53,7 +53,7 @@ def recipe_page() -> str:
 def commands_page() -> str:
     """Typer's own documentation of the command, with links, and examples as code."""
     command = typer.main.get_command(app)
-    context = command.make_context("dit-lora", ["families"], resilient_parsing=True)
+    context = command.make_context("dit-lora", ["recipes"], resilient_parsing=True)
     page = get_docs_for_click(obj=command, ctx=context, name="dit-lora")
     page = page.replace("# `dit-lora`", "# Command reference", 1)
     page = re.sub(r"^\* `([a-z]+)`: .*$", _linked(command), page, flags=re.MULTILINE)

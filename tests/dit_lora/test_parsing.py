@@ -127,7 +127,7 @@ def test_a_value_within_a_text_is_found_with_its_end_or_its_fault() -> None:
         parse_json_at(f"  {levels(5000)}", 2)
 
 
-OWN = {"run.py", "journal.py", "trackers.py", "evaluate.py", "card.py"}
+OWN = {"run.py", "journal.py", "trackers.py", "card.py"}
 """Of what the same run wrote."""
 
 

@@ -158,7 +158,7 @@ def test_nothing_is_left_unwritten(name: str, train: bool, monkeypatch: pytest.M
     [
         "text on both sides, halves",
         "ltx, tables of each sample",
-        "hunyuan, text last",
+        "text last",
         "ltx-2, an angle once",
         "an angle once for all heads",
     ],

@@ -1,4 +1,4 @@
-"""Chat recipes, end to end: they train, resume bit for bit, are asked, evaluated and exported, and learn what is shown."""
+"""Chat recipes, end to end: they train, resume bit for bit, are asked and exported, and learn what is shown."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with conversations.json about clips, images and nothing, held_out.json and questions.json."""
+    """A folder with conversations.json about clips, images and nothing, and held_out.json."""
     return write_data(tmp_path_factory.mktemp("chat") / "data")
 
 
@@ -70,7 +70,7 @@ def invoke(*arguments: object) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_smoke_recipe_trains_resumes_answers_evaluates_and_exports(
+def test_a_smoke_recipe_trains_resumes_answers_and_exports(
     name: str, lora_main: Main, tiny_checkpoints: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
     """2 and 2 resumed steps equal 4, bit for bit, frames and crops by chance, clips, images and text."""
@@ -100,10 +100,6 @@ def test_a_smoke_recipe_trains_resumes_answers_evaluates_and_exports(
 
     said = invoke("chat", whole, "--video", clip, "--prompt", question, "--max-tokens", 4)
     assert said.rstrip("\n") == written[0]["answer"]
-    invoke("evaluate", whole, "--data", data / "questions.json", "--against", "base")
-    results = json.loads((whole / "evaluation_questions" / "results.json").read_text())
-    assert (results["all"]["questions"], results["all"]["failed"]) == (4, 0)
-    assert results["all"]["base"]["accuracy"] >= 0
     invoke("export", whole, "--out", tmp_path / "merged")
     _the_merged_checkpoint_is_the_trained_model(whole, tmp_path / "merged", base, clip)
 
@@ -153,8 +149,6 @@ def test_base_groups_train_alone(
         "vision_encoder",
         "vision_layernorm",
     }
-    found = load_answerer(run)
-    assert found.is_tuned
     invoke("chat", run, "--video", data / CLIPS[0], "--prompt", "What?", "--max-tokens", 2)
 
 
@@ -285,12 +279,13 @@ def overfit(lora_main: Main, args: list[str], folder: Path, run: Path, steps: in
     records = json.loads((folder / "qa.json").read_text())
     expected = [one["a"] for record in records for one in record["QA"]]
     assert len(expected) == 8
-    assert answers_of(load_answerer(run), folder, records) == expected
+    tuned = load_answerer(run)
+    assert answers_of(tuned, folder, records) == expected
     assert answers_of(with_peft(run), folder, records) == expected
     # Nothing of it is the base's, and without the picture most of it cannot be known.
-    untrained = load_answerer(run)
-    with untrained.as_base():
-        assert not set(answers_of(untrained, folder, records)) & set(expected)
+    base = load_answerer(Path(load_recipe(run / "config.yaml").model.path))
+    base.checkpoint = tuned.checkpoint
+    assert not set(answers_of(base, folder, records)) & set(expected)
 
 
 @pytest.mark.slow

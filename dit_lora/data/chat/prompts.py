@@ -6,7 +6,7 @@ tokenised without special tokens, and one BOS stands before all.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -91,23 +91,6 @@ PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
         control=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
     ),
 }
-NOTEBOOK_FORMATS: dict[FormatName, PromptFormat] = {
-    "mistral": replace(PROMPT_FORMATS["mistral"], gap=""),
-    "vicuna": replace(
-        PROMPT_FORMATS["vicuna"],
-        gap="",
-        media=("###Human: ", "\n"),
-        question=("###Human: ", "\n"),
-        instruction_with_question=False,
-    ),
-    "phi3": PROMPT_FORMATS["phi3"],
-}
-"""Formats of the turns as mvbench.ipynb writes them, whose `get_prompt` is not the training's.
-
-There is no space after its system text, and in Vicuna's format there are lines in place of spaces, and no
-question for the Q-Former. Mistral's is demo_mistral.ipynb's; for Phi-3 there is none, so it is its
-training's.
-"""
 
 
 def render_prompt(
@@ -120,18 +103,14 @@ def render_prompt(
     *,
     timestamps: bool = True,
     answered: bool = True,
-    prefix: str = "",
-    notebook: bool = False,
 ) -> Rendered:
     """Render a conversation in this format; unless `answered`, only up to where the last answer begins.
 
-    What is not answered ends with `prefix`, which the answer is to continue. Without a question a caption
-    follows the media at once, as upstream. Conversations of kind `text` have no media turn (as in
-    upstream's HD). The video's frames are said to be at `seconds`, if there are any and `timestamps`.
-    `notebook` writes it as the original's MVBench notebook. Raises `DitLoraError` if a boundary falls into
-    a token (`spans.tokenized`).
+    Without a question a caption follows the media at once, as upstream. Conversations of kind `text` have
+    no media turn (as in upstream's HD). The video's frames are said to be at `seconds`, if there are any
+    and `timestamps`. Raises `DitLoraError` if a boundary falls into a token (`spans.tokenized`).
     """
-    style = (NOTEBOOK_FORMATS if notebook else PROMPT_FORMATS)[name]
+    style = PROMPT_FORMATS[name]
     preface = _preface(style, conversation)
     if conversation.kind == "text" and not (
         conversation.turns[0].question or style.media_in_question
@@ -152,8 +131,6 @@ def render_prompt(
         # The media's turn is open already, so its question begins none.
         opened = style.media_in_question and index == 0 and conversation.kind != "text"
         after += _turn(style, turn, index, opened=opened, answered=answered or not last)
-    if prefix and not answered:
-        after.append(Span(style.answer[0] + prefix, "fixed"))
     if style.stripped:
         before, after = _stripped(before), _stripped(after)
     pieces = [*tokenized(tokenizer, before), *_media(conversation, media_token_id, media_tokens)]
@@ -163,11 +140,9 @@ def render_prompt(
     return Rendered(tuple(pieces))
 
 
-def instruction_text(
-    name: FormatName, conversation: Conversation, *, notebook: bool = False
-) -> str:
+def instruction_text(name: FormatName, conversation: Conversation) -> str:
     """Return what the Q-Former reads: the first turn's instruction, in `vicuna` with the question; or nothing."""
-    style = (NOTEBOOK_FORMATS if notebook else PROMPT_FORMATS)[name]
+    style = PROMPT_FORMATS[name]
     turn = conversation.turns[0]
     if not turn.instruction:
         return ""

@@ -38,7 +38,7 @@ def read_folder(root: Path, source: SourceConfig, memo: Path | None) -> Scan:
     if not root.is_dir():
         raise DitLoraError(
             f"no folder {source.path}; put your clips there, or name their folder in data.path; "
-            f"to try things on: dit-lora shapes {source.path}{hub_hint(source.path)}"
+            f"to try things on: dit-lora tiny shapes {source.path}{hub_hint(source.path)}"
         )
     layout, scanned = _read_layout(root, source, memo)
     if not scanned.clips and not scanned.problems:

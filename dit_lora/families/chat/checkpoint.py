@@ -18,7 +18,7 @@ from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.config.records import ChatTemplateFile, read_typed
 from dit_lora.data.chat.control import control_pattern, refuse_control
 from dit_lora.data.chat.conversation import Conversation, Kind
-from dit_lora.data.chat.rendered import Piece, Rendered
+from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data.chat.template import MediaText, render_template
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
@@ -112,7 +112,6 @@ class VideoTextCheckpoint(ChatCheckpoint):
         seconds: Sequence[float] = (),
         *,
         answered: bool = True,
-        prefix: str = "",
     ) -> Rendered:
         if answered:
             refuse_control(conversation, control_pattern(self.tokenizer))
@@ -131,18 +130,8 @@ class VideoTextCheckpoint(ChatCheckpoint):
                 self.layout.placeholder(shape.frames), self.layout.expansion(shape, seconds)
             )
         template = ChatTemplate(self.tokenizer, self._template(video=video))
-        if prefix and not answered:
-            # As the beginning of an answer, so that its white space is the template's.
-            begun = replace(conversation.turns[-1], answer=prefix)
-            conversation = replace(conversation, turns=(*conversation.turns[:-1], begun))
-        rendered = render_template(
-            template, self.tokenizer, conversation, media, answered=answered or bool(prefix)
-        )
-        pieces = rendered.pieces
-        if prefix and not answered:
-            # The last token ends the answer.
-            pieces = (*pieces[:-1], Piece(pieces[-1].ids[:-1], "fixed"))
-        return TimedRendered(pieces, seconds=tuple(seconds) if video else ())
+        rendered = render_template(template, self.tokenizer, conversation, media, answered=answered)
+        return TimedRendered(rendered.pieces, seconds=tuple(seconds) if video else ())
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
         model: Any = super().load_model(dtype)

@@ -11,7 +11,7 @@ from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_base import iddpm_scheduler
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
-# As `dit-lora shapes` names its clips.
+# As `dit-lora tiny shapes` names its clips.
 CLASSES = ("blue disc", "blue square", "green disc", "green square", "red disc", "red square")
 
 

@@ -5,12 +5,10 @@ prompts, sampling and tiles are those of OpenGVLab/Ask-Anything, video_chat2.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import torch
-from torch import nn
 from transformers import AutoTokenizer
 
 from dit_lora.config.data import VideoShape
@@ -29,9 +27,6 @@ from dit_lora.models.videochat2.tokenizer import load_tokenizer
 
 # ImageNet's, as the original normalises (dataset/__init__.py).
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# CLIP's, as its notebooks do.
-_NOTEBOOK_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_NOTEBOOK_STD = (0.26862954, 0.26130258, 0.27577711)
 _MOST_INSTRUCTION = 512  # tokens that the Q-Former's BERT has positions for
 _TILE = 224  # pixels a side, by which the original counts
 
@@ -42,8 +37,6 @@ class VideoChat2Checkpoint(ChatCheckpoint):
 
     config: VideoChat2Config
     qformer_tokenizer: Any
-    notebook: bool = False
-    """True if it is asked as the original's MVBench notebook asks, and not as it was trained."""
 
     def for_recipe(self, recipe: Recipe) -> Self:
         refuse_options_of_diffusion(recipe, takes=("chat.tiles",))
@@ -63,9 +56,6 @@ class VideoChat2Checkpoint(ChatCheckpoint):
         if how.timestamps is None:
             how = replace(how, timestamps=PROMPT_FORMATS[self.prompt_format].timestamps)
         return replace(self, how=how)
-
-    def in_notebook(self) -> Self:
-        return replace(self, how=replace(self.how, timestamps=False), notebook=True)
 
     @property
     def model_class(self) -> Any:
@@ -96,7 +86,6 @@ class VideoChat2Checkpoint(ChatCheckpoint):
         seconds: Sequence[float] = (),
         *,
         answered: bool = True,
-        prefix: str = "",
     ) -> Rendered:
         if answered:
             marks = PROMPT_FORMATS[self.prompt_format].control
@@ -110,12 +99,10 @@ class VideoChat2Checkpoint(ChatCheckpoint):
             seconds,
             timestamps=bool(self.how.timestamps),
             answered=answered,
-            prefix=prefix,
-            notebook=self.notebook,
         )
         if not self.config.qformer_config["use_text"] or shape is None:
             return rendered
-        text = instruction_text(self.prompt_format, conversation, notebook=self.notebook)
+        text = instruction_text(self.prompt_format, conversation)
         ids = self.qformer_tokenizer(text, truncation=True, max_length=_MOST_INSTRUCTION).input_ids
         return replace(rendered, instruction=tuple(ids))
 
@@ -123,8 +110,7 @@ class VideoChat2Checkpoint(ChatCheckpoint):
         inputs = {"input_ids": batch["input_ids"]}
         if "pixels" in batch:
             pixels = batch["pixels"]
-            stated = (_NOTEBOOK_MEAN, _NOTEBOOK_STD) if self.notebook else (_MEAN, _STD)
-            mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in stated)
+            mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in (_MEAN, _STD))
             scaled = (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
             inputs["pixel_values"] = scaled
         return inputs | {
@@ -136,13 +122,6 @@ class VideoChat2Checkpoint(ChatCheckpoint):
             return {}
         ids = torch.tensor([rendered.instruction])
         return {"instruction_ids": ids, "instruction_mask": torch.ones_like(ids)}
-
-    def answer(
-        self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
-    ) -> str:
-        bare: Any = model
-        with bare.model.own_bos() if self.notebook else nullcontext():
-            return super().answer(model, rendered, pixels, max_tokens)
 
 
 def tile_grid(height: int, width: int, most: int) -> tuple[int, int]:

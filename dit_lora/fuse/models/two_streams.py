@@ -1,7 +1,7 @@
 """Base of models whose image (or video) and text are streams with weights of their own, and attend together.
 
-Source of the arithmetic: diffusers, models/normalization.py (AdaLayerNormZero), and what the blocks of Flux, SD3,
-HunyuanVideo and Mochi have in common.
+Source of the arithmetic: diffusers, models/normalization.py (AdaLayerNormZero), and what the blocks of Flux and SD3
+have in common.
 
 Shapes: B batch, S tokens of a stream, R of them rotated, D width, H heads.
 """
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.models.normalization import MochiRMSNorm, RMSNorm
+from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from dit_lora.fuse.attention import NORMS, FusedProcessor, Heads, Norm, Recomputable, Rotary
@@ -20,12 +20,7 @@ from dit_lora.fuse.lora import project
 from dit_lora.fuse.patches import other_norm
 from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
 
-HEAD_NORMS: dict[type, Norm] = {
-    nn.LayerNorm: "layer",
-    nn.RMSNorm: "rms",
-    RMSNorm: "rms",
-    MochiRMSNorm: "rms",
-}
+HEAD_NORMS: dict[type, Norm] = {nn.LayerNorm: "layer", nn.RMSNorm: "rms", RMSNorm: "rms"}
 
 
 class Modulation(NamedTuple):
@@ -40,17 +35,17 @@ class Modulation(NamedTuple):
 
 
 def modulated(
-    streams: Sequence[Stream], *, norm: Norm = "layer", eps: float
+    streams: Sequence[Stream], *, eps: float
 ) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
     """Return streams normed and modulated in one buffer (B, sum of S, D), and each x (B, S, D) to go on from."""
     # The norm's backward keeps its input: its output need not be kept for adapters, and is computed again for them.
-    buffer, residuals = joint_ada_norm(streams, norm=norm, eps=eps)
-    return Recomputable(buffer, partial(_buffer, streams, norm, eps)), residuals
+    buffer, residuals = joint_ada_norm(streams, norm="layer", eps=eps)
+    return Recomputable(buffer, partial(_buffer, streams, eps)), residuals
 
 
-def _buffer(streams: Sequence[Stream], norm: Norm, eps: float) -> torch.Tensor:
+def _buffer(streams: Sequence[Stream], eps: float) -> torch.Tensor:
     """Return the buffer of `modulated` again, the same values bit for bit."""
-    return joint_ada_norm(streams, norm=norm, eps=eps)[0]
+    return joint_ada_norm(streams, norm="layer", eps=eps)[0]
 
 
 def enter(
@@ -199,7 +194,7 @@ def norms_why_not(*norms: Any) -> str | None:
 
 
 def block_why_not(block: Any) -> str | None:
-    """Return why a block of Flux's and HunyuanVideo's kind keeps its own forward; None if it need not."""
+    """Say why a block of Flux keeps its stock forward; None if it can be fused."""
     return norms_why_not(
         block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context
     )

@@ -9,8 +9,6 @@ Shapes: B batch, L tokens, F frames, H and W pixels, I tokens of the instruction
 whole), Q queries, N vision tokens, D width.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,8 +62,6 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
 
     def __init__(self, config: VideoChat2Config) -> None:
         super().__init__(config)
-        self.constant_bos = config.legacy
-        """True if BOS is embedded as the constant of its id."""
         vision_width = config.vision_config["hidden_size"]
         width = config.qformer_config["hidden_size"]
         self.vision_encoder = VideoChat2Vision(config.vision_config)
@@ -133,22 +129,13 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         is_media = input_ids == self.config.media_token_id
         # The media token's id is outside the vocabulary, so any row is looked up in its place.
         embeds = self.get_input_embeddings()(input_ids.masked_fill(is_media, 0))
-        if self.constant_bos:
+        if self.config.legacy:
             bos = self.config.text_config.bos_token_id
             # The original assigns the id itself to the embedding.
             embeds = embeds.masked_fill((input_ids == bos)[..., None], float(bos))
         if features is None:
             return embeds
         return embeds.masked_scatter(is_media[..., None], features.to(embeds.dtype))
-
-    @contextmanager
-    def own_bos(self) -> Iterator[None]:
-        """Give BOS its own embedding inside this context, `legacy` or not, as in the original's notebooks."""
-        before, self.constant_bos = self.constant_bos, False
-        try:
-            yield
-        finally:
-            self.constant_bos = before
 
     def check_media(self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None) -> None:
         """Raise `DitLoraError` unless each row has as many media tokens as its pixels become; reads the tokens."""

@@ -11,10 +11,9 @@ from urllib.parse import quote, unquote
 from dit_lora.data.audit.captions import check_captions
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.chat.frames import frame_seconds
-from dit_lora.data.chat.mvbench import read_facts
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.media.video import ClipError
+from dit_lora.data.media.video import ClipError, read_header
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.sources.caption_text import has_word
 from dit_lora.data.sources.clips import Clip
@@ -158,7 +157,7 @@ def _thumbnail(file: Path) -> bytes:
     """Return some frames of a clip, or a picture; empty if it cannot be read."""
     media, seconds = MediaFile(file), [0.0]
     try:
-        header = read_facts(media)
+        header = read_header(media)
         if not header.is_image and header.seconds and header.fps:
             seconds = list(frame_seconds(header.seconds, header.fps, _FRAMES))
     except ClipError:

@@ -15,7 +15,7 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
     """Return the modules that gradient checkpointing calls one by one, in the order of their names.
 
     For Transformers' models these are the layers that say so; for Diffusers' and ours the members of the model's own
-    `ModuleList`s (hunyuan's token refiner, for one, is in none of those and is not checkpointed).
+    `ModuleList`s. A list inside another module is not checkpointed.
     """
     if isinstance(transformer, PreTrainedModel):
         return [m for m in transformer.modules() if isinstance(m, GradientCheckpointingLayer)]

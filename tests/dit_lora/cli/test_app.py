@@ -46,7 +46,7 @@ def test_the_version_is_the_packages() -> None:
 def test_help_lists_every_verb() -> None:
     output = invoke("--help")
     assert "[key.path=value ...]" in " ".join(output.split())
-    for verb in ("doctor", "families", "tiny", "shapes", "sample", "report", "schema"):
+    for verb in ("doctor", "recipes", "tiny", "sample", "report", "convert"):
         assert verb in output
 
 
@@ -58,7 +58,8 @@ def test_doctor_speaks_json() -> None:
 
 
 def test_shapes_writes_real_h264_with_captions(tmp_path: Path) -> None:
-    invoke("shapes", tmp_path / "clips", "--clips", 3, "--frames", 9, "--height", 32, "--width", 48)
+    size = ("--frames", 9, "--height", 32, "--width", 48)
+    invoke("tiny", "shapes", tmp_path / "clips", "--clips", 3, *size)
     lines = (tmp_path / "clips" / "metadata.jsonl").read_text().splitlines()
     assert len(lines) == 3
     for line in lines:
@@ -69,9 +70,8 @@ def test_shapes_writes_real_h264_with_captions(tmp_path: Path) -> None:
 
 
 def test_shapes_of_one_frame_are_images_with_captions(tmp_path: Path) -> None:
-    invoke(
-        "shapes", tmp_path / "images", "--clips", 3, "--frames", 1, "--height", 33, "--width", 47
-    )
+    size = ("--frames", 1, "--height", 33, "--width", 47)
+    invoke("tiny", "shapes", tmp_path / "images", "--clips", 3, *size)
     files = sorted((tmp_path / "images").glob("*.png"))
     assert len(files) == 3
     assert len({f.with_suffix(".txt").read_text() for f in files}) == 3
@@ -82,7 +82,7 @@ def test_shapes_of_one_frame_are_images_with_captions(tmp_path: Path) -> None:
 
 def test_class_folders_of_clips_differ_by_class_and_within_one(tmp_path: Path) -> None:
     size = ("--frames", 4, "--height", 32, "--width", 48)
-    invoke("shapes", tmp_path / "clips", "--classes", "--clips", 12, *size)
+    invoke("tiny", "shapes", tmp_path / "clips", "--classes", "--clips", 12, *size)
     files = sorted((tmp_path / "clips").rglob("*.mp4"))
     assert len({path.parent.name for path in files}) == 6
     assert [path.name for path in files] == ["000.mp4", "001.mp4"] * 6
@@ -93,19 +93,20 @@ def test_class_folders_of_clips_differ_by_class_and_within_one(tmp_path: Path) -
 
 
 def test_class_folders_are_of_images_by_default(tmp_path: Path) -> None:
-    invoke("shapes", tmp_path / "images", "--classes", "--clips", 7, "--height", 33, "--width", 47)
+    size = ("--height", 33, "--width", 47)
+    invoke("tiny", "shapes", tmp_path / "images", "--classes", "--clips", 7, *size)
     files = sorted((tmp_path / "images").rglob("*.png"))
     assert len({path.parent.name for path in files}) == 6
     assert len(files) == 7
 
 
 def test_pairs_are_images_by_default_and_exclude_other_kinds(tmp_path: Path) -> None:
-    said = invoke("shapes", tmp_path / "pairs", "--pairs", "--clips", 2)
+    said = invoke("tiny", "shapes", tmp_path / "pairs", "--pairs", "--clips", 2)
     assert said == f"wrote 2 images, each with what it is made from to {tmp_path / 'pairs'}\n"
     files = sorted(path.parent.name for path in (tmp_path / "pairs").rglob("*.png"))
     assert files == ["after", "after", "before", "before", "mask", "mask"]
     for other in ("--chat", "--classes"):
-        result = runner.invoke(app, ["shapes", str(tmp_path / "other"), "--pairs", other])
+        result = runner.invoke(app, ["tiny", "shapes", str(tmp_path / "other"), "--pairs", other])
         assert isinstance(result.exception, DitLoraError)
         assert "--pairs" in str(result.exception)
     assert not (tmp_path / "other").exists()
@@ -124,9 +125,12 @@ def test_files_that_samples_are_made_from_are_looked_for_before_anything_is_load
 
 
 def test_tiny_checkpoints_are_listed_as_the_families_name_them() -> None:
-    said = invoke("families").splitlines()
+    said = invoke("recipes", "--families").splitlines()
     assert [line.split(":")[0] for line in said] == list(FAMILIES)
-    assert "sana: tiny sana-600m, sana-1.5, sana-fp16" in said
+    sana = ["sana-600m", "sana-1.5", "sana-fp16"]
+    assert f"sana: tiny {', '.join(sana)}" in said
+    one = invoke("recipes", "--families", "--family", "sana", "--json")
+    assert json.loads(one) == {"families": {"sana": sana}}
 
 
 def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
@@ -142,11 +146,14 @@ def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
     [
         (["tiny", "cogvideox-9b", "out"], "no tiny checkpoint 'cogvideox-9b'; known: cogvideox-2b"),
         (["tiny", "cogvideox-2b", "."], "exists; choose another folder"),
-        (["shapes", "."], "exists; choose another folder"),
-        (["shapes", "out", "--height", "33"], "H.264 takes even sizes; got 33x96"),
+        (["tiny", "shapes", "."], "exists; choose another folder"),
+        (["tiny", "shapes", "out", "--height", "33"], "H.264 takes even sizes; got 33x96"),
+        (["tiny", "shapes", "out", "--seed", "0"], "--seed is an option of a checkpoint; remove"),
+        (["tiny", "cogvideox-2b", "out", "--frames", "1"], "--frames is an option of tiny shapes"),
+        (["tiny", "cogvideox-2b", "out", "--chat"], "--chat is an option of tiny shapes; remove"),
         (["sample", "nowhere", "--prompt", "x"], "no adapter in nowhere"),
         (["tiny", "cogvideox-2b", "/proc/x"], "cannot make /proc/x"),
-        (["shapes", "/proc/x"], "cannot make /proc/x"),
+        (["tiny", "shapes", "/proc/x"], "cannot make /proc/x"),
         (["report", "."], "config.yaml"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The verbs of `dit-lora` for chat models: show, chat, evaluate and export, on a tiny checkpoint."""
+"""The verbs of `dit-lora` for chat models: show, chat and export, on a tiny checkpoint."""
 
 import json
 from pathlib import Path
@@ -115,20 +115,6 @@ def test_chat_takes_one_file_that_is_there(adapter: Path, data: Path) -> None:
         invoke("chat", adapter, *both, "--prompt", "What?")
     with pytest.raises(DitLoraError, match=r"no file .*gone\.mp4"):
         invoke("chat", adapter, "--video", data / "gone.mp4", "--prompt", "What?")
-
-
-def test_evaluate_prints_a_table_or_json_and_writes_a_page(
-    adapter: Path, data: Path, tmp_path: Path
-) -> None:
-    args = ["evaluate", adapter, "--data", data / "questions.json", "--out", tmp_path / "out"]
-    args += ["--against", "base", "--limit", 2]
-    table = invoke(*args)
-    assert "all questions" in table
-    assert (tmp_path / "out" / "evaluation.html").is_file()
-    again = json.loads(invoke(*args, "--json"))
-    assert again["all"]["questions"] == 2
-    assert "base" in again["all"]
-    assert len((tmp_path / "out" / "predictions.jsonl").read_text().splitlines()) == 1 + 2
 
 
 def test_export_writes_a_checkpoint_that_is_the_tuned_model(

@@ -67,7 +67,7 @@ def test_init_of_a_smoke_recipe_says_how_to_make_what_it_needs(
     assert lines[1:] == [
         "Next, as it stands:",
         "  dit-lora tiny sana-600m tiny/sana-600m",
-        "  dit-lora shapes images --frames 1",
+        "  dit-lora tiny shapes images --frames 1",
         "  accelerate launch --quiet --config_file cpu.yaml lora.py smoke_sana.yaml",
     ]
 
@@ -144,6 +144,7 @@ def test_recipes_families_launches_and_tiny_checkpoints_complete() -> None:
     assert completed("recipes --family sana") == ["sana", "sana_video"]
     assert completed("init dit out --accelerate f") == ["fsdp2"]
     assert completed("tiny dit") == ["dit-tiny"]
+    assert completed("tiny sh") == ["shapes"]
 
 
 @pytest.mark.parametrize("verb", ["plan", "audit", "cache build", "cache verify", "show"])

@@ -170,11 +170,8 @@ def test_prompts_are_the_beginning_of_what_is_trained(folder: Path) -> None:
     talk, times = conversation("video", "What is it?", "A dog."), frame_times(shape.frames)
     whole = checkpoint.render(talk, shape, times)
     asked = checkpoint.render(talk, shape, times, answered=False)
-    begun = checkpoint.render(talk, shape, times, answered=False, prefix="A d")
     assert asked.ids == whole.ids[: len(asked)]
-    assert begun.ids == whole.ids[: len(begun)]
-    assert checkpoint.tokenizer.decode(begun.ids).endswith("A d")
-    assert asked.answers == begun.answers < whole.answers
+    assert asked.answers < whole.answers
     assert checkpoint.tokenizer.decode(whole.ids[-1:]) == TINY[folder.name].end
 
 

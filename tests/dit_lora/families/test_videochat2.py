@@ -57,7 +57,6 @@ def test_seconds_are_said_where_the_originals_training_says_them(
     for given in (True, False):
         chosen = checkpoint.viewing(replace(checkpoint.how, timestamps=given))
         assert ("seconds" in prompt(chosen)) is given
-    assert "seconds" not in prompt(chosen.in_notebook())
 
 
 @pytest.mark.parametrize("name", CONTROL)
@@ -83,26 +82,16 @@ def _saying(answer: str) -> Conversation:
     return replace(ASKED, turns=(Turn("What?", answer),))
 
 
-def test_the_notebook_sees_other_colours(tiny: dict[str, VideoChat2Checkpoint]) -> None:
-    checkpoint = tiny["mistral"]
+def test_pictures_are_normalised_as_imagenet(tiny: dict[str, VideoChat2Checkpoint]) -> None:
     batch = {"input_ids": torch.tensor([[1]]), "pixels": torch.full((1, 1, 3, 1, 1), 255)}
-    for one, mean, std in (
-        (checkpoint, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-        (
-            checkpoint.in_notebook(),
-            (0.48145466, 0.4578275, 0.40821073),
-            (0.26862954, 0.26130258, 0.27577711),
-        ),
-    ):
-        seen = one.inputs(batch)["pixel_values"].flatten()
-        expected = (1 - torch.tensor(mean)) / torch.tensor(std)
-        torch.testing.assert_close(seen, expected)
+    seen = tiny["mistral"].inputs(batch)["pixel_values"].flatten()
+    expected = (1 - torch.tensor((0.485, 0.456, 0.406))) / torch.tensor((0.229, 0.224, 0.225))
+    torch.testing.assert_close(seen, expected)
 
 
-def test_the_notebook_embeds_the_beginning_of_text_as_any_token(
+def test_legacy_answers_embed_the_beginning_of_text_as_its_id(
     tiny: dict[str, VideoChat2Checkpoint],
 ) -> None:
-    """Legacy training has the constant of its id there; `get_context_emb` of the notebooks has not."""
     checkpoint = tiny["mistral"]
     model: Any = checkpoint.load_model(torch.float32).eval()
     assert model.config.legacy
@@ -111,15 +100,8 @@ def test_the_notebook_embeds_the_beginning_of_text_as_any_token(
         lambda _m, _a, given: seen.append(given["inputs_embeds"]), with_kwargs=True
     )
     rendered = checkpoint.render(replace(ASKED, kind="text"), None, answered=False)
-    table = model.get_input_embeddings().weight
-    for one, first in (
-        (checkpoint, torch.ones(48)),
-        (checkpoint.in_notebook(), table[1]),
-        (checkpoint, torch.ones(48)),
-    ):
-        seen.clear()
-        one.answer(model, rendered, None, 1)
-        assert torch.equal(seen[0][0, 0], first)
+    checkpoint.answer(model, rendered, None, 1)
+    assert torch.equal(seen[0][0, 0], torch.ones(48))
 
 
 def test_positions_are_resized_but_at_the_pretrained_size() -> None:

@@ -1,14 +1,11 @@
 """Answers questions with a chat model: a run's result, an adapter, or a checkpoint as it is."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,20 +15,15 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.chat.conversation import Conversation, Kind, Turn
-from dit_lora.data.chat.frames import frame_seconds
-from dit_lora.data.chat.mvbench import FrameFolder, notebook_seconds, read_facts, read_frames_at
-from dit_lora.data.media.media import Media, file_stamp
-from dit_lora.data.media.video import ClipError
-from dit_lora.data.media.video_header import VideoHeader
+from dit_lora.data.chat.frames import frame_seconds, read_at
+from dit_lora.data.media.media import Media
+from dit_lora.data.media.video import ClipError, read_header
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
-from dit_lora.files import files_below
 from dit_lora.guard.switches import eager
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.results.source import named_base, peft_base
-from dit_lora.results.verify.output import adapters_off
-from dit_lora.results.verify.reference_model import tuner_layers
 from dit_lora.training.session.session import quiet_libraries
 
 MAX_TOKENS = 512
@@ -58,72 +50,37 @@ class Answerer:
     dtype: torch.dtype
     system: str = ""
     """Text that is put before every conversation."""
-    fit: Literal["stretch", "cover"] | None = None
-    """The way a frame becomes its shape, where it is not that of training."""
-    notebook: bool = False
-    """True if frames are those that MVBench's notebook takes."""
-    made: dict[str, Any] = field(default_factory=dict)
-    """Facts that identify the model, for results."""
-    original: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The base's own weights that the fine-tune replaced, by name."""
 
-    def look(
-        self,
-        media: Media | FrameFolder | None,
-        *,
-        start: float | None = None,
-        end: float | None = None,
-    ) -> Seen:
-        """Return the frames in the middle of equal parts (or the notebook's), or the image.
+    def look(self, media: Media | None) -> Seen:
+        """Read the image, or the middle frame of each of the video's equal parts.
 
         Raises `ClipError` if it cannot be read.
         """
         if media is None:
             return Seen("text")
-        header = read_facts(media)
+        header = read_header(media)
         kind: Kind = "image" if header.is_image else "video"
         shape = self.checkpoint.shape(kind, header.height, header.width)
         if shape is None:
             raise ClipError(f"{media.name}: the model takes no {kind}")
         seconds: tuple[float, ...] = (0.0,)
         if kind == "video":
+            if header.seconds is None or header.fps is None:
+                raise ClipError(f"{media.name}: does not say how long it is; encode it anew")
             try:
-                seconds = self._seconds(media, header, shape.frames, start, end)
+                seconds = frame_seconds(header.seconds, header.fps, shape.frames)
             except ClipError as error:
                 raise ClipError(f"{media.name}: {error}") from error
-        size = {"height": shape.height, "width": shape.width}
-        pixels = read_frames_at(media, seconds, **size, fit=self.fit or self.checkpoint.fit)
+        pixels = read_at(
+            media, seconds, height=shape.height, width=shape.width, fit=self.checkpoint.fit
+        )
         return Seen(kind, shape, pixels, seconds if kind == "video" else ())
 
-    def _seconds(
-        self,
-        media: Media | FrameFolder,
-        header: VideoHeader,
-        frames: int,
-        start: float | None,
-        end: float | None,
-    ) -> tuple[float, ...]:
-        if header.seconds is None or header.fps is None:
-            raise ClipError("does not say how long it is; encode it anew")
-        if self.notebook:
-            first = int(isinstance(media, FrameFolder))
-            return notebook_seconds(header, frames, start=start, end=end, first=first)
-        return frame_seconds(header.seconds, header.fps, frames, start=start, end=end)
-
-    def say(
-        self,
-        seen: Seen,
-        turns: Sequence[Turn],
-        *,
-        answer_prefix: str = "",
-        max_tokens: int = MAX_TOKENS,
-    ) -> str:
-        """Return the model's greedy answer to the last turn, without `answer_prefix`, by which it has to begin."""
+    def say(self, seen: Seen, turns: Sequence[Turn], *, max_tokens: int = MAX_TOKENS) -> str:
+        """Generate the greedy answer to the last turn."""
         # The checkpoint looks at the kind alone; what is shown is in `seen`.
         about = Conversation("question", seen.kind, None, tuple(turns), system=self.system)
-        rendered = self.checkpoint.render(
-            about, seen.shape, seen.seconds, answered=False, prefix=answer_prefix
-        )
+        rendered = self.checkpoint.render(about, seen.shape, seen.seconds, answered=False)
         # One autocast, as in training: adapters are fp32.
         mixed = torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16
@@ -135,7 +92,7 @@ class Answerer:
 
     def ask(
         self,
-        media: Media | FrameFolder | None,
+        media: Media | None,
         question: str,
         *,
         history: Sequence[Turn] = (),
@@ -143,33 +100,6 @@ class Answerer:
     ) -> str:
         """Return one answer about an image, a video or nothing, after the turns that came before."""
         return self.say(self.look(media), (*history, Turn(question, "")), max_tokens=max_tokens)
-
-    @property
-    def is_tuned(self) -> bool:
-        """True if there is a fine-tune that `as_base` can leave out."""
-        return bool(self.original or tuner_layers(self.model))
-
-    @contextmanager
-    def as_base(self) -> Iterator[None]:
-        """Make the model what it was before its fine-tune within: adapters off, and the base's own weights in place."""
-        with adapters_off(self.model):
-            self._swap()
-            try:
-                yield
-            finally:
-                self._swap()
-
-    def _swap(self) -> None:
-        """Exchange the trained base weights and the original ones; nothing is copied."""
-        if not self.original:
-            return
-        # PEFT renames the weights of the layers that it wraps.
-        named = {
-            name.replace(".base_layer.", "."): one for name, one in self.model.named_parameters()
-        }
-        for name, weight in self.original.items():
-            # By reference: both sets stay in memory once, and a swap back restores the very tensors.
-            self.original[name], named[name].data = named[name].data, weight
 
 
 def converse(
@@ -219,27 +149,10 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision(origin.model.dtype, device).dtype
     net = checkpoint.load_model(dtype)
-    original: dict[str, torch.Tensor] = {}
     if adapter:
-        # Before they are overwritten, for `as_base` to ask the base without loading it again.
-        original = _to_be_replaced(net, adapter / BASE_FILE)
         load_chat_adapter(cast(PreTrainedModel, net), adapter)
     net.requires_grad_(False).eval().to(device)
-    return Answerer(
-        checkpoint,
-        net,
-        device,
-        dtype,
-        system=origin.system,
-        made={
-            "target": str(target),
-            "weights": _digest(adapter) if adapter else _stamp(checkpoint.path),
-            "family": family,
-            "base_model": origin.model.path,
-            "viewing": asdict(checkpoint.how),
-        },
-        original={name: tensor.to(device) for name, tensor in original.items()},
-    )
+    return Answerer(checkpoint, net, device, dtype, system=origin.system)
 
 
 @dataclass(frozen=True)
@@ -307,23 +220,6 @@ def _of_run(run: Path, adapter: Path | None, model: str | None) -> ModelOrigin:
     return ModelOrigin(recipe.model.model_copy(update=changes), adapter, Viewing.of(recipe), system)
 
 
-def _digest(adapter: Path) -> str:
-    """Return the SHA-256 of an adapter's weights and config."""
-    digest = hashlib.sha256()
-    for file in sorted(adapter.glob("*")):
-        if file.suffix in (".safetensors", ".json"):
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _stamp(checkpoint: Path) -> str:
-    """Return a hash that changes when a checkpoint's weights may have; they are not read."""
-    files = [path for path in files_below(checkpoint) if path.suffix == ".safetensors"]
-    facts = [(one.name, *file_stamp(one)) for one in files]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
 def _checkpoint(path: str) -> ModelConfig:
     """Return the config of the first chat family that opens this checkpoint. Raises `DitLoraError` if none does."""
     reasons = []
@@ -342,16 +238,3 @@ def _checkpoint(path: str) -> ModelConfig:
             reasons,
         )
     )
-
-
-def _to_be_replaced(model: nn.Module, base: Path) -> dict[str, torch.Tensor]:
-    """Return copies of the weights that were trained in full, before they are loaded."""
-    if not base.is_file():
-        return {}
-    with safe_open(base, framework="pt") as file:
-        names = set(file.keys())
-    return {
-        name: parameter.detach().clone()
-        for name, parameter in model.named_parameters()
-        if name in names
-    }

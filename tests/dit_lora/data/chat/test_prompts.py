@@ -231,26 +231,6 @@ def test_instructions_are_what_the_q_former_reads() -> None:
     assert instruction_text("mistral", Conversation("a", "video", None, (Turn("q", "a"),))) == ""
 
 
-def test_the_notebook_has_prompts_of_its_own() -> None:
-    """mvbench.ipynb's as it printed it, in Vicuna's format; Mistral's by the `get_prompt` of demo_mistral.ipynb."""
-    one = Conversation("a", "video", None, (Turn("Which?\n(A) a", "", "Look well.\n"),))
-    written = {
-        "vicuna": "Look well.\n###Human: <Video>\0</Video>\n###Human: Which?\n(A) a\n###Assistant: Best option:(",
-        "mistral": "Look well.\n[INST] <Video>\0</Video> [/INST] [INST] Which?\n(A) a [/INST] Best option:(",
-        "phi3": "<|system|>\nLook well.\n<|end|>\n<|user|>\n<Video>\0</Video>\nWhich?\n(A) a<|end|>\n"
-        "<|assistant|>\nBest option:(",
-    }
-    for name in FORMATS:
-        got = render_prompt(
-            name, one, LLAMA, MEDIA, 3, answered=False, prefix="Best option:(", notebook=True
-        )
-        head, tail = (
-            LLAMA(text, add_special_tokens=False).input_ids for text in written[name].split("\0")
-        )
-        assert got.ids == [LLAMA.bos_token_id, *head, *[MEDIA] * 3, *tail]
-        assert instruction_text(name, one, notebook=True) == "Look well."
-
-
 def test_a_token_across_the_beginning_of_an_answer_is_refused() -> None:
     spans = [Span("the vid", "question"), Span("eo cat", "answer")]
     assert "video" in "".join(span.text for span in spans)

@@ -47,7 +47,7 @@ def test_every_diffusion_family_verifies_what_it_saves(
     small_references(monkeypatch)
     classes = ("--frames=9",) if variant == "video-dit-text" else DATA.get(family, ())
     classes = ("--pairs",) if variant in PAIRS else classes
-    made = CliRunner().invoke(app, ["shapes", str(tmp_path / "data"), *classes])
+    made = CliRunner().invoke(app, ["tiny", "shapes", str(tmp_path / "data"), *classes])
     assert made.exit_code == 0, made.output
     recipe = [str(SMOKES / f"{family}.yaml"), f"model.path={tiny_checkpoints[variant]}"]
     args = [one for one in quick(tmp_path / "data", tmp_path) if "height" not in one]
