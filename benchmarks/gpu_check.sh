@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu_check.sh first|second|PART... [--tiny] [--out FOLDER]
 #
-# first    versions and clocks; what the GPU reaches; steps of CogVideoX-5B; the kernels' tests; the kernels' times
+# first    versions and clocks; steps of CogVideoX-5B; the kernels' tests; the kernels' times
 # second   steps of Sana and DiT; tests marked gpu; a bad sample, kill -9 and resume on a tiny model; the other models' steps
 # PART...  these parts alone, by the names in their logs
 # --tiny   everything at tiny sizes, on a CPU if there is no GPU: to see that it runs
@@ -16,7 +16,7 @@
 # Each part's output is shown and kept as it comes, in FOLDER/<part>.log; FOLDER/summary.txt says how each ended.
 set -u -o pipefail
 
-first="machine ceilings steps_video kernel_tests kernel_times"
+first="machine steps_video kernel_tests kernel_times"
 second="steps_images gpu_tests recovery steps_more"
 usage() { echo "usage: benchmarks/gpu_check.sh first|second|PART... [--tiny] [--out FOLDER]; parts: $first $second" >&2; exit 2; }
 out=${OUT:-}; tiny=; parts=
@@ -122,12 +122,6 @@ gpu_tests() {
 }
 
 machine() { part machine 60 5 "$kernels" "$python" -m benchmarks.machine --device "$device"; }
-
-ceilings() {
-  part ceilings 90 30 "$project" "$python" -m dit_lora doctor --measure ${tiny:+--quick}
-  # What plans elsewhere take by --ceilings; the home it is kept in may go with the machine.
-  cp "${HF_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/huggingface}/dit-lora"/ceilings_*.json "$out" 2>/dev/null
-}
 
 recovery() { part recovery 150 60 "$project" "$python" -m benchmarks.gpu_recovery --device "$device"; }
 steps_video() { steps steps_video 250 40 cogvideox-5b; }

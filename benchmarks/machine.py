@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from dit_lora.environment.gpu_state import gpu_state
+from benchmarks.gpu_state import gpu_state
 
 ROOT = Path(__file__).parents[1]
 _PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft")

@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_state import gpu_state
 from benchmarks.kernel_time import kernel_times
 from benchmarks.machine import ROOT, facts, file_stem
 from benchmarks.step_models import MODELS, TINY, Draws, Inputs, Model
 from benchmarks.step_settings import SETTINGS, TARGET, Setting, Steps, ops_used, settled
 from benchmarks.step_table import WARM_UP, Result, markdown
-from dit_lora.environment.gpu_state import gpu_state
 from dit_lora.errors import DitLoraError
 from dit_lora.training.session.determinism import set_workspace
 

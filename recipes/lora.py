@@ -16,7 +16,6 @@ from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError, reported_errors
 from dit_lora.families import get_family
 from dit_lora.hub.after_training import push_result, require_hub
-from dit_lora.planning.speed import write_prediction
 from dit_lora.report.run.background import Reporting
 from dit_lora.training.checkpoints.files import find_checkpoint
 from dit_lora.training.experts import is_done, put_together, require_fresh
@@ -83,7 +82,6 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     run = prepare(session, task, checkpoint, data, model, groups, resume_from)
     write_facts(run.setup)
     write_data_record(session, data)
-    write_prediction(run.setup)
     report = Reporting(session.dir, session.say, writes=session.is_main)
     try:
         with status_noted(session, recipe_file):

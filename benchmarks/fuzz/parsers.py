@@ -176,7 +176,6 @@ _RECORDS: Mapping[str, Any] = {
     "data": {"samples": 2, "rejected": {"a": "torn"}, "rejected_count": 1, "buckets": None},
     "audit": {"totals": {"samples": 2}, "codes": {"short": 1}, "samples": []},
     "verification": {"passed": True, "checks": {"keys": {"passed": True, "words": "ok"}}},
-    "prediction": {"seconds": 1.0, "peak_gib": 1.0},
     "phases": {
         "stages": {"before": 1.0},
         "phases": [{"name": "loading", "stage": "before", "seconds": 0.5, "count": 1}],

@@ -22,7 +22,6 @@ PANELS = {
         "verify",
         "export",
         "export.extract",
-        "export.resize",
         "push",
         "chat",
     ),

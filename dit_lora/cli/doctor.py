@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from dit_lora.cli.json_output import JsonFlag, answer
-from dit_lora.errors import DitLoraError
 
 EXAMPLES = {
-    "doctor": ("doctor", "doctor --config-file one_gpu.yaml", "doctor --measure"),
+    "doctor": ("doctor", "doctor --config-file one_gpu.yaml"),
 }
 
 
@@ -19,29 +18,8 @@ def doctor(
     config_file: Annotated[
         Path | None, typer.Option(help="The accelerate config that you launch with.")
     ] = None,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure", help="Measure what this device reaches, and keep it for plans and runs."
-        ),
-    ] = False,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="With --measure: tiny sizes, to see that it runs; not kept."),
-    ] = False,
 ) -> None:
-    """Show versions, device and what a run will use and why; exit 1 if a run would be refused.
-
-    With --measure, what the device reaches instead: a copy, products, attention; a minute on a GPU.
-    """
-    if measure:
-        from dit_lora.commands.ceilings import measured, render_ceilings
-
-        found = measured(quick=quick)
-        answer(context, as_json, found, lambda: render_ceilings(found))
-        return
-    if quick:
-        raise DitLoraError("--quick goes with --measure")
+    """Show versions, device and what a run will use and why; exit 1 if a run would be refused."""
     from dit_lora.commands.doctor import render, report
     from dit_lora.environment.versions import probe_environment
 

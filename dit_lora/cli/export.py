@@ -1,4 +1,4 @@
-"""The verbs `export`, `extract` and `resize`: adapters in other forms, of two checkpoints, in lower ranks."""
+"""The verbs `export` and `extract`: adapters in other forms and lower ranks, and LoRAs of two checkpoints."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,23 +13,22 @@ from dit_lora.terminal import echo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dit_lora.results.export.extract import Reduced
-    from dit_lora.results.export.low_rank import Cut
+    from dit_lora.results.export.low_rank import RankChoice
+    from dit_lora.results.export.low_rank_result import LowRankResult
 
 EXAMPLES = {
     "export": (
         "export runs/kitten --to comfyui --out kitten-comfyui",
         "export runs/kitten runs/snow --weight 1 --weight 0.5 --to diffusers --out both",
+        "export runs/kitten --rank 8 --out kitten-8",
     ),
     "extract": (
         "extract tuned base --rank 32 --out tuned-lora",
         "extract tuned base --rank auto --energy 0.95 --out tuned-lora",
     ),
-    "resize": ("resize runs/kitten --rank 8 --out kitten-8",),
 }
 
 
-Rank = Annotated[str, typer.Option(help="A number, or auto: each layer's own, by --energy.")]
 Energy = Annotated[
     float | None,
     typer.Option(help="Of --rank auto: share of each layer's energy to keep; by default 0.99."),
@@ -42,28 +41,45 @@ To = Annotated[
 
 
 def export(
+    context: typer.Context,
     targets: Annotated[
         list[Path],
         typer.Argument(metavar="TARGET", help="Runs' folders, or adapters'; several are added up."),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
     to: Annotated[
-        Literal["diffusers", "peft", "comfyui", "kohya", "folded", "merged"],
+        Literal["diffusers", "peft", "comfyui", "kohya", "folded", "merged"] | None,
         typer.Option(
-            help="folded: for loaders that ignore alpha; merged: the whole checkpoint, adapter included."
+            help="folded: for loaders that ignore alpha; merged: the whole checkpoint, adapter included. By default "
+            "merged, with --rank diffusers."
         ),
-    ] = "merged",
+    ] = None,
     weight: Annotated[
         list[float] | None, typer.Option(help="One for each adapter, in order; by default 1.")
     ] = None,
+    rank: Annotated[
+        str | None,
+        typer.Option(
+            help="Lower the rank to this number, and say what it keeps; auto: each layer's own, by --energy."
+        ),
+    ] = None,
+    energy: Energy = None,
     model: BaseModel = None,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Write an adapter, or several added up, in another form; what was written is read back and compared."""
-    from dit_lora.results.export.export import ExportRequest
-    from dit_lora.results.export.export import export as run
+    """Write an adapter, or several added up, in another form; what was written is read back and compared.
 
-    request = ExportRequest(tuple(targets), to, out, tuple(weight or ()), model)
-    echo(run(request, echo))
+    With --rank it is written at a lower rank, and what the rank keeps is printed (with --json as JSON).
+    """
+    from dit_lora.results.export.export import ExportRequest, export_and_report
+
+    if rank is None and (energy is not None or as_json):
+        option = "--json" if energy is None else "--energy"
+        raise DitLoraError(f"{option} goes with --rank")
+    choice = None if rank is None else _rank_choice(rank, energy)
+    form = to or ("merged" if rank is None else "diffusers")
+    request = ExportRequest(tuple(targets), form, out, tuple(weight or ()), model, choice)
+    _report(context, as_json, export_and_report(request, echo), out)
 
 
 def extract(
@@ -72,7 +88,7 @@ def extract(
         str, typer.Argument(help="A pipeline's folder or Hub name, a transformer's, or one file.")
     ],
     base: Annotated[str, typer.Argument(help="What it was trained or merged from.")],
-    rank: Rank,
+    rank: Annotated[str, typer.Option(help="A number, or auto: each layer's own, by --energy.")],
     out: Out,
     energy: Energy = None,
     to: To = "diffusers",
@@ -85,51 +101,35 @@ def extract(
     from dit_lora.results.export.extract import ExtractRequest
     from dit_lora.results.export.extract import extract as run
 
-    request = ExtractRequest(tuned, base, out, _cut(rank, energy), to, model)
-    _tell(context, as_json, run(request, echo), out)
+    request = ExtractRequest(tuned, base, out, _rank_choice(rank, energy), to, model)
+    _report(context, as_json, run(request, echo), out)
 
 
-def resize(
-    context: typer.Context,
-    target: Annotated[
-        Path, typer.Argument(metavar="LORA", help="A run's folder, an adapter's, or its file.")
-    ],
-    rank: Rank,
-    out: Out,
-    energy: Energy = None,
-    to: To = "diffusers",
-    model: BaseModel = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Write a LoRA in a lower rank, and say what of it the rank keeps."""
-    from dit_lora.results.export.resize import ResizeRequest
-    from dit_lora.results.export.resize import resize as run
-
-    request = ResizeRequest(target, out, _cut(rank, energy), to, model)
-    _tell(context, as_json, run(request, echo), out)
-
-
-def _cut(rank: str, energy: float | None) -> "Cut":
-    """Return the choice of a rank as it was typed; raises `DitLoraError` for what is none."""
-    from dit_lora.results.export.low_rank import Cut
+def _rank_choice(rank: str, energy: float | None) -> "RankChoice":
+    """Parse --rank and --energy; raises `DitLoraError` for values that they do not take."""
+    from dit_lora.results.export.low_rank import RankChoice
 
     if rank == "auto":
         share = 0.99 if energy is None else energy
         if not 0 < share <= 1:
             raise DitLoraError(f"--energy is a share above 0 and up to 1; got {share:g}")
-        return Cut(energy=share)
+        return RankChoice(energy=share)
     if not rank.isdecimal() or int(rank) == 0:
         raise DitLoraError(f"--rank takes a number above 0, or auto; got {rank}")
     if energy is not None:
         raise DitLoraError(f"--energy is for --rank auto; got --rank {rank}")
-    return Cut(int(rank))
+    return RankChoice(int(rank))
 
 
-def _tell(context: typer.Context, as_json: bool, found: "Sequence[Reduced]", out: Path) -> None:
-    def tell() -> None:
-        for one in found:
-            for line in one.lines():
+def _report(
+    context: typer.Context, as_json: bool, results: "Sequence[LowRankResult]", out: Path
+) -> None:
+    """Print what the ranks keep, and the folder; with `--json` the report only."""
+
+    def print_lines() -> None:
+        for result in results:
+            for line in result.lines():
                 echo(line)
         echo(out)
 
-    answer(context, as_json, [one.record() for one in found], tell)
+    answer(context, as_json, [result.record() for result in results], print_lines)

@@ -1,17 +1,13 @@
 """The verb `dit-lora plan`: what a run will take, before anything is downloaded."""
 
 import re
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from dit_lora.cli.arguments import Overrides, RecipeFile
 from dit_lora.cli.json_output import JsonFlag, answer
 from dit_lora.errors import DitLoraError
-
-if TYPE_CHECKING:
-    from dit_lora.environment.ceilings import Ceilings
 
 EXAMPLES = {
     "plan": ("plan cogvideox_5b_t2v.yaml --gpu 24GiB", "plan cogvideox_5b_t2v.yaml lora.rank=16")
@@ -34,18 +30,9 @@ def plan(
         Literal["ddp", "zero2", "fsdp2"],
         typer.Option(help="What the launch shares out among them."),
     ] = "ddp",
-    ceilings: Annotated[
-        Path | None,
-        typer.Option(
-            help="Rates of another machine's GPU: the file that `doctor --measure` wrote there."
-        ),
-    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say what memory, disk and time a run takes, before any weight is downloaded; exit 1 if it does not fit.
-
-    Seconds a step are predicted from what `doctor --measure` found of this machine's GPU, else from an estimate.
-    """
+    """Say what memory and disk a run takes, before any weight is downloaded; exit 1 if it does not fit."""
     from dit_lora.commands.plan import render
     from dit_lora.planning.budget import Launch
     from dit_lora.planning.search import plan as run
@@ -53,8 +40,7 @@ def plan(
 
     quiet_libraries()
     size = _memory_here() if gpu is None else parse_size(gpu)
-    rates = _ceilings(ceilings)
-    planned = run(recipe, overrides or [], Launch(ranks, sharding), size, rates)
+    planned = run(recipe, overrides or [], Launch(ranks, sharding), size)
     fits = planned.budget.fits
     answer(context, as_json, planned.record(), lambda: render(planned), passed=fits)
 
@@ -65,22 +51,6 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise DitLoraError(f"--gpu takes a size such as 24GiB, 80GB or 24; got {text!r}")
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def _ceilings(file: Path | None) -> "Ceilings":
-    """Return the rates of a file, else those measured of this machine's GPU, else an H200's."""
-    import torch
-
-    from dit_lora.environment.ceilings import H200, load_ceilings, read_ceilings
-
-    if file is not None:
-        read = read_ceilings(file)
-        if read is None:
-            raise DitLoraError(f"--ceilings: {file} is of another version; measure again")
-        return read
-    if not torch.cuda.is_available():
-        return H200
-    return load_ceilings(torch.cuda.get_device_name()) or H200
 
 
 def _memory_here() -> int | None:

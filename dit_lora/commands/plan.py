@@ -15,7 +15,7 @@ from dit_lora.training.execution.activation_checkpointing import MODES
 
 
 def render(planned: Planned) -> None:
-    """Print phases, what a training step is made of and takes, activations by mode, host and disk; then whether it fits."""
+    """Print phases, what a training step is made of, activations by mode, host and disk; then whether it fits."""
     console, budget = Console(highlight=False), planned.budget
     limit = f" of {gib(budget.gpu)}" if budget.gpu is not None else ""
     console.print(_table((f"GPU memory{limit}", "GiB"), _rows(budget.phases)))
@@ -28,13 +28,8 @@ def render(planned: Planned) -> None:
     console.print(_table(("activations, GiB, with checkpointing", *MODES), rows))
     console.print(_table(("host memory", "GiB"), _rows(_some(budget.host))))
     console.print(_table(("disk", "GiB"), _rows(_some(budget.disk))))
-    speed = planned.speed
-    seconds = [
-        (name, f"{value:.3g}") for name, value in {**speed.parts, "host": speed.host}.items()
-    ]
-    console.print(_table(("a step on one GPU", "seconds"), seconds))
-    lines = [f"predicted: {speed.words}", *(f"assumed: {one}" for one in budget.assumed)]
-    for line in (*lines, *verdict(planned)):
+    assumed = [f"assumed: {line}" for line in budget.assumed]
+    for line in (*assumed, *verdict(planned)):
         console.print(printable(line), markup=False, soft_wrap=True)
 
 

@@ -11,12 +11,10 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.load import load_recipe
 from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.config.recipe import Recipe
-from dit_lora.environment.ceilings import H200, Ceilings
 from dit_lora.errors import DitLoraError
 from dit_lora.families.without_weights import opened, without_weights
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.planning.budget import GIB, Launch, MemoryBudget, count
-from dit_lora.planning.speed import Speed, speed_of
 from dit_lora.planning.subject import Subject
 from dit_lora.training.execution.activation_checkpointing import MODES
 from dit_lora.training.session.launch import require_shared
@@ -42,8 +40,6 @@ class Planned:
     budget: MemoryBudget
     change: Change | None
     """None where it fits, and where nothing that is known here makes it fit."""
-    speed: Speed
-    """The speed of a step of the recipe as it is, on one rank, at its largest shape."""
 
     @property
     def sharding(self) -> str | None:
@@ -70,7 +66,6 @@ class Planned:
             "host": _gib(budget.host),
             "disk": _gib(budget.disk),
             "clips": budget.clips,
-            "step": self.speed.record(),
             "steps": budget.recipe.train.steps,
             "ranks": budget.launch.ranks,
             "sharding": budget.launch.sharding,
@@ -83,11 +78,10 @@ def plan(
     overrides: Sequence[str],
     launch: Launch,
     gpu: int | None,
-    ceilings: Ceilings = H200,
 ) -> Planned:
     """Return the budget of a recipe on a GPU of so many bytes (None: no limit), counted as for a GPU.
 
-    The speed is that of a GPU with these ceilings. Raises `DitLoraError` for a recipe that is wrong, a checkpoint whose configs are nowhere, and what a launch
+    Raises `DitLoraError` for a recipe that is wrong, a checkpoint whose configs are nowhere, and what a launch
     cannot do.
     """
     recipe = load_recipe(path, overrides)
@@ -95,19 +89,7 @@ def plan(
     with without_weights(recipe) as local:
         variants = _Variants(path, overrides, local.model.path, launch, gpu)
         budget = variants.count()
-        speed = _speed(budget, variants.subject(budget.recipe), ceilings)
-        return Planned(budget, None if budget.fits else _what_fits(variants, budget), speed)
-
-
-def _speed(budget: MemoryBudget, subject: Subject, ceilings: Ceilings) -> Speed:
-    recipe = budget.recipe
-    return speed_of(
-        subject.work(recipe, subject.shapes[0], budget.mode),
-        ceilings,
-        micro_steps=recipe.train.accumulate,
-        trained=subject.weights(recipe).trained_bytes,
-        gpu=subject.gpu,
-    )
+        return Planned(budget, None if budget.fits else _what_fits(variants, budget))
 
 
 def subject_of(recipe: Recipe, *, gpu: bool) -> Subject:
@@ -214,7 +196,10 @@ def _typed(settings: Settings) -> list[str]:
 
 
 def _settings(budget: MemoryBudget) -> Iterator[Settings]:
-    """Yield what can be changed, by what it costs: time first, then precision, and machines at last."""
+    """Yield what can be changed in the recipe, the cheapest first. The order is fixed: no time is predicted.
+
+    VAE tiling, then more recomputation a mode at a time, smaller micro-batches, fewer bits, offload, more machines.
+    """
     recipe, train, launch = budget.recipe, budget.recipe.train, budget.launch
     too_much = {name for name, size in budget.phases.items() if size > (budget.gpu or size)}
     if too_much & {"clips", "validation"}:

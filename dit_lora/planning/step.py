@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 from dit_lora.data.cache.cache import Spec
 from dit_lora.families.base import Tensors
 from dit_lora.patching import Patches
-from dit_lora.planning.work import Work
 from dit_lora.training.execution.activation_checkpointing import (
     BLOCK_CALLERS,
     Mode,
@@ -106,12 +105,11 @@ def step_peak(
     *,
     known: Tensors | None = None,
     gradients_exist: bool = False,
-    work: Work | None = None,
 ) -> int:
     """Return the most bytes that a micro-step takes beside weights and batch: activations, and gradients as they come.
 
     Forward and backward under a checkpointing mode, which is off afterwards. `gradients_exist`: of earlier micro-steps,
-    and so counted elsewhere. `work` counts what they do. Raises as `FakeStep.run`.
+    and so counted elsewhere. Raises as `FakeStep.run`.
     """
     step = FakeStep(transformer, batch, known)
     if gradients_exist:
@@ -119,7 +117,7 @@ def step_peak(
             if weight.requires_grad:
                 weight.grad = torch.empty_like(weight)
     caller = _within_autocast(BLOCK_CALLERS[mode])
-    with blocks_called_by(transformer, caller), step.live() as live, work or nullcontext():
+    with blocks_called_by(transformer, caller), step.live() as live:
         step.run(lambda model, tensors: losses(model, tensors).losses.mean().backward())
     return live.most
 

@@ -26,7 +26,6 @@ from dit_lora.numerics.streams import Streams
 from dit_lora.patching import Patches
 from dit_lora.planning.chat_shapes import chat_specs
 from dit_lora.planning.step import autocasting, step_peak
-from dit_lora.planning.work import Work
 from dit_lora.training.execution.activation_checkpointing import Mode
 from dit_lora.training.execution.activations import Needs, measure
 from dit_lora.training.execution.blocks import read_outside, repeated_blocks
@@ -294,26 +293,16 @@ class Subject:
 
     def peak(self, recipe: Recipe, shape: Any, mode: Mode) -> int:
         """Return the peak of a whole micro-step, in bytes."""
-        return self._step(recipe, shape, mode)[0]
-
-    def work(self, recipe: Recipe, shape: Any, mode: Mode) -> Work:
-        """Return what a whole micro-step gives the device to do."""
-        return self._step(recipe, shape, mode)[1]
-
-    def _step(self, recipe: Recipe, shape: Any, mode: Mode) -> tuple[int, Work]:
         size, model = recipe.train.batch_size, self.model(recipe)
         exist = recipe.train.accumulate > 1
 
-        def count() -> tuple[int, Work]:
+        def count() -> int:
             batch, integers = self._batch(self.spec(shape), size), self.known(shape, size)
-            losses, work = self._losses(size), Work()
+            losses = self._losses(size)
             with autocasting(model, self.dtype, gpu=self.gpu):
-                peak = step_peak(
-                    model, losses, batch, mode, known=integers, gradients_exist=exist, work=work
-                )
-            return peak, work
+                return step_peak(model, losses, batch, mode, known=integers, gradients_exist=exist)
 
-        return self._once(("step", _model_key(recipe), size, exist, shape, mode), count)
+        return self._once(("peak", _model_key(recipe), size, exist, shape, mode), count)
 
     def inference_peak(self, recipe: Recipe) -> int:
         """Return the peak of one denoising call of a sampled video, which guidance may make a batch of two."""

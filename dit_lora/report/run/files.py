@@ -29,7 +29,6 @@ OBJECTS = (
     "facts",
     "audit",
     "verification",
-    "prediction",
     "phases",
 )
 """Files that hold one JSON object, by the fields of `RunFiles`."""
@@ -54,7 +53,6 @@ class RunFiles:
     facts: dict[str, Any]
     audit: dict[str, Any]
     verification: dict[str, Any]
-    prediction: dict[str, Any]
     phases: dict[str, Any]
     state: State
     notes: list[str]

@@ -97,7 +97,6 @@ def figures(run: RunFiles) -> list[Figure]:
     details = ["median" if len(seconds) else ""]
     if math.isfinite(waiting):
         details.append(f"{percent(waiting)} waiting for data")
-    details.append(_against_prediction(run.prediction, seconds))
     return [
         Figure("Steps", f"{run.done:,}", of),
         Figure(
@@ -113,16 +112,6 @@ def figures(run: RunFiles) -> list[Figure]:
         Figure("Peak memory", f"{number(peaks.max(), 3)} GiB" if len(peaks) else NONE),
         Figure("Guard events", f"{run.event_count:,}", _actions(run.events)),
     ]
-
-
-def _against_prediction(prediction: Mapping[str, Any], seconds: Values) -> str:
-    """Say how near the median step came to what was predicted for it; nothing where nothing was."""
-    predicted = number_or_nan(prediction.get("seconds"))
-    if not len(seconds) or not math.isfinite(predicted) or predicted <= 0:
-        return ""
-    ratio = number(float(np.median(seconds)) / predicted, 3)
-    source = in_words(prediction.get("source")) or "an unknown source"
-    return f"{ratio} times the {number(predicted, 3)} predicted by {source}"
 
 
 def _finite(values: Numbers) -> Values:

@@ -18,13 +18,16 @@ from dit_lora.config.experts import EXPERTS
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import get_family
-from dit_lora.families.base import Denoiser
+from dit_lora.families.base import Checkpoint, Denoiser
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import configs_alone, from_configs
 from dit_lora.files import share_weights
 from dit_lora.results.experts import targets_of
 from dit_lora.results.export.formats import Exported, LoraForm, write_form
 from dit_lora.results.export.hollow import combine, hollowed, load_lora_file, load_state
+from dit_lora.results.export.low_rank import RankChoice
+from dit_lora.results.export.low_rank_result import LowRankResult
+from dit_lora.results.export.lower_rank import lower_rank
 from dit_lora.results.export.merge_chat import merge_adapter
 from dit_lora.results.export.merge_pipeline import require_merged, stored_dtype, write_merged
 from dit_lora.results.export.other_kinds import load_other_kind, other_kind
@@ -57,6 +60,8 @@ class ExportRequest:
     """One weight for each target; 1 for all where it is empty."""
     model: str | None = None
     """The base checkpoint; by default the run's, or the Hub id that the adapter names."""
+    rank: RankChoice | None = None
+    """The rank to lower the adapter, or the sum of several, to."""
 
 
 def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
@@ -65,12 +70,23 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
     Raises `DitLoraError` for what cannot be exported, and `CheckFailedError`, with nothing left behind, for what is
     not the same once read back.
     """
+    export_and_report(request, say)
+    return request.out
+
+
+def export_and_report(request: ExportRequest, say: Say = lambda _: None) -> list[LowRankResult]:
+    """Run `export`, and return what `request.rank` keeps of each transformer's adapter; empty without a rank."""
     quiet_libraries()
+    if request.rank is not None and request.to == "merged":
+        raise DitLoraError(
+            "--rank is for the forms of a LoRA; a merged checkpoint has no rank: leave --rank out"
+        )
     if request.out.exists():
         raise DitLoraError(f"{request.out} exists already; give another folder, or remove it")
     weights = _weights(request)
     if is_chat(request.targets[0], request.model):
-        return _export_chat(request, say)
+        _export_chat(request, say)
+        return []
     experts = [targets_of(target) for target in request.targets]
     if any(len(one) > 1 for one in experts):
         return _export_both(request, experts, say)
@@ -79,7 +95,14 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
     base = sources[0].base(request.model)
     with configs_alone(base) as configs, aside(request.out) as staged:
         index = sources[0].made.get("index") or {}
-        adapter = _load(sources, weights, get_family(base.family), configs, index)
+        family = get_family(base.family)
+        checkpoint = family.open(configs, index=index)
+        adapter = _load(sources, weights, family, checkpoint)
+        results = []
+        if request.rank is not None:
+            name = " + ".join(str(source.file) for source in sources)
+            adapter, result = lower_rank(adapter, request.rank, name, checkpoint.part)
+            results.append(result)
         folds = request.to == "folded" or (
             request.to == "comfyui" and not adapter.family.comfyui.alpha
         )
@@ -92,10 +115,12 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
             write_form(request.to, adapter, staged, name)
         count = len(changes_of(adapter.model, ADAPTER_NAME))
         say(f"{count} layers, read back and compared: the same update")
-    return request.out
+    return results
 
 
-def _export_both(request: ExportRequest, experts: Sequence[tuple[Path, ...]], say: Say) -> Path:
+def _export_both(
+    request: ExportRequest, experts: Sequence[tuple[Path, ...]], say: Say
+) -> list[LowRankResult]:
     """Write the adapters of both experts of a checkpoint: a file of each, or one pipeline with both merged."""
     single = [str(t) for t, one in zip(request.targets, experts, strict=True) if len(one) == 1]
     if single:
@@ -104,10 +129,14 @@ def _export_both(request: ExportRequest, experts: Sequence[tuple[Path, ...]], sa
         )
     parts = dict(zip(EXPERTS.values(), zip(*experts, strict=True), strict=True))
     if request.to != "merged":
-        return write_pair(
-            request.out,
-            lambda name, own: export(replace(request, targets=parts[name], out=own), say),
-        )
+        results: list[LowRankResult] = []
+
+        def write(name: str, out: Path) -> None:
+            one = replace(request, targets=parts[name], out=out)
+            results.extend(export_and_report(one, say))
+
+        write_pair(request.out, write)
+        return results
     with aside(request.out) as staged:
         staged.mkdir()
         model = request.model
@@ -120,7 +149,7 @@ def _export_both(request: ExportRequest, experts: Sequence[tuple[Path, ...]], sa
         for path in last.iterdir():
             path.replace(staged / path.name)
         last.rmdir()
-    return request.out
+    return []
 
 
 def write_pair(
@@ -198,11 +227,9 @@ def _load(
     sources: Sequence[Source],
     weights: Sequence[float],
     family: DiffusionFamily,
-    configs: ModelConfig,
-    index: Mapping[str, Any],
+    checkpoint: Checkpoint,
 ) -> Exported:
     """Load the adapters on hollow models; several, or weighted ones, as their sum."""
-    checkpoint = family.open(configs, index=index)
     hollow, pipeline_class = partial(hollow_of, checkpoint), checkpoint.pipeline_class
     models = []
     others = [f"{one.file}: {kind}" for one in sources if (kind := other_kind(one.file))]
@@ -314,6 +341,10 @@ def _write_merged(
 
 def _export_chat(request: ExportRequest, say: Say) -> Path:
     target = request.targets[0]
+    if request.rank is not None:
+        raise DitLoraError(
+            f"{target} is of a chat model; --rank takes adapters of diffusion models"
+        )
     if len(request.targets) > 1 or request.weights:
         raise DitLoraError(
             "several adapters, and --weight, are for diffusion models; give one adapter"

@@ -24,8 +24,13 @@ from dit_lora.families.without_weights import configs_alone
 from dit_lora.redact import redacted
 from dit_lora.results.export.export import Say, aside, hollow_of, write_pair
 from dit_lora.results.export.formats import Exported, LoraForm, write_form
-from dit_lora.results.export.low_rank import Cut, of_difference
-from dit_lora.results.export.reduced import Reduced, attach_layers, ranks_of, require_size
+from dit_lora.results.export.low_rank import RankChoice, factor_difference
+from dit_lora.results.export.low_rank_result import (
+    LowRankResult,
+    attach_layers,
+    ranks_of,
+    require_size,
+)
 from dit_lora.results.export.stored_weights import CheckpointPlace, StoredWeights, find_place
 from dit_lora.results.export.updates import updates_of
 from dit_lora.results.source import family_of
@@ -42,13 +47,13 @@ class ExtractRequest:
     base: str
     out: Path
     """A folder that is not there yet."""
-    cut: Cut
+    choice: RankChoice
     to: LoraForm = "diffusers"
     model: str | None = None
     """A pipeline whose configs are the checkpoints', where neither of them is a pipeline's folder."""
 
 
-def extract(request: ExtractRequest, say: Say = lambda _: None) -> list[Reduced]:
+def extract(request: ExtractRequest, say: Say = lambda _: None) -> list[LowRankResult]:
     """Write `tuned` minus `base` as a LoRA, read back and compared; returns what its ranks keep, by transformer.
 
     One tensor of each checkpoint is in memory at a time. Raises `DitLoraError` for what has no difference, or none
@@ -75,7 +80,7 @@ def extract(request: ExtractRequest, say: Say = lambda _: None) -> list[Reduced]
                 f"{request.tuned} and {request.base} do not differ: there is nothing to extract"
             )
         _write(request, {part: exported for part, (exported, _) in found.items()}, say)
-    return [reduced for _, reduced in found.values()]
+    return [result for _, result in found.values()]
 
 
 def _model(request: ExtractRequest, tuned: CheckpointPlace, base: CheckpointPlace) -> ModelConfig:
@@ -105,7 +110,7 @@ def _extracted(
     base: CheckpointPlace,
     checkpoint: Checkpoint,
     family: DiffusionFamily,
-) -> tuple[Exported, Reduced] | None:
+) -> tuple[Exported, LowRankResult] | None:
     """Return one transformer's LoRA on a hollow model; None where nothing differs."""
     hollow = partial(hollow_of, checkpoint)
     model = hollow()
@@ -113,23 +118,23 @@ def _extracted(
         StoredWeights(tuned, checkpoint, model) as ours,
         StoredWeights(base, checkpoint, model) as theirs,
     ):
-        reduced = _differences(ours, theirs, model, request.cut, checkpoint.part)
-    if not reduced.layers and not reduced.left_out:
+        result = _differences(ours, theirs, model, request.choice, checkpoint.part)
+    if not result.layers and not result.left_out:
         return None
-    if not reduced.layers:
+    if not result.layers:
         what = f"no layer of {request.tuned} that a LoRA could hold differs from {request.base}; these do"
-        raise DitLoraError(listed(what, list(reduced.left_out)))
-    require_size(reduced.layers, request.cut)
-    layers = {one.name: one.stored for one in reduced.layers}
+        raise DitLoraError(listed(what, list(result.left_out)))
+    require_size(result.layers, request.choice)
+    layers = {one.name: one.stored for one in result.layers}
     attach_layers(model, layers, family, f"the difference of {request.tuned} and {request.base}")
-    made = _made(request, tuned, base, checkpoint, family, reduced)
-    return Exported(model, made, family, checkpoint.pipeline_class, hollow), reduced
+    made = _made(request, tuned, base, checkpoint, family, result)
+    return Exported(model, made, family, checkpoint.pipeline_class, hollow), result
 
 
 @torch.no_grad()
 def _differences(
-    ours: StoredWeights, theirs: StoredWeights, model: nn.Module, cut: Cut, part: str
-) -> Reduced:
+    ours: StoredWeights, theirs: StoredWeights, model: nn.Module, choice: RankChoice, part: str
+) -> LowRankResult:
     """Compare two checkpoints tensor by tensor, where the device is fast: in fp64, as each is stored."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = adaptable_layers(model)
@@ -156,10 +161,10 @@ def _differences(
         if not difference.any():  # in another dtype, or another sign of zero
             continue
         if name in adaptable:
-            layers.append(of_difference(name.removesuffix(".weight"), difference, cut))
+            layers.append(factor_difference(name.removesuffix(".weight"), difference, choice))
         else:
             left_out[name] = difference.square().sum().item()
-    return Reduced(layers, left_out, part)
+    return LowRankResult(layers, left_out, part)
 
 
 def _made(
@@ -168,7 +173,7 @@ def _made(
     base: CheckpointPlace,
     checkpoint: Checkpoint,
     family: DiffusionFamily,
-    reduced: Reduced,
+    result: LowRankResult,
 ) -> dict[str, Any]:
     """Return the provenance: the base's, and what the header of a merge or a run of all weights says of videos."""
     record = tuned.path / PROVENANCE_FILE
@@ -188,13 +193,13 @@ def _made(
         made["transformer_digest"] = digests.component(base.folder(checkpoint.part))
     if checkpoint.parts:
         made["part"] = checkpoint.part
-    layers = {one.name: one.stored.rank for one in reduced.layers}
+    layers = {one.name: one.stored.rank for one in result.layers}
     made["extracted"] = {
         "from": public_name(tuned.given),
         "layers": len(layers),
-        "energy": reduced.energy,
-        "of_all": reduced.of_all,
-        "left_out": len(reduced.left_out),
+        "energy": result.energy,
+        "of_all": result.of_all,
+        "left_out": len(result.left_out),
     }
     return made
 

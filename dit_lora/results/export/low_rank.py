@@ -14,13 +14,13 @@ from dit_lora.results.export.updates import Term
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankChoice:
     """The choice of a rank: a number for all layers, or the share of each layer's energy that its own is to keep."""
 
     rank: int | None = None
     energy: float = 1.0
 
-    def of(self, energies: torch.Tensor) -> int:
+    def rank_for(self, energies: torch.Tensor) -> int:
         """Return a layer's rank by its energies, the largest first."""
         if self.rank is not None:
             return self.rank
@@ -30,8 +30,8 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One layer in its new rank; squares are of Frobenius norms."""
+class LowRankLayer:
+    """One layer at its new rank; squares are of Frobenius norms."""
 
     name: str
     stored: StoredLayer
@@ -45,30 +45,30 @@ class Kept:
     @property
     def energy(self) -> float:
         """The share of the layer's energy that the rank keeps."""
-        return min(1.0, self.kept / self.whole)
+        return min(1.0, self.kept / self.whole) if self.whole else 1.0
 
 
-def of_difference(name: str, difference: torch.Tensor, cut: Cut) -> Kept:
+def factor_difference(name: str, difference: torch.Tensor, choice: RankChoice) -> LowRankLayer:
     """Return the best factors of a change that is not zero, in the shape of a layer's weight."""
     matrix = difference.double().flatten(1)
-    b, a = _factors(matrix, cut)
-    return _kept(name, b, a, difference.shape[1:], matrix.square().sum().item(), min(matrix.shape))
+    b, a = _factors(matrix, choice)
+    return _layer(name, b, a, difference.shape[1:], matrix.square().sum().item(), min(matrix.shape))
 
 
-def of_factors(name: str, term: Term, cut: Cut) -> Kept:
+def factor_update(name: str, term: Term, choice: RankChoice) -> LowRankLayer:
     """Return the best factors of an update that is itself a product, without the product."""
     left, upper = torch.linalg.qr(term.b.double().flatten(1))
     right, lower = torch.linalg.qr(term.a.double().flatten(1).T)
     core = term.scale * upper @ lower.T
-    b, a = _factors(core, cut)
+    b, a = _factors(core, choice)
     whole = core.square().sum().item()
     sides = (len(term.b), term.a[0].numel())
-    return _kept(name, left @ b, a @ right.T, term.a.shape[1:], whole, min(sides))
+    return _layer(name, left @ b, a @ right.T, term.a.shape[1:], whole, min(sides))
 
 
-def _kept(
+def _layer(
     name: str, b: torch.Tensor, a: torch.Tensor, inputs: torch.Size, whole: float, size: int
-) -> Kept:
+) -> LowRankLayer:
     """Return the layer in fp32, with alpha at the rank: every loader has the same scale then."""
     rank, ones = len(a), [1] * (len(inputs) - 1)
     stored = StoredLayer(
@@ -77,10 +77,10 @@ def _kept(
         rank,
     )
     # Rows of A have the length 1 and columns of B are at right angles, so that B has the whole norm.
-    return Kept(name, stored, whole, b.square().sum().item(), size)
+    return LowRankLayer(name, stored, whole, b.square().sum().item(), size)
 
 
-def _factors(matrix: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(matrix: torch.Tensor, choice: RankChoice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return B and A, B having the singular values, as PEFT's `convert_to_lora` divides them.
 
     Singular vectors are eigenvectors of the smaller Gram matrix: in fp64, values below 1e-8 of the largest are lost in
@@ -89,7 +89,7 @@ def _factors(matrix: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor
     wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T
     energies, vectors = torch.linalg.eigh(wide @ wide.T)
     energies, vectors = energies.flip(0).clamp(min=0), vectors.flip(1)
-    chosen = vectors[:, : cut.of(energies)]
+    chosen = vectors[:, : choice.rank_for(energies)]
     projected = chosen.T @ wide
     values = torch.linalg.vector_norm(projected, dim=1)
     # Where the rank is above that of the matrix, a row of zeros stays one.

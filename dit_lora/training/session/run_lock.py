@@ -3,6 +3,10 @@
 The lock is the kernel's (flock), so it ends with its holder. Not every network filesystem passes it on to other
 hosts. The file therefore says who holds it, and its time is set anew every `BEAT` seconds: a lock of another host is
 live if it beats within `STALE` seconds. A job that Slurm has requeued, known by its number, need not wait for that.
+
+filelock (4.2) does not replace it. Its `SoftFileLease` records host, pid and heartbeat, but takes the lock from a live
+process of the same host that is paused for longer than the lease, always waits a whole lease for a dead host, and does
+not know requeued jobs.
 """
 
 import errno

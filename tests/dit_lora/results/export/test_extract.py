@@ -21,7 +21,7 @@ from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
 from dit_lora.results.export.export import ExportRequest, export
 from dit_lora.results.export.extract import ExtractRequest, extract
-from dit_lora.results.export.low_rank import Cut
+from dit_lora.results.export.low_rank import RankChoice
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 MODELS = (
@@ -54,7 +54,7 @@ def merged(one: Trained, part: str = "") -> Path:
 
 
 def extracted(tuned: object, base: object, out: Path, rank: int = 4, **kwargs: Any) -> Any:
-    (found,) = extract(ExtractRequest(str(tuned), str(base), out, Cut(rank), **kwargs))
+    (found,) = extract(ExtractRequest(str(tuned), str(base), out, RankChoice(rank), **kwargs))
     return found
 
 
@@ -185,7 +185,7 @@ def test_what_a_rank_keeps_is_what_svd_says(base: Path, tmp_path: Path) -> None:
 def test_a_share_of_the_energy_chooses_each_layers_rank(base: Path, tmp_path: Path) -> None:
     """The smallest that keeps it; a stock pipeline scales every layer as it was."""
     tuned = changed(base, tmp_path / "tuned", tune)
-    request = ExtractRequest(str(tuned), str(base), tmp_path / "out", Cut(energy=0.9))
+    request = ExtractRequest(str(tuned), str(base), tmp_path / "out", RankChoice(energy=0.9))
     (found,) = extract(request)
     old, new = (load_file(one / "transformer" / WEIGHTS) for one in (base, tuned))
     ranks = {}
@@ -225,7 +225,7 @@ def test_both_experts_come_back_in_a_file_each(
         save_file(tensors, tmp_path / "both" / f"x_{name}.safetensors", metadata=metadata)
     whole = tmp_path / "whole"
     export(ExportRequest((tmp_path / "both",), "merged", whole, model=str(base)))
-    found = extract(ExtractRequest(str(whole), str(base), tmp_path / "out", Cut(4)))
+    found = extract(ExtractRequest(str(whole), str(base), tmp_path / "out", RankChoice(4)))
     assert [one.part for one in found] == ["transformer", "transformer_2"]
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == ["out_high_noise.safetensors", "out_low_noise.safetensors"]
@@ -242,7 +242,7 @@ def test_both_experts_come_back_in_a_file_each(
     header_of = read_provenance(tmp_path / "out" / files[1])
     assert header_of["part"] == "transformer_2"
     export(ExportRequest((Path(first),), "merged", only, model=str(base)))
-    (alone,) = extract(ExtractRequest(str(only), str(base), tmp_path / "one", Cut(4)))
+    (alone,) = extract(ExtractRequest(str(only), str(base), tmp_path / "one", RankChoice(4)))
     assert alone.part == "transformer"
     assert [path.name for path in (tmp_path / "one").iterdir()] == [ADAPTER_FILE]
 

@@ -89,6 +89,16 @@ def test_a_second_process_is_refused_by_pid_and_host_and_a_killed_one_hinders_no
     assert is_live(tmp_path) is None
 
 
+def test_a_paused_process_keeps_its_folder_however_old_its_last_beat_is(tmp_path: Path) -> None:
+    """A lease such as filelock's would be taken over: the paused process would then go on in a folder of another run."""
+    with held_elsewhere(tmp_path) as other:
+        other.send_signal(signal.SIGSTOP)
+        age(tmp_path, 1000)
+        assert is_live(tmp_path) is True
+        with pytest.raises(DitLoraError, match=f"is in use by process {other.pid} on"):
+            RunLock(tmp_path).acquire()
+
+
 def test_letting_go_leaves_nothing_and_a_process_may_take_what_it_has(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     first, second = RunLock(folder), RunLock(folder)

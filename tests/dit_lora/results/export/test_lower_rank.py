@@ -7,6 +7,7 @@ import pytest
 import torch
 from exported import Trained, deltas, trained
 from peft import LoraConfig, PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -14,15 +15,15 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, read_pro
 from dit_lora.adapters.lora_mixins import with_lora
 from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
-from dit_lora.results.export.export import ExportRequest, export, hollow_of
-from dit_lora.results.export.low_rank import Cut
-from dit_lora.results.export.reduced import Reduced
-from dit_lora.results.export.resize import ResizeRequest, resize
+from dit_lora.results.export.export import ExportRequest, export, export_and_report, hollow_of
+from dit_lora.results.export.low_rank import RankChoice
+from dit_lora.results.export.low_rank_result import LowRankResult
 
 
-def resized(target: Path, one: Trained, out: Path, cut: Cut) -> Reduced:
-    (found,) = resize(ResizeRequest(target, out, cut, model=str(one.base)))
-    return found
+def lowered(target: Path, one: Trained, out: Path, rank: RankChoice) -> LowRankResult:
+    request = ExportRequest((target,), "diffusers", out, model=str(one.base), rank=rank)
+    (result,) = export_and_report(request)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_the_update_is_the_nearest_of_that_rank(
 ) -> None:
     """By `torch.linalg.svd` of every product, alpha over rank in it; as the stock pipeline loads it."""
     one = trained(family, tiny_checkpoints[variant], tmp_path / "adapter", targets=targets, rank=6)
-    found = resized(one.folder, one, tmp_path / "out", Cut(2))
+    found = lowered(one.folder, one, tmp_path / "out", RankChoice(2))
     pipeline = with_lora(one.checkpoint.pipeline(torch.float32, text=False))
     pipeline.load_lora_weights(tmp_path / "out")
     loaded = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
@@ -67,7 +68,7 @@ def test_the_update_is_the_nearest_of_that_rank(
 def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """`add_weighted_adapter` with `svd`: of whole products, without their energy, and of two adapters at least."""
     one = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=6)
-    resized(one.folder, one, tmp_path / "out", Cut(3))
+    lowered(one.folder, one, tmp_path / "out", RankChoice(3))
     stored = load_file(tmp_path / "out" / ADAPTER_FILE)
     config = one.model.peft_config["default"]
     assert isinstance(config, LoraConfig)
@@ -94,18 +95,18 @@ def test_forms_of_other_trainers_and_base_weights(
     """ComfyUI's, kohya's and PEFT's forms all give the file of Diffusers' form; what trained beside it stays."""
     base = tiny_checkpoints["cogvideox-2b"]
     one = trained("cogvideox", base, tmp_path / "adapter", rank=6)
-    resized(one.folder, one, tmp_path / "out", Cut(2))
+    lowered(one.folder, one, tmp_path / "out", RankChoice(2))
     expected = load_file(tmp_path / "out" / ADAPTER_FILE)
     for form in ("comfyui", "kohya", "peft"):
         source = export(ExportRequest((one.folder,), form, tmp_path / form, model=str(base)))
         target = source if form == "peft" else source / f"{form}.safetensors"
-        resized(target, one, tmp_path / f"{form}-2", Cut(2))
+        lowered(target, one, tmp_path / f"{form}-2", RankChoice(2))
         found = load_file(tmp_path / f"{form}-2" / ADAPTER_FILE)
         assert found.keys() == expected.keys()
         for name in found:
             torch.testing.assert_close(found[name].abs(), expected[name].abs())
     wide = trained("cogvideox", base, tmp_path / "wide", rank=6, connector=True)
-    resized(wide.folder, wide, tmp_path / "wide-2", Cut(2))
+    lowered(wide.folder, wide, tmp_path / "wide-2", RankChoice(2))
     before, after = (load_file(f / BASE_FILE) for f in (wide.folder, tmp_path / "wide-2"))
     assert before.keys() == after.keys()
     assert all(before[name].equal(after[name]) for name in before)
@@ -113,7 +114,7 @@ def test_forms_of_other_trainers_and_base_weights(
 
 def test_each_layers_own_rank_by_energy(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     one = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=8)
-    found = resized(one.folder, one, tmp_path / "out", Cut(energy=0.8))
+    found = lowered(one.folder, one, tmp_path / "out", RankChoice(energy=0.8))
     assert all(0.8 <= layer.energy < 1 for layer in found.layers)
     less = {layer.name: layer.stored.rank - 1 for layer in found.layers}
     for name, delta in deltas(one.model).items():
@@ -125,14 +126,57 @@ def test_each_layers_own_rank_by_energy(tiny_checkpoints: dict[str, Path], tmp_p
     assert ranks == {layer.stored.rank for layer in found.layers}
 
 
-def test_what_cannot_be_resized_is_said_in_a_line(
+def test_a_sum_is_lowered_and_written_in_any_form(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    base = tiny_checkpoints["cogvideox-2b"]
+    one = trained("cogvideox", base, tmp_path / "one", rank=4)
+    two = trained("cogvideox", base, tmp_path / "two", rank=3, seed=2)
+    request = ExportRequest(
+        (one.folder, two.folder),
+        "comfyui",
+        tmp_path / "out",
+        weights=(1.0, -0.5),
+        model=str(base),
+        rank=RankChoice(2),
+    )
+    (result,) = export_and_report(request)
+    first, second = deltas(one.model), deltas(two.model)
+    assert {layer.name for layer in result.layers} == first.keys()
+    for layer in result.layers:
+        u, s, v = torch.linalg.svd(first[layer.name] - 0.5 * second[layer.name])
+        best = (u[:, :2] * s[:2]) @ v[:2]
+        stored = layer.stored.b.double() @ layer.stored.a.double()
+        assert (stored - best).norm() <= 1e-6 * best.norm()
+    file = tmp_path / "out" / "out.safetensors"
+    assert read_provenance(file)["resized"]["rank"] == 7
+    assert {len(t) for n, t in load_file(file).items() if ".lora_A." in n} == {2}
+
+
+def test_a_layer_without_an_update_stays_without_one(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    one = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=4)
+    file = one.folder / ADAPTER_FILE
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    name = next(name for name in tensors if ".lora_B." in name)
+    save_file({**tensors, name: torch.zeros_like(tensors[name])}, file, metadata=metadata)
+    result = lowered(one.folder, one, tmp_path / "out", RankChoice(2))
+    (layer,) = [layer for layer in result.layers if not layer.whole]
+    assert layer.energy == 1
+    assert f"  {layer.name}: 100%, rank 2" in list(result.lines())
+
+
+def test_what_has_no_lower_rank_is_refused_in_one_line(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     base = tiny_checkpoints["cogvideox-2b"]
     one = trained("cogvideox", base, tmp_path / "adapter")
 
     def refused(target: Path, *more: object) -> str:
-        arguments = ["resize", target, "--model", base, *more]
+        arguments = ["export", target, "--model", base, *more]
         result = CliRunner().invoke(app, [str(one) for one in arguments])
         assert isinstance(result.exception, DitLoraError), result.output
         return str(result.exception)
@@ -149,10 +193,16 @@ def test_what_cannot_be_resized_is_said_in_a_line(
         tmp_path / "stray.safetensors", "--rank", 2, *out
     )
     assert "exists already" in refused(one.folder, "--rank", 2, "--out", base)
+    merged = refused(one.folder, "--rank", 2, "--to", "merged", *out)
+    assert "a merged checkpoint has no rank" in merged
+    assert refused(one.folder, "--energy", 0.9, *out) == "--energy goes with --rank"
+    assert refused(one.folder, "--json", *out) == "--json goes with --rank"
+    dora = trained("cogvideox", base, tmp_path / "dora", kind="dora")
+    assert "is of the kind dora" in refused(dora.folder, "--rank", 2, *out)
     assert not (tmp_path / "out").exists()
     result = CliRunner().invoke(
         app,
-        ["resize", str(one.folder), "--model", str(base), "--rank", "2", *map(str, out), "--json"],
+        ["export", str(one.folder), "--model", str(base), "--rank", "2", *map(str, out), "--json"],
         catch_exceptions=False,
     )
     (record,) = json.loads(result.stdout)

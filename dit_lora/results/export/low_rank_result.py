@@ -1,4 +1,4 @@
-"""LoRA layers in new ranks: what the ranks keep, in words and as JSON, and the layers on a hollow model."""
+"""LoRA layers at new ranks: a report of the energy that the ranks keep, and the layers on a hollow model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from dit_lora.adapters.lora_file import StoredLayer
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.results.export.hollow import load_state
-from dit_lora.results.export.low_rank import Cut, Kept
+from dit_lora.results.export.low_rank import LowRankLayer, RankChoice
 from dit_lora.results.verify.checks import PATTERNS
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """The layers of one transformer in their new ranks, and what no LoRA holds."""
+class LowRankResult:
+    """The layers of one transformer at their new ranks, and the changes that no LoRA can hold."""
 
-    layers: Sequence[Kept]
+    layers: Sequence[LowRankLayer]
     left_out: Mapping[str, float]
     """Squares of the changes of other tensors, by name."""
     part: str = "transformer"
@@ -66,17 +66,17 @@ class Reduced:
         rank = (
             f"rank {ranks[0]} keeps" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} keep"
         )
-        yield f"{rank} {shown(self.energy)} of the energy of {len(self.layers)} layers"
+        yield f"{rank} {format_share(self.energy)} of the energy of {len(self.layers)} layers"
         for one in sorted(self.layers, key=lambda one: one.energy):
-            yield f"  {one.name}: {shown(one.energy)}, rank {one.stored.rank}"
+            yield f"  {one.name}: {format_share(one.energy)}, rank {one.stored.rank}"
         if self.left_out:
             share = sum(record["left_out"].values())
-            yield f"no LoRA holds what changed in these {len(self.left_out)} tensors, {shown(share)} of all:"
+            yield f"no LoRA holds what changed in these {len(self.left_out)} tensors, {format_share(share)} of all:"
             for name, part in sorted(record["left_out"].items(), key=lambda one: -one[1]):
-                yield f"  {name}: {shown(part)}"
+                yield f"  {name}: {format_share(part)}"
 
 
-def shown(share: float) -> str:
+def format_share(share: float) -> str:
     """Return a share in percent, with as many digits as tell it from the whole."""
     lost = 1 - share
     if 0 < lost < 1e-4 and share < 1:
@@ -84,13 +84,13 @@ def shown(share: float) -> str:
     return f"{100 * share:.4g}%"
 
 
-def require_size(layers: Sequence[Kept], cut: Cut) -> None:
+def require_size(layers: Sequence[LowRankLayer], choice: RankChoice) -> None:
     """Raise `DitLoraError` with every layer whose weight has a side below the rank."""
-    small = [one for one in layers if cut.rank is not None and one.size < cut.rank]
+    small = [one for one in layers if choice.rank is not None and one.size < choice.rank]
     if small:
         least = min(one.size for one in small)
         what = (
-            f"--rank {cut.rank} is above the size of these layers; give at most {least}, or --rank auto, where each "
+            f"--rank {choice.rank} is above the size of these layers; give at most {least}, or --rank auto, where each "
             "layer has its own"
         )
         raise DitLoraError(listed(what, [f"{one.name}: {one.size}" for one in small]))
