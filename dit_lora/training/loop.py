@@ -278,7 +278,7 @@ def _update(loop: Loop, step: _Step, stop_code: int) -> _Sent:
     # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
     norms = engine.gradient_norms(loop.norms)
     # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
-    step.gate.gradients(norms)
+    gradient_flags = step.gate.gradients(norms)
     loop.watcher.gradients(number)
     norm = engine.clip(norms, loop.optim, loop.watcher.clip)
     # A function of the step and not a scheduler: a step that is taken again cannot advance it.
@@ -292,6 +292,7 @@ def _update(loop: Loop, step: _Step, stop_code: int) -> _Sent:
         step.losses,
         step.timesteps,
         {**norms, _ALL: norm},
+        gradient_flags,
         engine.weights_are_bad(),
         step.bad_data,
         step.data_seconds,
