@@ -126,7 +126,7 @@ def gated_step(
 
 
 def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return true if the optimizer can leave out a step by a flag on the device, as records say: torch's fused Adam and AdamW.
+    """Return true if the optimizer can skip a step by a flag on the device: torch's fused Adam and AdamW.
 
     Fused SGD can too, but a first step that it leaves out leaves its momentum unwritten memory.
     """

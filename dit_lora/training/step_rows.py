@@ -42,7 +42,7 @@ class StepRows(NamedTuple):
         gathered: torch.Tensor = accelerator.gather(row)
         if not gathered.is_cuda:
             return SentRows(gathered, widths)
-        # Into pinned memory: a copy that is asked for only when it is read would come behind all that is queued by then.
+        # Pinned memory: a copy started only when the host reads it would wait for everything queued until then.
         there = torch.empty_like(gathered, device="cpu", pin_memory=True)
         there.copy_(gathered, non_blocking=True)
         arrived = torch.cuda.current_stream(gathered.device).record_event()

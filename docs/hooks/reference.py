@@ -39,9 +39,9 @@ def recipe_page() -> str:
     lines = [
         "# Recipe reference",
         "",
-        "Every key that a recipe may have, from the classes that read it. On the command line a key is written with dots:",
-        "`train.steps=2000`. Unknown keys and wrong types are refused, all at once. `dit-lora schema` prints the same as",
-        "JSON Schema, with which editors complete and check recipes.",
+        "Every key that a recipe may have, from the classes that read it. On the command line a key is written with",
+        "dots: `train.steps=2000`. Unknown keys and wrong types are refused, all at once. `dit-lora schema` prints",
+        "the same as JSON Schema, with which editors complete and check recipes.",
         "",
     ]
     for name, section in schema["properties"].items():

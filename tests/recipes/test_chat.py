@@ -1,4 +1,4 @@
-"""Chat recipes, end to end: they train, resume bit for bit, are asked, evaluated and exported, and learn what is shown."""
+"""Chat recipes, end to end: train, resume bit for bit, answer, evaluate, export, and learn from what is shown."""
 
 import json
 import shutil

@@ -151,7 +151,7 @@ class Answerer:
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """Make the model what it was before its fine-tune within: adapters off, and the base's own weights in place."""
+        """Restore the model before its fine-tune in this context: adapters off, the base's own weights in place."""
         with adapters_off(self.model):
             self._swap()
             try:

@@ -1,4 +1,4 @@
-"""The page of captions: what it shows, what it takes and from whom, and an edit in a browser that lands in the file."""
+"""The page of captions: what it shows, which edits it takes and from whom, and an edit in a browser."""
 
 import http.client
 import json
