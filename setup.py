@@ -1,4 +1,4 @@
-"""One build step: recipes/ and accelerate_configs/ lie at the root, and travel in the wheel below dit_lora/stock_files/.
+"""One build step: recipes/ and accelerate_configs/ are at the root, and go into the wheel as dit_lora/stock_files/.
 
 Everything else is in pyproject.toml.
 """

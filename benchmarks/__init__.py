@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks.step`, `.overhead`, `.activations`, `.guard`, `.snapshot`, `.decode`, `.audit`, `.cache`, `.cache_memory`, `.start`, `.verdicts`. Never run as tests."""
+"""Benchmarks, such as `python -m benchmarks.step`; benchmarks/README.md lists them. Never run as tests."""

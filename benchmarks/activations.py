@@ -2,9 +2,9 @@
 
     python -m benchmarks.activations [--rank 64]
 
-Random weights in bf16, fp32 adapters on q, k, v and the output of every attention, bf16 autocast. What is kept grows with
-tokens: given is by how much, from two numbers of them, in units of one bf16 activation of the block's width. Weights, casts
-of adapters, tables and text do not grow, and drop out. Counted by autograd's hooks, so the device does not matter but for
+Random weights in bf16, fp32 adapters on q, k, v and the output of every attention, bf16 autocast. The figure is the
+growth with the number of tokens, from two numbers of them, in units of one bf16 activation of the block's width.
+Weights, casts of adapters, tables and text do not grow. Autograd's hooks count, so the device only matters for
 what autocast does: a CPU's leaves norms in bf16, a GPU's makes them fp32 and the stock block keeps more.
 """
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.audit [--clips 1000] [--workers N]
 
-Clips of 854x480 at 24 or 30 fps, H.264 at 1 to 3 Mbit/s, of moving textures, a moving patch and sensor noise: five contents,
-each stored many times (as hard links; the audit reads and decodes every one). Plain decoding is PyAV's, every frame of every clip
-once, in one thread, by as many processes.
+Clips of 854x480 at 24 or 30 fps, H.264 at 1 to 3 Mbit/s, of moving textures, a moving patch and sensor noise: five
+contents, each stored many times as hard links, which the audit reads and decodes one by one. Plain decoding is PyAV's:
+every frame of every clip once, in one thread, with the same number of processes.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python -m benchmarks.cache [--rounds 15] [--entries 100000]
 
-Reading: every entry once a round in random order, page cache warm. Ours (digest checked, in a map of the file), ours and a
-clone, and safetensors' own mapping of the same shards (each held open, `get_tensor` and `clone`) read by read in turn.
-Medians, so that what else the machine does hits few of them. Holding: resident memory of a new process while it reads many
-small entries in random order.
+Reading: every entry once a round in random order, with a warm page cache. Three readers take turns: ours (digest
+checked, in a map of the file), ours and a clone, and safetensors' own mapping of the same shards (each held open,
+`get_tensor` and `clone`). Medians are reported, so that other work on the machine affects few of them. Holding:
+resident memory of a new process while it reads many small entries in random order.
 """
 
 import argparse

@@ -4,7 +4,7 @@ Fewer than a thousand are written in smaller parts, which take less memory.
 
     python -m benchmarks.caption_cache WORK [--captions 1000 1500]
 
-Each row is a process that fills a cache by the code that a run fills it with. An encoder of random values stands in for
+Each row is a process that fills a cache with the code of a run. An encoder of random values stands in for
 the text encoder; shapes and dtypes are the checkpoint's own. 1,500 captions of Krea 2 take 44 GiB of disk.
 """
 

@@ -7,7 +7,7 @@ frame every 48 and every 250 frames, and one of 49 frames at 8 fps that are all 
 a folder. `whole file` turns every frame into RGB before some are chosen, as torchvision.io.read_video did. `from the
 beginning` is `read_frames` without its search. decord and torchcodec (approximate seek
 mode) take part where they can be imported; they are told the indices of the frames. All choose the same frames and
-resize them by the same function, and every contender's result must equal that of `whole file`. The contenders take turns
+resize them with the same function, and every contender's result must equal that of `whole file`. The contenders run
 in random order; medians are compared. With one thread, the process is kept on one core.
 """
 

@@ -2,7 +2,7 @@
 
     pip install scikit-learn                # for this benchmark alone
     python -m benchmarks.digits WORK [--steps 1200] [--lora-steps 300]
-    python -m benchmarks.digits WORK --forgetting   # what a LoRA of the new digit alone takes from the others, and what helps
+    python -m benchmarks.digits WORK --forgetting   # what a LoRA of the new digit takes from the others; remedies
 
 scikit-learn's 8x8 digits, enlarged to 16x16, in one folder a class. A small VAE is trained here; the rest is the
 recipe script in processes of its own: `train.mode: full` without one digit, then `lora` on that digit and a few

@@ -1,10 +1,10 @@
-"""That edit data teaches: a tiny FLUX.2 learns to move a shape as the caption says, and to keep what the reference shows.
+"""Edit data teaches: a tiny FLUX.2 learns to move a shape as the caption says, and to keep the reference's content.
 
     python -m benchmarks.edit WORK [--steps 300] [--pairs 320]
 
 Three runs of recipes/smoke/flux2_edit.yaml on made pairs (`dit-lora tiny shapes --pairs`), from the same random model and
-with the same draws: as they are, with their references shuffled, with their captions shuffled. The held-out loss of the
-other two says what the model loses that cannot learn from one of them.
+with the same draws: unchanged, with shuffled references, with shuffled captions. The held-out loss of the other two
+shows how much a model loses that cannot learn from references or captions.
 """
 
 import argparse

@@ -5,10 +5,10 @@
 A CogVideoX of random weights with steps of about two seconds on one core, six clips. `bare` is
 `benchmarks.bare_start`. Our runs read a cache in which captions and clips are encoded, each tree its own; `again`
 is a second start, that finds there what the first has remembered, `first` finds the encoded clips alone, and
-`unchecked` has preflight, held-out loss, statistics and samples off. `beside` is what a run does after its first step and
-before the second: held-out loss and samples of the base. The last comparison of kernels counts with what comes after. `--before` is another checkout, whose
-`recipes/lora.py` runs too. All of a round run one after another, and medians are taken over rounds. Process CPU
-time is beside wall time: where other work has the machine, only that means something.
+`unchecked` has preflight, held-out loss, statistics and samples off. `beside` is the work between the first and the
+second step: held-out loss and samples of the base. The last comparison of kernels counts with what comes after.
+`--before` is another checkout, whose `recipes/lora.py` runs too. The runs of a round follow each other, and medians
+are taken over rounds. Process CPU time is given with wall time, and is the only useful one on a busy machine.
 """
 
 import argparse
@@ -85,7 +85,8 @@ def table(times: Mapping[str, Sequence[Times]]) -> str:
     bare = statistics.median(t.first[1] for t in times["bare"])
     step = statistics.median(t.step for t in times["bare"])
     lines = [
-        "| run | first step, s | CPU s | CPU over bare | within 1.3 x bare + 3 steps | a step, CPU s | beside, CPU s | after the last, s "
+        "| run | first step, s | CPU s | CPU over bare | within 1.3 x bare + 3 steps | a step, CPU s "
+        "| beside, CPU s | after the last, s "
         "| CPU s | in all, CPU s |",
         "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
     ]

@@ -169,7 +169,7 @@ def _adapter(run: Path) -> Path:
 
 
 def _losses(run: Path) -> dict[int, float]:
-    """Return each step's loss, of a step that was taken again the last; a line that is being written is not there yet."""
+    """Return each step's loss (the last try of a step that was repeated); skips a line that is being written."""
     lines = _lines(run / "metrics.jsonl")
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 

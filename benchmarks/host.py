@@ -2,11 +2,11 @@
 
     python -m benchmarks.host [--ops] [--models NAME ...] [--rounds N] [--label WORDS]
 
-Process CPU time, one thread, forward and backward, at widths at which the arithmetic takes next to nothing. Ours takes the
-way of a GPU's tensors up to the driver (`host_driver`): launching itself, and what the driver does, are not in it. Ops of
-PyTorch run as a CPU's, small as they are, where a GPU's would be launched: stock and ours alike. Norms and attention of
-stock code are of one op, as there. Settings take turns, and the fifth part of the samples that was quickest is averaged:
-other work on the machine only adds.
+Process CPU time, one thread, forward and backward, at widths at which arithmetic takes almost no time. Our ops take a
+GPU tensor's path up to the driver (`host_driver`); the launch itself and the driver's work are not counted. PyTorch's
+ops run as small CPU ops where a GPU's would be launched, in the stock code and in ours. Norms and attention of the
+stock code are one op, as on a GPU. Settings take turns, and the quickest fifth of the samples is averaged, because
+other work on the machine only adds time.
 """
 
 import argparse
@@ -91,7 +91,8 @@ _LINEAR = ("lora_linear", "ada_norm", "relu_linear_attention", "silu_dwconv_glu"
 MODELS = {
     "DiT, 28 blocks": Model(DiTTransformer2DModel, _DIT, _dit, "", ("lora_linear", "ada_norm"), rank=8),
     "Sana, 20": Model(SanaTransformer2DModel, _SANA, _sana(_SANA, 2, 8), "", _LINEAR, rank=8),
-    "CogVideoX, 42": Model(CogVideoXTransformer3DModel, _COGVIDEOX, _cogvideox(_COGVIDEOX, 1, 4, 4), "", _JOINT, rank=8),
+    "CogVideoX, 42": Model(CogVideoXTransformer3DModel, _COGVIDEOX, _cogvideox(_COGVIDEOX, 1, 4, 4), "",
+                           _JOINT, rank=8),
 }  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def _step(model: Any, given: Any, mode: Any) -> Callable[[], object]:
 
 
 def measure(calls: list[Timed], rounds: int, inner: int) -> dict[tuple[str, str], float]:
-    """Return milliseconds of CPU time a call: the mean of the quickest fifth of the rounds, in which all take turns."""
+    """Return milliseconds of CPU time per call: the mean of the quickest fifth of the rounds, with calls in turn."""
     samples: dict[tuple[str, str], list[float]] = {(c.name, c.column): [] for c in calls}
     for call in calls:  # compiles, and makes what is kept
         for _ in range(3):

@@ -1,8 +1,9 @@
 """Stands in for a GPU's driver: Triton does all that it does for a launch, for tensors on a CPU, but the launch.
 
 A product of half-precision tensors with its sum in fp32 is one call there, which a CPU lacks: an fp32 product of the
-same shape stands in for it. Compiled for sm_90, which needs no GPU. Left out is what comes after Triton has chosen a compiled kernel: `CudaLauncher`,
-which takes the pointers from the tensors, and `cuLaunchKernel`. What kernels would have written is left as it was.
+same shape stands in for it. Compiled for sm_90, which needs no GPU. Not run is the code after Triton has chosen a
+compiled kernel: `CudaLauncher`, which takes the pointers from the tensors, and `cuLaunchKernel`. Outputs of kernels
+keep their old values.
 """
 
 import functools

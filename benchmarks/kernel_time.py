@@ -82,7 +82,7 @@ def kind_of(name: str) -> str:
 
 @cache
 def _our_kernels() -> frozenset[str]:
-    """Return the names of the functions that Triton compiles in our package, which are its kernels' names; and our ops'."""
+    """Return the names of the functions in our package that Triton compiles (the kernels' names), and of our ops."""
     text = "\n".join(path.read_text() for path in KERNELS.rglob("*.py"))
     compiled = re.findall(r"^@triton\.jit[^\n]*\ndef (\w+)\(", text, flags=re.MULTILINE)
     ops = re.findall(r"^@op\(\"(\w+)\"", text, flags=re.MULTILINE)

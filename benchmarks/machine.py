@@ -2,7 +2,7 @@
 
     python -m benchmarks.machine [--device cuda|cpu]     prints it as JSON
 
-The commit is git's; where there is no repository, that of the variable DIT_LORA_COMMIT or of a file COMMIT at the root.
+The commit is git's; without a repository, it is in the variable DIT_LORA_COMMIT or in a file COMMIT at the root.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python -m benchmarks.media_corpus tests/fixtures/media
 
-Writes the videos and `expected.npz`, for `tests/dit_lora/data/media/test_corpus.py`: for each file the times of its frames in
-seconds, and its first, middle and last frame in RGB. Files without expected frames are those that ffmpeg cannot open. Needs
-`ffmpeg` 5.1 or newer with libx264, libx265 and libvpx.
+Writes the videos and `expected.npz`, for `tests/dit_lora/data/media/test_corpus.py`: for each file the times of its
+frames in seconds, and its first, middle and last frame in RGB. Files without expected frames are those that ffmpeg
+cannot open. Needs `ffmpeg` 5.1 or newer with libx264, libx265 and libvpx.
 """
 
 import argparse

@@ -147,7 +147,7 @@ def _append(path: Path, line: Mapping[str, Any], *, anew: bool = False) -> None:
 def _run_model(
     entry: Model, settings: Sequence[Setting], results: Sequence[Result], timing: Timing
 ) -> Iterator[Result]:
-    """Run every setting in turn on one model, whose adapters start alike each time; yield each result when it is there."""
+    """Run every setting in turn on one model, with equal adapters at the start; yield each result when it ends."""
     if time.monotonic() > timing.ends:
         return
     try:

@@ -128,7 +128,8 @@ def _kernel_table(results: Sequence[Result]) -> list[str]:
         return []
     kinds = list(dict.fromkeys(kind for _, times in measured for kind in times.by_kind))
     head = ["model", "setting", *kinds, "all", "launches"]
-    lines = ["", "Milliseconds of the device in one step, by kind of kernel; the longest kernels are in the JSON lines.",
+    lines = ["", "Milliseconds of the device in one step, by kind of kernel; "
+             "the longest kernels are in the JSON lines.",
              "", f"| {' | '.join(head)} |", f"|---|---|{'---:|' * (len(kinds) + 2)}"]  # fmt: skip
     for result, times in measured:
         own = [f"{times.by_kind[kind]:.1f}" if kind in times.by_kind else "-" for kind in kinds]

@@ -54,7 +54,7 @@ def write_whole(
 
 
 def replace_contents(path: Path, data: bytes) -> None:
-    """Write a user's file by one rename, and keep its permissions. Of a link, the file that it leads to is replaced."""
+    """Write a user's file with one rename and its permissions kept. If it is a link, its target is replaced."""
     target = Path(os.path.realpath(path))
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     write_whole(target, data, mode)

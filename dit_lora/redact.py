@@ -42,7 +42,10 @@ KINDS: Mapping[str, str] = {
     "npm": r"npm_[A-Za-z0-9]{20,}",
     "PyPI": r"pypi-A[\w-]{15,}",
     "JWT": r"eyJ[\w=-]{8,}(?:\.[\w=-]+)*",
-    "private key": r"-{0,5}BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY[\s\S]*?(?:END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-{0,5}|\Z)",
+    "private key": (
+        r"-{0,5}BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY[\s\S]*?"
+        r"(?:END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-{0,5}|\Z)"
+    ),
     "PuTTY": r"PuTTY-User-Key-File-\d[\s\S]*",
     "age": r"AGE-SECRET-KEY-1[0-9A-Z]{40,}",
     "SendGrid": r"SG\.[\w-]{16,}\.[\w-]{16,}",

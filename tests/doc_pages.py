@@ -207,7 +207,7 @@ _VERSION = re.compile(r"^ (?P<name>[\w-]+) +(?P<set>\S+) +(?P<tested>\S+) +teste
 
 
 def as_installed(text: str) -> str:
-    """The table of `dit-lora doctor`, printed with constraints.txt's versions on a CPU, as it is with those that are here."""
+    """The table of `dit-lora doctor` with constraints.txt's versions on a CPU, as it reads with the installed ones."""
     env = probe_environment()
 
     def row(printed: re.Match[str]) -> str:

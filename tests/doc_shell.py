@@ -1,8 +1,8 @@
 """Bash as a page's blocks have it: real bash, whose `dit-lora`, `accelerate`, `torchrun` and `python` are forked.
 
 Each of these commands is a small script that hands its words to this process over a socket. There they are checked as
-they are written (`doc_commands`), changed as the table of substitutions says, and run in a process forked from one that has
-everything imported: a tenth of a second instead of ten.
+they are written (`doc_commands`), changed as the table of substitutions says, and run in a process forked from one
+that has everything imported: a tenth of a second instead of ten.
 """
 
 import json

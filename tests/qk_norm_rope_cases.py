@@ -20,7 +20,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 @dataclass(frozen=True)
 class Layer:
-    """A use of the op; `tables` is the leading size of cos and sin (0: (R, D)), `wide` has them H*D, `once` an angle once."""
+    """A use of the op. `tables`: leading size of cos and sin (0: (R, D)); `wide`: of H*D; `once`: each angle once."""
 
     norm: str
     batch: int = 2

@@ -1,4 +1,4 @@
-"""Triton's interpreter without its search for builtins at each call of a device function, 40 % of kernel tests' time."""
+"""Triton's interpreter without its search for builtins at each device function call, 40 % of kernel tests' time."""
 
 import functools
 import inspect

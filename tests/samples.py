@@ -1,4 +1,4 @@
-"""Samples compared as pictures: another machine rounds products of two shapes otherwise, and a byte of a video tells that."""
+"""Samples compared as pictures: another machine rounds products of two shapes otherwise, which changes bytes."""
 
 from pathlib import Path
 

@@ -69,15 +69,28 @@ def build(
     clip: float | None = 1.0,
     losses: Callable = losses_of,
     answers: Sequence[int] = (),
+    groups: Mapping[str, Sequence[str]] = {"adapter": ("weight", "bias")},
 ) -> Loop:
+    """A loop over a linear layer.
+
+    `groups` has the names of the layer's parameters by parameter group.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    names = [name for name, _ in model.named_parameters()]
-    group = {"name": "adapter", "params": list(model.parameters()), "param_names": names, "lr": 0.1}
-    optim = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=0.1)), clip=clip, weight_decay=0)
-    prepared, optimizer = accelerator.prepare(model, build_optimizer([group], optim))
+    parameters = [
+        {
+            "name": group,
+            "params": [model.get_parameter(name) for name in names],
+            "param_names": list(names),
+            "lr": 0.1,
+        }
+        for group, names in groups.items()
+    ]
+    rates = GroupsConfig(**dict.fromkeys(groups, GroupConfig(lr=0.1)))
+    optim = OptimConfig(groups=rates, clip=clip, weight_decay=0)
+    prepared, optimizer = accelerator.prepare(model, build_optimizer(parameters, optim))
     return Loop(
         engine=Engine(accelerator, prepared, optimizer),
         losses=losses,

@@ -1,6 +1,6 @@
 """Options of trainers that have a page of their own, as they are called there; each has one row on its page.
 
-Read on 2026-11-24 at the commits that the pages name. Names of one class with a common beginning may stand as `--beginning_*`.
+Read on 2026-11-24 at the commits that the pages name. Names with a common beginning may stand as `--beginning_*`.
 """
 
 
@@ -58,9 +58,9 @@ _TRAIN = """
 _MODEL = """
     name_or_path is_v2 is_xl is_pixart is_pixart_sigma is_auraflow is_v3 is_flux is_lumina2 use_flux_cfg is_ssd is_vega
     is_v_pred dtype vae_path refiner_name_or_path refiner_start_at lora_path assistant_lora_path inference_lora_path
-    unconditional_lora_path latent_space_version use_text_encoder_1 use_text_encoder_2 experimental_xl text_encoder_bits
-    unet_path unet_sample_size vae_device vae_dtype te_device te_dtype quantize quantize_te qtype qtype_te low_vram
-    attn_masking ignore_if_contains only_if_contains quantize_kwargs split_model_over_gpus
+    unconditional_lora_path latent_space_version use_text_encoder_1 use_text_encoder_2 experimental_xl
+    text_encoder_bits unet_path unet_sample_size vae_device vae_dtype te_device te_dtype quantize quantize_te qtype
+    qtype_te low_vram attn_masking ignore_if_contains only_if_contains quantize_kwargs split_model_over_gpus
     split_model_other_module_param_count_scale te_name_or_path arch auto_memory layer_offloading
     layer_offloading_transformer_percent layer_offloading_text_encoder_percent extras_name_or_path
     accuracy_recovery_adapter compile block_compile compile_mode compile_fullgraph compile_dynamic cache_size_limit
@@ -225,7 +225,8 @@ SIMPLETUNER_KEYS = [
     id disabled dataset_type default cache_dir write_batch_size text_embeds image_embeds conditioning_image_embeds
     cache_dir_conditioning_image_embeds conditioning_image_embed_batch_size audio type conditioning_type
     source_dataset_id conditioning_data instance_data_dir aws_data_prefix caption_strategy disable_multiline_split
-    caption_shuffle metadata_backend metadata_update_interval crop crop_style crop_aspect crop_aspect_buckets resolution
+    caption_shuffle metadata_backend metadata_update_interval crop crop_style crop_aspect crop_aspect_buckets
+    resolution
     resolution_type minimum_image_size minimum_aspect_ratio maximum_aspect_ratio conditioning video.num_frames
     video.min_frames video.max_frames video.is_i2v video.bucket_strategy video.frame_interval maximum_image_size
     target_downsample_size max_upscale_threshold prepend_instance_prompt only_instance_prompt instance_prompt

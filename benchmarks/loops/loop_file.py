@@ -38,11 +38,11 @@ class LoopFile:
     guards: tuple[str, ...] = ("command",)
     """`GUARDS = "command watch"`: the command, or the API that the loop calls when it is given `--guard=watch`."""
     survives: tuple[str, ...] = ()
-    """`SURVIVES = "nan_sample"`: faults with which the unguarded loop ends with exit code 0 and finite files; "*" if that
-    is not known, as for a composed loop."""
+    """`SURVIVES = "nan_sample"`: faults with which the unguarded loop ends with exit code 0 and finite files; "*" if
+    that is not known, as for a composed loop."""
     spreads: tuple[str, ...] = ()
-    """`SPREADS = "running_mean queue"`: names of state that a bad sample spoils in the loop itself. A message with one of
-    these names is right too."""
+    """`SPREADS = "running_mean queue"`: names of state that a bad sample spoils in the loop itself. A message that
+    names one of these is right too."""
     infinite: tuple[str, ...] = ()
     """`INFINITE = "model/mask"`: tensors in its files that are infinite by its own design."""
     varies: tuple[str, ...] = ()

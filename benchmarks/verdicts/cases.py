@@ -29,8 +29,8 @@ class Right:
     ends: tuple[int, ...] = (DONE, STOPPED)
     """Exit codes."""
     result: Result = "clean"
-    """What a file that is certified must be: the clean run's without the samples that were left out, within rounding; or,
-    where the fault changed what was trained and nobody could know, finite, bounded and of an unchanged base."""
+    """What a certified file must be: the clean run's without left-out samples, within rounding. Where the
+    fault changed the training and nobody could know, finite, bounded and of an unchanged base."""
     words: tuple[str, ...] = ()
     """One of them must be in what is said."""
 

@@ -130,7 +130,7 @@ def _wrong(cause: str, switch: str, result: Result = "clean") -> Right:
 
 
 def _unstable(cause: str, switch: str) -> Right:
-    """Wrong at times: to be called that, or switched off since it is the one; at the end too, where it refuses the file."""
+    """A kernel that is wrong at times: it must be named or switched off; at the end it must also refuse the file."""
     wrong = frozenset({switch})
     causes = ("transient", "unknown", cause)
     ends = (DONE, REFUSED, STOPPED)

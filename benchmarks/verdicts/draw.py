@@ -17,7 +17,7 @@ _TWO_RANKS = 0.3
 def drawn(
     seed: int, count: int, variants: Sequence[str], ranks: Sequence[int], places: Sequence[str] = ()
 ) -> list[Drawn]:
-    """Draw the faults of a sweep: equal for equal arguments, and the first ones of a longer one; of all places by default."""
+    """Draw the faults of a sweep, by default of all places. Equal arguments give equal faults; longer sweeps add."""
     known = {name: one for name, one in PLACES.items() if not places or name in places}
     pairs = [(place, kind) for place, one in known.items() for kind in one.kinds]
     random.Random(seed).shuffle(pairs)

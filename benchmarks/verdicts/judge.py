@@ -180,7 +180,7 @@ def _other_adapter(adapter: Tensors, reference: Tensors, *, exactly: bool) -> st
 
 
 def clean_run(world: World, overrides: Overrides, records: Sequence[LeftOut]) -> Path:
-    """The folder of a run without a fault that leaves out the same samples in the same epochs; collective, made once."""
+    """The folder of a faultless run that leaves the same samples out of the same epochs. Made once; collective."""
     kept = [(one.sample_id, one.from_epoch, one.from_copy, one.to_epoch) for one in records]
     text = json.dumps([world.accelerator.num_processes, overrides, sorted(kept, key=str)])
     key = blake2b(text.encode(), digest_size=8).hexdigest()

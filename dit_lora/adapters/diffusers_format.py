@@ -31,8 +31,8 @@ from dit_lora.numerics.dtensors import stock_class
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
 BASE_FILE = "base_weights.safetensors"
 PROVENANCE_KEY = "dit_lora"
-# Of a LoRA that is trained in context: Lightricks/LTX-2 (ltx_pipelines/ic_lora.py) and Lightricks/ComfyUI-LTXVideo (iclora.py)
-# read it from the header by this name, as a number in text, and take 1 where it is not there.
+# Of a LoRA that is trained in context. Lightricks/LTX-2 (ltx_pipelines/ic_lora.py) and ComfyUI-LTXVideo (iclora.py)
+# read it from the header by this name, as a number in text, and default to 1.
 DOWNSCALE = "reference_downscale_factor"
 # The file of a whole pipeline; an adapter has its provenance in the header.
 PROVENANCE_FILE = "dit_lora.json"

@@ -16,8 +16,8 @@ def find_lora(named: str, option: str) -> Path:
     """Return the file; `option` is the recipe's, for messages.
 
     Of a folder (a run's, an adapter's) it is Diffusers' or PEFT's file, or the only one that there is. A repository is
-    OWNER/NAME, or OWNER/NAME/FILE.safetensors of several. Raises `DitLoraError` where there is none, or no one, and for
-    base weights beside it.
+    OWNER/NAME, or OWNER/NAME/FILE.safetensors if it has several. Raises `DitLoraError` if there is no LoRA or several,
+    or if base weights lie beside it.
     """
     path = Path(named).expanduser()
     if path.is_file():

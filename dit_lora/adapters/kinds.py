@@ -87,7 +87,7 @@ def scaling_of(alpha: float, rank: float, *, rslora: bool) -> float:
 
 
 def require_adaptable(model: nn.Module, layers: Sequence[str], lora: LoraConfig) -> None:
-    """Raise `DitLoraError` with every layer that PEFT's layers of this kind cannot adapt, and every pattern of none."""
+    """Raise `DitLoraError` with every layer that this kind cannot adapt, and every pattern that matches no layer."""
     unfit = [
         f"{name}: {words}"
         for name in layers

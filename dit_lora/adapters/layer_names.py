@@ -94,7 +94,7 @@ def _renamed(names: Mapping[str, str], name: str) -> str | None:
 
 
 def split_block_number(name: str) -> tuple[str, str]:
-    """Split a layer's name into its pattern, with `*` for the block's number, and that number; empty without a block."""
+    """Split a layer's name into a pattern with `*` for the block's number, and that number; empty without a block."""
     number = re.search(r"\.(\d+)\.", name)
     if number is None:
         return name, ""

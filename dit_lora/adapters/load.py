@@ -1,4 +1,4 @@
-"""Loads an adapter's file into a pipeline: by Diffusers' own loaders or PEFT's, and where they take nothing, as `lora.init` reads it."""
+"""Loads an adapter's file into a pipeline: with Diffusers' loaders or PEFT's, else as `lora.init` reads it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,9 +54,8 @@ def load_adapter(
     That is base weights, and classes that are new to a model with a class table, names included. A pipeline
     without a LoRA loader gets one (`with_lora`). An adapter that was trained on the second expert of a pipeline goes
     there, as `load_into_transformer_2=True` says to Diffusers. A file of another form than the pipeline's loader takes
-    is read by its layers, also by the `comfyui` names of the family. `name` is the adapter's, by default Diffusers' own
-    choice. Raises `DitLoraError` if the adapter does not fit,
-    or if nothing of it does.
+    is read layer by layer, also with the family's `comfyui` names. `name` is the adapter's, by default Diffusers'
+    choice. Raises `DitLoraError` if the adapter does not fit.
     """
     target = _with_base(pipeline, adapter, name)
     try:
@@ -78,7 +77,7 @@ def load_adapter(
 
 
 def load_as_stock(pipeline: Any, adapter: Path) -> None:
-    """Load an adapter, and base weights beside it, by the pipeline's own loader alone, which may pass over all of it."""
+    """Load an adapter and base weights beside it with the pipeline's own loader, which may ignore all of it."""
     target = _with_base(pipeline, adapter)
     _by_stock(target)
     _put_labels(pipeline, target.file)
@@ -162,7 +161,8 @@ def _with_base(pipeline: Any, adapter: str | Path, name: str | None = None) -> _
     model = getattr(pipeline, part, None)
     if model is None:
         raise DitLoraError(
-            f"{file} was trained on {part}, which this {type(pipeline).__name__} does not have; load it into a pipeline "
+            f"{file} was trained on {part}, which this {type(pipeline).__name__} does not have; "
+            "load it into a pipeline "
             "with both experts"
         )
     base = file.with_name(BASE_FILE)

@@ -1,8 +1,8 @@
 """Reads a LoRA's file, whoever wrote it: Diffusers' form, PEFT's, ComfyUI's or kohya's; each layer by Diffusers' name.
 
-Rank is a matrix's size. Alpha is what the file's `.alpha` tensors say, else PEFT's config in its header or beside it, or
-the run's where the file is of a checkpoint, else the rank. Text encoders' layers, DoRA's magnitudes and full differences belong to no LoRA of a transformer, and
-are refused by name: a file is read whole or not at all.
+Rank is a matrix's size. Alpha comes from the file's `.alpha` tensors, else from PEFT's config in its header or beside
+it, or from the run if the file is a checkpoint's, else it is the rank. Text encoders' layers, DoRA's magnitudes and
+full differences are no part of a transformer's LoRA and are refused by name: a file is read whole or not at all.
 """
 
 import hashlib
@@ -176,7 +176,8 @@ def _config_of_checkpoint(file: Path) -> dict[str, Any] | None:
     if "lora.rank" not in identity:
         run = file.absolute().parents[2]
         raise DitLoraError(
-            f"{file} is of a checkpoint that does not say its alpha, for its run started from a LoRA's file or trained "
+            f"{file} is of a checkpoint that does not say its alpha, "
+            f"for its run started from a LoRA's file or trained "
             f"none; end the run, and give its folder: {run}"
         )
     return {
@@ -337,7 +338,7 @@ def _convert(file: Path, tensors: Tensors, pipeline_class: Any) -> dict[str, tor
     """Convert a file with the pipeline's own loader; None if it does not know the form.
 
     Diffusers' converters drop some tensors without a word, and some alphas. So alpha goes into B before, and a
-    backward through the conversion finds every tensor that has no part in the result. Raises `DitLoraError` with these.
+    backward through the conversion finds every tensor without a part in the result. Raises `DitLoraError` with these.
     """
     folded = _fold_alphas(tensors)
     if folded is None:

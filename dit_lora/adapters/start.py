@@ -1,9 +1,9 @@
 """Starts of a LoRA from the weight that it adapts: PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775).
 
-Both begin with a part of the weight in A and B and train on the rest of it. Here the rest is never stored: the base stays
-as it is, and a frozen adapter with the first A and B takes their product back, so that training is the same, the base that
-is guarded, compared and shown is the one that a user has, and quantised or half-precision weights lose nothing. What is
-saved is both as one LoRA of twice the rank, over that same base.
+Both put a part of the weight into A and B and train on the rest. Here the rest is never stored: the base stays
+unchanged, and a frozen adapter with the first A and B subtracts their product. Training is the same, and the base that
+is checked, compared and shown is the published one, in which quantised or half-precision weights lose nothing. The
+saved file has both as one LoRA of twice the rank, over that same base.
 """
 
 import warnings
@@ -85,7 +85,7 @@ def has_start(model: nn.Module) -> bool:
 
 
 def saved_config(model: Any, adapter: str) -> Any:
-    """Return PEFT's config of an adapter as it is saved: of twice the rank, at the same scale, where it has a start."""
+    """Return PEFT's config of an adapter as it is saved: with a start, of twice the rank at the same scale."""
     config, first = model.peft_config[adapter], getattr(model, _KEPT, None)
     if first is None:
         return config
@@ -99,7 +99,7 @@ def saved_config(model: Any, adapter: str) -> Any:
 
 
 def saved_state(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors, named as PEFT names them, as they are saved: with its start taken back by further ranks."""
+    """Return an adapter's tensors as they are saved, with PEFT's names; further ranks subtract its start."""
     whole = dict(state)
     for name, start in getattr(model, _KEPT, {}).items():
         a, b = (state[f"{name}.lora_{part}.weight"] for part in "AB")
@@ -136,7 +136,7 @@ def _first(layer: Any, adapter: str, init: str) -> StoredLayer:
 def _principal(
     weight: torch.Tensor, rank: int, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return B (outputs, rank) and A (rank, inputs) of the largest singular values: scaling B A is that part of the weight."""
+    """Return B (outputs, rank) and A (rank, inputs) with the weight's largest singular values in scaling * B A."""
     most = min(rank + _MORE, *weight.shape)
     u, s, v = torch.svd_lowrank(weight, q=most, niter=_ITERATIONS)
     root = (s[:rank] / scaling).sqrt()

@@ -44,7 +44,7 @@ def at_strength(pipeline: Any, strength: float) -> Iterator[None]:
 
 
 def weigh(pipeline: Any, names: Sequence[str], weights: Sequence[float]) -> None:
-    """Let several adapters of a pipeline act together, each times its weight; raises `DitLoraError` where they cannot."""
+    """Let several adapters of a pipeline act together, each times its weight. Raises `DitLoraError` if they cannot."""
     try:
         pipeline.set_adapters(list(names), list(weights))
     except _REFUSALS as error:

@@ -1,7 +1,7 @@
 """Frozen adapters under the one that trains: beside its matrices in PEFT's layers, by names of their own.
 
-They are not merged into the base. A bf16 weight would round the sum away in part and could not give it back, a quantised
-one could not take it, and what is compared with the base and written with the result is the base that a user has.
+They are not merged into the base. A bf16 weight would round part of the sum away and could not give it back, and a
+quantised weight could not take it. The base in comparisons and results stays the published one.
 """
 
 import warnings
@@ -35,7 +35,7 @@ def configs_under(model: nn.Module, under: Sequence[Layers]) -> list[peft.LoraCo
 
 
 def put_under(model: Any, under: Mapping[str, tuple[peft.LoraConfig, Layers, float]]) -> None:
-    """Add frozen adapters by name, each a config, layers and a factor; all are on. What trains is what trained before."""
+    """Add frozen adapters by name, each a config, layers and a factor; all are on. What trains does not change."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for name, (config, layers, factor) in under.items():
         # PEFT draws an A, which is replaced, and warns of a second adapter, which is meant.

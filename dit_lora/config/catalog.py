@@ -49,7 +49,7 @@ class StockRecipe:
 
     @classmethod
     def named(cls, name: str, defaults: Mapping[str, str] | None = None) -> "StockRecipe":
-        """Read the recipe of that name, or of the family of that name by `defaults`; else the nearest are suggested."""
+        """Read the recipe of that name, or with `defaults` of that family; an error suggests the nearest name."""
         defaults = defaults or {}
         name = name.removeprefix("recipes/").removesuffix(".yaml")
         name = defaults.get(name, name)

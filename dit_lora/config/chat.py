@@ -15,7 +15,7 @@ class ChatConfig(Section):
     length_step: Count = 64
     """Samples whose lengths round up to the same multiple of this share a batch, and are padded to it."""
     frames: Literal["middle", "random"] = "random"
-    """The frame of each of data.frames equal parts of a video: the one in the middle, or a random one (in training)."""
+    """The frame to take from each of data.frames equal parts of a video: the middle, or a random one (in training)."""
     timestamps: bool | None = None
     """Say in the prompt at which seconds the frames are. null: as the model was trained, VideoChat2-Vicuna with them,
     VideoChat2-Mistral and -Phi-3 without."""

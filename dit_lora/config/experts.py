@@ -11,8 +11,8 @@ EXPERTS = {"transformer": "high_noise", "transformer_2": "low_noise"}
 def in_turn(recipe: Recipe) -> tuple[Recipe, ...]:
     """Return the recipe, or, where `model.part` is both, one for each expert, in the order in which they train.
 
-    Each is a whole run in a folder of its own below run.dir, with its share of `train.steps`; they share one cache. The
-    second shows its samples with the first one's adapter. Neither pushes: what is pushed is both.
+    Each is a whole run in its own folder below run.dir, with its share of `train.steps`; both share one cache. The
+    second shows its samples with the first one's adapter. Neither pushes: both are pushed together.
     """
     if recipe.model.part != "both":
         return (recipe,)

@@ -49,8 +49,8 @@ def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
 def load_folder(path: str, overrides: Sequence[str] = ()) -> DataConfig:
     """Return the data of a folder, tar or dataset by itself, of which no shape is asked.
 
-    `overrides` say where its captions, references and masks are, as `data.mask_folder=masks`. Raises `DitLoraError` for
-    others: they need a recipe.
+    `overrides` say where its captions, references and masks are, for example `data.mask_folder=masks`. Raises
+    `DitLoraError` for other keys, which need a recipe.
     """
     values: dict[str, Any] = {}
     for override in overrides:

@@ -37,7 +37,7 @@ class UnderConfig(Section):
     scale: float = 1.0
     """Factor of its update, beside its own alpha over rank."""
     in_samples: bool = False
-    """True if it is on in samples too, as where it is used together with the result; else it is on in training alone."""
+    """True to use it in samples too, as when the result is used together with it; false to use it in training only."""
 
     @field_validator("scale")
     @classmethod
@@ -50,18 +50,18 @@ class UnderConfig(Section):
 class LoraConfig(Section):
     kind: Kind = "lora"
     """The adapter, by PEFT: `lora` (arXiv 2106.09685); `dora`, LoRA with a magnitude a row (2402.09353); `lokr`, a
-    Kronecker product, and `loha`, a product of two LoRAs by elements (both 2309.14859); `oft`, a rotation of each layer's
-    inputs (2306.07280)."""
+    Kronecker product, and `loha`, an elementwise product of two LoRAs (both 2309.14859); `oft`, a rotation of each
+    layer's inputs (2306.07280)."""
     rank: Count | None = None
-    """Rows of A; 64 by default, or the rank of the file in `init`. Of `lokr`, that of its second factor, which is whole
-    where the rank is at least half its side."""
+    """Rows of A; 64 by default, or the rank of the file in `init`. Of `lokr`, that of its second factor, which is
+    trained whole if the rank is at least half its side."""
     alpha: Count | None = None
     """The update is scaled by alpha / rank; by default alpha = rank, or that of the file in `init`."""
     rslora: bool = False
-    """True to scale by alpha / sqrt(rank), which keeps high ranks learning (rank-stabilised LoRA, arXiv 2312.03732)."""
+    """True to scale by alpha / sqrt(rank), so that high ranks learn too (rank-stabilised LoRA, arXiv 2312.03732)."""
     rank_pattern: Patterns = Field(default_factory=dict)
-    """Ranks of layers that have another than `rank`, by the end of their names or a regular expression, as PEFT matches
-    them; the first that matches counts."""
+    """Ranks of layers that differ from `rank`, by the end of their names or a regular expression. The first that PEFT
+    matches counts."""
     alpha_pattern: Patterns = Field(default_factory=dict)
     """Likewise alphas. A layer with a rank of its own keeps `alpha` if it has none here."""
     factor: Count | None = None
@@ -73,11 +73,11 @@ class LoraConfig(Section):
     """Names of linear layers and 2D convolutions, as PEFT matches them; by default the family's, or the layers that
     the file in `init` has."""
     init: str = "kaiming"
-    """Start of A, with B at zero: `kaiming` (PEFT's default), `gaussian`, or `eva`, the directions in which the layer's
-    inputs vary most (arXiv 2410.07170). Or of both, from the weight itself: `pissa`, its largest singular values
-    (2404.02948), or `olora`, its QR decomposition (2406.01775); their product is taken back, and the result has twice the
-    rank. Or a LoRA to continue from: a run's or an adapter's folder, a safetensors file in Diffusers', PEFT's, ComfyUI's or
-    kohya's form, or a Hub id."""
+    """Start of A, with B at zero: `kaiming` (PEFT's default), `gaussian`, or `eva`, the directions in which a layer's
+    inputs vary most (arXiv 2410.07170). Or start of both from the weight itself: `pissa`, its largest singular values
+    (2404.02948), or `olora`, its QR decomposition (2406.01775); their product is subtracted, and the result has twice
+    the rank. Or a LoRA to continue from: the folder of a run or an adapter, a safetensors file in Diffusers', PEFT's,
+    ComfyUI's or kohya's form, or a Hub id."""
 
     under: tuple[UnderConfig, ...] = ()
     """Frozen adapters that are on while this one trains, such as one that takes a distillation back; each a path, or
@@ -95,7 +95,8 @@ class LoraConfig(Section):
     def _is_offered(cls, init: str) -> str:
         if init == "loftq":
             raise ValueError(
-                "loftq corrects the error of one quantisation, and its adapter fits no other base than that: take pissa, "
+                "loftq corrects the error of one quantisation, "
+                "and its adapter fits no other base than that: take pissa, "
                 f"or another of {', '.join(INITS)}"
             )
         return init

@@ -129,8 +129,8 @@ class PreserveConfig(Section):
     trigger: str
     """The words in captions that stand for what is learned, such as `sks dog`."""
     class_words: tuple[str, ...]
-    """The words that take their place, such as `dog`: with them the model is to predict what it did before training. Of
-    several, each sample has one at each time, by chance."""
+    """The words that take their place, such as `dog`: for such captions the model learns to predict what it did before
+    training. If there are several, each sample gets a random one each time."""
     weight: Positive = 1.0
     """Factor of that loss, beside the usual one."""
 
@@ -148,7 +148,8 @@ class PreserveConfig(Section):
         with_trigger = [word for word in self.class_words if self.trigger in word]
         if with_trigger:
             raise ValueError(
-                f"class_words: {', '.join(map(repr, with_trigger))} has the trigger {self.trigger!r} in it, so that the "
+                f"class_words: {', '.join(map(repr, with_trigger))} has the trigger {self.trigger!r} in it, "
+                "so that the "
                 "caption would not be without it"
             )
         return self
@@ -185,8 +186,8 @@ class TrainConfig(Section):
     """Part of each block that the backward pass computes again, to save memory: `none`; `selective`, all but
     attention; `full`, all. `auto`: the least that fits the device's free memory. No value depends on it."""
     context_parallel: Count = 1
-    """Processes that share each sample's tokens, for videos too long for one GPU (CogVideoX); batch_size then counts per
-    that many processes. Divides the number of processes, attention heads, text and video tokens."""
+    """Processes that share each sample's tokens, for videos too long for one GPU (CogVideoX). batch_size then counts
+    per group of processes. Divides the number of processes, attention heads, text and video tokens."""
     offload: Literal["none", "group"] = "none"
     """`group`: frozen weights of the blocks live in host memory, and each block's come to the device when it is
     computed; by full checkpointing, in the backward pass again. No value depends on it."""
@@ -199,14 +200,14 @@ class TrainConfig(Section):
     high_noise_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Under `model.part: both`: share of `steps` that the expert for high noise gets; null for a half."""
     guidance_scale: NonNegative | None = None
-    """Value of the guidance embedding in training, for models that have one (FLUX.1-dev, FLUX.2-dev); null for 1, which
-    asks for no guidance. Samples take theirs from `validation.guidance_scale`."""
+    """Value of the guidance embedding in training, for models that have one (FLUX.1-dev, FLUX.2-dev); null for 1, no
+    guidance. Samples take theirs from `validation.guidance_scale`."""
     timesteps: TimestepsConfig | None = None
     """Noise levels of models that are trained by flow matching; null for the family's."""
     preserve: PreserveConfig | None = None
-    """Train each sample on its caption without the trigger too, where the target is the base's own prediction: a second
-    loss, for twice the activations and 1.2 times the compute again. Null for none. Prior preservation, by pictures
-    that the base makes, is `generate` of `data.sources`."""
+    """Also train each sample on its caption without the trigger, with the base's prediction as the target: a second
+    loss, for twice the activations and 1.2 times more compute. Null for none. Prior preservation, with pictures that
+    the base makes, is `generate` of `data.sources`."""
     vlb: bool | None = None
     """Models with a learned variance (DiT, Latte): train the variance too, by the variational bound; null for
     yes where the checkpoint has one."""

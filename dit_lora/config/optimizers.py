@@ -17,7 +17,7 @@ DEFAULT = "adamw"
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """The facts about one optimizer. Adding one takes its record, and its package in pyproject.toml and `environment.versions.TESTED`."""
+    """Facts about one optimizer. Add its package to pyproject.toml and `environment.versions.TESTED` too."""
 
     about: str
     """The sentence about it in a recipe's documentation."""
@@ -88,7 +88,7 @@ def _8bit_moments(parameters: Sequence["torch.Tensor"]) -> int:
 
 
 def _prodigy_state(parameters: Sequence["torch.Tensor"]) -> int:
-    """Return the bytes of three tensors a parameter and of a copy of its start, which of zeros (LoRA's B) is one element.
+    """Return the bytes of three tensors per parameter and of a copy of its start; a start of zeros is one element.
 
     Call it before training. Of meta tensors, which have no values, it counts the copy.
     """

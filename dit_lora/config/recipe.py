@@ -23,13 +23,13 @@ class ModelConfig(Section):
     """A local Diffusers folder, or a Hub id such as `THUDM/CogVideoX-5b`; what reads as a folder (`models/x`) is one,
     and `hub:OWNER/NAME` is always the Hub's."""
     part: Literal["transformer", "transformer_2", "both"] | None = None
-    """Checkpoints with two experts (Wan 2.2 A14B): `transformer` trains the one for high noise, `transformer_2` the one for
-    low noise, `both` one after the other, each in a folder of its own below run.dir."""
+    """Checkpoints with two experts (Wan 2.2 A14B): `transformer` trains the expert for high noise, `transformer_2` the
+    one for low noise, `both` one after the other, each in its own folder below run.dir."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     task: Literal["t2v", "i2v", "ic_lora"] | None = None
-    """The task to train of a checkpoint that makes videos of text alone, from a first image too (Wan 2.2 TI2V-5B), and from a
-    reference clip (LTX-2, `ic_lora`); null for what its own pipeline does."""
+    """The task to train, for checkpoints with several: videos from text, from a first image too (Wan 2.2 TI2V-5B), and
+    from a reference clip (LTX-2, `ic_lora`); null for what its own pipeline does."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of frozen weights and compute. `auto`: bf16 where the device computes in it, fp32 on a CPU."""
     quantize: Literal["nf4", "int8", "fp8"] | None = None
@@ -60,8 +60,8 @@ class KernelsConfig(Section):
     lora_linear: KernelMode = "auto"
     """Adapters as one autograd function: the input is saved once, in its own dtype."""
     fp8: KernelMode = "off"
-    """Products of adapters' frozen weights in fp8, with a scale a row, inside of `lora_linear`; two bytes more a weight.
-    Adapters stay as they are. It rounds to 2^-4, so `auto` has to be asked for."""
+    """Products of adapters' frozen weights in fp8 inside of `lora_linear`, with a scale per row; two more bytes per
+    weight. Adapters stay as they are. It rounds to 2^-4, so `auto` has to be asked for."""
     qk_norm_rope: KernelMode = "auto"
     """Norm and rotation of q and k in one pass."""
     ada_norm: KernelMode = "auto"
@@ -247,7 +247,8 @@ class Recipe(Section):
     def _start_of_one_model(self) -> "Recipe":
         if self.validation.model is not None and self.lora.init in FROM_WEIGHT:
             raise ValueError(
-                f"validation.model: lora.init: {self.lora.init} starts from this base's weights, which the second model "
+                f"validation.model: lora.init: {self.lora.init} starts from this base's weights, "
+                "which the second model "
                 "has not"
             )
         return self
@@ -324,7 +325,8 @@ class Recipe(Section):
         # PyTorch's setting does not reach these packages, whose backward passes add with atomics by default.
         if self.train.deterministic and re.search("flash_|^flash|xformers", self.kernels.attention):
             raise ValueError(
-                f"train.deterministic: the backward pass of kernels.attention: {self.kernels.attention} adds in no fixed "
+                f"train.deterministic: the backward pass of kernels.attention: {self.kernels.attention} "
+                "adds in no fixed "
                 "order; leave one of them out"
             )
         return self

@@ -1,4 +1,4 @@
-"""Tell names on the Hub from places on this machine, and say what to type when something is not where it was looked for."""
+"""Tells names on the Hub from local paths, and says what to type if something is not where it was looked for."""
 
 import difflib
 import re

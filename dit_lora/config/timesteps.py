@@ -32,7 +32,7 @@ class TimestepsConfig(Section):
     """`t' = shift t / (1 + (shift - 1) t)`: above 1 towards noise, 1 for none. `tokens`: e^mu, where mu
     depends on the number of a sample's tokens, by each family's line in docs/models.md."""
     t_min: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Least noise level; the shifted density is cut to levels from `t_min` on and below `t_max`, with its shape kept."""
+    """Smallest noise level; the shifted density is cut to levels from `t_min` to below `t_max` and keeps its shape."""
     t_max: Annotated[float, Field(gt=0, le=1)] | None = None
     """Noise level that every draw is below."""
 

@@ -13,8 +13,8 @@ class ValidationConfig(Section):
     """Videos or images are sampled for these at the same seed, before and after training; of a model with
     classes, their names."""
     model: str | None = None
-    """A second checkpoint of the same architecture, a folder or a Hub id, that samples are made with, the trained adapter
-    in it: training on the base, say, and sampling with its distilled version. Held-out losses stay the trained model's."""
+    """A second checkpoint of the same architecture, a folder or a Hub id, that makes samples with the trained adapter:
+    for example, train the base and sample with its distilled version. Held-out losses stay the trained model's."""
     images: tuple[str, ...] = ()
     """Image-to-video: one file a prompt, its first frame."""
     last_images: tuple[str, ...] = ()

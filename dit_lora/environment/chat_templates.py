@@ -146,7 +146,7 @@ def _bound_memory() -> None:
 
 
 def bound_chat_templates() -> None:
-    """Have Transformers render every chat template of this process within the bounds; done again, it changes nothing."""
+    """Have Transformers render every chat template of this process within the bounds. A second call does nothing."""
     from transformers import processing_utils, tokenization_utils_base
 
     modules: tuple[Any, ...] = (tokenization_utils_base, processing_utils)

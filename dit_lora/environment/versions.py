@@ -211,7 +211,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
 
 
 def package_status(name: str, env: Environment) -> Status:
-    """Return a distribution's status: `in range` is from the floor to the newest tested minor release, `untested` is newer."""
+    """Return a distribution's status: `in range` is from the floor to the newest tested minor, `untested` is newer."""
     tested = TESTED[name]
     if name not in env.versions:
         return "missing" if tested.required else "absent"

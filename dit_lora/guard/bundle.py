@@ -27,8 +27,8 @@ class Bundle:
     """The contents of a bundle's folder."""
 
     facts: Mapping[str, Any]
-    """`event`, `replay` (step, micro-step, rank, ids), `packages`, `left_out`; of a run `recipe`, and draws in `replay`;
-    of a loop that is not ours `call` and `model`."""
+    """`event`, `replay` (step, micro-step, rank, ids), `packages` and `left_out`. A run adds `recipe`, and draws to
+    `replay`; another loop adds `call` and `model`."""
     samples: Mapping[str, torch.Tensor]
     weights: Mapping[str, torch.Tensor]
 

@@ -124,8 +124,8 @@ def autocast_owner(
 def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFinding]:
     """Check that one micro-batch's `backward()` reaches every trainable parameter and no frozen one.
 
-    Every LoRA B must get a gradient that is not all zero, and an A whose B is not: as long as B is zero, as at the first
-    step of a new adapter, A's is too. Gradients are None before and after.
+    Every LoRA B must get a gradient that is not all zero. So must an A whose B is not zero; with a zero B, as at the
+    first step of a new adapter, A's gradient is zero too. Gradients are None before and after.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]

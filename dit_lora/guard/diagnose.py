@@ -133,7 +133,7 @@ def _trace(case: Case) -> Traced:
 
 
 def _bad_data(case: Case) -> Verdict | None:
-    """Return the verdict on samples that are not finite, are out of range, or have no label; None if there are none."""
+    """Return the verdict on samples that are not finite, out of range or without labels; None if there are none."""
     batch = case.micro_batch
     faults = dict(batch.faults)
     for index, sample in enumerate(batch.ids):
@@ -236,7 +236,10 @@ def _given(verdict: Verdict, trace: Trace) -> Verdict:
     if not trace.bad_inputs or verdict.cause not in ("unknown", "data", "inputs"):
         return verdict
     bad_inputs = "; ".join(trace.bad_inputs.values())
-    words = f"{verdict.words}; the model was given values that are not finite, though the cached ones are: {bad_inputs}"
+    words = (
+        f"{verdict.words}; the model was given values that are not finite, "
+        f"though the cached ones are: {bad_inputs}"
+    )
     if verdict.cause != "unknown":
         return replace(verdict, words=words)
     return replace(verdict, cause="inputs", words=words)

@@ -1,6 +1,6 @@
 """One step that tripped, in any loop: diagnosed, agreed on by all ranks, answered, put down, and told.
 
-A loop is an adapter of this: it says how it diagnoses and what it is able to do, and does it. Every rank calls the same.
+A loop provides an adapter: how it diagnoses and which actions it can take. Every rank makes the same calls.
 """
 
 import time

@@ -20,7 +20,7 @@ Digests = Mapping[str, tuple[tuple[object, ...], int]]
 
 
 def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the values of this rank's part of every frozen weight and buffer, strided; not what BatchNorm counts in training."""
+    """Yield this rank's values of every frozen weight and buffer, strided, without BatchNorm's running statistics."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, values in weight_values(model):
         if name not in trained:

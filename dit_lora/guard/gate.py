@@ -79,14 +79,19 @@ class Gate:
         bad = ~torch.isfinite(losses.detach()).all()
         self._bad.append(bad | bad_data)
 
-    def gradients(self, norms: Mapping[str, torch.Tensor]) -> None:
+    def gradients(self, norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Note each group's gradient norm, before clipping spreads one NaN to every gradient.
 
         A norm is finite only if every element is. A step in which every norm is zero trains nothing and
         still decays moments and weights: it is bad too.
+
+        Returns:
+            The flags that were noted, (2,) bool on the device: a norm is not finite; every norm is zero.
         """
         stacked = torch.stack(list(norms.values()))
-        self._bad += [~torch.isfinite(stacked).all(), (stacked == 0).all()]
+        flags = torch.stack([~torch.isfinite(stacked).all(), (stacked == 0).all()])
+        self._bad += [*flags]
+        return flags
 
     def agreed(self) -> torch.Tensor:
         """Return 1.0 if any rank noted anything bad in this step, else 0.0; one all-reduce, on the device."""
@@ -121,7 +126,7 @@ def gated_step(
 
 
 def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return true if the optimizer can leave out a step by a flag on the device, as records say: torch's fused Adam and AdamW.
+    """Return true if the optimizer can skip a step by a flag on the device: torch's fused Adam and AdamW.
 
     Fused SGD can too, but a first step that it leaves out leaves its momentum unwritten memory.
     """

@@ -77,8 +77,8 @@ class Outcome:
 def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
     """Run forward and backward once; gradients and random state are afterwards as before.
 
-    A sharded model (FSDP2) needs every rank at the same time, with the same micro-batch: all get the losses of the rank
-    whose micro-batch it is, and what any rank found in its part of the gradients.
+    A sharded model (FSDP2) needs every rank at the same time, with the same micro-batch. All ranks get the losses of
+    the rank that has the micro-batch, and the bad gradients of any rank.
     """
     with _kept_gradients(model), torch.random.fork_rng(cuda_devices(model)):
         output = _forward_backward(micro_batch)

@@ -165,7 +165,7 @@ def _most_are_lost(case: Case) -> bool:
 def decay_share(groups: Iterable[Mapping[str, Any]]) -> float:
     """Return the largest share of a weight that one step's weight decay takes away.
 
-    Groups with a rate above 1 do not count: Adam's steps are as large as the rate, and drive weights away without decay.
+    Groups with a rate above 1 do not count: Adam's steps are as large as the rate and move weights away without decay.
     """
     shares = [group["lr"] * group.get("weight_decay", 0.0) for group in groups if group["lr"] <= 1]
     return max(shares, default=0.0)

@@ -53,7 +53,7 @@ class Suspects:
     infinite: Collection[str] = ()
     """Names of frozen weights and buffers that held infinity at the start, as masks of -inf do."""
     peaks: Callable[[], Mapping[str, float]] = dict
-    """The largest magnitudes of the newest snapshot's tensors, by the names of trained weights and `optimizer_state`."""
+    """Largest magnitudes of the tensors in the newest snapshot, by names of trained weights and `optimizer_state`."""
     switched_off: Collection[str] = ()
     """Names of switches that an earlier verdict turned off: there is nothing to learn from them."""
     decay: Callable[[], float] = float
@@ -62,7 +62,7 @@ class Suspects:
     """A micro-batch of one sample that is none of those named, for comparison; None where there is none."""
 
     attempt: Attempt = _uncontained
-    """Runs one experiment. In somebody else's loop an experiment may raise: a model that cannot run one sample, say."""
+    """Runs one experiment. In another loop it may raise, for example if the model cannot run a single sample."""
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield the parameters by name; this rank's part where ranks do not diagnose together."""

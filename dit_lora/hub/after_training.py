@@ -28,7 +28,7 @@ def require_hub(session: Session, hub: HubConfig) -> None:
 
 
 def push_result(session: Session, recipe: Recipe) -> None:
-    """Push what is in the recipe's run.dir as its `hub` says; the others wait for as long as it takes, and an error is raised on all. Collective.
+    """Push what is in the recipe's run.dir as `hub` says. Other ranks wait, and an error is raised on all. Collective.
 
     The run is whole by then and stays as it is.
     """

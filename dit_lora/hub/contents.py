@@ -116,7 +116,8 @@ def _joined(run_dir: Path, experts: Sequence[Contents]) -> Contents:
     if both:
         folders = ", ".join(str(one.run.folder) for one in both)
         raise DitLoraError(
-            f"{run_dir} is not pushed as one: base weights trained too, and both experts' have one name; push the runs "
+            f"{run_dir} is not pushed as one: base weights trained too, and both experts' have one name; "
+            f"push the runs "
             f"of each to a repository of its own: {folders}"
         )
     last = experts[-1]
@@ -197,13 +198,14 @@ def _facts(run: RunFiles) -> dict[str, Any]:
         return public
     except (OSError, ValueError) as error:
         raise DitLoraError(
-            f"{run.folder} is not pushed: {FACTS_FILE}, which the model card is written from, cannot be used: {error}. "
+            f"{run.folder} is not pushed: {FACTS_FILE}, which the model card is written from, "
+            f"cannot be used: {error}. "
             f"Write it anew with: accelerate launch recipes/lora.py {run.folder}/config.yaml train.resume=auto"
         ) from error
 
 
 def _placed(name: str, made: Mapping[str, Any], kind: str) -> str:
-    """Return a file's name in the repository: an adapter of one of two experts leaves room for the other's beside it."""
+    """Return a file's name in the repository; the adapters of two experts get different names."""
     is_experts = kind == "lora" and name == ADAPTER_FILE and "part" in made
     return pair_file(EXPERTS[made["part"]]) if is_experts else name
 

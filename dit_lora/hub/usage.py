@@ -18,14 +18,14 @@ _LOCAL_BASE = "path/to/base"
 
 
 def needs_ours(contents: Contents) -> bool:
-    """Return whether stock Diffusers cannot load it: no LoRA loader, a class of ours, or classes that the base has not."""
+    """Return whether stock Diffusers cannot load it: no LoRA loader, a class of ours, or classes not in the base."""
     pipeline = contents.facts.get("pipeline")
     if pipeline is None:
         return contents.facts["model"]["module"].startswith("dit_lora.")
     ours = pipeline["module"] != "diffusers"
     if contents.kind == "pipeline":
         return ours
-    # Another pipeline class over the same files is named in the code; what else a model_index.json says is ours to read.
+    # The code names another pipeline class over the same files; other changes of model_index.json only we can read.
     changes = {*(contents.made.get("index") or {})} - {"_class_name"}
     return ours or not pipeline["loads_lora"] or bool(changes)
 

@@ -44,7 +44,7 @@ def abs_max(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def magnitudes(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the largest magnitude of each tensor, fp32 (N,) on the device; NaN where one has a NaN. None may be empty."""
+    """Return each tensor's largest magnitude, fp32 (N,) on the device; NaN if it has a NaN. No tensor may be empty."""
     if not tensors:
         return torch.zeros(1, device=device)
     # The maximum norm: squares of finite values may not be finite.

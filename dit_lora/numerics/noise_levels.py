@@ -143,5 +143,5 @@ def _fp32_from(bound: float) -> float:
 
 
 def _fp32_below(bound: float) -> float:
-    """Return the largest number of fp32 below the bound as fp32 has it, so that a scaled one is not rounded up to it."""
+    """Return the largest fp32 number below the bound as fp32 has it, so that scaling cannot round a level up to it."""
     return torch.nextafter(torch.tensor(bound), torch.tensor(-1.0)).item()

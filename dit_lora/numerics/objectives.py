@@ -31,7 +31,7 @@ def mean_squared_error(
 ) -> torch.Tensor:
     """Return the per-sample mean over all but the first dimension, fp32 (B,).
 
-    `weights`, broadcast to the prediction, weigh each error; their sum divides. A sample whose weights are all 0 is NaN.
+    `weights`, broadcast to the prediction, multiply each error; the sum is divided by theirs. NaN if all are 0.
     """
     return _weighted_mean((prediction.float() - target.float()).square(), weights)
 
@@ -43,7 +43,7 @@ def next_token_losses(
     *,
     chunk: int,
 ) -> torch.Tensor:
-    """Return the mean cross entropy over each sample's labels other than `IGNORE`, fp32 (B,); NaN for a sample with none.
+    """Return each sample's mean cross entropy over labels other than `IGNORE`, fp32 (B,); NaN for a sample with none.
 
     hidden (B, A, D) are the states that predict labels (B, A), int64; `head` makes logits of (rows, D), and
     log-sum-exp runs in fp32. Memory is that of `chunk` rows of logits whatever B and A are, for backward computes
@@ -128,7 +128,7 @@ class FlowMatching:
     """The density before the shift, and the range after it."""
 
     def sigmas(self, gaussian: torch.Tensor, shift: float | None = None) -> torch.Tensor:
-        """Return noise levels, fp32 in [0, 1), of standard normal draws of the same shape; `shift` where it has none."""
+        """Return noise levels, fp32 in [0, 1), for standard normal draws. `shift` is for objectives without one."""
         shift = self.shift if shift is None else shift
         if shift is None:
             raise ValueError("this objective shifts by the number of tokens: give the shift")

@@ -22,7 +22,7 @@ def as_tensor(value: torch.Tensor | float) -> torch.Tensor:
 
 
 def is_number(tensor: torch.Tensor) -> bool:
-    """Return true for a dtype that `as_tensor` makes: what optimizers keep as tensors is fp32 or uint8, as weights are fp32."""
+    """Return true for a dtype that `as_tensor` makes; optimizers keep fp32 or uint8 tensors, as weights are fp32."""
     return tensor.ndim == 0 and tensor.dtype in (torch.int64, torch.float64)
 
 

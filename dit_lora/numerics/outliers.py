@@ -19,7 +19,7 @@ from dit_lora.numerics.finite import has_values, read_scalars
 _FAR = 1e3
 """Factor beyond the largest of the others. Moments of gradients differ by less between elements of a tensor."""
 _NOTHING = 1e-30
-"""A peak up to this moves no weight; gradients that vanish come to it, some of whose elements round to 0 before others do."""
+"""Peaks up to this move no weight. Vanishing gradients reach it, and some of their elements round to 0 earlier."""
 _FEW = 200
 """At most one element in so many is taken as altered, and at least one of any tensor."""
 

@@ -13,7 +13,7 @@ _IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside the context this process counts as the only one: for processes of a group that train models of their own."""
+    """Count this process as the only one in this context, for processes of a group that train separate models."""
     token = _IS_ALONE.set(True)
     try:
         yield

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 Draws = Mapping[str, Callable[[Sequence[torch.Generator]], torch.Tensor]]
-"""Functions that make a step's draws, by the name of their stream, each of one fresh generator per sample, on the CPU."""
+"""Functions that draw a step's random numbers, by stream name; each uses a fresh CPU generator per sample."""
 
 
 def fold(seed: int, stream: str, *place: int | str) -> int:
@@ -32,7 +32,7 @@ def generator(seed: int, stream: str, *place: int | str) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Draws that were made ahead, by stream, each (B, ...): of this seed and these draw numbers, and worth nothing to others."""
+    """Random numbers drawn in advance, by stream, each (B, ...). Valid only for this seed and these draw numbers."""
 
     seed: int
     draws: tuple[int, ...]
@@ -51,7 +51,7 @@ class Drawn:
 class Streams:
     """The generators of one micro-batch: `streams("noise")` gives one fresh generator per sample.
 
-    `ahead` is what was drawn already. It is heeded if it is of this seed and these draw numbers, and otherwise drawn anew.
+    `ahead` holds numbers drawn in advance. They are used if seed and draw numbers agree, and drawn again otherwise.
     """
 
     def __init__(self, seed: int, draws: Sequence[int], ahead: Drawn | None = None) -> None:

@@ -3,7 +3,7 @@ run and after it.
 
 All are relative to the reference: of root mean squares or norms. `parity` compares a kernel's modules and gradients
 with their reference before the first step (and in the run); a run's start and end compare the model's output with its
-kernels and without; `verify` compares outputs that have no kernel in them on either side, and so allows rounding alone.
+kernels and without; `verify` compares outputs without kernels on either side, and so allows only rounding.
 """
 
 import math
@@ -19,13 +19,14 @@ OUTPUT = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 """The limit for a parameter's gradient, likewise."""
 BLOCK = 2e-4
-"""The limit for one block's outputs and gradients in fp32, on equal inputs and relative to what the block adds to its input: an error of
-0.1 % in one op is 1e-3 of that. So parity refuses, block by block, what the end of a run would refuse of the whole."""
+"""The limit for one block's outputs and gradients in fp32, on equal inputs and relative to what the block adds to its
+input: an error of 0.1 % in one op is 1e-3 of that. So parity refuses a block that would fail the check of the whole
+model at the end of a run."""
 KERNEL = OUTPUT[torch.float32]
 """The limit for a kernel's own error, whatever the dtype: the rest of a difference has to be rounding."""
 FP8 = 0.05
-"""The limit for what products in fp8 change, of a block and, times the root of the number of blocks, of a model: a product of random
-operands was 0.037 off (docs/kernels.md)."""
+"""The limit for changes by fp8 products, of a block and, times the root of the number of blocks, of a model. A product
+of random operands was 0.037 off (docs/kernels.md)."""
 LATER = 2.0
 """The factor by which a run's end may be farther than its start was allowed: its weights are others then."""
 

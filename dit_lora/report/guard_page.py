@@ -1,4 +1,4 @@
-"""The folder of a guard, of any loop, as one self-contained page: what was watched, what tripped, and what was done."""
+"""The folder of a guard in any loop as one self-contained page: models watched, steps failed, and actions taken."""
 
 import re
 import time

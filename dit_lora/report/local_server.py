@@ -1,4 +1,4 @@
-"""Serves a page to a browser on this machine, and to nobody else: on the loopback, by its own name, files by ranges."""
+"""Serves a page to a browser on this machine only: on the loopback, under its own name, files by ranges."""
 
 import os
 import re
@@ -19,7 +19,6 @@ from dit_lora.parsing import parse_json
 HOST = "127.0.0.1"
 _CHUNK = 2**18
 _MOST_DROPPED = 2**22  # bytes read of what is refused
-_DROP_S = 2.0  # the longest wait for more of them
 _MAX_DIGITS = 18  # of a length in bytes
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
@@ -27,8 +26,8 @@ _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 class LocalServer(ThreadingHTTPServer):
     """Serves on the loopback only; a port of 0 is one that is free.
 
-    Every user of this machine can connect to it. With a `token`, requests must have it: in the address that is printed,
-    or in the cookie that the answer to this address sets.
+    Every user of this machine can connect to it. With a `token`, requests must have it: in the printed address, or in
+    the cookie that the answer to this address sets.
     """
 
     daemon_threads = True
@@ -119,7 +118,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         self.refuse(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
 
     def sent(self, path: str, most: int) -> dict[str, Any] | None:
-        """Return the object that a page with the token has sent to a path; answers any other request, and returns None."""
+        """Return the object that a page with the token sent to a path; answers any other request, and returns None."""
         if self.path != path:
             self.refuse(HTTPStatus.NOT_FOUND, "nothing is written there")
             return None
@@ -265,10 +264,10 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         """Answer with a line of text, and end the connection: what was sent with the request is no next request."""
         self.close_connection = True
         self.say(status, words, {"Connection": "close"})
-        # A connection closed on unread bytes is reset, and its answer may be lost.
+        # A connection closed on unread bytes is reset, and its answer may be lost. A client that pauses while it
+        # sends, as on a busy machine, gets as long as in any other read.
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(_DROP_S)
             dropped = 0
             while dropped < _MOST_DROPPED and (part := self.rfile.read1(_CHUNK)):
                 dropped += len(part)

@@ -117,7 +117,7 @@ def _file_in(target: Path, names: Sequence[str]) -> Path | None:
 
 
 def _made_of_checkpoint(file: Path) -> dict[str, Any]:
-    """Return what a run's own result says of its making, for the file of a checkpoint of it; empty for any other file."""
+    """Return the metadata of a run's result, for the file of one of its checkpoints; empty for any other file."""
     if file.name != WEIGHTS_FILE or not file.with_name(STATE_FILE).is_file():
         return {}
     saved = _file_in(file.absolute().parents[2], ANY_FORMAT)

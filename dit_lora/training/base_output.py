@@ -57,13 +57,13 @@ class BaseOutput:
     """The base's output of made-up inputs at a run's first start."""
 
     noted: dict[str, Any] | None
-    """The result of `output_now`, or the reason why there is none; None where every weight trains: there is no base."""
+    """The result of `output_now`, or the reason why it could not be made. None without a base: every weight trains."""
     loaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Base weights that train, as they were loaded, on the host; of sharded ones this rank's part."""
     since: int = 0
     """The step at which it was noted: later than the first of a run from before there was a record."""
     begins_alone: bool = False
-    """True if nothing but an adapter trains, which changes nothing before the first step: the base can be shown after it too."""
+    """True if only an adapter trains, which changes nothing before the first step: the base can be shown after it."""
     kernels: float = 0.0
     """Distance between the outputs with the kernels in use and by the model's own code, when this process started."""
 
@@ -149,8 +149,8 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
 def kernel_fault(setup: AnySetup, base: BaseOutput, noted: Mapping[str, Any]) -> str | None:
     """Return which kernels move the trained model's output off its own code's; None if none does. For the run's end.
 
-    `noted` is the output of its own code. Allowed is twice the distance at the start, twice what parity allows a kernel
-    of what the adapter changes, and rounding. Collective where a forward pass is.
+    `noted` is the output of the model's own code. The limit is twice the sum of the distance at the start, the parity
+    limit for the part that the adapter changes, and rounding. Collective where a forward pass is.
     """
     # A kernel errs in proportion to what it computes, and the adapter's part grew since the start.
     effect = min(1.0, distance(noted, noted["base"])) if "base" in noted else 1.0
@@ -185,7 +185,10 @@ def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) ->
     for switch in model_switches(setup.transformer):
         if switch.name not in worst:
             continue
-        words = f"kernel {switch.name}: with it the model's output is {_amount(worst[switch.name])} from its own code's"
+        words = (
+            f"kernel {switch.name}: with it the model's output is "
+            f"{_amount(worst[switch.name])} from its own code's"
+        )
         agree(accelerator, DitLoraError(refusal(switch, words)) if switch.insisted else None)
         switch.turn_off()
         switched_off.append(switch.name)
@@ -264,12 +267,13 @@ def _unlike(
     measured = f"{percent(away)} away, where up to {percent(limit)} is rounding"
     if not resumed:
         return DitLoraError(
-            f"{where} has another base than rank 0: its output of the same inputs is {measured}; its files or its memory "
-            "are damaged: compare the checkpoint's files on both, or leave that machine out"
+            f"{where} has another base than rank 0: its output of the same inputs is {measured}; "
+            "its files or its memory are damaged: compare the checkpoint's files on both, or leave that machine out"
         )
     return DitLoraError(
         f"the base is not what it was at this run's first start: its output of the same inputs ({BASE_OUTPUT}) is "
-        f"{measured}, on {where}; restore its files and the packages' versions (environment.json), take another machine, "
+        f"{measured}, on {where}; restore its files and the packages' versions (environment.json), "
+        "take another machine, "
         "or start afresh with train.resume=none in another run.dir"
     )
 

@@ -15,7 +15,7 @@ from dit_lora.numerics.dtensors import as_part_of, local
 
 Tensors = Mapping[str, torch.Tensor]
 _BEYOND = 10.0
-"""An average is never beyond what its weight has been; between two looks the weight may have been larger than at both."""
+"""Factor for weights that were larger between two checks than at both; an average never exceeds its weight's peak."""
 
 
 class TrainedEMA:
@@ -61,7 +61,7 @@ class TrainedEMA:
 
 @dataclass
 class AverageBounds:
-    """Largest magnitudes that trained weights, and so their averages, are known to have had; of shards, this rank's."""
+    """Largest known magnitudes of trained weights, which also bound their averages; of shards, this rank's part."""
 
     seen: dict[str, float] = field(default_factory=dict)
 

@@ -17,12 +17,13 @@ from dit_lora.training.session.session import Session
 
 
 def require_fresh(turns: Sequence[Recipe]) -> None:
-    """Raise `DitLoraError` if the run of a later expert is there already and would end this one when its turn comes."""
+    """Raise `DitLoraError` if a run of a later expert exists already, which would end this one when its turn comes."""
     for recipe in turns[1:]:
         folder = Path(recipe.run.dir)
         if recipe.train.resume == "none" and (folder / "metrics.jsonl").exists():
             raise DitLoraError(
-                f"run.dir {folder.parent} already holds a run of {folder.name}; continue it with train.resume=auto, or "
+                f"run.dir {folder.parent} already holds a run of {folder.name}; "
+                "continue it with train.resume=auto, or "
                 "choose another run.dir"
             )
 

@@ -202,7 +202,10 @@ def require_verified(session: Session, verification: Verification | None) -> Non
     """Raise `CheckFailedError` on every rank if what the run wrote did not pass; the files stay. Collective."""
     with agreeing(session.accelerator):
         if verification is not None and not verification.passed:
-            summary = f"the run wrote its result, and it does not pass ({VERIFICATION_FILE}); the checkpoints are whole"
+            summary = (
+                "the run wrote its result, and it does not pass "
+                f"({VERIFICATION_FILE}); the checkpoints are whole"
+            )
             raise CheckFailedError(listed(summary, verification.wrong))
 
 

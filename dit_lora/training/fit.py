@@ -106,7 +106,7 @@ def _tell(run: Run, events: Iterable[Event]) -> None:
 
 
 def _show_start(run: Run) -> bool:
-    """Show what the run starts with, for the end to be compared with; return true if that waits until after the first step."""
+    """Validate at the start, to compare the end with. Returns True if that must wait until after the first step."""
     if run.start_step == 0:
         if not run.base.begins_alone:
             validate(run, step=0)
@@ -151,7 +151,7 @@ def _loop(run: Run, bar: tqdm) -> Loop:
 
 
 def _read_at_once(run: Run, step: int) -> bool:
-    """Return true for a step after which more of the run is looked at than its row: nothing of the next is under way then."""
+    """Return true if more than the metrics of this step is needed, so that the next step must not be under way."""
     recipe = run.setup.recipe
     # The first is told of when it is taken. Validation and comparisons need the memory that the next step's gradients
     # would take.
@@ -282,7 +282,7 @@ def validate(run: Run, step: int) -> None:
     shown = base_alone(setup.transformer) if of_base else averaged(run)
     together = needs_all_ranks(setup.model)
     with ExitStack() as stack:
-        # Copies of weights may not fit either; a rank without them must not leave the others waiting in a forward pass.
+        # Copies of weights may not fit either. A rank that fails must not leave the others waiting in a forward pass.
         if not optional.attempt("validations", step, lambda: _entered(stack, shown)):
             return
         with phases.timing("held-out loss"):

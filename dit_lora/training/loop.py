@@ -1,8 +1,8 @@
 """The loop: one function over a family's losses. No family can override the step, so none can lose the gate.
 
 Order in a step (docs/design.md): losses noted -> backward -> pre-clip gradients noted -> clip -> one flag over all
-ranks -> optimizer, gated on the device -> one gather of metrics and flags, the step's only read by the host. It is read
-a step late: once the next step's forward and backward are queued, and before its optimizer.
+ranks -> optimizer, gated on the device -> one gather of metrics and flags, which is all that the host reads of a step.
+The host reads it a step late: after the next step's forward and backward are queued, and before its optimizer.
 """
 
 import time
@@ -94,7 +94,7 @@ class _Progress:
 
 
 def micro_batches_held(accumulate: int) -> int:
-    """Return the most micro-batches that are on the device at once: of a step, of the one before it, and one control."""
+    """Upper bound on micro-batches on the device: two steps in flight, and one healthy batch kept for comparison."""
     return 2 * accumulate + 1
 
 
@@ -121,10 +121,10 @@ class Loop:
     norms: Norms | None = None
     """Computes gradient norms; PyTorch does where it is None."""
     note: Callable[[StepResult], None] = lambda result: None
-    """Writes a step down, asking nothing of other ranks, where the next one failed before `on_step` could be called."""
+    """Writes a step down without other ranks, if the next step failed before `on_step` could be called."""
     at_once: Callable[[int], bool] = lambda step: False
-    """Says of a step, alike on all ranks, that it is read before the next begins: what follows needs its memory or looks
-    at more than its row."""
+    """True if the host must read this step before the next begins, because it needs the memory or more than the row.
+    Equal on all ranks."""
 
 
 def train(
@@ -140,10 +140,10 @@ def train(
 
     It finds weights and optimizer as the step left them: of the next one, forward and backward are queued at most.
 
-    `batches(step)` gives the micro-batches of the steps after `step`. A step that trips leaves weights and
-    optimizer as they were, and what is under way of the next is dropped; `loop.recovery` says where to go on, or raises
-    `NonFiniteError` on every rank. So does an `on_step` that raises `WentBackError`. A step whose data some rank could
-    not read ends the run, by `loop.unreadable`.
+    `batches(step)` gives the micro-batches of the steps after `step`. A failed step leaves weights and optimizer
+    unchanged, and the queued part of the next step is dropped. `loop.recovery` then returns the step to go on from, or
+    raises `NonFiniteError` on every rank. An `on_step` that raises `WentBackError` has the same effect. If a rank
+    cannot read a step's data, `loop.unreadable` ends the run.
     """
     # Once: whoever evaluates in between puts the mode back.
     loop.engine.model.train()
@@ -273,12 +273,12 @@ def _micro_step(loop: Loop, reader: Reader[Batch], step: _Step, micro_step: int)
 
 
 def _update(loop: Loop, step: _Step, stop_code: int) -> _Sent:
-    """Clip and step, unless the gate is shut, and send the step's row; all but the learning rates is still on the device."""
+    """Clip, take the step unless the gate is shut, and send the row. Only learning rates are on the host by then."""
     engine, number = loop.engine, step.number
     # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
     norms = engine.gradient_norms(loop.norms)
     # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
-    step.gate.gradients(norms)
+    gradient_flags = step.gate.gradients(norms)
     loop.watcher.gradients(number)
     norm = engine.clip(norms, loop.optim, loop.watcher.clip)
     # A function of the step and not a scheduler: a step that is taken again cannot advance it.
@@ -292,6 +292,7 @@ def _update(loop: Loop, step: _Step, stop_code: int) -> _Sent:
         step.losses,
         step.timesteps,
         {**norms, _ALL: norm},
+        gradient_flags,
         engine.weights_are_bad(),
         step.bad_data,
         step.data_seconds,

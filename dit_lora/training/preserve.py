@@ -1,6 +1,6 @@
 """Output preservation: a second loss, on captions without the trigger, whose target is the base's own prediction.
 
-Known as differential output preservation. Both predictions are made at the sample's own draws: latents, noise, timestep.
+Known as differential output preservation. Both predictions use the same latents, noise and timestep.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def trained_losses(
 
 
 def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor], rows: int) -> torch.Tensor:
-    """Return each sample's mean squared difference, fp32 (rows,); of several tensors, such as pictures and sound, the sum.
+    """Return each sample's mean squared difference, fp32 (rows,), summed over tensors such as pictures and sound.
 
     A model may give each sample a tensor of its own.
     """

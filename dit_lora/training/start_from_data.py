@@ -37,7 +37,8 @@ def start_from_data(session: Session, checkpoint: Trained, data: Any, model: nn.
     recipe, device = session.recipe, session.accelerator.device
     if recipe.train.offload != "none" or session.sharding is not None:
         raise DitLoraError(
-            "lora.init: eva runs the whole model on one device before training, which train.offload and sharded weights "
+            "lora.init: eva runs the whole model on one device before training, "
+            "which train.offload and sharded weights "
             "do not have; start from kaiming, or from pissa"
         )
     layers = {

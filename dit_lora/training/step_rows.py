@@ -22,7 +22,7 @@ class StepRows(NamedTuple):
     timesteps: torch.Tensor
     """(ranks, samples) timesteps, as doubles."""
     flags: torch.Tensor
-    """(ranks, 3): a gradient is not finite, all gradients are zero, a weight is not finite."""
+    """(ranks, 3): the gate's two flags of gradients (not finite, all zero), then: a weight is not finite."""
     norms: torch.Tensor
     """(ranks, groups + 1): gradient norms of the groups, then of all together; equal on all ranks."""
     bad_data: torch.Tensor
@@ -42,7 +42,7 @@ class StepRows(NamedTuple):
         gathered: torch.Tensor = accelerator.gather(row)
         if not gathered.is_cuda:
             return SentRows(gathered, widths)
-        # Into pinned memory: a copy that is asked for only when it is read would come behind all that is queued by then.
+        # Pinned memory: a copy started only when the host reads it would wait for everything queued until then.
         there = torch.empty_like(gathered, device="cpu", pin_memory=True)
         there.copy_(gathered, non_blocking=True)
         arrived = torch.cuda.current_stream(gathered.device).record_event()
@@ -77,20 +77,23 @@ def own_row(
     losses: Sequence[torch.Tensor],
     timesteps: Sequence[torch.Tensor],
     norms: Mapping[str, torch.Tensor],
+    gradient_flags: torch.Tensor,
     poisoned: torch.Tensor,
     bad_data: Sequence[float],
     data_seconds: float,
     stop_code: int,
 ) -> StepRows:
-    """Make this rank's row; `norms` has the norm over all groups last, `poisoned` says that a weight is not finite."""
+    """Make this rank's row.
+
+    `norms` has the norm over all groups last. `gradient_flags` are those of `Gate.gradients`, so that the host decides
+    by what the optimizer was gated by. `poisoned` says that a weight is not finite.
+    """
     # fp64 throughout: one dtype for one gather, and an fp32 loss or an int timestep keeps its value in it.
     stacked = torch.stack([local(norm) for norm in norms.values()])
-    # All gradients zero trips as well: the step would train nothing and still decay weights and moments.
-    flags = [(~torch.isfinite(stacked)).any(), (stacked == 0).all(), poisoned]
     return StepRows(
         torch.cat([*losses]).double()[None],
         torch.cat([*timesteps]).double()[None],
-        torch.stack(flags).double()[None],
+        torch.cat([gradient_flags, poisoned[None]]).double()[None],
         stacked.double()[None],
         torch.tensor([[*bad_data]], dtype=torch.float64),
         torch.tensor([[data_seconds]], dtype=torch.float64),

@@ -1,4 +1,4 @@
-"""Files outside of docs/ that pages link to (recipes, configs, tests) become pages under source/, so that no link breaks."""
+"""Publishes files outside of docs/ that pages link to (recipes, configs, tests) under source/, so links work."""
 
 import re
 from collections.abc import Iterator

@@ -115,7 +115,7 @@ def _ada_norm(name: str, shape: Shape, device: torch.device, *, gated: bool) -> 
 
 
 def _liger_norm(kind: str, eps: float) -> tuple[str, Call] | None:
-    """Return Liger's modulated RMSNorm, None if it is not installed or the norm is another: it has no such LayerNorm."""
+    """Return Liger's modulated RMSNorm; None if it is not installed or for a LayerNorm, which Liger does not have."""
     try:
         from liger_kernel.ops import LigerModulatedRMSNormFunction as Function
     except ImportError:

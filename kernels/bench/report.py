@@ -13,7 +13,7 @@ from dit_lora_kernels.support import triton_support
 
 
 def facts(device: torch.device, command: Sequence[str], rate: float) -> dict[str, str]:
-    """Return what a figure is worth nothing without: device, date, command, commit, versions, clocks, rate of a copy."""
+    """Return the facts that a figure needs: device, date, command, commit, versions, clocks and copy bandwidth."""
     return {
         **machine.facts(device, list(command)),
         "ours": kind_of_ours(device),
@@ -53,7 +53,7 @@ def markdown(
 
 
 def _backend(about: dict[str, str]) -> str:
-    """Return torch.compile's backend: inductor on a GPU, and on a CPU, of which threads are told, one that only traces."""
+    """Return torch.compile's backend: inductor on a GPU; one that only traces on a CPU, which only reports threads."""
     return "aot_eager" if "threads" in about else "inductor"
 
 

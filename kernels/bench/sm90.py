@@ -1,4 +1,4 @@
-"""What ptxas makes of every kernel for Hopper (sm_90), on a machine without a GPU: registers, occupancy, loads in flight.
+"""What ptxas makes of every kernel for Hopper (sm_90), without a GPU: registers, occupancy, loads in flight.
 
 `python kernels/bench/sm90.py [--op OP ...] [--json]`. Launchers run on tensors of the meta device, and Triton's own
 `run` compiles what they launch, specialised as on a GPU, for a driver that only says sm_90. Nothing is timed.
@@ -75,7 +75,7 @@ def compiled(name: str, launch: Callable[[], object]) -> Iterator[dict[str, Any]
 
 
 def _facts(made: Any) -> dict[str, Any]:
-    """Return registers, spills and shared bytes of a binary, what follows from them, and its global accesses' widths."""
+    """Return a binary's registers, spills and shared bytes, the occupancy they allow, and global accesses' widths."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()

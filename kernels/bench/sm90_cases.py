@@ -25,7 +25,8 @@ def _empty(*size: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def _ada_norm(
-    size: tuple[int, int, int], *, table: torch.dtype = BF16, affine: bool = False, norm: str = "layer", gated: bool = True
+    size: tuple[int, int, int], *, table: torch.dtype = BF16, affine: bool = False, norm: str = "layer",
+    gated: bool = True
 ) -> None:  # fmt: skip
     """Launch the forward of one stream (B,T,D)."""
     b, t, d = size
@@ -39,7 +40,8 @@ def _ada_norm(
 
 
 def _ada_norm_backward(
-    size: tuple[int, int, int], *, table: torch.dtype = BF16, affine: bool = False, gated: bool = True, full: bool = False
+    size: tuple[int, int, int], *, table: torch.dtype = BF16, affine: bool = False, gated: bool = True,
+    full: bool = False
 ) -> None:  # fmt: skip
     """Launch the backward of one stream with LayerNorm; `full` asks for all three tables' gradients too."""
     b, t, d = size

@@ -64,8 +64,8 @@ def qk_norm_rope(given: Operands, kind: str, heads: int, first: int, eps: float)
     """Return q (B,S,H*E) normed and rotated, as (B,S,H,E).
 
     `kind`: `layer` over a head, tokens from `first` on rotated, if there are tables (CogVideoX); `across`, RMS over
-    H*E and a table a head (Wan); `inner`, the same with tables over H*E and Diffusers' RMSNorm (LTX); `split`, RMS over
-    H*E, pairs of halves and tables (B,S,H,E/2) with an angle once (LTX-2).
+    H*E and a table per head (Wan); `inner`, the same with tables over H*E and Diffusers' RMSNorm (LTX); `split`, RMS
+    over H*E, pairs of halves and tables (B,S,H,E/2) with each angle once (LTX-2).
     """
     x, weight, cos, sin = (given.get(name) for name in ("x", "weight", "cos", "sin"))
     assert x is not None
@@ -138,7 +138,7 @@ def silu_dwconv_glu(given: Operands) -> Outputs:
 
 
 def norms(given: Operands, count: int) -> Outputs:
-    """Return the L2 norm of every `count`-th tensor (count,), by torch's foreach norm as `clip_grad_norm_` takes it."""
+    """Return the L2 norm of every `count`-th tensor (count,), with torch's foreach norm as in `clip_grad_norm_`."""
     tensors = list(given.values())
     group_norms = []
     for group in range(count):

@@ -24,7 +24,7 @@ Call = Callable[[], object]
 
 
 class Times(NamedTuple):
-    """Milliseconds, of the samples of all repetitions; `spread` is what the repetitions' medians differ by, relative."""
+    """Milliseconds of all samples of all repetitions; `spread` is the relative difference of repetitions' medians."""
 
     p20: float
     p50: float
@@ -74,7 +74,7 @@ class Clock:
         return 20 * _FEWEST_CYCLES / (start.elapsed_time(end) / 1e3)
 
     def _sample(self, call: Call, count: int, cycles: int) -> list[float]:
-        """Return the milliseconds of each of `count` calls, with cold caches before each; the GPU waits `cycles` first."""
+        """Return the milliseconds of `count` calls, each after cold caches; the GPU waits `cycles` first."""
         if self.device.type != "cuda":
             times = []
             for _ in range(count):
@@ -87,7 +87,7 @@ class Clock:
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             for _ in range(count)
         ]
-        # Nothing waits within the loop: the GPU sleeps while the host enqueues, and finds all of a call's launches there.
+        # Nothing waits within the loop: the GPU sleeps while the host enqueues, and then has all launches of a call.
         for start, end in pairs:
             self._flush.sum()
             torch.cuda._sleep(cycles)

@@ -117,7 +117,7 @@ def _backward_reference(
 
 
 def _streams(flat: Sequence[Any]) -> list[Stream]:
-    """Return Streams of the fields that follow each other in `flat`: an op's schema has lists but no tuples of them."""
+    """Return the Streams whose fields follow each other in `flat`; an op's schema allows no lists of tuples."""
     size = len(Stream._fields)
     return [Stream._make(flat[i : i + size]) for i in range(0, len(flat), size)]
 
@@ -289,7 +289,8 @@ class _StreamPlan:
     ) -> list[Tensor | None]:
         """Return the gradients of the stream's fields.
 
-        `tensors` are weight, bias, the stream's stats, x', y, gate and scale; `grads` those of its part of `out` and of x'.
+        `tensors` are weight, bias, the stream's stats, x', y, gate and scale. `grads` are of its part of `out`, and of
+        x'.
         """
         weight, bias, stats, residual, y, gate, scale = tensors
         grad, grad_residual = readable_rows(grads[0]), readable_rows(grads[1])
@@ -305,7 +306,7 @@ class _StreamPlan:
 
 
 class _BackwardPlan(NamedTuple):
-    """A stream's backward for gradients of one layout: what to allocate in which dtype, and the launch that fills it."""
+    """A stream's backward for gradients of one layout: allocations with dtypes, and the launch that fills them."""
 
     launch: Prepared
     made: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
@@ -565,7 +566,7 @@ def joint_ada_norm(
     norm: Literal["layer", "rms"],
     eps: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return ``norm(x + gate * y) * (1 + scale) + shift`` of each stream, in one buffer (B, sum of T, D), in their order.
+    """Return ``norm(x + gate * y) * (1 + scale) + shift`` of each stream in order, in one buffer (B, sum of T, D).
 
     The other results are each stream's ``x + gate * y`` (the memory of x where it has no y), both in x's dtype.
     Go on from the x returned here: then the gradient of its other use is added in this op's backward, with no pass
@@ -587,7 +588,7 @@ def joint_ada_norm(
 def _plan_of(
     norm: str, eps: float, weight: Tensor | None, bias: Tensor | None, flat: list[Any]
 ) -> _Plan | None:
-    """Return the plan for these operands, None where ops are to be called: nothing is launched, or it would be seen."""
+    """Return the plan for these operands; None if ops must be called, because tracing would not see a plain launch."""
     if not flat or not launches(flat[0]):
         return None
     if (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad):

@@ -242,7 +242,7 @@ def forward_launch(
 
 
 def rows_per_program(rows: int, length: int) -> int:
-    """Return how many of all `rows`, of groups of `length`, a program that sums takes: as many as keep the GPU busy."""
+    """Return how many of `rows`, in groups of `length`, one program sums: as many as still keep the GPU busy."""
     # A power of two, because each number is a kernel of its own to compile.
     most = max(min(MAX_ROWS, length, rows // MIN_PROGRAMS), 1)
     return 1 << (most.bit_length() - 1)
@@ -331,7 +331,7 @@ def launch_backward(
 
 
 def programs(rows: int, length: int, sums: bool) -> tuple[int, int]:
-    """Return the rows of a program, and the programs of a group of `length`, the last of which may have rows to spare."""
+    """Return the rows per program, and the programs per group of `length`; the last one may have fewer rows."""
     # Without sums rows have nothing to share, and one program a row keeps the GPU fullest.
     count = rows_per_program(rows, length) if sums else 1
     return count, -(-length // count)

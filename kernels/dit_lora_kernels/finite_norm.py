@@ -97,7 +97,8 @@ def _table(rows: Sequence[tuple[int, int, int]], element_size: int) -> Tensor:
     """
     address, size, place = torch.tensor(rows, dtype=torch.int64).unbind(1)
     chunks = (size + CHUNK - 1) // CHUNK
-    # Vectorised, as a model's gradients are thousands of chunks: `of` is each chunk's tensor, `index` its number there.
+    # Vectorised, because a model's gradients are thousands of chunks. `of` is each chunk's tensor, `index` its number
+    # in it.
     of = torch.repeat_interleave(chunks)
     index = torch.arange(len(of)) - (chunks.cumsum(0) - chunks)[of]
     left = size[of] - index * CHUNK
@@ -140,8 +141,8 @@ def _tables(
 @functools.lru_cache(maxsize=4)
 def _kept_tables(_stream: int, *args: Any) -> _Tables:
     """Return `_tables(*args)`: of arguments that are equal once more, those of the last time."""
-    # Never stale: a table is these numbers and nothing else, whatever tensors are at the addresses by now. One that was
-    # copied on another stream might not be there yet, so the stream is one of them.
+    # Never stale: a table has only these numbers, whatever tensors are at the addresses now. A table copied on another
+    # stream might not be there yet, so the stream is part of the key.
     return _tables(*args)
 
 

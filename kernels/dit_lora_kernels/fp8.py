@@ -3,12 +3,13 @@
     y = x W^T:  code(x)[n, i] = x[n, i] / s[n],  s[n] = max_i |x[n, i]| / 448;  W by its rows likewise
     y[n, o] = s[n] s[o] sum_i code(x)[n, i] code(W)[o, i]
 
-A weight is rounded once, by rows for x W^T and by columns for dy W. Gradients are e4m3 too: a code is within 2^-4 of its
-value, or within 2^-10 of its row's scale where that is more, and e5m2's is within 2^-3: what its range buys begins at 1/28672
-of a row's largest value. So |error of y| is at most ERROR sum_i |x W|, and FLOOR (s[n] sum_i |W| + s[o] sum_i |x|).
+A weight is rounded once, by rows for x W^T and by columns for dy W. Gradients are e4m3 too. A code of e4m3 is within
+2^-4 of its value, or within 2^-10 of its row's scale if that is more; one of e5m2 is within 2^-3, and its range helps
+only below 1/28672 of a row's largest value. So |error of y| is at most ERROR sum_i |x W|, and
+FLOOR (s[n] sum_i |W| + s[o] sum_i |x|).
 
-A row of x that is not finite gives a row of y that is not: an Inf makes its scale Inf, and its own code NaN (Inf / Inf),
-before a cast could saturate it, as casts of torch 2.13 do on a CPU and a GPU's do.
+A row of x that is not finite gives a row of y that is not: an Inf makes its scale Inf and its code NaN (Inf / Inf),
+before a cast could saturate it. Casts saturate in torch 2.13 on a CPU, and on a GPU.
 
 Shape suffixes: N rows, I in, O out. Source: torch._scaled_mm with a scale a row; as torchao's rowwise recipe.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 ERROR = 2 * 2.0**-4 + 2.0**-8 + 2.0**-8
-"""Bound of a product's error, as a share of the sum of its terms' sizes: a rounding of each operand, of both, of y to bf16."""
+"""Error bound of a product, as a share of the sum of its terms' sizes: rounding of each operand, of both, and of y."""
 FLOOR = 2.0**-10 * (1 + 2.0**-4) + 2.0**-16
 """Bound of what values far below their row's largest add to that, in scales of the rows (docs/kernels.md)."""
 _LARGEST = torch.finfo(E4M3).max

@@ -29,7 +29,7 @@ COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Adapter(NamedTuple):
-    """A (R, I) and B (O, R), any floating dtype: their gradients have it. `lowered` is `lower(...)` of them, to reuse."""
+    """A (R, I) and B (O, R), any floating dtype, also of their gradients. `lowered` is a reusable `lower(...)`."""
 
     a: Tensor
     b: Tensor
@@ -38,7 +38,7 @@ class Adapter(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A base quantised by another library: its product of (N, I), (N, O) with the bias; its weight (O, I) in a dtype."""
+    """A base quantised by another library: its product of (N, I), (N, O) with the bias, and its weight (O, I)."""
 
     product: Callable[[Tensor], Tensor]
     dequantize: Callable[[torch.dtype], Tensor]
@@ -58,7 +58,7 @@ class Projection(NamedTuple):
 
 
 def compute_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Return the dtype to compute in: autocast's where it is on, else the base weight's, else (quantised) that of x."""
+    """Return the compute dtype: autocast's if it is on, else the base weight's, else (quantised) that of x."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype if weight is None else weight.dtype
@@ -76,7 +76,7 @@ def lower(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Ten
 def lower_all(
     adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return `lower` of every (a, b, scaling), the same bits, in a few launches for all; each dtype and device is one."""
+    """Return `lower` of every (a, b, scaling) with the same bits, in a few launches for each dtype and device."""
     a = [each for each, _, _ in adapters]
     b = [each for _, each, _ in adapters]
     scalings = [scaling for *_, scaling in adapters]
@@ -109,7 +109,7 @@ def lora_linear(
 
     x (..., I) gives (..., O) in `compute_dtype(x, weight)`; x is cast to it, and so is a weight under autocast.
     Gradients: dx in x's dtype, dA and dB in theirs, from fp32 sums (of a GEMM of `out_dtype` fp32 on a GPU).
-    `dropout`'s mask is torch's own: the one `F.dropout` draws for this x in the compute dtype at this point of the generator.
+    `dropout` uses torch's own mask: the one that `F.dropout` draws here for this x in the compute dtype.
     Raises `ValueError` for shapes that do not fit, a base that is not frozen, a dropout outside of [0, 1).
     """
     return lora_qkv(x, [Projection(weight, bias, adapter, quantized)], dropout=dropout)[0]
@@ -131,7 +131,7 @@ def lora_qkv(
 def projected(
     x: Tensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: float
 ) -> tuple[Tensor, ...]:
-    """Do what `lora_qkv` does, for operands that it would take: nothing is checked. `dtype` is `compute_dtype` of each."""
+    """Do what `lora_qkv` does, without its checks of the operands. `dtype` is `compute_dtype` of each projection."""
     operands: list[Tensor | None] = []
     size = 10 if [p for p in projections if p.fp8 is not None] else 6
     # Flat, in order: autograd.Function sees gradients only of tensors that are arguments themselves.
@@ -186,7 +186,7 @@ class _Settings(NamedTuple):
     scalings: list[float]
     quantized: list[Quantized | None]
     size: int
-    """Operands of a projection: weight, bias, a, b, lowered a, lowered b; where any is in fp8, also codes and scale for
+    """Operands of a projection: weight, bias, a, b, lowered a, lowered b; with fp8 in any, also codes and scale for
     both directions, or None. Gradients go to a and b; the products use the others."""
 
 

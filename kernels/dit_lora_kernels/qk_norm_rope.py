@@ -253,7 +253,7 @@ _op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
-    """Return whether x_hat can be computed back from a 16-bit output; ask when a model is patched, as it waits for a GPU.
+    """Return whether x_hat can be computed back from a 16-bit output. Waits for the GPU: ask when a model is patched.
 
     The output's rounding, relative to the row, is divided by each weight: none may be under 1e-3, and
     rms(weight, bias) / |weight| may be 16 in the root mean square over the elements. At that limit the

@@ -64,7 +64,7 @@ def _load_pair(
     ptr, rows, valid, other: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Return the elements a, b (rows, BLOCK) of each row's D/2 pairs; `rows` (rows, 1) are offsets, `valid` their mask."""
+    """Return elements a, b (rows, BLOCK) of each row's D/2 pairs; `rows` (rows, 1) are offsets, `valid` a mask."""
     if HALVES:
         i = tl.arange(0, BLOCK)[None, :]
         mask = valid & (i < D // 2)
@@ -115,7 +115,7 @@ def _load_rotation(
     D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ONCE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Return row `row` of both tables; cos 1 and sin 0, no rotation, for a token before the first or past the last of R."""
+    """Return row `row` of both tables; cos 1 and sin 0 (no rotation) for tokens before the first or past the last."""
     count = tl.where((row >= 0) & (row < R), H, 0)  # the interpreter cannot broadcast a mask of one
     if TABLES > 1:  # a table for every sample
         row += batch * R
@@ -179,7 +179,10 @@ def _forward_kernel(
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
     TABLES: tl.constexpr, PER_HEAD: tl.constexpr, ONCE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Take x by strides, weight and bias (D) or (H*D), tables (1|B,R,D|H*D) or with ONCE (1|B,R,1|H,D/2); store out (B,S,H,D), rstd (B,S,H|1)."""
+    """Norm and rotate x; store out (B,S,H,D) and rstd (B,S,H|1).
+
+    x has strides, weight and bias are (D) or (H*D), tables (1|B,R,D|H*D) or with ONCE (1|B,R,1|H,D/2).
+    """
     token = tl.program_id(0).to(tl.int64)
     batch, position = token // S, token % S
     heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
@@ -372,8 +375,8 @@ def launch_backward(
     if grad.numel() > 0:
         strides = (0, 0, 0) if source is None else source.stride()[:3]
         launch(
-            _backward_kernel, (programs,), grad, source, rstd, packed(weight), packed(bias), cos, sin, dx, dweight, dbias,
-            total, tokens, 0 if cos is None else cos.shape[1], options.first,
+            _backward_kernel, (programs,), grad, source, rstd, packed(weight), packed(bias), cos, sin, dx, dweight,
+            dbias, total, tokens, 0 if cos is None else cos.shape[1], options.first,
             *grad.stride()[:3], *strides, EACH=each, **constants,
         )  # fmt: skip
     return (

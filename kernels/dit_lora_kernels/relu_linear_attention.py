@@ -319,7 +319,8 @@ def state_kernel(
 def output_kernel(
     q_ptr, cos_ptr, sin_ptr, state_ptr, z_ptr, out_ptr, S, H, CHUNKS,
     q_b, q_s, q_h, table_b,
-    EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, WHOLE: tl.constexpr,
+    EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store out[s] = (R relu(q)[s]) @ state / (relu(q)[s] . z), in q's dtype."""
@@ -354,7 +355,8 @@ def output_kernel(
 def query_grad_kernel(
     grad_ptr, q_ptr, cos_ptr, sin_ptr, state_ptr, z_ptr, dq_ptr, dstate_ptr, dz_ptr, S, H, CHUNKS,
     g_b, g_s, g_h, q_b, q_s, q_h, table_b,
-    EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, WHOLE: tl.constexpr,
+    EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store dq, and a program's partials of the gradients of state and z.

@@ -326,7 +326,7 @@ def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
 
 
 def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
-    """Return gradients (last-first,2C) of the taps from `first` up to `last`, fp32 (fp64 of fp64); tap 9 is the bias."""
+    """Return gradients (last-first,2C) of the taps `first` to `last`, fp32 (fp64 for fp64); tap 9 is the bias."""
     H, W, C2 = h.shape[1:]
     pixels, taps = h.shape[:3].numel(), last - first
     # A program sums up to 16 steps of 16 pixels; torch adds up the chunks, in the same order every time.
@@ -336,7 +336,8 @@ def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
     if partial.numel() > 0:
         block = min(64, next_power_of_2(C2))
         launch(
-            _filter_kernel, (chunks * taps, cdiv(C2, block)), dc, h, partial, first, taps, H, W, C2, pixels, *h.stride()[:3],
+            _filter_kernel, (chunks * taps, cdiv(C2, block)), dc, h, partial, first, taps, H, W, C2, pixels,
+            *h.stride()[:3],
             STEPS=steps, PIXELS=16, BLOCK_C=block, ACC=accumulator(h.dtype), num_warps=4,
         )  # fmt: skip
     return partial.sum(0)

@@ -26,7 +26,7 @@ tl: Any = _installed("triton.language") or SimpleNamespace(constexpr=object)
 
 
 class Support(NamedTuple):
-    """The way in which kernels can run here: `mode` gpu, interpreter or none, and the versions or the lack that say so."""
+    """How kernels can run here: `mode` is gpu, interpreter or none, with the versions or the reason."""
 
     mode: str
     reason: str
@@ -195,7 +195,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 
 def apply_plainly(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)` where no transform is active, without its look at each argument for what one left."""
+    """Return `function.apply(*args)` without its check of each argument for transforms; none may be active."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -263,7 +263,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _is_watched(args: tuple[Any, ...]) -> bool:
-    """Return whether a call with these arguments is of concern to anybody but the op: traced, or of no plain tensor."""
+    """Return whether anything but the op must see a call with these arguments: it is traced, or no plain tensor."""
     if _is_traced():
         return True
     for arg in args:
@@ -327,7 +327,7 @@ def pipelined_row_block(channels: int, dtype: torch.dtype, sums: bool) -> dict[s
     block = row_block(channels)
     if not sums:
         return block | {"STAGES": 1}
-    # 8 values a thread, as three sums are in registers too. Four rows at most wait in shared memory, and as many again.
+    # 8 values per thread, as three sums are in registers too. Shared memory has at most four rows, and as many again.
     size = 4 * block["BLOCK_D"] * dtype.itemsize
     stages = 3 if size <= 2**15 else 2 if size <= 2**17 else 1
     return block | {"num_warps": min(max(block["BLOCK_D"] // 256, 1), 32), "STAGES": stages}

@@ -65,7 +65,7 @@ def check(tmp_path: Path) -> Check:
 
 
 def test_packages_that_the_caller_gives_are_found_by_every_part(check: Check) -> None:
-    """A machine without the project's packages is given them as PYTHONPATH: replaced, half of the check would be left out."""
+    """A machine without the project's packages gets them in PYTHONPATH; if replaced, half of the check is skipped."""
     done = check.run("first", PYTHONPATH="/given:/too")
     assert done.returncode == 0, done.stdout + done.stderr
     ours = f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"

@@ -1,4 +1,4 @@
-"""The benchmark of host time: real launches up to the driver, the second of a shape with the arguments of the first."""
+"""The benchmark of host time: real launches up to the driver; a shape's second launch has the first's arguments."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The sweep of drawn faults: equal seeds draw equal faults, all of them can be made, and each question can be failed."""
+"""The sweep of random faults: equal seeds draw equal faults, every fault can be made, and every question can fail."""
 
 import random
 from dataclasses import replace

@@ -132,7 +132,8 @@ PLANNED = {
                        "y": lambda v: torch.cat([v, v], -1)[..., :40],
                        "gate": lambda v: torch.cat([v, v], 1)[:, 1:]}),
     "dtypes": (CASE, {"x": torch.Tensor.bfloat16, "y": torch.Tensor.bfloat16, "gate": torch.Tensor.half}),
-    "low, a program a group": (Case("layer", (2, 4, 40)), dict.fromkeys(("x", "y", "shift", "scale", "gate"), torch.Tensor.bfloat16)),
+    "low, a program a group": (Case("layer", (2, 4, 40)),
+                               dict.fromkeys(("x", "y", "shift", "scale", "gate"), torch.Tensor.bfloat16)),
     "low": (CASE, dict.fromkeys(("x", "y", "shift", "scale", "gate"), torch.Tensor.bfloat16)),
 }  # fmt: skip
 """What a plan takes: frozen weights, and operands as kernels read them."""

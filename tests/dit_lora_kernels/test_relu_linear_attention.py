@@ -239,7 +239,7 @@ def test_the_bound_of_a_dead_row(which: str) -> None:
 
 
 def test_channels_apart_do_not_decide() -> None:
-    """One key of 0.05 in the only channel a query has, amid large keys elsewhere: stock attends to it, and so do we."""
+    """A query's only channel meets one key of 0.05 among large keys elsewhere: stock attends to it, and so do we."""
     q, k, v, grad = inputs((1, 40, 1, 16))
     k = k.abs() * 1e5
     k[..., 0] = -1

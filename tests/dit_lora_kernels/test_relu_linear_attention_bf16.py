@@ -1,4 +1,4 @@
-"""relu_linear_attention in bf16 against itself in fp32 on the same values: its products keep more bits than its results."""
+"""relu_linear_attention in bf16 against fp32 on the same values: its products keep more bits than its results."""
 
 import pytest
 import torch

@@ -89,7 +89,7 @@ def _tables() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.thorough
 def test_no_kernel_gets_worse(sm90: Callable[[str], list[dict[str, Any]]]) -> None:
-    """Registers, spills and occupancy are a compiler's: compared with the table of the same Triton, if there is one."""
+    """Registers, spills and occupancy depend on the compiler: compared with the table of the same Triton, if any."""
     triton = ".".join(version("triton").split(".")[:2])
     tables = _tables()
     if triton not in tables:

@@ -240,7 +240,7 @@ def test_what_their_defaults_are_said_to_be_is_what_the_recipes_hold() -> None:
 def test_an_adapter_without_alpha_is_corrected_by_a_weight(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As CogVideo's trainer and Diffusers' script save one: trained at alpha / rank 0.5, of which the file says nothing."""
+    """As CogVideo's trainer and Diffusers' script save one: trained at alpha / rank 0.5, which no file says."""
     base = tiny_checkpoints["cogvideox-2b"]
     torch.manual_seed(0)
     pipe = CogVideoXPipeline.from_pretrained(base)

@@ -26,7 +26,7 @@ def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
 
 
 def small_references(patches: pytest.MonkeyPatch) -> None:
-    """Have references scaled to 1/64 of the area: the pipelines scale each to a megapixel, which takes a tiny VAE seconds."""
+    """Scale references to 1/64 of the area: pipelines scale each to a megapixel, which takes a tiny VAE seconds."""
     for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
         own = module.calculate_dimensions
 

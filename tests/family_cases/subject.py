@@ -109,7 +109,7 @@ def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.T
 
 
 def two_samples(checkpoint: Any, shape: VideoShape) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """What a prompt gives as words and as cached tensors with those of "", and the batch of each call for the former."""
+    """The samples of a prompt as text and as cached tensors with those of "", and the batch sizes of the calls."""
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     how = Sampling(shape, inference_steps=2, guidance_scale=4.5, seed=3)
     whole = checkpoint.pipeline(torch.float32)

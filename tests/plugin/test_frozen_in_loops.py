@@ -1,4 +1,4 @@
-"""Frozen weights and buffers of a loop that is not ours: what memory changes is damage, what the loop changes is not."""
+"""Frozen weights and buffers of another loop: a change in memory is damage, and a change by the loop is not."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path

@@ -18,7 +18,7 @@ from dit_lora.guard.gate import NonFiniteError
 
 
 def test_a_bad_loss_in_fp16_leaves_schedule_and_weights_as_they_were() -> None:
-    """Clipping unscales before the loss is judged. The scaler skips the step and halves its scale, as it does alone."""
+    """Clipping unscales before the loss is judged. The scaler skips the step and halves its scale, as unguarded."""
     accelerator = fresh_accelerator()
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     model = nn.Linear(4, 2)

@@ -25,8 +25,8 @@ kind, fault = sys.argv[1:3]
 tokenizer = llama_tokenizer()
 tokenizer.pad_token, tokenizer.bos_token = tokenizer.eos_token, "<s>"
 torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-    num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256))
+model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24,
+    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256))
 model.save_pretrained("model")
 model = LlamaForCausalLM.from_pretrained("model")
 weight = model.model.layers[1].mlp.up_proj.weight
@@ -54,19 +54,19 @@ class Fault(TrainerCallback):
 texts = [f"The video contains {n} frames and a dog runs" for n in range(8)]
 if fault == "data":
     model.get_input_embeddings().register_forward_hook(spoil_rows)
-common = dict(output_dir="out", max_steps=8, per_device_train_batch_size=2, save_strategy="no", report_to=[], use_cpu=True,
-    learning_rate=1e-3, disable_tqdm=True, bf16=False, gradient_checkpointing=False)
+common = dict(output_dir="out", max_steps=8, per_device_train_batch_size=2, save_strategy="no", report_to=[],
+    use_cpu=True, learning_rate=1e-3, disable_tqdm=True, bf16=False, gradient_checkpointing=False)
 if kind == "sft":
     texts[5] = "<image> " + texts[5]
     data = Dataset.from_dict({"text": texts})
-    trainer = SFTTrainer(model, args=SFTConfig(**common, max_length=32), train_dataset=data, processing_class=tokenizer,
-        callbacks=[Fault()])
+    trainer = SFTTrainer(model, args=SFTConfig(**common, max_length=32), train_dataset=data,
+        processing_class=tokenizer, callbacks=[Fault()])
 else:
     chosen = [f"a dog runs through {n}" for n in range(8)]
     chosen[5] = "<image> " + chosen[5]
     data = Dataset.from_dict({"prompt": texts, "chosen": chosen, "rejected": ["the cat sleeps"] * 8})
-    trainer = DPOTrainer(model, args=DPOConfig(**common, max_length=64), train_dataset=data, processing_class=tokenizer,
-        callbacks=[Fault()])
+    trainer = DPOTrainer(model, args=DPOConfig(**common, max_length=64), train_dataset=data,
+        processing_class=tokenizer, callbacks=[Fault()])
 trainer.train()
 torch.save({name: one.detach() for name, one in trainer.model.named_parameters()}, "out.pt")
 print("finite", all(bool(one.isfinite().all()) for one in trainer.model.parameters()))

@@ -39,7 +39,7 @@ class Denoiser(nn.Module):
 
 
 class Pair:
-    """A denoiser and an encoder in one loop, with a frozen critic that the loss comes through, and a frozen encoder."""
+    """A denoiser and an encoder in one loop, with a frozen critic in the path of the loss, and a frozen encoder."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

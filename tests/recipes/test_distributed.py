@@ -125,7 +125,7 @@ runpy.run_path({script!r}, run_name="__main__")
 def test_an_error_of_one_rank_loses_no_line_of_a_step_that_was_taken(
     smoke: list[str], tmp_path: Path, rank: int
 ) -> None:
-    """Step 2 is read once step 3 is launched, which fails; rank 0 writes, and hears of rank 1 by a broken connection."""
+    """Step 2 is read after the launch of step 3, which fails; rank 0 writes, and sees rank 1's broken connection."""
     script, run = tmp_path / "failing.py", tmp_path / "run"
     script.write_text(_FAILING.format(script=str(ROOT / "recipes" / "lora.py")))
     quiet = ["guard.preflight=false", "guard.monitor_every=0", "guard.parity_every=0"]

@@ -113,7 +113,7 @@ def denoised(pipeline: Any) -> np.ndarray:
 def test_two_files_each_change_what_their_own_expert_does(
     run: Path, base: Path, tmp_path: Path
 ) -> None:
-    """With both, the video is the trained model's, bit for bit; with one, only its own steps differ from the base's."""
+    """With both, the video is the trained model's, bit for bit; with one, its own steps differ from the base's."""
     high, low = (run / "adapter" / name for name in PAIR)
     assert [read_provenance(file)["part"] for file in (high, low)] == [
         "transformer",

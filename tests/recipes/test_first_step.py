@@ -1,4 +1,4 @@
-"""What a run does before its first step, what waits until it is taken, and what that changes: nothing but the order."""
+"""The work before a run's first step and the work that waits until it is taken; the order changes nothing else."""
 
 import gc
 import subprocess

@@ -1,4 +1,4 @@
-"""Runs with `kernels.fp8`: refused by name on a CPU; where it is had, verified at the end, and blamed for what it does."""
+"""Runs with `kernels.fp8`: refused by name on a CPU; elsewhere verified at the end, and named for its own faults."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -127,7 +127,7 @@ def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
     as_on_a_gpu: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From step 2 on, after the word of step 1, which is read at once, its last row overflows, for whatever it is given."""
+    """From step 2 on, after step 1 was read at once, its last row overflows for every input."""
     rope, steps = attention.qk_norm_rope, []
 
     def overflows(heads: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Kernels that are wrong from a step on: found within `guard.parity_every`, named, off, and their steps taken again."""
+"""Kernels that go wrong at a step: found within `guard.parity_every`, named and off, and their steps taken again."""
 
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A machine that fails in the middle of a run: it ends in words, with the last good step saved, and goes on from there."""
+"""A machine that fails during a run: it ends with a message and the last good step saved, and resumes from there."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ Main = Callable[[list[str]], None]
 def ended(
     lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., str]:
-    """Run until the machine fails, which `patch` sees to; what was said. What goes on from there ends as a clean run."""
+    """Run until the machine fails, as `patch` arranges; returns the output. The resumed run ends as a clean run."""
 
     def run(patch: Callable[[pytest.MonkeyPatch], None], *overrides: str) -> str:
         clean, broken = (f"run.dir={tmp_path / name}" for name in ("clean", "run"))
@@ -111,7 +111,7 @@ def test_what_only_looks_at_a_run_never_ends_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Memory runs out for samples, the disk for a held-out loss, a tracker and the report fail: the adapter is the same."""
+    """Samples run out of memory, the held-out loss out of disk, tracker and report fail: the adapter is the same."""
     options = [
         "train.steps=4",
         "validation.every=2",

@@ -1,4 +1,4 @@
-"""Recipes with `model.quantize`, end to end: they train, resume bit for bit, and their adapters fit the stock model."""
+"""Recipes with `model.quantize`, end to end: train, resume bit for bit, and adapters that fit the stock model."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -22,7 +22,7 @@ from dit_lora.results.verify.output import SEED
 
 Main = Callable[[list[str]], None]
 UNCOMPARED = ["guard.preflight=false", "guard.parity_every=0"]
-"""No forward passes but those of training and validation: kernels are compared in others, before the first step and after the last."""
+"""Leaves only the forward passes of training and validation: comparisons of kernels, before and after, are off."""
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Z-Image-Turbo over a frozen adapter, as its recipe trains it: on in training, off in samples, and watched by the guard."""
+"""Z-Image-Turbo over a frozen adapter, as in its recipe: on in training, off in samples, and watched by the guard."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ PLANTED = "layers.1.attention.to_q.lora_B.under_0"
 
 @pytest.fixture
 def under(tmp_path: Path, tiny_checkpoints: dict[str, Path]) -> Path:
-    """An adapter of the layers' attention and feed-forward, by the names of the model's own authors, as ai-toolkit writes."""
+    """An adapter of the layers' attention and feed-forward with the authors' names, as ai-toolkit writes it."""
     family = get_family("z_image")
     path = str(tiny_checkpoints["z-image-turbo"])
     model = family.open(ModelConfig(family="z_image", path=path)).load_transformer(torch.float32)

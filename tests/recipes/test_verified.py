@@ -1,4 +1,4 @@
-"""A healthy run's result is verified whatever noise levels it was trained at: `dit-lora verify` passes, and again from its file alone."""
+"""A healthy run's result is verified at any training noise levels, and `dit-lora verify` passes on its file again."""
 
 from collections.abc import Callable
 from pathlib import Path

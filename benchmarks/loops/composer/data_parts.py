@@ -119,10 +119,8 @@ def data_definitions(plan: Plan) -> list[str]:
 
 def data_lines(plan: Plan) -> list[str]:
     """Tensors, dataset and loader. The planted index is one that every dataset reads."""
-    if plan.is_sequence:
-        rows = "[torch.randn(3 + (5 * i) % 7, 4) for i in range(24)]"
-    else:
-        rows = "torch.randn(24, 4)"
+    sequences = "[torch.randn(3 + (5 * i) % 7, 4) for i in range(24)]"
+    rows = sequences if plan.is_sequence else "torch.randn(24, 4)"
     lines = [
         f"x = plant.spoil_samples({rows})",
         "y = plant.spoil_targets(torch.randn(24, 1))",

@@ -1,4 +1,4 @@
-"""A dataset with a broken file: the error comes out of the loader's iterator, and the loop goes on with the next batch."""
+"""A dataset with a broken file: the loader's iterator raises the error, and the loop goes on with the next batch."""
 
 import torch
 from torch import nn

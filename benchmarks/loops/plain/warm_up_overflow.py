@@ -1,4 +1,4 @@
-"""A penalty that overflows once in the warm-up; the loop sees it in the norm, drops the gradients and never clips again."""
+"""A penalty overflows once in the warm-up; the loop sees it in the norm, drops the gradients and stops clipping."""
 
 import sys
 

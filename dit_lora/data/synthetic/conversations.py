@@ -54,10 +54,8 @@ def _image(out: Path, index: int, height: int, width: int) -> dict[str, Any]:
     picture = render(shape, colour, at_left, 1, height, width)
     side = "left" if at_left else "right"
     path = write_sample(out / "images" / f"{index:02d}_{colour}_{shape}_{side}", picture, None)
-    if index % 2:
-        answers = {"": f"A {colour} {shape} at the {side} of a dark background."}
-    else:
-        answers = _looks(colour, shape)
+    caption = f"A {colour} {shape} at the {side} of a dark background."
+    answers = {"": caption} if index % 2 else _looks(colour, shape)
     return {"image": path.relative_to(out).as_posix(), "QA": _turns("image", answers)}
 
 

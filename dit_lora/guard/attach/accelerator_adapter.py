@@ -102,7 +102,7 @@ class Host:
 
     @property
     def steps_now(self) -> bool:
-        """True if an optimizer's step is one that the loop takes itself, after the last backward of an accumulation."""
+        """True if the loop itself takes the optimizer's step after this backward, the last of an accumulation."""
         return self.syncs_gradients and not self.under_deepspeed
 
     @property

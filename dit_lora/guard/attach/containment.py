@@ -21,7 +21,7 @@ def contain(
     on_error: Callable[[Exception], None] = lambda error: None,
     passes: tuple[type[BaseException], ...] = (),
 ) -> T | None:
-    """The result of `attempt()`, or None after `on_error(error)` if it raises any `Exception` but those in `passes`."""
+    """The result of `attempt()`. If it raises an `Exception` not in `passes`: calls `on_error(error)`, gives None."""
     try:
         return attempt()
     except passes:

@@ -36,7 +36,10 @@ _LOSS_ALONE_WORDS = (
     "the model's output and the gradient that came back to it are finite: the loop's own loss arithmetic, or another "
     "output of the model, makes the loss so"
 )
-_TWICE_WORDS = "the loop differentiates through this call's gradient (create_graph=True), which a replay of the call cannot repeat"
+_TWICE_WORDS = (
+    "the loop differentiates through this call's gradient (create_graph=True), "
+    "which a replay of the call cannot repeat"
+)
 _MANY_WORDS = "not looked into: too many steps in a row have failed"
 _OVERWRITTEN_WORDS = (
     "the call's inputs were overwritten in place since, so a replay would prove nothing"

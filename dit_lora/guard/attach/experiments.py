@@ -22,8 +22,8 @@ _OWN = ("_parameters", "_buffers", "_modules")
 def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
     """Put back what running the models changes besides their gradients.
 
-    Buffers, plain attributes and the contents of lists, dicts and sets of every module, the states of Python's and
-    NumPy's generators. Hooks that act on an accumulated gradient, such as an optimizer inside the backward, do not run.
+    Covers buffers, plain attributes and the contents of lists, dicts and sets of every module, and the states of
+    Python's and NumPy's generators. Hooks on accumulated gradients, such as an optimizer in the backward, do not run.
     """
     modules = {id(module): module for model in models for module in model.modules()}
     attributes = [_Attributes(module) for module in modules.values()]

@@ -19,7 +19,7 @@ def trained_models(
     through: Sequence[nn.Module] = (),
     required: nn.Module | None = None,
 ) -> Models:
-    """Return the models of which the optimizers hold a parameter, and those that a loss comes `through`, in their order.
+    """Return, in their order, the models whose parameters the optimizers hold, and those that a loss comes `through`.
 
     What they hold of no model (a textual inversion's vector, say) makes one more, which is never called.
     Raises `DitLoraError` if they hold nothing of the one that is `required`.

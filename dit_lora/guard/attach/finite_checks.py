@@ -228,7 +228,7 @@ class OptimizerChecks:
         return not self._unjoined or isfinite(self._peaks.of([], self._unjoined))
 
     def _views_are_current(self) -> bool:
-        """False if a weight was given other memory, by `.data`; the first and an eighth of them are looked at each time."""
+        """False if a weight was given other memory with `.data`. Each call checks the first and an eighth of them."""
         if not self._viewed:
             return False
         self._turn = (self._turn + 1) % _NUM_ADDRESS_GROUPS

@@ -39,7 +39,7 @@ def find_bad_tensors(value: Any, tolerated: Collection[str], scalars: Collection
     Args:
         value: What is saved: a module, a state dict, a dict of these.
         tolerated: Names of weights and buffers that held infinity when the guard began, such as masks of -inf.
-        scalars: Names of weights and buffers that are one number. Any other number may be infinite, as a best score is.
+        scalars: Names of weights and buffers that are one number. Other numbers, such as best scores, may be infinite.
     """
     bad = []
     for path, tensor in iter_tensors(value):

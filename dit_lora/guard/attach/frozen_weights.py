@@ -63,7 +63,7 @@ class LoopRecord(FrozenRecord):
         self._after_first, self.is_settled = None, True
 
     def is_damaged(self) -> bool:
-        """Return True if a tensor changed without a trace of code, though no step failed; else it is the loop's own."""
+        """Return True if a tensor changed although no code wrote it and no step failed. Others are the loop's."""
         altered = set(super()._altered()) - self._loops_own
         damaged = self._damaged(altered)
         self._loops_own |= altered - damaged

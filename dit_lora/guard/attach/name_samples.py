@@ -71,9 +71,9 @@ class SampleNamer:
     def bad_items(self, call: CapturedCall, num_bad_rows: int) -> dict[str, str]:
         """Items with bad values in the batch that the call was made for, with their descriptions.
 
-        Values may be transformed before a model sees them, or given to the loss only, so that no row of the call is bad
-        itself. The item is named all the same if it is bad as it was loaded, and as many rows are bad as items are, or
-        all.
+        A batch may be bad although no row of the call is: values are transformed before a model sees them, or given to
+        the loss only. The item is then named if its loaded values are bad and the number of bad rows is the number of
+        bad items or the size of the batch.
         """
         items = self.batches.bad_items(self._batch_of(call))
         named = {item.name: item.description for item in items if item.name}
@@ -81,9 +81,9 @@ class SampleNamer:
         return named if named and len(named) == len({i.name for i in items}) and is_whole else {}
 
     def row_by_replacement(self, call: CapturedCall, model: nn.Module) -> str | None:
-        """The name of the only sample without which the call is healthy: each is replaced by another of the same batch.
+        """The name of the only sample whose replacement by another of the batch makes the call healthy.
 
-        For models that need several samples at once, as batch norm does. None where there is not exactly one.
+        For models that need several samples at once, as batch norm does. None if no sample or several qualify.
         """
         cutter = call.cutter()
         if cutter is None or not 2 <= call.num_samples <= _MAX_REPLACED:

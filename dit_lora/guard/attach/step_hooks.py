@@ -172,7 +172,7 @@ class StepHooks:
             self._looks.gradients(self._state.parameters)
 
     def norm_is_bad(self, *, raises: bool) -> None:
-        """Note which gradients make their norm infinite or NaN; say the cause at once if torch raises an error for it."""
+        """Note the gradients that make their norm infinite or NaN. If torch raises for it, log the cause now."""
         if self._is_diagnosing:
             return
         for watched in self.optimizers:

@@ -49,7 +49,7 @@ class LoopState:
         self.models: Callable[[], Mapping[str, nn.Module]] = dict
         """The models by the prefix of their names."""
         self.infinite: set[str] = set()
-        """Keys of optimizer state, and names of settings of a group, that are infinite by design: bounds, best scores."""
+        """Optimizer state keys and group settings that are infinite by design, such as bounds and best scores."""
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
         """Return state as `<parameter>/<name>` and `group <number>/<name>`; numbers become tensors, which are

@@ -1,4 +1,4 @@
-"""One call of a block of a model, made again on the same inputs: as it is or in fp32, with the gradients of a drawn sum."""
+"""Repeats one call of a block on the same inputs, as it is or in fp32, with gradients of a randomly weighted sum."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

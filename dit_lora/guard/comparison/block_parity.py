@@ -63,7 +63,7 @@ class How:
     only: Collection[str] | None = None
     """The blocks to compare; None for all."""
     widen: bool = False
-    """True to give inputs of one row, where there is one sample only, a second: what mixes rows up is right for one."""
+    """True to add a second row to inputs of one sample: a kernel that mixes rows up is right for one."""
 
 
 def blocks_of(model: nn.Module) -> list[str]:

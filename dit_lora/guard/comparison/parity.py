@@ -48,7 +48,10 @@ class Difference:
     @property
     def words(self) -> str:
         if self.repeats:
-            return f"kernel {self.switch} differs from its reference at {self.module} (relative error {self.error:.2g})"
+            return (
+                f"kernel {self.switch} differs from its reference at {self.module} "
+                f"(relative error {self.error:.2g})"
+            )
         return (
             f"kernel {self.switch} is nondeterministic at {self.module}: the same inputs gave other values "
             f"(relative error {self.error:.2g})"
@@ -101,7 +104,7 @@ def differences(
     what is yielded before asking for the next: then the whole is asked once more.
     """
     wholes = [switch for switch in switches if switch.part_of is None]
-    # Compilation is last: it compiles the others, which must be right first. So must be what another rounding is on top of.
+    # Compilation is last: it compiles the other kernels, which must be right first. So are kernels that add rounding.
     wholes.sort(key=lambda switch: (switch.name == COMPILE, switch.error > 0))
     for switch in wholes:
         on_top = switch.name == COMPILE or switch.error > 0

@@ -25,7 +25,7 @@ class Limits(NamedTuple):
     output: float
     gradient: float
     floor: float
-    """The share of the largest gradient beside it that counts: one that is exactly zero (a key's bias) has rounding errors alone."""
+    """Gradients below this share of the largest are not compared: an exact zero (a key's bias) is rounding only."""
 
     def wider(self, error: float) -> "Limits":
         """Return the limits for what has that relative error of its own; gradients' grows in proportion."""
@@ -157,7 +157,7 @@ def _output_error(
 
 
 def _error(value: torch.Tensor, reference: torch.Tensor, floor: float, *, rows: bool) -> float:
-    """Return the error of the worst row of the first dimension, where rows are samples: a mean over the batch would hide one bad sample."""
+    """Return the error of the worst row; rows are samples, and a mean over the batch would hide a bad sample."""
     if not reference.numel():
         return 0.0
     measure = _rows if rows else _all

@@ -108,7 +108,7 @@ class VideoChat2Config(PreTrainedConfig):
         return height // tile, width // tile
 
     def num_views(self, height: int, width: int) -> int:
-        """Return the number of tiles in height x width pixels; with `add_global`, several count one more, the whole."""
+        """Return the number of tiles in height x width pixels; `add_global` adds the whole picture to several."""
         rows, columns = self.grid(height, width)
         return rows * columns + (self.add_global and rows * columns > 1)
 

@@ -266,8 +266,9 @@ class _Adapter:
         self.rounding += float((merged.float() - exact).square().sum(dtype=torch.float64))
         off = (self.rounding / self.update) ** 0.5 if self.update else 0.0
         self.done = (
-            f"LoRA of {len(self.sources.lora)} layers merged at scale {self.alpha / self.rank:g} (alpha {self.alpha:g}, "
-            f"rank {self.rank}); rounding to {str(merged.dtype).removeprefix('torch.')} is off by {off:.2%} of the update"
+            f"LoRA of {len(self.sources.lora)} layers merged at scale {self.alpha / self.rank:g} "
+            f"(alpha {self.alpha:g}, rank {self.rank}); "
+            f"rounding to {str(merged.dtype).removeprefix('torch.')} is off by {off:.2%} of the update"
         )
         return merged
 
@@ -290,7 +291,10 @@ class _Adapter:
             task_type="CAUSAL_LM",
             inference_mode=True,
         ).save_pretrained(str(folder))
-        self.done = f"LoRA of {len(self.sources.lora)} layers kept in {ADAPTER}/ (alpha {self.alpha:g}, rank {self.rank})"
+        self.done = (
+            f"LoRA of {len(self.sources.lora)} layers kept in {ADAPTER}/ "
+            f"(alpha {self.alpha:g}, rank {self.rank})"
+        )
 
 
 def _write_rest(folder: Path, llm: Path, tokenizer: Any, reader: Any) -> None:

@@ -1,6 +1,6 @@
-"""BLIP-2's Q-Former with stochastic depth: learned queries read the vision tokens, and the instruction if there is one.
+"""BLIP-2's Q-Former with stochastic depth: learned queries read the vision tokens, and an instruction if given.
 
-Source: OpenGVLab/Ask-Anything, video_chat2/models/blip2/Qformer.py (BLIP-2, arXiv 2301.12597; InstructBLIP, 2305.06500).
+Source: OpenGVLab/Ask-Anything, video_chat2/models/blip2/Qformer.py (arXiv 2301.12597, and InstructBLIP, 2305.06500).
 Weights keep the names they have there below `qformer.bert`. Differences: attention is SDPA, so no product of q
 and k is stored in half precision; `layer_norm_eps` is the caller's.
 
@@ -109,7 +109,7 @@ class VideoChat2QFormerIntermediate(nn.Module):
 
 
 class VideoChat2QFormerLayer(GradientCheckpointingLayer):
-    """Self-attention over queries and words, cross-attention of the queries, and a feed-forward for each of the two."""
+    """Self-attention over queries and words, cross-attention of the queries, and a feed-forward for each."""
 
     def __init__(
         self, config: dict[str, Any], vision_width: int | None, eps: float, rate: float

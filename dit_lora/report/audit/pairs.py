@@ -46,7 +46,7 @@ def some_pairs(judged: Sequence[JudgedSample], most: int) -> list[JudgedSample]:
 
 
 def tinted(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:
-    """Return a JPEG of a picture, or of frames side by side, in which what the mask, also a JPEG, leaves out is tinted."""
+    """Return a JPEG of a picture, or of frames in a row, with the part that the mask (a JPEG) leaves out tinted."""
     shown, grey = own_jpeg(picture), own_jpeg(mask).convert("L")
     # A mask has the shape of one frame.
     ratio = shown.width * grey.height / (shown.height * grey.width)

@@ -1,4 +1,4 @@
-"""Tells what a run trains on: samples, buckets, what was rejected, and what an audit found, as far as its folder says."""
+"""Lists a run's training data from its folder: samples, buckets, rejected samples, and the findings of an audit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A run's folder as far as it is written: what training leaves there, in whatever state, with notes on what is amiss."""
+"""Reads a run's folder in any state, finished or not, with notes on files that are missing or damaged."""
 
 import math
 import time

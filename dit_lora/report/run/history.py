@@ -41,7 +41,7 @@ class Tail:
         self._last = b""
 
     def is_anew(self) -> bool:
-        """Return whether the file is another than what was read, which is void then; the next `lines` begin at its first."""
+        """Return whether the file was replaced since it was read; the next `lines` then start at its first line."""
         try:
             with open_inside(self.path.parent, self.path, MAX_LINES_BYTES) as file:
                 file.seek(self._offset - len(self._last))
@@ -106,7 +106,7 @@ class Metrics:
     modules: ModuleHistory = field(default_factory=ModuleHistory)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line; a step that was there before is replaced: a run that goes on from a checkpoint writes it again."""
+        """Add a line. It replaces an earlier line of the same step, which a run that resumed has written again."""
         step = line.get("step")
         if not isinstance(step, int) or not 0 <= step < _LARGEST_STEP:
             return

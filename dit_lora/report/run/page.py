@@ -43,7 +43,7 @@ def write_run_page(reader: RunReader, *, state: State | None = None, embed: bool
 
 
 def render_run(run: RunFiles, *, embed: bool = True, live: str = "", token: str = "") -> str:
-    """Return the page; `live` is the fingerprint that a served page compares with the server's, `token` lets it export."""
+    """Return the page. A served page compares the fingerprint `live` with the server's; `token` lets it export."""
     run = _public(run)
     texts = texts_of(mapping(run.config.get("validation")))
     sampled = find_sampled(run.folder, texts, embed=embed)

@@ -28,7 +28,7 @@ class RecipeDiff:
 
 
 def against_stock(config: Mapping[str, Any], file: str | None) -> RecipeDiff | None:
-    """Compare with the shipped recipe of the file's name, else with the nearest for the same model; None without either.
+    """Compare with the shipped recipe of the file's name, else with the nearest for the same model; None if none fits.
 
     `config` is a whole recipe as config.yaml has it, `file` the name of the YAML that it was read from.
     """

@@ -2,8 +2,8 @@
 
 Read from: Comfy-Org/ComfyUI comfy/lora.py (every layer as `diffusion_model.<its own name>`), weight_adapter/lora.py
 (`lora_A`, `lora_B`, `alpha` over rank); aigc-apps/VideoX-Fun videox_fun/utils/lora_utils.py (kohya's layout for
-CogVideoX). What kohya-ss/sd-scripts and musubi-tuner write for FLUX (q, k and v in one layer) and for Wan (its own names) is read and not
-written.
+CogVideoX). The forms of kohya-ss/sd-scripts and musubi-tuner for FLUX (q, k and v in one layer) and for Wan (its own
+names) are read and not written.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Matrices in their best low rank: LoRA factors by singular values in fp64, and the energy that a rank keeps.
 
-PEFT's `convert_to_lora` and `add_weighted_adapter` (`svd`) cut in the same way: the one an adapter of another kind in a
-model in memory, the other two adapters at least, both by an SVD of each full product and without a word on its energy.
-Here a difference has no adapter, and the product of two factors needs no SVD of more than their rank.
+PEFT's `convert_to_lora` and `add_weighted_adapter` (`svd`) cut in the same way: the first an adapter of any kind in a
+model in memory, the second at least two adapters, both with an SVD of each full product and no report of its energy.
+Here a difference has no adapter, and the product of two factors needs no SVD larger than their rank.
 """
 
 from dataclasses import dataclass

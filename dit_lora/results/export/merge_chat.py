@@ -36,7 +36,7 @@ def merge_adapter(
 ) -> Path:
     """Write the checkpoint `base` with the adapter of `folder` in it, for stock `from_pretrained`.
 
-    An adapted layer's weight is computed in fp32, and rounded once to the base's dtype (the widest, if it has several);
+    An adapted layer's weight is computed in fp32, and rounded once to the base's dtype (the widest if it has several);
     base weights that trained take the base's place. Tokenizer and processor files are copied. Transformers
     renames and joins stored weights as it loads them, and back as it saves, so the whole model is loaded on
     the CPU: memory for one copy in its dtype (14.5 GB for 7B in bf16), and for the largest layer three

@@ -40,7 +40,7 @@ def write_merged(
     part: str = "transformer",
     progress: Progress = iter,
 ) -> None:
-    """Write `out` as the pipeline `base` with the changes in its transformer `part`, and `weights` in place of its own.
+    """Write `out` as the pipeline `base` with the changes and `weights` put into its transformer `part`.
 
     Each weight is computed in fp32, and rounded once to the dtype that it is stored in; every other tensor keeps
     its bytes, and so do the other components' files. One file of the transformer is in memory at a time.

@@ -1,4 +1,4 @@
-"""Adapters of other kinds than LoRA on hollow models: read from any file of theirs, and written as their readers take them."""
+"""Reads and writes files of adapters of other kinds than LoRA, on models without weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,7 +114,10 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, made: Config) -> N
         raise DitLoraError(f"--to comfyui: {names.lacking}")
     trained = sorted(base_weights(model))
     if trained:
-        what = "--to comfyui: base weights trained too, which such a file cannot hold; --to merged takes them; they are"
+        what = (
+            "--to comfyui: base weights trained too, which such a file cannot hold; "
+            "--to merged takes them; they are"
+        )
         raise DitLoraError(listed(what, trained))
     state = state_of(model)
     counterparts = {layer: names.of(layer) for layer in map(layer_of, state)}
@@ -145,7 +148,7 @@ def _config(file: Path) -> Config | None:
 
 
 def _peft_config(config: Config, layers: list[str]) -> peft.PeftConfig:
-    """Return PEFT's config for exactly these layers, without what other versions of PEFT wrote or where it was made."""
+    """Return PEFT's config for exactly these layers, without fields of other PEFT versions and without local paths."""
     kind: Any = {"dora": "LORA"}.get(kind_of(config), kind_of(config).upper())
     made = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     known = made.__dataclass_fields__.keys() - {

@@ -54,7 +54,7 @@ class CheckpointPlace:
 
 
 def find_place(given: str) -> CheckpointPlace:
-    """Return the checkpoint at a path, or a pipeline of that name on the Hub; raises `DitLoraError` where there is none."""
+    """Return the checkpoint at a path, or the Hub pipeline of that name. Raises `DitLoraError` if there is none."""
     path = result_folder(Path(given).expanduser(), _OF_HUB)
     pipeline = whole_pipeline(path)
     if pipeline is not None:
@@ -98,7 +98,10 @@ class StoredWeights:
         ]
         if wrong:
             self._files.close()
-            what = f"{place.given} is of another model than {checkpoint.transformer_class.__name__} of {checkpoint.path.name}"
+            what = (
+                f"{place.given} is of another model than {checkpoint.transformer_class.__name__} "
+                f"of {checkpoint.path.name}"
+            )
             raise DitLoraError(listed(what, wrong))
 
     def __enter__(self) -> Self:
@@ -187,7 +190,8 @@ def _require_class(given: str, folder: Path, wanted: Any) -> None:
     found = config.get("_class_name")
     if found != wanted.__name__:
         raise DitLoraError(
-            f"{given} has a {found or 'folder without config.json'} in {folder.name}, and {wanted.__name__} is asked for: "
+            f"{given} has a {found or 'folder without config.json'} in {folder.name}, "
+            f"and {wanted.__name__} is asked for: "
             "a difference is of two checkpoints of one architecture"
         )
     if "quantization_config" in config:

@@ -83,6 +83,6 @@ def _shape(terms: Sequence[Term]) -> list[int]:
 
 
 def _norm(terms: Sequence[Term]) -> float:
-    """Return the Frobenius norm of a sum without the sum: an update can be a thousand times as large as its factors."""
+    """Return the Frobenius norm of a sum without making the sum, which can be 1000 times as large as its factors."""
     b = torch.cat([term.scale * term.b.double().flatten(1) for term in terms], dim=1)
     return product_norm(b, torch.cat([term.a.double().flatten(1) for term in terms]))

@@ -77,7 +77,7 @@ def keys(
 
 
 def _is_idle(name: str, tensor: torch.Tensor, expected: Sequence[str]) -> bool:
-    """Return true for zeros that a loader adds of itself: Wan's, for an image's keys and values where only text's trained.
+    """Return true for zeros that a loader adds: Wan's image keys and values if only those for text were trained.
 
     They are none of the header's layers. Without values (meta), that they are none of them has to do.
     """
@@ -145,7 +145,8 @@ def _without_effect(updates: Sequence[ModuleUpdate]) -> Check:
 
 def _extreme(updates: Sequence[ModuleUpdate]) -> Check:
     summary = (
-        f"extreme, an update of more than {EXTREME:g} times the weight that it is added to: next to nothing of the base "
+        f"extreme, an update of more than {EXTREME:g} times the weight that it is added to: "
+        "next to nothing of the base "
         "is left, as after a learning rate that is too high; take an earlier checkpoint, or let it pass with "
         "guard.allow_extreme_update=true (dit-lora verify --allow-extreme-update):"
     )

@@ -75,8 +75,8 @@ class DiffusionStock(ReferenceModel):
     def _drawn_numbers(self, tensors: Inputs) -> Inputs:
         """Return the draws of one number a sample, such as the noise level.
 
-        They depend on options of the recipe and on defaults that a later version may have otherwise; so their values are
-        kept, and not how they were drawn.
+        They depend on options of the recipe and on defaults that a later version may change, so the values are kept
+        and not how they were drawn.
         """
         batch = {name: _drawn(name, one, SEED, torch.float32) for name, one in tensors.items()}
         streams = Streams(SEED, [SEED])
@@ -121,7 +121,7 @@ class DiffusionStock(ReferenceModel):
         return self.checkpoint.load_transformer(dtype).eval()
 
     def put(self, model: nn.Module, file: Path) -> nn.Module:
-        """Load the adapter and what was trained beside it, as users of the stock pipeline do; return the model with it.
+        """Load the adapter and base weights beside it as users of the stock pipeline do; return the model with them.
 
         Raises what Diffusers, PEFT and PyTorch raise for files that do not fit.
         """

@@ -31,7 +31,10 @@ _UNKNOWN_LEVEL = (
     "its file is of an earlier version, which did not record the noise level of this output, and at today's defaults "
     "(train.timesteps) it is another"
 )
-_OTHER_CODE = "though both hold the same weights and no kernel is on: something else was put into it, a hook or another forward"
+_OTHER_CODE = (
+    "though both hold the same weights and no kernel is on: "
+    "something else was put into it, a hook or another forward"
+)
 _FAR, _WANTED, _MOST = 10.0, 0.5, 1000.0
 """An effect below `_FAR` tolerances is also noted at a scale where it is about `_WANTED`, at most `_MOST` times."""
 
@@ -116,8 +119,9 @@ def compare_output(
     """Compare a loaded model's output with the one that was noted; `made` names the base of then.
 
     `own`: the model holds the very weights of the run that noted it. What that run could not record, or found wrong,
-    is a failure. `digest` is that of the base's files then: files of earlier versions do not say at which noise level their
-    output was noted, and where it cannot be found again the digest tells whether the base is right. The tolerance is `tolerances.rounding`: docs/verify.md has what was measured.
+    is a failure. `digest` is that of the base's files then. Files of earlier versions do not say at which noise level
+    their output was noted; if it cannot be found again, the digest tells whether the base is right. The tolerance is
+    `tolerances.rounding`, measured in docs/verify.md.
     """
     if WRONG in noted:
         return Check(False, noted[WRONG])
@@ -140,7 +144,10 @@ def compare_output(
         base = distance(_sampled(_output(stock, model, inputs, seed, dtype)), noted["base"])
     # The base is judged first: a wrong one would make any adapter look wrong.
     if not base <= limit:  # so that NaN fails too
-        words = f"without the adapter its output is {percent(base)} from the one recorded at training's end ({allowed})"
+        words = (
+            f"without the adapter its output is {percent(base)} "
+            f"from the one recorded at training's end ({allowed})"
+        )
         if own:
             return Check(False, f"the run's model is not the stock model: {words}, {_OTHER_CODE}")
         if not stock.has_all_inputs(inputs) and digest == stock.digest():

@@ -77,7 +77,7 @@ class ReferenceModel(ABC):
         """Return what made-up inputs are drawn by, for a model trained on these; `whole` keeps height and width."""
 
     def has_all_inputs(self, inputs: Inputs) -> bool:
-        """Return False for inputs of an earlier version, which do not say at which noise level the output was noted."""
+        """Return False for inputs of an earlier version, which do not record the noise level of the output."""
         return True
 
     @abstractmethod

@@ -62,7 +62,7 @@ class Verification:
     checks: Mapping[str, Check]
     modules: Sequence[ModuleUpdate] = ()
     files: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of the result's files when they were checked, by their paths in the run's folder; empty outside a run."""
+    """SHA-256 of the result's files when they were checked, by path in the run's folder; empty outside a run."""
     notes: tuple[str, ...] = ()
 
     @property

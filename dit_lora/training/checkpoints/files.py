@@ -225,7 +225,10 @@ def _steps_remedy(key: str, own: Mapping[str, Any], path: Path) -> str:
     ):
         return ""
     run = path.absolute().parents[1]
-    return f" (the schedule ends there); for more steps after the end, start a new run with lora.init={run} and another run.dir"
+    return (
+        " (the schedule ends there); for more steps after the end, "
+        f"start a new run with lora.init={run} and another run.dir"
+    )
 
 
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:

@@ -53,7 +53,7 @@ class Engine:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes of weights or gradients that a pass holds beside this rank's own, to exchange them with other ranks."""
+        """Bytes of weights or gradients of other ranks that a pass holds while ranks exchange them."""
         return 0
 
     def warm_up(self, loss: Callable[[], torch.Tensor]) -> None:
@@ -134,7 +134,7 @@ class Engine:
         drop_optimizer_state(self.optimizer, names)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights by name, whole; other ranks than the first may have them without values (meta)."""
+        """Return the trained weights by name, whole. Ranks other than the first may get meta tensors."""
         return trainable_state(self.bare)
 
     def moments(self) -> dict[str, torch.Tensor]:

@@ -94,9 +94,8 @@ def shard(
     """Spread the model's blocks and the rest over all ranks, and give the optimizer the parameters that result.
 
     Call it with the adapter attached, equal on all ranks, and an optimizer that has not stepped. Block by block
-    moves to the accelerator's device: the model never is there as a whole. What is `called_alone`, parts of blocks that
-    the model calls by themselves too, is gathered by itself. Raises `DitLoraError` for parameters
-    that cannot be spread.
+    moves to the accelerator's device, which never holds the whole model. Parts of blocks that the model also calls
+    by themselves (`called_alone`) are gathered separately. Raises `DitLoraError` for parameters that cannot be spread.
     """
     _require_spreadable(model)
     # Of models that return a view, as all of Diffusers' do; nothing writes into what they return.

@@ -1,8 +1,8 @@
 """Context parallelism: the tokens of a sample spread over ranks, by Diffusers' hooks and Ulysses attention.
 
-Each rank runs the blocks on its share of text and video tokens; attention exchanges them, so that it sees all tokens for
-a share of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). Diffusers has plans for Flux, LTX, Qwen-Image, Wan and others;
-CogVideoX's is here, because its stock attention processor calls PyTorch past the dispatcher.
+Each rank runs the blocks on its share of text and video tokens. Attention exchanges them, so that each rank sees all
+tokens for its share of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). Diffusers has plans for Flux, LTX, Qwen-Image,
+Wan and others. CogVideoX's is here, because its stock attention processor calls PyTorch past the dispatcher.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,8 +24,8 @@ from dit_lora.fuse.models.cogvideox import CogVideoXProcessor
 
 
 def _plan(model: Any) -> dict[str, Any]:
-    """Return CogVideoX's plan: it splits both streams before the first block, and the positions, and joins the output layer's."""
-    # Hooks on the first block's inputs split what the embeddings made of whole samples; all blocks behind it see a share.
+    """Return CogVideoX's plan: split both streams and positions before the first block, join after the last layer."""
+    # Hooks on the first block's inputs split the embeddings of whole samples; every later block sees a share.
     tokens = ContextParallelInput(split_dim=1, expected_dims=3)
     plan: dict[str, Any] = {
         "transformer_blocks.0": {"hidden_states": tokens, "encoder_hidden_states": tokens},
@@ -84,7 +84,7 @@ def split_context(model: Any, degree: int, device: torch.device, rank: int, rank
 
 @contextmanager
 def whole_context(model: Any) -> Iterator[None]:
-    """Let a forward pass within it exchange nothing: this rank runs all tokens of its samples, as without the split."""
+    """Run forward passes without the split in this context: this rank computes all tokens and exchanges nothing."""
     config = getattr(model, "_parallel_config", None)
     if config is None:
         yield

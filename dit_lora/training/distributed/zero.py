@@ -147,13 +147,13 @@ class Zero2(Engine):
             self._disarm()
 
     def _disarm(self) -> None:
-        """Take DeepSpeed's hooks off the parameters: a backward outside the loop, as a replay's, is this rank's own."""
+        """Remove DeepSpeed's hooks from the parameters, so that a replay's backward concerns this rank only."""
         for hook in self._zero._grad_acc_hooks:
             hook.remove()
         self._zero._grad_acc_hooks.clear()
 
     def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
-        """Return each group's gradient norm; the squares of all ranks' parts are added in fp64, where none overflows."""
+        """Return each group's gradient norm over all ranks' parts, whose squares are added in fp64: none overflows."""
         averaged = self._zero.averaged_gradients
         for index, part in enumerate(self._parts):
             # Where the optimizer and clipping look for it; DeepSpeed's step takes a view of it.
@@ -191,7 +191,7 @@ class Zero2(Engine):
         self._micro_steps = 0
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's state; `<group>/<parameter>/part` is what the optimizer holds of a parameter's weights."""
+        """Return this rank's state; `<group>/<parameter>/part` is the optimizer's copy of its part of the weights."""
         parts = {
             f"{name}/part": part.tensor.detach()[place]
             for part in self._parts

@@ -88,7 +88,7 @@ def call_blocks_by(transformer: nn.Module, function: Callable[..., Any] | None) 
 
 @contextmanager
 def blocks_called_by(transformer: nn.Module, function: Callable[..., Any] | None) -> Iterator[None]:
-    """Within it the blocks are called as `call_blocks_by` says, afterwards plainly; a model without checkpointing always."""
+    """Call the blocks as `call_blocks_by` says in this context. Does nothing for a model without checkpointing."""
     if not supports_checkpointing(transformer):
         yield
         return

@@ -34,8 +34,8 @@ Needs = Mapping[Mode, int]
 """Bytes of activations at the peak of a step, by mode; a model without checkpointing has `none` alone."""
 
 SHARE = 0.9
-"""Share of the free memory that activations may take. The rest is for gradients in flight (0.4 to 0.7 GiB in CogVideoX-5B's
-backward pass, on tensors without values) and for what the allocator rounds up."""
+"""Share of the free memory that activations may take. The rest is for gradients in flight (0.4 to 0.7 GiB in the
+backward pass of CogVideoX-5B, counted on fake tensors) and for the allocator's rounding."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class _Ledger:
             self._current = None
 
     def needs(self) -> dict[Mode, int]:
-        """Return the bytes that are kept until the backward pass, and what the largest block adds when it is computed again."""
+        """Return the bytes kept until the backward pass, and those that the largest block adds when recomputed."""
         kept = self.outside.union(*(block.inputs for block in self.blocks))
         some = [block for block in self.blocks if not block.in_every_mode]
         always = [block for block in self.blocks if block.in_every_mode]
@@ -137,9 +137,9 @@ def measure(
     """Peak bytes of activations under each mode, of `losses` of a batch of these shapes and dtypes.
 
     `known` holds integers on which the forward depends, such as token ids. Within `alone` one process can call the
-    model by itself. Counted by autograd's hooks on saved tensors, of a `FakeStep` on `device`: the model's own forward,
-    its autocast and its attention as they are. Checkpointing must be off; it is off afterwards. Raises what
-    `FakeStep.run` raises.
+    model by itself. Autograd's hooks on saved tensors count the bytes of a `FakeStep` on `device`, with the stock
+    forward, autocast and attention. Checkpointing must be off; it is off afterwards. Raises what `FakeStep.run`
+    raises.
     """
     step = FakeStep(transformer, batch, known, device)
     ledger = _Ledger(step.weights.values())

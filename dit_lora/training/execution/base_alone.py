@@ -13,7 +13,7 @@ from dit_lora.numerics.dtensors import local
 
 
 def does_nothing(model: nn.Module) -> bool:
-    """Return true if all that trains is an adapter that changes nothing on any rank, as before its first step. Collective."""
+    """Return true if only adapters train and they change nothing on any rank, as before step 1. Collective."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     idle = _idle_parts(model)
     is_zero = all(map(is_adapter, trained)) and bool(idle) and not any(bool(p.any()) for p in idle)
@@ -25,8 +25,8 @@ def does_nothing(model: nn.Module) -> bool:
 def base_alone(model: nn.Module) -> Iterator[None]:
     """Let the model be what it was before its first step within, if that did nothing; afterwards it is the same bits.
 
-    A LoRA's B is zero then: the same code runs as when it is trained. What else DoRA trains is not zero at the start, so
-    that it is left out, which comes to the same bits: its output is the base's and a difference.
+    A LoRA's B is zero then, so that the same code runs as in training. DoRA also trains magnitudes, which are not zero
+    at the start. They are left out, with the same bits: its output is the base's output plus a difference.
     """
     idle = _idle_parts(model)
     trained = [one.clone() for one in idle]

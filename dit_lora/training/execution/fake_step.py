@@ -92,7 +92,7 @@ def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
 
 
 class _Step(nn.Module):
-    """A computation as a module, for `functional_call` to put weights into; with its backward pass, which needs them."""
+    """A computation as a module, so that `functional_call` can give it weights, which its backward pass needs too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -121,8 +121,8 @@ class Live(TorchDispatchMode):
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and _number(tensor) not in self._known:
                 self._count(_number(tensor), tensor.untyped_storage())
-        # Two gradients of one tensor autograd adds in place of the first, where nobody else has it. A fake one is let go
-        # a moment later instead, before the next op.
+        # Autograd adds the second gradient of a tensor into the first where nobody else holds it. A fake one is freed
+        # a moment later, before the next op.
         if not (func is torch.ops.aten.add.Tensor and _called_by_autograd()):
             self._note()
         return output

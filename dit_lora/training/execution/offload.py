@@ -49,7 +49,7 @@ def offload_base(recipe: Recipe, transformer: nn.Module, accelerator: Accelerato
 
 
 def placement(*prepared: Any) -> list[bool] | None:
-    """Return the argument `device_placement` for `Accelerator.prepare` of these; None, its default, without offload."""
+    """Return `device_placement` for `Accelerator.prepare` of these objects; None, its default, without offload."""
     away = [isinstance(one, nn.Module) and _OFFLOAD in one.__dict__ for one in prepared]
     return [not one for one in away] if any(away) else None
 
@@ -60,14 +60,14 @@ class Offload:
     def __init__(
         self, transformer: nn.Module, device: torch.device, called_alone: Sequence[str] = ()
     ) -> None:
-        """Put everything else on `device` and hooks on the model. Raises `DitLoraError` if it has nothing to offload."""
+        """Put the rest on `device` and hooks on the model. Raises `DitLoraError` if no weight can be offloaded."""
         self.groups = _groups(transformer, called_alone)
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.resident: list[_Group] = []
         self._trail: _Trail = (None, None)
         self._follows: dict[_Trail, _Group] = {}
-        """The group that came after two others when they last came in this order, which tells forward from backward."""
+        """The group that last followed two others; with it forward and backward order can be told apart."""
         self._place(transformer)
         for block, group in self.groups.items():
             enter = partial(self._enter, group)

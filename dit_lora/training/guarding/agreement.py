@@ -55,9 +55,9 @@ def _require_ranks_agree(run: Run, step: int) -> None:
 def differing_rank(
     accelerator: Accelerator, state: Tensors, held: Tensors, step: int
 ) -> Verdict | None:
-    """Return a verdict on the rank whose tensors differ, equal on all ranks; None if all are the same bits. Collective.
+    """Return a verdict on the rank whose tensors differ, equal on all ranks; None if no bit differs. Collective.
 
-    It is the rank that most others contradict; of two, the one that is further from `held`, which all had alike.
+    It is the rank that most others contradict. Of two ranks, it is the one further from `held`, the state they shared.
     """
     # One number a rank: tensors by name are only compared once these differ.
     own_digest = torch.tensor([digest(state.values())], device=accelerator.device)

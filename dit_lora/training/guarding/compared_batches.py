@@ -1,4 +1,4 @@
-"""Makes the micro-batches on which a run's fused kernels are compared: its own samples, the largest and of each kind."""
+"""Makes the micro-batches that compare a run's fused kernels: its own samples, the largest and one of each kind."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ ROWS = 2
 
 
 def several_rows(batch: Batch, others: Sequence[Batch] = ()) -> Batch:
-    """Return the batch with `ROWS` samples at least: with one of `others` if shapes agree, else its own drawn again."""
+    """Return the batch with at least `ROWS` samples: adds one of `others` of equal shapes, or its own drawn again."""
     if len(batch.ids) >= ROWS:
         return batch
     shapes = {name: tensor.shape[1:] for name, tensor in batch.tensors.items()}
@@ -44,7 +44,7 @@ def micro_batch_of(setup: AnySetup, batch: Batch) -> MicroBatch:
 
 
 def samples_of(setup: AnySetup, entries: Sequence[Any], count: int) -> list[Batch]:
-    """Return as many good samples of these entries, each with a draw of its own: a clip comes again if there are too few."""
+    """Return this many good samples of the entries, each with its own draw; entries repeat if there are too few."""
     good: list[tuple[Any, Batch]] = []
     for entry in entries:
         if len(good) == count:

@@ -28,7 +28,7 @@ def memory_file(setup: AnySetup) -> Path:
 
 
 class ParityMemory:
-    """The memory of a comparison of kernels: all that it depends on, and its result if it was made before. Collective."""
+    """The inputs of a comparison of kernels, and its result if the same comparison was made before. Collective."""
 
     def __init__(
         self,

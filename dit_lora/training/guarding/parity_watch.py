@@ -50,8 +50,8 @@ _BLOCKS = 8
 class ParityWatch:
     """Compares a run's kernels with the stock model before its first step and every `guard.parity_every` steps.
 
-    It keeps the state that the last comparison passed on, and what it knows of the model from one to the next. It runs forward passes of its own between two steps; weights, gradients, buffers, random state and the order of
-    data are the same bits afterwards.
+    It keeps the state of the last comparison that passed, and facts about the model. Its forward passes run between
+    two steps; weights, gradients, buffers, random state and the order of data are the same bits afterwards.
     """
 
     setup: AnySetup

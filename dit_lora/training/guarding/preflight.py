@@ -139,7 +139,7 @@ class _Seen:
 def _first_healthy(
     setup: AnySetup, quarantine: Quarantine, parity: ParityWatch
 ) -> tuple[MicroBatch | None, list[CheckFinding], _Seen]:
-    """Return the first micro-batch that is healthy, else the first, with what its passes tell; None if all data is bad.
+    """Return the first healthy micro-batch, else the first, with the findings of its passes; None if all data is bad.
 
     A sample that is at fault is for the guard to leave out, not a reason to refuse the run. No more samples
     than training takes at once: a check must not need more memory than a step.

@@ -105,7 +105,7 @@ def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, f
 
 
 def gradient_norms(groups: Groups, norms: Norms | None = None) -> dict[str, torch.Tensor]:
-    """Return each group's gradient norm, fp64 scalars on the device: finite, and not zero, exactly if the elements are.
+    """Return each group's gradient norm, fp64 scalars on the device: finite or zero exactly if all its elements are.
 
     In fp32 squares overflow from 1.8e19 and vanish below 1e-23. By `norms` in one pass where it is given and no
     gradient is sharded.
@@ -121,7 +121,7 @@ def gradient_norms(groups: Groups, norms: Norms | None = None) -> dict[str, torc
 
 
 def total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the norm over all gradients, an fp64 scalar; 0 of none, which a step of text has for the vision encoder."""
+    """Return the norm over all gradients, an fp64 scalar; 0 without gradients, as of an unused vision encoder."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     if any(isinstance(gradient, DTensor) for gradient in gradients):

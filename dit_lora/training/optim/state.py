@@ -64,7 +64,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
 
 
 def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
-    """Forget the state of each parameter of which `optimizer_state` names a tensor so: it starts as on its first step."""
+    """Delete the optimizer state of these parameters, named as in `optimizer_state`; they start as on step 1."""
     owners = {name.rpartition("/")[0] for name in names}
     for prefix, parameter in named_parameters(optimizer.param_groups).items():
         if prefix in owners:

@@ -37,7 +37,7 @@ class Phase:
 class Phases:
     """The phases that a process has been through, in order.
 
-    `wait` is called at the end of each phase before the first step, so that a GPU's time counts where it was asked for.
+    `wait` is called at the end of each phase before the first step, so that GPU time counts in the right phase.
     Training waits for nothing.
     """
 

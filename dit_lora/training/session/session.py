@@ -122,7 +122,7 @@ def running(
 ) -> Iterator[Session]:
     """Yield a started run; close its trackers and its process group, whatever ends it.
 
-    `after` is the run of this process that ended before; unless it is the `last`, the process group stays for the next.
+    `after` is this process's earlier run. The process group stays for the next run unless this one is the `last`.
     """
     with (
         deterministic_algorithms(recipe.train.deterministic),
@@ -207,7 +207,7 @@ def _start(recipe: Recipe, after: Session | None) -> Session:
 
 
 def _some_idle(recipe: Recipe) -> bool:
-    """Return true if a step may leave what trains without a gradient: an encoder sees no conversation without media."""
+    """Return true if a step may leave trained weights without a gradient, as an encoder in a text conversation."""
     groups = recipe.optim.groups
     return recipe.model.family in CHAT_FAMILIES and bool(groups.connector or groups.backbone)
 

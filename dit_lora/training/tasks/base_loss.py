@@ -31,7 +31,8 @@ def base_loss(
     losses = gather_object([float(known.words) if known is not None else None])
     if all(loss is not None for loss in losses):
         setup.session.say(
-            "held-out loss: of this base, data and draws it was measured before; guard.preflight=anew measures it again"
+            "held-out loss: of this base, data and draws it was measured before; "
+            "guard.preflight=anew measures it again"
         )
         return float(losses[0])
     loss, sound = measure()

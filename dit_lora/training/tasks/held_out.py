@@ -32,7 +32,7 @@ def mean_loss(setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]) -> 
 def measured_loss(
     setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]
 ) -> tuple[float | None, bool]:
-    """Return the mean loss over the draws, which training never makes, each by its weight; None without draws. Collective.
+    """Return the weighted mean loss over these draws, which training never makes; None without draws. Collective.
 
     The second value is true if no sample was left out.
 
@@ -78,7 +78,7 @@ def measured_loss(
 
 
 def _sample_of(clips: TrainingSet, one: HeldOut) -> tuple[Batch | None, dict[str, str]]:
-    """Read a sample, and say what is wrong with it; None where the disk does not give it, which training will meet too."""
+    """Read a sample and describe its faults. None if it cannot be read from disk; training will meet that too."""
     try:
         sample = clips.sample(one.entry, one.draw)
     except UnreadableError as error:

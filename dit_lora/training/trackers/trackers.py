@@ -1,4 +1,4 @@
-"""Log a run's scalars, samples and guard events to TensorBoard, Weights & Biases and Trackio, by Accelerate's trackers.
+"""Log a run's scalars, samples and guard events to TensorBoard, Weights & Biases and Trackio, through Accelerate.
 
 A tracker that fails is left out from there, which is said once, and training goes on. What is logged holds no
 absolute path and no token (`dit_lora.redact`).

@@ -1,4 +1,4 @@
-"""Every form of a LoRA's file that is read, for every family: each layer gets the update that its factors and alpha say.
+"""Every readable form of a LoRA file, for every family: each layer gets the update that its factors and alpha say.
 
 The files are made from random factors for every layer of the tiny models. Where a published model joins layers or
 reorders rows, the truth comes from Diffusers' own converters of checkpoints, which are given the updates as weights.

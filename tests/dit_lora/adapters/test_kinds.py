@@ -1,4 +1,4 @@
-"""Every kind starts as the base bit for bit, and comes to the weight that PEFT computes with; what cannot be is refused."""
+"""Every kind starts as the base bit for bit and gives PEFT's weight; combinations that cannot work are refused."""
 
 from typing import Any
 

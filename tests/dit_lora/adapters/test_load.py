@@ -79,7 +79,7 @@ def test_verify_says_all_that_the_stock_loader_misses(wan: Trained, tmp_path: Pa
 def test_verify_names_layers_that_the_stock_loader_drops(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Diffusers' converter of kohya's FLUX files gives the layers around the blocks names that its loader passes over."""
+    """Diffusers' converter of kohya's FLUX files gives the layers around the blocks names that its loader ignores."""
     base = tiny_checkpoints["flux-dev"]
     targets = ("proj_out", "x_embedder")
     one = trained("flux", base, tmp_path / "run", targets=targets)

@@ -127,7 +127,7 @@ def test_what_trains_of_a_file_is_the_adapter_alone(make: Make) -> None:
 
 
 def uneven(one: Trained, file: Path, key: Callable[[str], str], up: str, down: str) -> Any:
-    """Write a file whose layers have ranks 2, 3, 4, ... and alphas of their own; return a plain model with its sums."""
+    """Write a file whose layers have ranks 2, 3, 4, ... and different alphas; return a plain model with its sums."""
     generator = torch.Generator().manual_seed(3)
     tensors, expected = {}, {}
     names = [n for n, m in fresh(one).named_modules() if n.endswith(("to_q", "ff.net.2"))]

@@ -1,4 +1,4 @@
-"""Regular expressions of somebody else's adapter: those that match in bounded time are taken, others refused in a line."""
+"""Regular expressions of other people's adapters: accepted if they match in bounded time, else refused in one line."""
 
 import json
 import re

@@ -96,8 +96,8 @@ def test_each_expert_draws_in_its_own_range_alone(
     assert checkpoint.drawn_timesteps == (
         range(int(1000 * boundary), 1000) if high else range(int(1000 * boundary))
     )
-    # Logit-normal at shift 3 has s = 3u / (1 + 2u): the medians of the two sides, by 4e6 draws of its own.
-    u = torch.sigmoid(torch.randn(4_000_000, generator=torch.Generator().manual_seed(1)))
+    # Logit-normal at shift 3 has s = 3u / (1 + 2u). The median of a side of 50,000 draws is within 0.004 of the exact one.
+    u = torch.sigmoid(torch.randn(50_000, generator=torch.Generator().manual_seed(1)))
     s = 3 * u / (1 + 2 * u)
     side = s[s >= boundary] if high else s[s < boundary]
     assert sigmas.median().item() == pytest.approx(side.median().item(), abs=0.01)

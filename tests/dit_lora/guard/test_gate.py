@@ -205,7 +205,7 @@ def test_finite_losses_and_gradients_agree_on_zero(gate: Gate) -> None:
     """The largest loss, a loss of zero and a group without a gradient are no faults."""
     gate.losses(torch.tensor([0.0, 3.4e38, 0.7]))
     gate.losses(torch.tensor([1e-45, 2.0, -3.0]), bad_data=False)
-    gate.gradients(norms(0.0, 5.0))
+    assert gate.gradients(norms(0.0, 5.0)).tolist() == [False, False]
     assert agreed(gate) == 0.0
 
 
@@ -235,14 +235,14 @@ def test_one_group_whose_gradient_is_not_finite_shuts_the_gate(
     gate: Gate, values: tuple[float, ...]
 ) -> None:
     gate.losses(torch.tensor([1.0, 0.4]))
-    gate.gradients(norms(*values))
+    assert gate.gradients(norms(*values)).tolist() == [True, False]
     assert agreed(gate) == 1.0
 
 
 def test_a_step_without_any_gradient_shuts_the_gate(gate: Gate) -> None:
     """It trains nothing, and still decays moments and weights."""
     gate.losses(torch.tensor([1.0, 0.4]))
-    gate.gradients(norms(0.0, 0.0, -0.0))
+    assert gate.gradients(norms(0.0, 0.0, -0.0)).tolist() == [False, True]
     assert agreed(gate) == 1.0
 
 

@@ -1,6 +1,4 @@
-"""Continuing from a file, a frozen adapter under it, output preservation, and a second model for samples: over ranks as on
-one process.
-"""
+"""Continued files, frozen adapters, output preservation, a second model for samples: two ranks equal one process."""
 
 import json
 from collections.abc import Callable

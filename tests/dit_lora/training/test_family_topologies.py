@@ -1,4 +1,4 @@
-"""Families with blocks of two kinds, experts and timesteps of tokens, over two ranks of each engine: the run of one process, within rounding."""
+"""Families with two kinds of blocks, experts or timesteps per token: two ranks equal one process, within rounding."""
 
 import importlib.util
 from collections.abc import Callable

@@ -180,7 +180,7 @@ def in_both_precisions() -> dict[str, list[Tensors]]:
         model = nn.Sequential(Block(), Block())
         states = torch.randn(3, 5, requires_grad=True)
         if name == "sharded":
-            # The second block is in the unit that is the model, whose weights stay whole after a pass without gradients.
+            # The second block is in the model's unit, whose weights stay whole after a pass without gradients.
             for unit in (model[0], model):
                 fully_shard(unit)
         seen[name] = [passed(model, states)]

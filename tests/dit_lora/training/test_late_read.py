@@ -20,7 +20,7 @@ from dit_lora.training.step_rows import SentRows
 
 
 def in_flight(loop: Loop, patch: pytest.MonkeyPatch) -> list[str]:
-    """What a run does to a step, in order; of a row that is read, also whether gradients of the next step are there."""
+    """The calls of a step in order; for a row that is read, also whether gradients of the next step exist."""
     order: list[str] = []
     forward, read, number = loop.watcher.forward, SentRows.read, [0]
 

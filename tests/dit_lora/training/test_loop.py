@@ -198,6 +198,19 @@ def test_a_bad_gradient_under_a_finite_loss_trips_and_moves_nothing(
     assert equal(state_of(loop), before[1])
 
 
+def test_a_step_in_which_some_groups_have_no_gradient_is_taken() -> None:
+    """A vision encoder has none in a step of texts. Only a step without any gradient is refused."""
+    loop = build(groups={"adapter": ("weight",), "backbone": ("bias",)})
+    model = loop.engine.bare
+    model.bias.register_hook(torch.zeros_like)
+    weight = model.weight.detach().clone()
+    (result,) = run(loop, 1, batches(1))
+    assert result.grad_norm_groups["adapter"] > 0
+    assert result.grad_norm_groups["backbone"] == 0
+    assert not torch.equal(model.weight, weight)
+    assert fake(loop).trips == []
+
+
 def test_a_weight_that_goes_bad_in_the_update_trips_in_the_same_step() -> None:
     """A moment went bad in memory: no loss and no gradient shows it."""
     loop = build()

@@ -1,4 +1,4 @@
-"""Output preservation: the second loss and its gradient against plain fp64 code, and what of a model is off for its target."""
+"""Output preservation: the second loss and its gradient against plain fp64 code, and the parts off for its target."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What makes the host wait in a healthy step: one copy of one row, a step late. Counted on the CPU, where nothing waits.
+"""The host waits in a healthy step for one copy of one row, a step late. Counted on the CPU, where nothing waits.
 
 So do copies to the device that are not queued. Of models of Transformers the code of this project is counted alone.
 """

@@ -65,7 +65,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "a strided gradient read as if it were packed",
-        "    if rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]:\n        return rows\n    return rows.contiguous()",
+        "    if rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]:\n        return rows\n"
+        "    return rows.contiguous()",
         "    return rows.as_strided(rows.shape, (rows.shape[1], 1))",
     ),
     (
@@ -110,7 +111,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "A's are multiplied one by one",
-        "        joint = rows @ _stacked(lows_a).t()\n        return _split(joint, [a.shape[0] for a in lows_a], 1), []",
+        "        joint = rows @ _stacked(lows_a).t()\n"
+        "        return _split(joint, [a.shape[0] for a in lows_a], 1), []",
         "        return [rows @ low_a.t() for low_a in lows_a], []",
     ),
     (

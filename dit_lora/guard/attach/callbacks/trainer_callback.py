@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # seconds to import, for an annotation
 class GuardCallback(TrainerCallback):
     """Guards a `Trainer`: `trainer.add_callback(GuardCallback(trainer))`.
 
-    Events go to `events.jsonl` in the trainer's output folder. A skipped step leaves weights, optimizer and schedule as
-    they were; its loss still reaches the trainer's log. How many there were is said at the end.
+    Events go to `events.jsonl` in the trainer's output folder. A skipped step leaves weights, optimizer and schedule
+    unchanged; its loss still reaches the trainer's log. The end of training reports the number of skipped steps.
 
     Args:
         trainer: The `Trainer` that the callback is added to.

@@ -34,7 +34,7 @@ class CallLog:
         self.batch_of_call: Callable[[], int | None] = batches.batch_of_call
         """Returns the number of the batch that a call which begins now was made for; None where it is not certain."""
         self._outputs: deque[tuple[StorageWeakRef, int]] = deque(maxlen=_MAX_OUTPUTS)
-        """The memory of what models returned lately, with the step. An address would not do: freed memory is used again."""
+        """Memory of recent model outputs, each with its step. Weak references: a freed address can be reused."""
         self._num_steps = 0
 
     def begin(self, call: CapturedCall) -> None:
@@ -87,7 +87,7 @@ class CallLog:
         return calls
 
     def is_earlier_output(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor lies in the memory of what a model returned in a step before: state that is carried over."""
+        """True if a tensor shares memory with an output of an earlier step, so that the loop carries state over."""
         if tensor.layout is not torch.strided:
             return False
         memory = StorageWeakRef(tensor.untyped_storage())

@@ -60,7 +60,7 @@ class CapturedCall:
     is_differentiated_twice: bool = False
     """True if a backward with create_graph=True came through: its gradient is part of another loss."""
     batch_number: int | None = None
-    """Number of the batch, among those that the loop took, that the call was made for; None where it is not certain."""
+    """Number of the batch, in the order in which the loop took them, of this call; None if it is not certain."""
     argument_ids: tuple[int, ...] = ()
     """Ids of the arguments themselves, as the loop passed them."""
     graph: weakref.ref[Any] | None = None

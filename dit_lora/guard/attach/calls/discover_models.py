@@ -42,7 +42,7 @@ class ModelDiscovery:
         """End the search; returns the models with weights whose output got a gradient.
 
         A model whose output may still get one, as a generator's does after the discriminator's step, is kept for the
-        next search. Any other, such as a frozen encoder or a table that a collator asks, has no part in what is trained.
+        next search. Other models, such as a frozen encoder or a collator's table, take no part in training.
         """
         self.stop()
         models = []

@@ -71,7 +71,7 @@ def _micro_batches_with_bad_values(calls: Sequence[CapturedCall]) -> set[int]:
 
 
 def _packed(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:
-    """Return the call on the host, without the model, which every rank has, and without a generator of the loop's own."""
+    """Return the call on the host, without the model (every rank has it) and without the loop's generators."""
     sent = _moved(call, torch.device("cpu"))
     return replace(sent, owner=None, generator=None, versions=(), graph=None), numbers[
         id(call.owner)

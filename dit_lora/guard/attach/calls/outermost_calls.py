@@ -1,4 +1,4 @@
-"""Tell listeners of the outermost calls of modules: those that a loop makes, not those that one module makes of another.
+"""Tell listeners of the outermost calls of modules: calls from the loop, not calls from another module.
 
 While anybody listens, `nn.Module.__call__` is replaced; while nobody does, it is torch's own.
 """

@@ -115,7 +115,7 @@ class ChatTask:
         return {"loss_by_media": {KINDS[result.timesteps[0]]: result.loss}}
 
     def held_out_loss(self, setup: ChatSetup) -> float | None:
-        """Over answer tokens, up to `held_out_clips` conversations; middle frames and turns as written, at every call."""
+        """Loss over answer tokens of `held_out_clips` conversations, with middle frames and turns in their order."""
         held_out = setup.data.held_out
         if held_out is None:
             return None

@@ -160,7 +160,8 @@ class ChatSet:
             pieces = self.render(entry, None)[0].pieces
             ids = {token for piece in pieces if piece.part != "media" for token in piece.ids}
             problems += [
-                f"{entry.id}: {beyond[token]!r} is token {token}, and the model has embeddings of tokens 0..{count - 1}"
+                f"{entry.id}: {beyond[token]!r} is token {token}, "
+                f"and the model has embeddings of tokens 0..{count - 1}"
                 for token in sorted(ids & beyond.keys())
             ]
         return problems

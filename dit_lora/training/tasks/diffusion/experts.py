@@ -1,4 +1,4 @@
-"""Samples of a checkpoint with two experts, of which a run trains one: the other's adapter, and memory for one of them."""
+"""Samples with two experts, of which a run trains one: loads the other's adapter, and keeps one expert in memory."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -180,7 +180,7 @@ class LiveLoader:
 
 
 def _placeholder(spec: Spec) -> Tensors:
-    """Return what stands for a bad sample, in its shape for the batch to be collated; the guard leaves it out by name."""
+    """Return a placeholder for a bad sample, so that its batch can be collated; the guard leaves it out by name."""
     return {
         name: torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
         for name, (shape, dtype) in spec.items()

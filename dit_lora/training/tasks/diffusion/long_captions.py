@@ -1,4 +1,4 @@
-"""Says in one line which captions are longer than the text encoder reads, in place of libraries that quote them whole."""
+"""Reports in one line the captions that are longer than the text encoder reads; libraries would quote them whole."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,8 @@ def say_what_is_cut(session: Session, checkpoint: Encoders, clips: Sequence[Clip
     if cut:
         first = cut[0]
         session.say(
-            f"captions: {len(cut)} of {len(clips)} are longer than the {limit.max_tokens} tokens that the text encoder reads, "
+            f"captions: {len(cut)} of {len(clips)} are longer than the {limit.max_tokens} tokens "
+            "that the text encoder reads, "
             f"such as that of {first.id} with {lengths[first.caption]:,}; dit-lora audit quotes what is cut off"
         )
 

@@ -24,7 +24,7 @@ def require_quantization(recipe: Recipe) -> None:
 
 
 def quantized(recipe: Recipe, model: nn.Module, patterns: Patterns) -> str:
-    """Quantise the base as `model.quantize` says, without what `optim.groups` trains; return a line about it, or ""."""
+    """Quantise the base as `model.quantize` says, except weights that train. Returns a line about it, or ""."""
     kind = recipe.model.quantize
     if kind is None:
         return ""

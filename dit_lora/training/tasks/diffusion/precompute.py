@@ -137,7 +137,8 @@ def _preserved_note(recipe: Recipe, plan: Plan) -> list[str]:
         return []
     trigger = recipe.train.preserve.trigger
     return [
-        f"train.preserve: {without} of {len(plan.wanted)} captions have no {trigger!r} in them, and are trained without it"
+        f"train.preserve: {without} of {len(plan.wanted)} captions have no {trigger!r} in them, "
+        "and are trained without it"
     ]
 
 
@@ -191,7 +192,8 @@ def _cached(
 def _require_one_text_encoder(plan: Plan) -> None:
     if not plan.own_text_encoder:
         raise DitLoraError(
-            "validation.model has another text encoder than model.path, which data.precompute: false would keep in memory "
+            "validation.model has another text encoder than model.path, "
+            "which data.precompute: false would keep in memory "
             "beside it; set data.precompute to true"
         )
 

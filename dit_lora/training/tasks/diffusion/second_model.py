@@ -46,7 +46,7 @@ def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
 
 
 def require_adapter_alone(recipe: Recipe, model: nn.Module) -> None:
-    """Raise `DitLoraError` if base weights train, which a second checkpoint has of its own, or `train.preserve` is to keep."""
+    """Raise `DitLoraError` if base weights train although `validation.model` or `train.preserve` needs them frozen."""
     trained = base_parameters(model)
     if recipe.train.preserve is not None and trained:
         raise DitLoraError(
@@ -55,7 +55,8 @@ def require_adapter_alone(recipe: Recipe, model: nn.Module) -> None:
         )
     if recipe.validation.model is not None and trained:
         raise DitLoraError(
-            f"validation.model: samples of it take the adapter alone, and {len(trained)} base weights train too, such as "
+            "validation.model: samples of it take the adapter alone, "
+            f"and {len(trained)} base weights train too, such as "
             f"{next(iter(trained))}; leave one of them out"
         )
 

@@ -88,7 +88,8 @@ def notes(recipe: Recipe, checkpoint: Checkpoint, transformer_digest: str) -> li
         made = read_provenance(_found(checkpoint, path, option))
         if made.get("transformer_digest", transformer_digest) != transformer_digest:
             lines.append(
-                f"warning: {option}: {public_name(path)} was trained on {made.get('base_model')}, with other weights than "
+                f"warning: {option}: {public_name(path)} was trained on {made.get('base_model')}, "
+                "with other weights than "
                 f"this {checkpoint.path.name}"
             )
     return lines

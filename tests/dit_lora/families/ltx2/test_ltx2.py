@@ -160,7 +160,8 @@ def test_noise_levels_are_those_of_the_vendors_sampler(
     gaussian = torch.randn(100_000, generator=torch.Generator().manual_seed(7))
     drawn = checkpoint.objective.sigmas(gaussian, checkpoint.shift_of(size))
     rng = np.random.default_rng(1)
-    found, expected = np.sort(drawn.numpy()), np.sort(vendor_noise_levels(tokens, 1_000_000, rng))
+    # 1 % of correct samples of 100,000 and 200,000 draws are further apart than 0.0063.
+    found, expected = np.sort(drawn.numpy()), np.sort(vendor_noise_levels(tokens, 200_000, rng))
     fraction = np.searchsorted(expected, found) / len(expected)
     distance = np.abs(fraction - (np.arange(len(found)) + 0.5) / len(found)).max()
     assert distance < 0.007

@@ -78,7 +78,8 @@ def test_all_that_does_not_fit_is_listed_at_once(world: World) -> None:
             f"the config makes {(rows + 1, columns)}",
             "  - model.qformer.encoder.layer.1.output.dense.bias: missing from every file",
             "  - LoRA of model.language_model.layers.0.self_attn.q_proj: B without its other half",
-            f"  - LoRA of model.language_model.layers.1.mlp.down_proj: A (4, 48), B (5, 4) for a weight of {(TEXT, 48)}",
+            "  - LoRA of model.language_model.layers.1.mlp.down_proj: "
+            f"A (4, 48), B (5, 4) for a weight of {(TEXT, 48)}",
             "  - LoRA of model.language_model.layers.7.mlp.down_proj: the model has no such layer",
         ]
     )

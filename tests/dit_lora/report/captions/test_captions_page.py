@@ -1,9 +1,10 @@
-"""The page of captions: what it shows, what it takes and from whom, and an edit in a browser that lands in the file."""
+"""The page of captions: what it shows, which edits it takes and from whom, and an edit in a browser."""
 
 import http.client
 import json
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -133,6 +134,20 @@ def test_what_is_sent_with_a_refused_request_is_no_request(
     assert answers.count(b"HTTP/1.1 ") == 1
     assert answers.startswith(b"HTTP/1.1 421 ")
     assert edits.token.encode() not in answers
+
+
+def test_a_client_that_pauses_while_it_sends_too_much_reads_the_refusal(
+    server: tuple[LocalServer, CaptionEdits],
+) -> None:
+    """On a busy machine seconds may pass between two writes; a reset connection would lose the answer."""
+    serving, _ = server
+    head = f"POST /caption HTTP/1.1\r\nHost: 127.0.0.1:{serving.server_port}\r\nOrigin: {serving.origin}\r\n"
+    with socket.create_connection(("127.0.0.1", serving.server_port), timeout=100) as connection:
+        connection.sendall(f"{head}Content-Length: {2**21}\r\n\r\n".encode() + bytes(2**20))
+        for size in (2**19, 2**19):
+            time.sleep(2.2)
+            connection.sendall(bytes(size))
+        assert connection.makefile("rb").read().startswith(b"HTTP/1.1 413 ")
 
 
 def test_media_of_the_folder_are_served_and_nothing_else(

@@ -1,4 +1,4 @@
-"""A report is written beside the training: it is never waited for while the run goes on, and its errors are only said."""
+"""A report is written during training: training never waits for it, and its errors are only reported."""
 
 import threading
 from pathlib import Path

@@ -23,7 +23,7 @@ from dit_lora.report.run.page import write_report
 
 
 def test_the_page_loads_nothing_and_runs_its_own_scripts_alone(run_dir: Path) -> None:
-    """Every address in it is a data URI or its own anchor, no style imports, and the policy names each script's digest."""
+    """Every address is a data URI or its own anchor, no style imports, and the policy has each script's digest."""
     page = report(run_dir)
     addresses = [
         value or ""

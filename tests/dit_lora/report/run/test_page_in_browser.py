@@ -113,7 +113,8 @@ def test_it_reads_on_a_phone_in_both_schemes_without_a_word_to_the_network(
     assert min(inks) > 500, "pixels that lines left on each canvas"
     assert page.evaluate("[...document.images].every((one) => one.naturalWidth > 0)")
     colors = page.evaluate(
-        "['--ink', '--soft', '--c0', '--c1', '--c2', '--c3', '--c4', '--c5', '--ok', '--warn', '--reject', '--mark', '--card']"
+        "['--ink', '--soft', '--c0', '--c1', '--c2', '--c3', '--c4', '--c5', "
+        "'--ok', '--warn', '--reject', '--mark', '--card']"
         ".map((name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim())"
     )
     *inks, card = map(luminance, colors)

@@ -69,7 +69,7 @@ def test_the_count_is_exactly_what_a_real_step_saves(
         loss = step.loss()
         alive = live.now - loss.nbytes
     batch = sum(tensor.nbytes for tensor in step.batch.values())  # of which some is saved too
-    # Tables that are neither weights nor buffers, such as Qwen-Image's rotations, are there before the step, and counted.
+    # Tables that are neither weights nor buffers, such as Qwen-Image's rotations, exist before the step and count.
     attributes = [one for module in step.transformer.modules() for one in vars(module).values()]
     tables = sum(one.nbytes for one in attributes if isinstance(one, torch.Tensor))
     assert alive <= needs["none"] <= alive + batch + tables

@@ -44,7 +44,7 @@ def fused_step(paths: dict[str, Path], variant: str) -> TinyStep:
 
 
 def block_call(step: TinyStep, patch: pytest.MonkeyPatch, *, masked: bool) -> tuple[Any, Any, Any]:
-    """The first block that attends with a mask, or the second of those without, with the arguments that a step gives it."""
+    """The first block that attends with a mask, or else the second block, with the arguments that a step gives it."""
     calls: list[tuple[Any, Any, Any]] = []
     found: list[int] = []
     attend = attention.attend
@@ -71,7 +71,7 @@ def block_call(step: TinyStep, patch: pytest.MonkeyPatch, *, masked: bool) -> tu
 
 
 def on_a_gpu(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Give the block weights without values on a GPU that need not be there, bf16 but for adapters; its arguments too."""
+    """Move the block and its arguments to fake tensors on a GPU that need not exist, in bf16 except for adapters."""
 
     def narrow(tensor: torch.Tensor) -> torch.dtype:
         return torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
@@ -138,7 +138,7 @@ def test_no_graph_breaks_where_tensors_are_on_a_gpu(
 ) -> None:
     """A block on tensors without values whose device is a GPU: branches on it are taken.
 
-    Dynamo traces the ops' backward with them. The graph's own would be run by autograd, which asks the GPU for a stream.
+    Dynamo traces the ops' backward with them. Autograd would run the graph's own, and asks the GPU for a stream.
     """
     step = fused_step(tiny_checkpoints, variant)
     assert traced(*block_call(step, monkeypatch, masked=variant in MASKED))

@@ -1,4 +1,4 @@
-"""Conversations are rendered once to learn their lengths: no draw of training is longer, and what cannot fit is named."""
+"""Conversations are rendered once for their lengths: no training draw is longer, and those too long are named."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""References and masks on their way to a batch: encoded as the pipeline has them, keyed by content, refused by name."""
+"""References and masks before they form a batch: encoded as the pipeline does, keyed by content, refused by name."""
 
 import json
 import shutil
