@@ -19,6 +19,7 @@ from torch import nn
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.groups import base_parameters
 from dit_lora.adapters.kinds import DROPOUTS
+from dit_lora.adapters.lora_file import require_few_tensors
 from dit_lora.adapters.lora_mixins import lora_pipeline_class
 from dit_lora.adapters.own_files import copy_own
 from dit_lora.adapters.start import saved_config, saved_state
@@ -173,6 +174,7 @@ def read_provenance(file: Path) -> dict[str, Any]:
     """Return what the run wrote into the adapter's header; empty for an adapter that is not ours."""
     try:
         with safe_open(file, framework="pt") as opened:
+            require_few_tensors(file, opened.keys())
             text = (opened.metadata() or {}).get(PROVENANCE_KEY, "{}")
     except (OSError, ValueError, SafetensorError) as error:
         raise DitLoraError(f"{file} is not a safetensors adapter: {error}") from error

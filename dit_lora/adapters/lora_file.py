@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ OF_CONVERTERS = (
 WEIGHTS_FILE, AVERAGES_FILE, STATE_FILE = "trainable.safetensors", "ema.safetensors", "state.json"
 """Files of a run's checkpoint: what trains, its moving averages, and what run it is of."""
 MAX_TENSORS = 100_000
-"""Largest number of tensors of a LoRA file. Published ones have at most a few thousand; a million takes minutes."""
+"""Largest number of tensors of an adapter file. A published one has a few thousand; a million would take minutes."""
 _METADATA = "lora_adapter_metadata"  # the key of PEFT's config in a header that Diffusers wrote
 
 
@@ -118,6 +118,12 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     return LoraFile(file, config, layers, digests)
 
 
+def require_few_tensors(file: Path, names: Collection[str]) -> None:
+    """Raise `DitLoraError` if an adapter file has more than `MAX_TENSORS` tensors."""
+    if len(names) > MAX_TENSORS:
+        raise DitLoraError(f"{file} has {len(names):,} tensors; a LoRA may have {MAX_TENSORS:,}")
+
+
 def is_lora_tensor(name: str) -> bool:
     """True for a name in a file of A, B or alpha of some layer, of whichever model."""
     return _MATRIX.fullmatch(name) is not None or _ALPHA.fullmatch(name) is not None
@@ -127,11 +133,7 @@ def _opened(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
         # With values wherever the model is made, on `meta` too.
         with torch.device("cpu"), safe_open(file, framework="pt") as opened:
-            num_tensors = len(opened.keys())
-            if num_tensors > MAX_TENSORS:
-                raise DitLoraError(
-                    f"{file} has {num_tensors:,} tensors; a LoRA may have {MAX_TENSORS:,}"
-                )
+            require_few_tensors(file, opened.keys())
             header = dict(opened.metadata() or {})
             return tensors_in(file), header
     except (OSError, SafetensorError) as error:

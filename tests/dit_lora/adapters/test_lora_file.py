@@ -348,7 +348,9 @@ def test_a_file_of_a_hundred_thousand_tensors_is_refused_before_they_are_read(
     file = tmp_path / "many.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(DitLoraError, match="has 100,001 tensors; a LoRA may have 100,000"):
-        read_lora(file, nn.Linear(1, 1), no_names(nn.Linear(1, 1)), FluxPipeline)
+        read_lora(file, nn.Linear(1, 1), no_names("not asked"), FluxPipeline)
+    with pytest.raises(DitLoraError, match="has 100,001 tensors; a LoRA may have 100,000"):
+        read_provenance(file)
 
 
 def test_other_shapes_and_other_kinds_of_tensors_are_refused(make: Make) -> None:
