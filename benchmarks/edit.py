@@ -1,10 +1,10 @@
-"""Edit data teaches: a tiny FLUX.2 learns to move a shape as the caption says, and to keep the reference's content.
+"""Check that edit pairs teach: a tiny FLUX.2 learns to move a shape as captioned and to keep the reference.
 
     python -m benchmarks.edit WORK [--steps 300] [--pairs 320]
 
-Three runs of recipes/smoke/flux2_edit.yaml on made pairs (`dit-lora tiny shapes --pairs`), from the same random model and
-with the same draws: unchanged, with shuffled references, with shuffled captions. The held-out loss of the other two
-shows how much a model loses that cannot learn from references or captions.
+Three runs of recipes/smoke/flux2_edit.yaml on synthetic pairs (`dit-lora tiny shapes --pairs`), from the same random
+model and with the same draws: unchanged, with shuffled references, with shuffled captions. The held-out loss of the
+other two shows how much a model loses that cannot learn from references or captions.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Ways to put a fault into a prepared run, by its place: samples, losses, weights, moments, gradients, modules, kernels.
+"""Ways to put a fault into a prepared run: in samples, losses, weights, moments, gradients, modules or kernels.
 
 `benchmarks.faults.triggers` says at which moments, and what becomes of a tensor there.
 """

@@ -1,4 +1,4 @@
-"""Faults in loops of other kinds than Accelerate's usual one: two models, a resume, epochs, closures, plain PyTorch."""
+"""Faults in loops unlike Accelerate's usual one: two models, a resume, epochs, closures, plain PyTorch."""
 
 import math
 from collections.abc import Iterator, Sequence

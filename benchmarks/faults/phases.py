@@ -22,7 +22,7 @@ from dit_lora.patching import Patches
 
 
 class _BadEncoder:
-    """A video encoder that gives one bad value for the target; of references and sound it gives what the other gives."""
+    """A video encoder that writes one bad value into the target. References and sound are encoded unchanged."""
 
     def __init__(self, encode: Any, world: World, value: float) -> None:
         self._encode, self._world, self._value = encode, world, value
@@ -143,7 +143,7 @@ def _disk_full(stage: Stage) -> None:
 
 
 def _resumed(name: str, damage: Callable[[Path], None]) -> Fault:
-    """Return the fault of a newest checkpoint, of a run that was stopped half way and goes on with train.resume=auto."""
+    """A fault of the newest checkpoint in a run that stopped half way and continues with train.resume=auto."""
 
     def play(fault: Fault, world: World) -> Observation:
         seen = world.observe(fault.name, None, (("train.steps", 5), ("train.save_every", 2)))

@@ -58,8 +58,9 @@ def _second_moment(stage: Stage) -> Sequence[torch.Tensor]:
 
 
 def _gradient(name: str, change: Change, weight: str | None = None, rank: int = ALL_RANKS) -> Fault:
-    """Return a fault of one weight's gradient in step 3 as it arrives, or of all, until the guard recovers: the replays
-    and the step's second attempt find them healthy.
+    """A fault of one weight's gradient, or of all gradients, as it arrives in step 3.
+
+    It lasts until the guard recovers: the replays and the step's second attempt find healthy gradients.
     """
 
     def arm(stage: Stage) -> None:
