@@ -5,6 +5,7 @@ Diffusers' older names of LoRA's (`lora_linear_layer.down`) are among them.
 
 import re
 
+# LoRA's factors and DoRA's magnitude (lora_*), LoKr (lokr_*), LoHa (hada_*), OFT.
 _TENSOR = re.compile(r"\.(lora_\w+|lokr_w[12](_[ab])?|hada_w[12]_[ab]|oft_R)(\.|$)")
 # With one factor at zero the product is zero: these are the factors that PEFT starts at zero.
 _IDLE = re.compile(r"\.(lora_B|lokr_w1(_a)?|hada_w2_b|oft_R)(\.|$)")

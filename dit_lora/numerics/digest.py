@@ -59,6 +59,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     totals: dict[torch.device, torch.Tensor] = {}
     waiting: dict[torch.device, list[torch.Tensor]] = {}
 
+    # Adds the collected tensors of one device to its total.
     def count(device: torch.device) -> None:
         parts = waiting.pop(device)
         value = tensor_digest(torch.cat(parts) if len(parts) > 1 else parts[0])

@@ -189,6 +189,7 @@ def gathered_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Itera
     for unit in units:
         unit.reshard()  # weights that are gathered already would not be gathered again
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    # A unit whose parameters are all in inner units has no group.
     weights = [weight for group in groups if group is not None for weight in group.fsdp_params]
     low_precision = [weight for weight in weights if weight.orig_dtype in dtypes]
     saved = [

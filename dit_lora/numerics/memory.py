@@ -60,6 +60,7 @@ def room_for_fp32(model: nn.Module) -> bool:
     The estimate is an fp32 copy of all half-precision weights, all held until the backward pass, plus, on a GPU, twice
     the memory that steps have used so far.
     """
+    # 4 bytes per element of the fp32 copies.
     needed = 4 * sum(p.numel() for p in model.parameters() if p.dtype in HALVES)
     device = next(model.parameters()).device
     if device.type == "cuda":

@@ -48,6 +48,7 @@ class NoiseLevels:
         `shift` moves them towards noise before truncation: `s' = shift s / (1 + (shift - 1) s)`. Raises `DitLoraError`
         if the density has almost no mass in the range.
         """
+        # Without truncation, a logit-normal level is a function of the draw itself.
         if self.density == "logit_normal" and (self.t_min, self.t_max) == (0.0, 1.0):
             level = torch.sigmoid(gaussian.float() * self.std + self.mean)
             return shift * level / (1 + (shift - 1) * level)
@@ -70,6 +71,7 @@ class NoiseLevels:
         ]
         shares = self._whole_share(torch.tensor(ends, dtype=torch.float64), shift).tolist()
         low, high = (shares[i] if cut else float(i) for i, cut in enumerate(is_cut))
+        # Written with `not`, so that NaN is refused too.
         if not high - low > 1e-9:
             raise DitLoraError(
                 f"train.timesteps: {self.density} with shift {shift:g} has no draw from {self.t_min:g} on and below "

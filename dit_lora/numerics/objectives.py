@@ -110,6 +110,7 @@ class VPrediction:
         return alpha * noise.float() - sigma * clean.float()
 
     def _at(self, timesteps: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # (B, 1, ..., 1), to broadcast over each sample.
         shape = (-1, *[1] * (like.ndim - 1))
         alpha, sigma = (t.to(like.device, non_blocking=True) for t in (self.alpha, self.sigma))
         return alpha[timesteps].view(shape), sigma[timesteps].view(shape)
@@ -141,6 +142,7 @@ class FlowMatching:
     def add_noise(
         self, clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor
     ) -> torch.Tensor:
+        # (B,) to (B, 1, ..., 1).
         sigma = sigmas.float().view(-1, *[1] * (clean.ndim - 1))
         return (1 - sigma) * clean.float() + sigma * noise.float()
 
@@ -225,9 +227,11 @@ class EpsilonPrediction:
         alpha, sigma, high, low, clean_share, noisy_share = tables
         share = (fraction.float() + 1) / 2
         log_variance = share * high + (1 - share) * low
+        # x_0 from the predicted noise; detached, because this loss trains only the variance.
         guess = (noisy.float() - sigma * prediction.detach().float()) / alpha
         mean = clean_share * guess + noisy_share * noisy.float()
         error = clean_share * (clean.float() - guess)  # of the mean
+        # Divergence of the posterior (variance exp(low)) from the prediction (variance exp(log_variance)).
         divergence = 0.5 * (
             log_variance
             - low
@@ -237,6 +241,7 @@ class EpsilonPrediction:
         )
         likelihood = _binned_log_likelihood(clean.float(), mean, 0.5 * log_variance)
         nats = torch.where(timesteps.view_as(alpha) == 0, -likelihood, divergence)
+        # From nats to bits.
         return _weighted_mean(nats, weights) / math.log(2)
 
     @property

@@ -70,7 +70,7 @@ def narrowed(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
         return codes, state.absmax
     values = weight.float()
     scale = values.abs().amax(dim=1) / _LARGEST[kind]
-    # A row of zeros has the scale 0, and codes 0 whatever they are divided by.
+    # A row of zeros has scale 0 and codes 0: divide by 1 instead of 0.
     codes = values / torch.where(scale == 0, 1.0, scale)[:, None]
     if kind == "int8":
         return codes.round_().to(torch.int8), scale
@@ -81,7 +81,9 @@ def narrowed_bytes(shape: torch.Size, kind: Kind) -> int:
     """Bytes of a quantized weight: its codes and scales."""
     count = shape.numel()
     if kind == "nf4":
+        # Half a byte per weight, and an fp32 scale per block.
         return -(-count // 2) + 4 * -(-count // _BLOCK)
+    # One byte per weight, and an fp32 scale per row.
     return count + 4 * shape[0]
 
 
@@ -122,6 +124,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         codes, scale = ctx.saved_tensors
         (grad,) = gradients
+        # Only x gets a gradient: the weight and the bias are frozen.
         return grad @ widened(codes, scale, grad.dtype, ctx.kind, ctx.shape), *[None] * 5
 
 
@@ -130,14 +133,14 @@ def weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     fp8 codes come as floats. A 4-bit weight comes with `absmax`, the scales of its blocks, an 8-bit one with `SCB`.
     """
-    seen = set()
+    yielded = set()
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         for key, parameter in module.named_parameters(recurse=False):
             # Yield parameters that modules share only once.
-            if id(parameter) in seen:
+            if id(parameter) in yielded:
                 continue
-            seen.add(id(parameter))
+            yielded.add(id(parameter))
             values = local(parameter.detach())
             is_fp8 = isinstance(module, NarrowLinear) and module.kind == "fp8" and key == "weight"
             yield prefix + key, values.view(_FP8) if is_fp8 else values

@@ -18,6 +18,7 @@ Draws = Mapping[str, Callable[[Sequence[torch.Generator]], torch.Tensor]]
 def fold(seed: int, stream: str, *place: int | str) -> int:
     """A 63-bit seed for one stream: a hash of all arguments."""
     text = "/".join([str(seed), stream, *map(str, place)])
+    # 63 bits, so that the seed fits a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
