@@ -68,7 +68,7 @@ def shuffled(rows: list[Row], column: str) -> list[Row]:
 def fit_statistics(model: Path, pictures: list[Path]) -> None:
     """Give the random autoencoder the means and variances of its own latents, as a trained one has them."""
     vae: Any = AutoencoderKLFlux2.from_pretrained(model, subfolder="vae")
-    pixels = torch.stack([torch.from_numpy(np.array(Image.open(one))) for one in pictures])
+    pixels = torch.stack([torch.from_numpy(np.array(Image.open(path))) for path in pictures])
     with torch.no_grad():
         latents = vae.encode(pixels.permute(0, 3, 1, 2).float() / 127.5 - 1).latent_dist.mode()
         squares = Flux2Pipeline._patchify_latents(latents)
@@ -102,9 +102,9 @@ def trained(work: Path, name: str, steps: int) -> tuple[float, float]:
         f"run.dir={run}",
     ]
     script = [sys.executable, str(ROOT / "recipes" / "lora.py"), str(RECIPE), *values]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
+    process = subprocess.run(script, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(process.stderr)
     losses = [json.loads(line) for line in (run / "held_out.jsonl").read_text().splitlines()]
     return losses[0]["held_out_loss"], losses[-1]["held_out_loss"]
 

@@ -161,8 +161,8 @@ def observed(guard: Callable[[], Guard], run: Callable[[], str | None]) -> Obser
     """
     error: DitLoraError | None = None
     try:
-        wrong = run()
-        error = CheckFailedError(wrong) if wrong else None
+        failed_check = run()
+        error = CheckFailedError(failed_check) if failed_check else None
     except DitLoraError as problem:
         error = problem
     finally:

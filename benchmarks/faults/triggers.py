@@ -66,9 +66,9 @@ class When:
         if not here(stage, self.rank):
             return lambda: False
         if self.mode == "at":
-            places = step_seeds(stage, self.step)
+            seeds = step_seeds(stage, self.step)
             # The seed stays that of the last pass of training while the result is looked at.
-            return lambda: stage.transformer.training and torch.initial_seed() in places
+            return lambda: stage.transformer.training and torch.initial_seed() in seeds
         if self.mode == "from" and self.step == 0:
             return lambda: True
         armed: list[bool] = []
