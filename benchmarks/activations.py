@@ -216,29 +216,33 @@ BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
 
 def kept(run: Callable[[], Any], besides: Sequence[torch.Tensor]) -> int:
     """Bytes that autograd keeps after `run()`, each storage once."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in besides}
-    found: dict[int, torch.Tensor] = {}
+    other_storages = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    storage_bytes: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        storage_bytes.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     setattr(pack, ONLY_COUNTS, True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         _result = run()  # alive, so that no address is used twice
-    return sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in known)
+    return sum(
+        t.untyped_storage().nbytes()
+        for key, t in storage_bytes.items()
+        if key not in other_storages
+    )
 
 
 def fused(model: nn.Module) -> nn.Module:
     """Every op that the block takes is on, on any machine."""
-    taken = {}
+    fused_parts = {}
     for op in OPS:
         try:
             fuse(model, {**dict.fromkeys(OPS, "off"), op: "on"}, check=False)
-            taken[op] = "on"
+            fused_parts[op] = "on"
         except DitLoraError:
-            taken[op] = "off"
-    fuse(model, taken, check=False)
+            fused_parts[op] = "off"
+    fuse(model, fused_parts, check=False)
     return model
 
 
@@ -259,11 +263,11 @@ def measure(make: Callable[[], tuple[nn.Module, Arguments]], rank: int) -> tuple
     def units() -> float:
         sizes = []
         for frames in (1, 3):
-            given, elements = arguments(frames)
-            given[0].requires_grad_()
-            tables = [t for t in tree_leaves(given[1:]) if isinstance(t, torch.Tensor)]
+            inputs, elements = arguments(frames)
+            inputs[0].requires_grad_()
+            tables = [t for t in tree_leaves(inputs[1:]) if isinstance(t, torch.Tensor)]
             with torch.autocast("cpu", torch.bfloat16):
-                bytes_kept = kept(partial(block, *given), [*model.parameters(), *tables])
+                bytes_kept = kept(partial(block, *inputs), [*model.parameters(), *tables])
             sizes.append((bytes_kept, elements))
         (few, small), (many, large) = sizes
         return (many - few) / (2 * (large - small))

@@ -94,8 +94,8 @@ class Spent:
 @contextmanager
 def measured() -> Iterator[Spent]:
     def cores() -> float:
-        own, children = (getrusage(who) for who in (RUSAGE_SELF, RUSAGE_CHILDREN))
-        return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+        parent, children = (getrusage(process) for process in (RUSAGE_SELF, RUSAGE_CHILDREN))
+        return parent.ru_utime + parent.ru_stime + children.ru_utime + children.ru_stime
 
     spent, clock, before = Spent(), time.perf_counter(), cores()
     yield spent
@@ -119,8 +119,8 @@ def audited(clips: Sequence[Path], workers: int) -> tuple[Spent, int]:
     samples = [Clip(path.name, MediaFile(path), "") for path in clips]
     data = DataConfig(path="clips", frames=49, height=HEIGHT, width=720, fps=8)
     with measured() as spent:
-        judged = audit_media(samples, data, workers=workers, progress=True)
-    return spent, sum(one.verdict == "reject" for one in judged)
+        samples_audited = audit_media(samples, data, workers=workers, progress=True)
+    return spent, sum(sample.verdict == "reject" for sample in samples_audited)
 
 
 def main() -> None:
@@ -129,14 +129,14 @@ def main() -> None:
     )
     parser.add_argument("--clips", type=int, default=40)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        clips = write_clips(Path(folder), given.clips)
+        clips = write_clips(Path(folder), args.clips)
         mebibytes = sum(clip.stat().st_size for clip in clips) / 2**20
-        audit, rejected = audited(clips, given.workers)
-        decoding = plain(clips, given.workers)
-    count, kilo = given.clips, 1000 / given.clips
-    print(f"{count} clips of {SECONDS} s, {mebibytes:.0f} MiB, {given.workers} processes")
+        audit, rejected = audited(clips, args.workers)
+        decoding = plain(clips, args.workers)
+    count, kilo = args.clips, 1000 / args.clips
+    print(f"{count} clips of {SECONDS} s, {mebibytes:.0f} MiB, {args.workers} processes")
     for name, spent in (("audit", audit), ("plain decoding", decoding)):
         print(
             f"{name}: {spent.clock:.1f} s, {count / spent.clock:.2f} clips a second, "
@@ -145,7 +145,7 @@ def main() -> None:
     print(
         f"the audit takes {audit.cores / decoding.cores:.2f} times as much; {rejected} clips are rejected"
     )
-    busy = kilo * audit.cores / given.workers
+    busy = kilo * audit.cores / args.workers
     print(
         f"1,000 clips: {kilo * audit.clock:.0f} s as measured, {busy:.0f} s if nothing else runs; "
         f"target {TARGET:.0f} s on 2 cores"

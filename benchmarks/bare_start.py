@@ -46,8 +46,8 @@ def main(model: Path, clips: Path, out: Path, steps: int) -> None:
     scheduler = CogVideoXDPMScheduler.from_pretrained(model, subfolder="scheduler")
     for frozen in (text_encoder, transformer, vae):
         frozen.requires_grad_(False)
-    how = LoraConfig(r=RANK, lora_alpha=RANK, init_lora_weights=True, target_modules=TARGETS)
-    transformer.add_adapter(how)
+    config = LoraConfig(r=RANK, lora_alpha=RANK, init_lora_weights=True, target_modules=TARGETS)
+    transformer.add_adapter(config)
     cast_training_params([transformer])
     trained = [p for p in transformer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)

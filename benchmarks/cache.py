@@ -81,14 +81,14 @@ def ours(root: Path, *, clone: bool) -> Callable[[str], None]:
 
 
 def mapped(root: Path) -> Callable[[str], None]:
-    places = {}
+    locations = {}
     for path in shards_in(root):
         file = safe_open(path, framework="pt")
         for name in file.keys():  # noqa: SIM118
-            places.setdefault(name.partition("/")[0], []).append((file, name))
+            locations.setdefault(name.partition("/")[0], []).append((file, name))
 
     def read(key: str) -> None:
-        _copies = [file.get_tensor(name).clone() for file, name in places[key]]
+        _copies = [file.get_tensor(name).clone() for file, name in locations[key]]
 
     return read
 
@@ -162,11 +162,11 @@ def main() -> None:
         "| entries | MB | shards | safetensors and clone, GB/s | ours | ours and clone "
         "| ours over safetensors | with clone |\n|---|---:|---:|---:|---:|---:|---:|---:|"
     )
-    for what, make, per_shard in (("clips", clip, 16), ("texts", text, 16), ("clips", clip, 4)):
+    for kind, make, per_shard in (("clips", clip, 16), ("texts", text, 16), ("clips", clip, 4)):
         with tempfile.TemporaryDirectory() as folder:
             keys = write(Path(folder), make, arguments.clips, per_shard)
             nbytes = sum(tensor.nbytes for tensor in make(0).values())
-            print(measure(what, Path(folder), keys, nbytes, arguments.rounds), flush=True)
+            print(measure(kind, Path(folder), keys, nbytes, arguments.rounds), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), small, arguments.entries, 16)
         command = [sys.executable, "-m", "benchmarks.cache", "--hold", folder]

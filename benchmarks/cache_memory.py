@@ -28,11 +28,15 @@ def main() -> None:
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
         return
     print("| clips | peak MiB | growth, KiB a clip |\n|---:|---:|---:|")
-    first: tuple[int, float] | None = None
+    baseline: tuple[int, float] | None = None
     for count in arguments.clips:
         peak = measure(count)
-        growth = "" if first is None else f"{2**10 * (peak - first[1]) / (count - first[0]):.1f}"
-        first = first or (count, peak)
+        growth = (
+            ""
+            if baseline is None
+            else f"{2**10 * (peak - baseline[1]) / (count - baseline[0]):.1f}"
+        )
+        baseline = baseline or (count, peak)
         print(f"| {count} | {peak:.0f} | {growth} |", flush=True)
 
 
@@ -51,8 +55,8 @@ def measure(count: int) -> float:
             (clips / f"{index:06d}.txt").write_text(f"clip {index % 6}")
         get_family("cogvideox").build_tiny("cogvideox-2b", Path(folder) / "model", 0)
         command = [sys.executable, "-m", "benchmarks.cache_memory", "--one", folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return float(done.stdout)
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
+        return float(process.stdout)
 
 
 def fill(folder: Path) -> None:

@@ -58,9 +58,9 @@ def ours(task: Task, threads: int) -> np.ndarray:
 
 
 def from_the_beginning(task: Task, threads: int) -> np.ndarray:
-    wanted = WantedTimes(FRAMES, FPS, task.start)
+    times = WantedTimes(FRAMES, FPS, task.start)
     chosen: list[np.ndarray] = []
-    for near in nearest_frames(MediaFile(task.path), wanted, quick=False):
+    for near in nearest_frames(MediaFile(task.path), times, quick=False):
         picture = cover(*upright(near.frame, near.stretch), HEIGHT, WIDTH)
         chosen += [picture] * near.times
     return planes(chosen)
@@ -70,8 +70,8 @@ def whole_file(task: Task, threads: int) -> np.ndarray:
     with av.open(task.path) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count, stream.codec_context.thread_type = threads, "AUTO"
-        every = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
-    return resized(task, (every[index] for index in task.indices))
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+    return resized(task, (frames[index] for index in task.indices))
 
 
 def by_decord(task: Task, threads: int) -> np.ndarray:
@@ -82,17 +82,19 @@ def by_decord(task: Task, threads: int) -> np.ndarray:
 
 def by_torchcodec(task: Task, threads: int) -> np.ndarray:
     decoders = importlib.import_module("torchcodec.decoders")
-    how = {"num_ffmpeg_threads": threads, "seek_mode": "approximate", "dimension_order": "NHWC"}
-    decoder = decoders.VideoDecoder(str(task.path), **how)
+    options = {"num_ffmpeg_threads": threads, "seek_mode": "approximate", "dimension_order": "NHWC"}
+    decoder = decoders.VideoDecoder(str(task.path), **options)
     return resized(task, decoder.get_frames_at(list(task.indices)).data.numpy())
 
 
 def resized(task: Task, pictures: Any) -> np.ndarray:
-    return planes([cover(Image.fromarray(one), task.stretch, HEIGHT, WIDTH) for one in pictures])
+    return planes(
+        [cover(Image.fromarray(picture), task.stretch, HEIGHT, WIDTH) for picture in pictures]
+    )
 
 
 def contenders() -> dict[str, Contender]:
-    found: dict[str, Contender] = {
+    readers: dict[str, Contender] = {
         "read_frames": ours,
         "from the beginning": from_the_beginning,
         "whole file": whole_file,
@@ -107,8 +109,8 @@ def contenders() -> dict[str, Contender]:
             first_line = str(error).strip().splitlines()[0]
             print(f"without {name}: {first_line}")
         else:
-            found[name] = contender
-    return found
+            readers[name] = contender
+    return readers
 
 
 def main() -> None:
@@ -117,7 +119,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--clips", type=Path)
     arguments = parser.parse_args()
-    who = contenders()
+    readers = contenders()
     cores = os.sched_getaffinity(0)
     print(
         f"PyAV {av.__version__}, libavcodec {av.library_versions['libavcodec']}, Pillow {Image.__version__}, "
@@ -130,7 +132,7 @@ def main() -> None:
         for threads in arguments.threads:
             os.sched_setaffinity(0, {min(cores)} if threads == 1 else cores)
             torch.set_num_threads(threads)
-            report(measure(tasks, who, threads, arguments.rounds), list(who), threads)
+            report(measure(tasks, readers, threads, arguments.rounds), list(readers), threads)
 
 
 def measure(
@@ -153,12 +155,14 @@ def measure(
 
 
 def report(medians: dict[str, dict[str, float]], names: Sequence[str], threads: int) -> None:
-    others = [name for name in names if name != "read_frames"]
+    other_names = [name for name in names if name != "read_frames"]
     print(f"\n{threads} thread(s): clips a second, and read_frames' as a multiple of each other's")
-    print(f"| | read_frames | {' | '.join(others)} |\n|---|{'---:|' * len(names)}")
+    print(f"| | read_frames | {' | '.join(other_names)} |\n|---|{'---:|' * len(names)}")
     for task, row in medians.items():
         mine = row["read_frames"]
-        ratios = " | ".join(f"{1 / row[name]:.1f} (x {row[name] / mine:.2f})" for name in others)
+        ratios = " | ".join(
+            f"{1 / row[name]:.1f} (x {row[name] / mine:.2f})" for name in other_names
+        )
         print(f"| {task} | {1 / mine:.1f} | {ratios} |", flush=True)
 
 
@@ -174,10 +178,10 @@ def task_of(name: str, path: Path, start: float = 0.0) -> Task:
     with av.open(path) as container:
         stretch = float(container.streams.video[0].sample_aspect_ratio or 1)
         times = np.array([frame.time for frame in container.decode(video=0)])
-    wanted = start + np.arange(FRAMES) / FPS
+    wanted_times = start + np.arange(FRAMES) / FPS
     # The middles between frames, moved a little, as `read_frames` settles ties.
     middles = (times[1:] + times[:-1]) / 2 - times[0]
-    indices = np.searchsorted(middles + 1e-6 / FPS, wanted).tolist()
+    indices = np.searchsorted(middles + 1e-6 / FPS, wanted_times).tolist()
     return Task(name, path, start, indices, stretch)
 
 
@@ -196,9 +200,11 @@ def write(path: Path, frames: int, fps: int, gop: int, height: int = 480, width:
         )
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         for index in range(frames):
-            left = int(width / 2 * (1 + np.sin(index / 70)))
+            x_offset = int(width / 2 * (1 + np.sin(index / 70)))
             top = int(height / 2 * (1 + np.cos(index / 50)))
-            pixels = texture[top : top + height, left : left + width] // 2 + noise[index % 8]
+            pixels = (
+                texture[top : top + height, x_offset : x_offset + width] // 2 + noise[index % 8]
+            )
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     return path

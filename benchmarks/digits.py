@@ -56,14 +56,16 @@ def main() -> None:
     began, work = time.perf_counter(), args.work
     digits, classes = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(digits))
-    own, others = order[:TRAINED], order[TRAINED:]
-    judge = SVC(gamma=0.001).fit(digits[others], classes[others])
-    print(f"classifier on the DiT's real digits: {judge.score(digits[own], classes[own]):.3f}")
+    trained, rest_of_order = order[:TRAINED], order[TRAINED:]
+    judge = SVC(gamma=0.001).fit(digits[rest_of_order], classes[rest_of_order])
+    print(
+        f"classifier on the DiT's real digits: {judge.score(digits[trained], classes[trained]):.3f}"
+    )
 
-    write_folders(work, digits[own], classes[own], args.replayed)
+    write_folders(work, digits[trained], classes[trained], args.replayed)
     base = work / "base"
     if not base.exists():
-        build_base(base, digits[own])
+        build_base(base, digits[trained])
     print(f"VAE and data: {time.perf_counter() - began:.0f} s")
     if args.forgetting:
         forgetting(work, judge, args)
@@ -79,19 +81,19 @@ def main() -> None:
     report("with the LoRA", judge, after)
     print(f"whole: {time.perf_counter() - began:.0f} s")
     if args.picture:
-        save_grid(args.picture, digits[own], classes[own], before, after)
+        save_grid(args.picture, digits[trained], classes[trained], before, after)
 
 
 def write_folders(work: Path, digits: np.ndarray, classes: np.ndarray, replayed: int) -> None:
     """work/known and work/new: one folder a class, 16x16 PNG; `new` has some of each old class too."""
-    seen = dict.fromkeys(NAMES, 0)
+    counts = dict.fromkeys(NAMES, 0)
     for kind in ("known", "new"):
         shutil.rmtree(work / kind, ignore_errors=True)
     for number, (pixels, label) in enumerate(zip(digits, classes, strict=True)):
         name = NAMES[label]
         kinds = ["new"] if name == HELD_OUT else ["known"]
-        kinds += ["new"] if name != HELD_OUT and seen[name] < replayed else []
-        seen[name] += 1
+        kinds += ["new"] if name != HELD_OUT and counts[name] < replayed else []
+        counts[name] += 1
         for kind in kinds:
             folder = work / kind / name
             folder.mkdir(parents=True, exist_ok=True)
@@ -201,29 +203,33 @@ def forgetting(work: Path, judge: SVC, args: argparse.Namespace) -> None:
     if not (work / "ten" / "model").exists():
         launch(scratch, work / "ten.yaml")
     report("from scratch", judge, sampled(work / "ten" / "model", None, args))
-    others = [name for name in NAMES if name != HELD_OUT]
+    other_names = [name for name in NAMES if name != HELD_OUT]
     shutil.rmtree(work / "alone", ignore_errors=True)
     shutil.copytree(work / "new" / HELD_OUT, work / "alone" / HELD_OUT)
-    alone = {"path": str(work / "alone")}
+    digit_only = {"path": str(work / "alone")}
     prior = [
         {"path": str(work / "prior" / name), "caption": name, "generate": args.replayed}
-        for name in others
+        for name in other_names
     ]
     ways: dict[str, dict[str, Any]] = {
-        "alone": {"data": {"path": alone["path"]}},
-        "prior preservation": {"data": {"sources": [alone, *prior]}},
+        "alone": {"data": {"path": digit_only["path"]}},
+        "prior preservation": {"data": {"sources": [digit_only, *prior]}},
         "train.preserve": {
-            "data": {"path": alone["path"]},
-            "train": {"preserve": {"trigger": HELD_OUT, "class_words": others}},
+            "data": {"path": digit_only["path"]},
+            "train": {"preserve": {"trigger": HELD_OUT, "class_words": other_names}},
         },
     }
     del lora["optim"]["groups"]["connector"]
     lora["model"]["path"] = str(work / "ten" / "model")
     lora["validation"] |= {"guidance_scale": args.guidance, "inference_steps": 50}
-    for number, (name, way) in enumerate(ways.items()):
+    for number, (name, options) in enumerate(ways.items()):
         data = {key: value for key, value in lora["data"].items() if key != "path"}
-        recipe = {**lora, "data": data | way["data"], "run": {"dir": str(work / f"way_{number}")}}
-        recipe["train"] = lora["train"] | way.get("train", {})
+        recipe = {
+            **lora,
+            "data": data | options["data"],
+            "run": {"dir": str(work / f"way_{number}")},
+        }
+        recipe["train"] = lora["train"] | options.get("train", {})
         launch(recipe, work / f"way_{number}.yaml")
         adapter = work / f"way_{number}" / "adapter"
         report(f"sevens, {name}", judge, sampled(work / "ten" / "model", adapter, args))
@@ -254,7 +260,7 @@ def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict
     if adapter:
         load_adapter(pipeline, adapter)
     pipeline.set_progress_bar_config(disable=True)
-    found = {}
+    samples = {}
     for name in NAMES:
         if name not in pipeline.labels:
             continue
@@ -266,8 +272,8 @@ def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict
             generator=torch.Generator().manual_seed(NAMES.index(name)),
             output_type="np",
         ).images
-        found[name] = (images.mean(-1) * 255).round().astype("uint8")
-    return found
+        samples[name] = (images.mean(-1) * 255).round().astype("uint8")
+    return samples
 
 
 def report(what: str, judge: SVC, pictures: dict[str, np.ndarray]) -> None:
@@ -288,7 +294,7 @@ def save_grid(
     rows = []
     for label, name in enumerate(NAMES):
         real = [np.asarray(enlarged(d).convert("L")) for d in digits[classes == label][:each]]
-        columns = [real, *([*found.get(name, [blank] * each)][:each] for found in sets)]
+        columns = [real, *([*sample_set.get(name, [blank] * each)][:each] for sample_set in sets)]
         parts = [np.concatenate([*column, gap], 1) for column in columns]
         rows.append(np.concatenate(parts, 1))
     grid = Image.fromarray(np.concatenate(rows))

@@ -1,10 +1,10 @@
-"""Edit data teaches: a tiny FLUX.2 learns to move a shape as the caption says, and to keep the reference's content.
+"""Check that edit pairs teach: a tiny FLUX.2 learns to move a shape as captioned and to keep the reference.
 
     python -m benchmarks.edit WORK [--steps 300] [--pairs 320]
 
-Three runs of recipes/smoke/flux2_edit.yaml on made pairs (`dit-lora tiny shapes --pairs`), from the same random model and
-with the same draws: unchanged, with shuffled references, with shuffled captions. The held-out loss of the other two
-shows how much a model loses that cannot learn from references or captions.
+Three runs of recipes/smoke/flux2_edit.yaml on synthetic pairs (`dit-lora tiny shapes --pairs`), from the same random
+model and with the same draws: unchanged, with shuffled references, with shuffled captions. The held-out loss of the
+other two shows how much a model loses that cannot learn from references or captions.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def shuffled(rows: list[Row], column: str) -> list[Row]:
 def fit_statistics(model: Path, pictures: list[Path]) -> None:
     """Give the random autoencoder the means and variances of its own latents, as a trained one has them."""
     vae: Any = AutoencoderKLFlux2.from_pretrained(model, subfolder="vae")
-    pixels = torch.stack([torch.from_numpy(np.array(Image.open(one))) for one in pictures])
+    pixels = torch.stack([torch.from_numpy(np.array(Image.open(path))) for path in pictures])
     with torch.no_grad():
         latents = vae.encode(pixels.permute(0, 3, 1, 2).float() / 127.5 - 1).latent_dist.mode()
         squares = Flux2Pipeline._patchify_latents(latents)
@@ -102,9 +102,9 @@ def trained(work: Path, name: str, steps: int) -> tuple[float, float]:
         f"run.dir={run}",
     ]
     script = [sys.executable, str(ROOT / "recipes" / "lora.py"), str(RECIPE), *values]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
+    process = subprocess.run(script, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(process.stderr)
     losses = [json.loads(line) for line in (run / "held_out.jsonl").read_text().splitlines()]
     return losses[0]["held_out_loss"], losses[-1]["held_out_loss"]
 

@@ -74,9 +74,9 @@ def run(work: Path, before: Path | None, rounds: int) -> None:
         for name, tree in trees.items():
             for path in (work / f"cache_{name}").glob("*.json"):
                 path.unlink()
-            for how, options in (("first", ()), ("again", ()), ("unchecked", UNCHECKED)):
+            for start_kind, options in (("first", ()), ("again", ()), ("unchecked", UNCHECKED)):
                 took = ours(tree, work, name, model, clips, (f"train.steps={STEPS}", *options))
-                times.setdefault(f"{name}, {how}", []).append(took)
+                times.setdefault(f"{name}, {start_kind}", []).append(took)
     print(table(times))
 
 
@@ -90,35 +90,37 @@ def table(times: Mapping[str, Sequence[Times]]) -> str:
         "| CPU s | in all, CPU s |",
         "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
-    for name, taken in times.items():
+    for name, run_times in times.items():
         values = [
             statistics.median(column)
-            for column in zip(*((*t.first, t.step, t.beside, *t.after) for t in taken), strict=True)
+            for column in zip(
+                *((*t.first, t.step, t.beside, *t.after) for t in run_times), strict=True
+            )
         ]
-        first, cpu, own_step, beside, after, cpu_after = values
+        first_step, cpu, own_step, overlapping, after, cpu_after = values
         target = 1.3 * bare + 3 * step
         met = f"{'yes' if cpu <= target else 'no'} ({target:.1f} s)" if name != "bare" else ""
         cells = (
-            name, f"{first:.1f}", f"{cpu:.1f}", f"{cpu / bare:.2f}", met, f"{own_step:.2f}",
-            f"{beside:.1f}", f"{after:.1f}", f"{cpu_after:.1f}",
-            f"{cpu + (STEPS - 1) * own_step + beside + cpu_after:.1f}",
+            name, f"{first_step:.1f}", f"{cpu:.1f}", f"{cpu / bare:.2f}", met, f"{own_step:.2f}",
+            f"{overlapping:.1f}", f"{after:.1f}", f"{cpu_after:.1f}",
+            f"{cpu + (STEPS - 1) * own_step + overlapping + cpu_after:.1f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def bare(work: Path, model: Path, clips: Path) -> Times:
-    out = work / "run_bare"
-    shutil.rmtree(out, ignore_errors=True)
-    script = ["-m", "benchmarks.bare_start", str(model), str(clips), str(out), str(STEPS)]
-    return timed(script, ROOT, out)
+    folder = work / "run_bare"
+    shutil.rmtree(folder, ignore_errors=True)
+    script = ["-m", "benchmarks.bare_start", str(model), str(clips), str(folder), str(STEPS)]
+    return timed(script, ROOT, folder)
 
 
 def ours(
     tree: Path, work: Path, name: str, model: Path, clips: Path, options: Sequence[str]
 ) -> Times:
-    out = work / f"run_{name}"
-    shutil.rmtree(out, ignore_errors=True)
+    folder = work / f"run_{name}"
+    shutil.rmtree(folder, ignore_errors=True)
     values = (
         f"model.path={model}",
         f"data.path={clips}",
@@ -127,10 +129,10 @@ def ours(
         "data.width=192",
         "lora.rank=16",
         "lora.alpha=16",
-        f"run.dir={out}",
+        f"run.dir={folder}",
     )
     recipe = str(tree / "recipes" / "smoke" / "cogvideox.yaml")
-    return timed([str(tree / "recipes" / "lora.py"), recipe, *values, *options], tree, out)
+    return timed([str(tree / "recipes" / "lora.py"), recipe, *values, *options], tree, folder)
 
 
 def timed(arguments: Sequence[str], tree: Path, out: Path) -> Times:
@@ -144,19 +146,19 @@ def timed(arguments: Sequence[str], tree: Path, out: Path) -> Times:
         stdout=subprocess.DEVNULL,
         stderr=(out.parent / f"{out.name}.log").open("w"),
     )
-    seen: list[tuple[float, float]] = []
+    step_clocks: list[tuple[float, float]] = []
     clocks = (0.0, 0.0)
     while process.poll() is None:
         time.sleep(0.02)
         clocks = time.perf_counter() - began, _cpu_seconds(process.pid) or clocks[1]
-        seen += [clocks] * (_steps(out) - len(seen))
+        step_clocks += [clocks] * (_steps(out) - len(step_clocks))
     if process.returncode != 0:
         raise SystemExit(f"{arguments[0]} ended with {process.returncode}: see {out}.log")
     wall = time.perf_counter() - began
-    after = wall - seen[-1][0], clocks[1] - seen[-1][1]
-    beside = _beside_steps(out)
-    step = (seen[-1][1] - seen[0][1] - beside) / max(1, len(seen) - 1)
-    return Times(seen[0], step, beside, after)
+    after = wall - step_clocks[-1][0], clocks[1] - step_clocks[-1][1]
+    overlapping = _beside_steps(out)
+    step = (step_clocks[-1][1] - step_clocks[0][1] - overlapping) / max(1, len(step_clocks) - 1)
+    return Times(step_clocks[0], step, overlapping, after)
 
 
 def _beside_steps(out: Path) -> float:

@@ -56,8 +56,10 @@ def forked(main: Main, args: list[str], environment: dict[str, str], log: Path) 
 
 def ended(pids: Sequence[int]) -> dict[int, int]:
     """Exit codes of those that have ended since the last look."""
-    found = ((pid, *os.waitpid(pid, os.WNOHANG)) for pid in pids)
-    return {pid: os.waitstatus_to_exitcode(status) for pid, done, status in found if done}
+    results = ((pid, *os.waitpid(pid, os.WNOHANG)) for pid in pids)
+    return {
+        pid: os.waitstatus_to_exitcode(status) for pid, ended_pid, status in results if ended_pid
+    }
 
 
 def wait(pids: Sequence[int], known: dict[int, int] | None = None) -> list[int]:
@@ -69,9 +71,9 @@ def wait(pids: Sequence[int], known: dict[int, int] | None = None) -> list[int]:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def load_script() -> ModuleType:

@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs((args.work or Path(folder)).resolve(), args.device, args.steps)
         runs.prepare()
-        wrong = [*runs.poisoned(), *runs.killed()]
-    for line in wrong:
+        problems = [*runs.poisoned(), *runs.killed()]
+    for line in problems:
         print(f"WRONG: {line}")
-    print("recovery: " + (f"{len(wrong)} wrong" if wrong else "as it should be"))
-    return 1 if wrong else 0
+    print("recovery: " + (f"{len(problems)} wrong" if problems else "as it should be"))
+    return 1 if problems else 0
 
 
 class Runs:
@@ -70,44 +70,46 @@ class Runs:
     def poisoned(self) -> list[str]:
         """Return what is wrong with a run that met a bad sample."""
         name = "poisoned"
-        wrong = self._failed(self._start(name, poisoned=True))
+        problems = self._failed(self._start(name, poisoned=True))
         left_out = _lines(self.work / name / "quarantine.jsonl")
         for event in _lines(self.work / name / "events.jsonl"):
-            words = event.get("verdict", {}).get("words", "")
-            print(f"step {event.get('step')}: {event.get('kind')}, {event.get('action')}: {words}")
+            message = event.get("verdict", {}).get("words", "")
+            print(
+                f"step {event.get('step')}: {event.get('kind')}, {event.get('action')}: {message}"
+            )
         if not left_out:
-            wrong.append("the poisoned sample was not quarantined")
-        return [*wrong, *self._unfinished(name)]
+            problems.append("the poisoned sample was not quarantined")
+        return [*problems, *self._unfinished(name)]
 
     def killed(self) -> list[str]:
         """Return what is wrong with a run that was killed and resumed, against one that was not."""
-        wrong = self._failed(self._start("undisturbed"))
+        problems = self._failed(self._start("undisturbed"))
         process = self._start("resumed")
-        done = self._until("resumed", self.steps // 2, process)
+        num_done = self._until("resumed", self.steps // 2, process)
         if process.poll() is not None:
-            return [*wrong, f"the run to be killed ended by itself: {self._log('resumed')}"]
+            return [*problems, f"the run to be killed ended by itself: {self._log('resumed')}"]
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        print(f"killed after step {done} of {self.steps}")
-        wrong += self._failed(self._start("resumed", "train.resume=auto"))
+        print(f"killed after step {num_done} of {self.steps}")
+        problems += self._failed(self._start("resumed", "train.resume=auto"))
         for name in ("undisturbed", "resumed"):
-            wrong += self._unfinished(name)
-        return wrong or self._differences()
+            problems += self._unfinished(name)
+        return problems or self._differences()
 
     def _differences(self) -> list[str]:
         """Return in what losses and adapters of the two runs differ more than they may."""
-        one, other = (_losses(self.work / name) for name in ("undisturbed", "resumed"))
-        if one.keys() != other.keys():
-            return [f"steps {len(one)} and {len(other)}"]
-        worst = max(abs(one[step] - other[step]) / abs(one[step]) for step in one)
+        losses, resumed_losses = (_losses(self.work / name) for name in ("undisturbed", "resumed"))
+        if losses.keys() != resumed_losses.keys():
+            return [f"steps {len(losses)} and {len(resumed_losses)}"]
+        worst = max(abs(losses[step] - resumed_losses[step]) / abs(losses[step]) for step in losses)
         adapters = [load_file(_adapter(self.work / name)) for name in ("undisturbed", "resumed")]
-        same = all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
-        words = f"losses differ by at most {worst:.1e} relative; adapters are " + (
-            "equal to the bit" if same else "not equal to the bit"
+        are_equal = all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+        message = f"losses differ by at most {worst:.1e} relative; adapters are " + (
+            "equal to the bit" if are_equal else "not equal to the bit"
         )
-        print(f"undisturbed and resumed: {words}")
-        is_right = worst <= _CLOSE if self.device == "cuda" else worst == 0.0 and same
-        return [] if is_right else [words]
+        print(f"undisturbed and resumed: {message}")
+        is_right = worst <= _CLOSE if self.device == "cuda" else worst == 0.0 and are_equal
+        return [] if is_right else [message]
 
     def _start(self, name: str, *overrides: str, poisoned: bool = False) -> "subprocess.Popen[str]":
         recipe = [
@@ -143,21 +145,23 @@ class Runs:
 
     def _until(self, name: str, steps: int, process: "subprocess.Popen[str]") -> int:
         """Wait until a run has taken so many steps, or has ended; return how many it has."""
-        last = time.monotonic() + _PATIENCE
-        while time.monotonic() < last and process.poll() is None:
-            taken = len(_losses(self.work / name))
-            if taken >= steps:
-                return taken
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline and process.poll() is None:
+            num_steps = len(_losses(self.work / name))
+            if num_steps >= steps:
+                return num_steps
             time.sleep(0.02)
         return len(_losses(self.work / name))
 
     def _unfinished(self, name: str) -> list[str]:
-        taken = len(_losses(self.work / name))
-        if taken != self.steps:
-            return [f"{name}: {taken} of {self.steps} steps"]
+        num_steps = len(_losses(self.work / name))
+        if num_steps != self.steps:
+            return [f"{name}: {num_steps} of {self.steps} steps"]
         tensors = load_file(_adapter(self.work / name))
         return [
-            f"{name}: {one} is not finite" for one, t in tensors.items() if not t.isfinite().all()
+            f"{name}: {tensor_name} is not finite"
+            for tensor_name, t in tensors.items()
+            if not t.isfinite().all()
         ]
 
     def _log(self, name: str) -> Path:
@@ -177,8 +181,8 @@ def _losses(run: Path) -> dict[int, float]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    whole = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in whole]
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
 
 
 def _poison() -> None:
@@ -189,7 +193,7 @@ def _poison() -> None:
 
     def poisoned_step(*args: Any) -> Any:
         nonlocal poisons
-        (step,) = (one for one in args if isinstance(one, training_loop._Step))
+        (step,) = (arg for arg in args if isinstance(arg, training_loop._Step))
         poisons = step.number >= _POISONED_FROM
         try:
             return micro_step(*args)

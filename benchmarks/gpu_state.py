@@ -15,11 +15,11 @@ _FIELDS = {
 
 def gpu_state(index: int = 0) -> dict[str, str]:
     """Return driver, clocks, power and temperature of one GPU, with units; empty where nvidia-smi tells nothing."""
-    asked = f"--query-gpu={','.join(_FIELDS.values())}"
-    command = ["nvidia-smi", f"--id={index}", asked, "--format=csv,noheader"]
+    query = f"--query-gpu={','.join(_FIELDS.values())}"
+    command = ["nvidia-smi", f"--id={index}", query, "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return {}
-    said = [value.strip() for value in done.stdout.strip().split(",")]
-    return dict(zip(_FIELDS, said, strict=True)) if len(said) == len(_FIELDS) else {}
+    values = [value.strip() for value in process.stdout.strip().split(",")]
+    return dict(zip(_FIELDS, values, strict=True)) if len(values) == len(_FIELDS) else {}

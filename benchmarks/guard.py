@@ -82,8 +82,8 @@ def diagnosed(folder: str) -> dict[str, float]:
     )
     for fault in catalog(world.targets):
         if fault.play is None and any(fnmatch.fnmatchcase(fault.name, name) for name in names):
-            seen = world.observe(fault.name, fault.arm, fault.overrides)
-            for event in seen.events:
+            observation = world.observe(fault.name, fault.arm, fault.overrides)
+            for event in observation.events:
                 cause = event["verdict"]["cause"]
                 slowest[cause] = max(slowest.get(cause, 0.0), event["seconds"])
     return slowest
@@ -95,7 +95,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=3)
     arguments = parser.parse_args()
     bare, guarded = healthy(arguments.pairs, arguments.batch)
-    ratios = [one / other for one, other in zip(guarded, bare, strict=True)]
+    ratios = [
+        guarded_time / bare_time for guarded_time, bare_time in zip(guarded, bare, strict=True)
+    ]
     quartiles = statistics.quantiles(ratios, n=4)
     print(f"stock loop: {1e3 * statistics.median(bare):.1f} ms a step, bare")
     print(f"guarded:    {1e3 * statistics.median(guarded):.1f} ms a step")

@@ -53,7 +53,7 @@ def row(make: Callable[..., tuple[Step, nn.Module]], count: int, rounds: int) ->
         for runner, times in zip(runners, steps, strict=True):
             times += runner.ask("step")
         peers += runners[0].ask("peer")
-    held = [runner.ask("bytes")[0] for runner in runners]
+    snapshot_bytes = [runner.ask("bytes")[0] for runner in runners]
     weights = runners[0].ask("weights")[0]
     for runner in runners:
         runner.end()
@@ -61,7 +61,7 @@ def row(make: Callable[..., tuple[Step, nn.Module]], count: int, rounds: int) ->
     peer = statistics.median(peers)
     median = statistics.median(guarded) - statistics.median(bare)
     mean = statistics.mean(guarded) - statistics.mean(bare)
-    memory = (held[1] - held[0]) / weights
+    memory = (snapshot_bytes[1] - snapshot_bytes[0]) / weights
     times = f"{statistics.median(bare):.0f} | {median:.0f} | {mean:.0f} | {peer:.0f}"
     return f"{times} | {median / peer:.2f} | {memory:.1f}"
 
@@ -162,16 +162,16 @@ def accelerated(tensors: int, *, guarded: bool) -> tuple[Step, nn.Module]:
     """A step of an Accelerate loop that clips, and its model."""
     bare = model_of(tensors)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3, foreach=True)
-    own = Accelerator(cpu=True)
-    model, prepared = own.prepare(bare, optimizer)
+    accelerator = Accelerator(cpu=True)
+    model, prepared = accelerator.prepare(bare, optimizer)
     if guarded:
-        Guard.attach(own, model, prepared)
+        Guard.attach(accelerator, model, prepared)
     x = torch.randn(4, WIDTH)
 
     def step() -> None:
         prepared.zero_grad()
-        own.backward(model(x).square().mean())
-        own.clip_grad_norm_(bare.parameters(), 1.0)
+        accelerator.backward(model(x).square().mean())
+        accelerator.clip_grad_norm_(bare.parameters(), 1.0)
         prepared.step()
 
     return step, bare

@@ -107,7 +107,7 @@ class Timed(NamedTuple):
 def op_calls() -> Iterator[Timed]:
     """Yield each op's forward and its forward and backward, stock and ours, under autocast as recipes have it."""
     shape = TINY._replace(batch=1, heads=2, glu=(4, 4, 16), rank=8)
-    made = {
+    op_cases = {
         "joint_ada_norm": cases._ada_norm("tiny", shape, CPU, gated=True),
         "ada_norm": cases._ada_norm("tiny", shape._replace(tokens=(8,)), CPU, gated=True),
         "qk_norm_rope": cases._qk_norm_rope("tiny", shape, CPU),
@@ -117,7 +117,7 @@ def op_calls() -> Iterator[Timed]:
         "lora_linear": cases._lora("tiny", shape, CPU, names="o"),
         "finite_norms, 336 tensors": cases._finite_norms("tiny", shape._replace(layers=21), CPU),
     }
-    for name, case in made.items():
+    for name, case in op_cases.items():
         for column, compute in (("stock", case.stock), ("ours", case.ours)):
             yield Timed(name, f"{column} forward", _forward(case, compute))
             if case.trained:
@@ -126,11 +126,11 @@ def op_calls() -> Iterator[Timed]:
 
 def _forward(case: Any, compute: Any) -> Callable[[], object]:
     """Return a forward pass as in training: with a graph, where there is one."""
-    given = {k: v.requires_grad_(k in case.trained) for k, v in case.given.items()}
+    inputs = {k: v.requires_grad_(k in case.trained) for k, v in case.given.items()}
 
     def run() -> object:
         with torch.autocast("cpu", torch.bfloat16):
-            return compute(given)
+            return compute(inputs)
 
     return run
 
@@ -138,25 +138,25 @@ def _forward(case: Any, compute: Any) -> Callable[[], object]:
 def _both(case: Any, compute: Any) -> Callable[[], object]:
     """Return a forward and a backward pass."""
     forward = _forward(case, compute)
-    given = [case.given[k] for k in case.trained]
+    inputs = [case.given[k] for k in case.trained]
     with torch.no_grad():
-        pulls = [torch.randn_like(out) for out in forward()]  # type: ignore[attr-defined]
+        pulls = [torch.randn_like(output) for output in forward()]  # type: ignore[attr-defined]
 
     def run() -> object:
-        return torch.autograd.grad(forward(), given, pulls)  # type: ignore[call-overload]
+        return torch.autograd.grad(forward(), inputs, pulls)  # type: ignore[call-overload]
 
     return run
 
 
 def model_calls(name: str, entry: Model) -> Iterator[Timed]:
     """Yield a forward and backward pass of the model by setting."""
-    given = entry.inputs(Draws(0, CPU))
+    inputs = entry.inputs(Draws(0, CPU))
     for column, is_fused in (("stock", False), ("fused", True)):
         model = entry.build(CPU)
         if is_fused:
             fuse(model, dict.fromkeys(entry.ops, "on"), check=False)
         for mode in ("none", "selective", "full"):
-            yield Timed(f"{name}, {mode}", column, _step(model, given, mode))
+            yield Timed(f"{name}, {mode}", column, _step(model, inputs, mode))
 
 
 def _step(model: Any, given: Any, mode: Any) -> Callable[[], object]:
@@ -166,8 +166,8 @@ def _step(model: Any, given: Any, mode: Any) -> Callable[[], object]:
     def step() -> float:
         began = time.process_time()
         with torch.autocast("cpu", torch.bfloat16):
-            out = model(**given, return_dict=False)[0]
-        out.float().square().mean().backward()
+            output = model(**given, return_dict=False)[0]
+        output.float().square().mean().backward()
         seconds = time.process_time() - began
         for parameter in parameters:
             parameter.grad = None
@@ -198,14 +198,15 @@ def measure(calls: list[Timed], rounds: int, inner: int) -> dict[tuple[str, str]
                 call.run()
             began = time.process_time()
             for _ in range(inner):
-                own = call.run()
-            seconds = own if isinstance(own, float) else (time.process_time() - began) / inner
+                times = call.run()
+            seconds = times if isinstance(times, float) else (time.process_time() - began) / inner
             samples[call.name, call.column].append(1e3 * seconds)
             if inner == 1:
                 gc.collect()
     gc.enable()
     return {
-        key: statistics.mean(sorted(found)[: max(1, rounds // 5)]) for key, found in samples.items()
+        key: statistics.mean(sorted(durations)[: max(1, rounds // 5)])
+        for key, durations in samples.items()
     }
 
 
@@ -215,8 +216,8 @@ def _table(found: dict[tuple[str, str], float], columns: list[str], unit: float)
     for name in dict.fromkeys(name for name, _ in found):
         values = [found.get((name, column)) for column in columns]
         cells = ["-" if v is None else f"{v * unit:.3g}" for v in values]
-        last = [v for v in values if v is not None]
-        ratio = last[-1] / last[-2]
+        present = [v for v in values if v is not None]
+        ratio = present[-1] / present[-2]
         lines.append(f"| {name} | {' | '.join(cells)} | {ratio:.2f} |")
     return lines
 
@@ -237,13 +238,13 @@ def main() -> None:
         f"torch {torch.__version__}, triton {triton.__version__} {args.label}\n"
     )
     if args.ops or everything:
-        found = measure(list(op_calls()), args.rounds, 50)
+        times = measure(list(op_calls()), args.rounds, 50)
         columns = ["stock forward", "ours forward", "stock both", "ours both"]
-        print("\n".join(["us of CPU time a call\n", *_table(found, columns, 1e3)]), flush=True)
+        print("\n".join(["us of CPU time a call\n", *_table(times, columns, 1e3)]), flush=True)
     chosen = [n for n in MODELS if everything or n.split(",")[0] in (args.models or ())]
     for name in chosen:
-        found = measure(list(model_calls(name, MODELS[name])), args.rounds, 1)
-        print("\n".join(["", *_table(found, ["stock", "fused"], 1)]), flush=True)
+        times = measure(list(model_calls(name, MODELS[name])), args.rounds, 1)
+        print("\n".join(["", *_table(times, ["stock", "fused"], 1)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ def _milliseconds(event: FunctionEvent, device: torch.device) -> float | None:
     if event.is_user_annotation or event.device_type.name != device.type.upper():
         return None
     on_gpu = device.type == "cuda"
-    own = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-    return own / 1e3 if own > 0 else None
+    duration = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+    return duration / 1e3 if duration > 0 else None
 
 
 def kind_of(name: str) -> str:

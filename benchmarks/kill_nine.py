@@ -110,7 +110,7 @@ class Trial:
         torn = self._tear()
         before = whole_checkpoints(self.folder)
         log = self._log(self.folder)
-        told = log.stat().st_size if log.exists() else 0
+        log_start = log.stat().st_size if log.exists() else 0
         pids = self._start(self.folder, "auto")
         moment = self.chance.choice(list(MOMENTS))
         ended = self._await(moment, pids)
@@ -120,7 +120,7 @@ class Trial:
             self.tally.kills[moment] += 1
             self._kill(pids)
             self._look()
-        self._check_start(log.read_bytes()[told:].decode(errors="replace"), before, torn)
+        self._check_start(log.read_bytes()[log_start:].decode(errors="replace"), before, torn)
         now = whole_checkpoints(self.folder)
         if ended is None and before and (not now or now[-1] < before[-1]):
             self._wrong(f"had checkpoint {before[-1]}, and after a kill {now}")
@@ -143,15 +143,17 @@ class Trial:
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         pids = []
         for rank in range(self.ranks):
-            own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else {}
-            pids.append(forked(self.main, [*self.args, *values], own, self._log(folder)))
+            environment = (
+                common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else {}
+            )
+            pids.append(forked(self.main, [*self.args, *values], environment, self._log(folder)))
         return pids
 
     def _await(self, kind: str, pids: Sequence[int]) -> dict[int, int] | None:
         """Wait for the moment; the exit codes so far if a process ended before it."""
         is_here, reached = self._moment(kind), None
-        delay, last = self.chance.uniform(0, MOMENTS[kind]), time.monotonic() + _PATIENCE
-        while time.monotonic() < last:
+        delay, deadline = self.chance.uniform(0, MOMENTS[kind]), time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline:
             if reached is None and is_here():
                 reached = time.monotonic()
             if reached is not None and time.monotonic() >= reached + delay:
@@ -165,13 +167,13 @@ class Trial:
 
     def _moment(self, kind: str) -> Callable[[], bool]:
         """Whether it is there, asked again and again."""
-        lines, there = count_lines(self.folder), set(saved(self.folder))
+        lines, checkpoints = count_lines(self.folder), set(saved(self.folder))
         if kind == "start":
             return lambda: True
         if kind == "training":
             return lambda: count_lines(self.folder) > lines
         if kind == "rename":
-            return lambda: bool(saved(self.folder) - there)
+            return lambda: bool(saved(self.folder) - checkpoints)
         return Writes(self.folder, self.chance.randint(1, 3)).begun
 
     def _kill(self, pids: Sequence[int]) -> None:
@@ -181,20 +183,20 @@ class Trial:
             os.kill(pid, signal.SIGKILL)
         codes: dict[int, int] = {}
         for number, seconds in ((signal.SIGTERM, 3.0), (signal.SIGKILL, _PATIENCE)):
-            last = time.monotonic() + seconds
+            deadline = time.monotonic() + seconds
             for pid in set(pids) - codes.keys() - set(victims):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            while len(codes) < len(pids) and time.monotonic() < last:
+            while len(codes) < len(pids) and time.monotonic() < deadline:
                 codes |= ended([pid for pid in pids if pid not in codes])
                 time.sleep(0.005)
 
     def _tear(self) -> Path | None:
         """Sometimes, cut a file of the newest checkpoint short."""
-        whole = whole_checkpoints(self.folder)
-        if len(whole) < 2 or self.chance.random() > 0.15:
+        checkpoints = whole_checkpoints(self.folder)
+        if len(checkpoints) < 2 or self.chance.random() > 0.15:
             return None
-        path = self.folder / "checkpoints" / f"step_{whole[-1]:06d}"
+        path = self.folder / "checkpoints" / f"step_{checkpoints[-1]:06d}"
         file = self.chance.choice(sorted(path.iterdir()))
         os.truncate(file, self.chance.randrange(file.stat().st_size))
         self.torn.add(path)
@@ -204,23 +206,23 @@ class Trial:
         """What the kill left; a folder with a checkpoint's name is a whole one, or was cut short before."""
         folder = self.folder / "checkpoints"
         for path in folder.glob(".step_*"):
-            known = (path, path.stat().st_ctime_ns)
-            if known not in self.seen:
-                self.seen.add(known)
+            version = (path, path.stat().st_ctime_ns)
+            if version not in self.seen:
+                self.seen.add(version)
                 self.tally.left[path.suffix.removeprefix(".")] += 1
-        whole = whole_checkpoints(self.folder)
+        checkpoints = whole_checkpoints(self.folder)
         for path in folder.glob("step_*"):
-            if step_of(path) not in whole and path not in self.torn:
+            if step_of(path) not in checkpoints and path not in self.torn:
                 self._wrong(f"{path.name} is not whole")
 
     def _check_start(self, said: str, before: list[int], torn: Path | None) -> None:
         """It goes on from the newest whole checkpoint; from step 0 only if there is none."""
-        found = re.search(r"resumed at step (\d+)", said)
+        match = re.search(r"resumed at step (\d+)", said)
         afresh = "yet: starting at step 0" in said
-        if not found and not afresh:
+        if not match and not afresh:
             return  # killed before it said so
         self.tally.restarts += 1
-        at = int(found[1]) if found else 0
+        at = int(match[1]) if match else 0
         if at != (before[-1] if before else 0):
             self._wrong(f"went on from step {at}, with checkpoints {before}")
         if torn and "passed over" in said and torn.name in said:
@@ -232,30 +234,38 @@ class Trial:
         if any(codes):
             self._wrong(f"ended with exit codes {list(codes)}")
             return
-        wrong = differences(self.folder, self.reference, self.steps)
-        for words in wrong:
-            self._wrong(words)
-        self.tally.ended += not wrong
+        problems = differences(self.folder, self.reference, self.steps)
+        for problem in problems:
+            self._wrong(problem)
+        self.tally.ended += not problems
 
 
 def differences(run: Path, reference: Path, steps: int) -> list[str]:
     """What a run ended with that its undisturbed run did not, bit by bit."""
-    wrong = []
-    last = f"checkpoints/step_{steps:06d}"
-    exact = [*(f"{last}/{name}" for name in _SAVED), "held_out.jsonl", "checkpoints/best.json"]
+    problems = []
+    last_checkpoint = f"checkpoints/step_{steps:06d}"
+    exact = [
+        *(f"{last_checkpoint}/{name}" for name in _SAVED),
+        "held_out.jsonl",
+        "checkpoints/best.json",
+    ]
     exact += [str(path.relative_to(reference)) for path in (reference / "adapter").iterdir()]
     for name in exact:
         if content(run / name) != content(reference / name):
-            wrong.append(f"{name} differs from the undisturbed run's")
-    one, other = (sorted(p.name for p in (at / "checkpoints").iterdir()) for at in (run, reference))
-    if one != other:
-        wrong.append(f"checkpoints/ holds {one}, and undisturbed {other}")
+            problems.append(f"{name} differs from the undisturbed run's")
+    checkpoints, reference_checkpoints = (
+        sorted(p.name for p in (at / "checkpoints").iterdir()) for at in (run, reference)
+    )
+    if checkpoints != reference_checkpoints:
+        problems.append(
+            f"checkpoints/ holds {checkpoints}, and undisturbed {reference_checkpoints}"
+        )
     mine, theirs = (values(at / "metrics.jsonl") for at in (run, reference))
     if [line[0] for line in mine] != list(range(1, steps + 1)):
-        wrong.append("metrics.jsonl has not each step once")
+        problems.append("metrics.jsonl has not each step once")
     elif mine != theirs:
-        wrong.append("metrics.jsonl has other values")
-    return wrong
+        problems.append("metrics.jsonl has other values")
+    return problems
 
 
 def content(path: Path) -> tuple[Any, bytes]:
@@ -339,10 +349,12 @@ def play(trial: Trial, rounds: int, *, progress: bool = True) -> None:
     """The undisturbed run, `rounds` kills, and the way to the end."""
     trial.undisturbed()
     with tqdm(total=rounds, desc=f"kills, {trial.ranks} rank(s)", disable=not progress) as bar:
-        first = trial.tally.kills.total()
-        while (done := trial.tally.kills.total() - first) < rounds and not trial.tally.failures:
+        kills_before = trial.tally.kills.total()
+        while (
+            num_kills := trial.tally.kills.total() - kills_before
+        ) < rounds and not trial.tally.failures:
             trial.round()
-            bar.update(trial.tally.kills.total() - first - done)
+            bar.update(trial.tally.kills.total() - kills_before - num_kills)
     trial.to_the_end()
 
 
@@ -354,19 +366,24 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     began, tally, chance = time.monotonic(), Tally(), random.Random(options.seed)
-    with folder_of(options.out) as out:
+    with folder_of(options.out) as folder:
         task_of("cogvideox")  # imported here, once
-        get_family("cogvideox").build_tiny("cogvideox-2b", out / "model", 0)
-        write_shapes(out / "clips", clips=5, frames=9, height=64, width=96, fps=8)
+        get_family("cogvideox").build_tiny("cogvideox-2b", folder / "model", 0)
+        write_shapes(folder / "clips", clips=5, frames=9, height=64, width=96, fps=8)
         recipe = str(ROOT / "recipes" / "smoke" / "cogvideox.yaml")
-        args = [recipe, f"model.path={out / 'model'}", f"data.path={out / 'clips'}", *SETTINGS]
+        args = [
+            recipe,
+            f"model.path={folder / 'model'}",
+            f"data.path={folder / 'clips'}",
+            *SETTINGS,
+        ]
         script: Any = load_script()
         pairs = options.rounds // 5
         for ranks, rounds, steps in ((1, options.rounds - pairs, 240), (2, pairs, 120)):
             if rounds:
-                play(Trial(script.main, args, out, steps, chance, tally, ranks), rounds)
+                play(Trial(script.main, args, folder, steps, chance, tally, ranks), rounds)
         result = {**vars(tally), "seed": options.seed, "seconds": round(time.monotonic() - began)}
-        (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     sys.stdout.write(json.dumps(result, indent=2) + "\n")
     sys.exit(1 if tally.failures else 0)
 

@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft
 
 def facts(device: torch.device, command: list[str]) -> dict[str, str]:
     """Return names and values; the GPU's clocks are those of this moment."""
-    found = {
+    machine = {
         "device": device_name(device),
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(command),
@@ -37,18 +37,18 @@ def facts(device: torch.device, command: list[str]) -> dict[str, str]:
         **{name: _version(name) for name in _PACKAGES},
     }
     if device.type == "cuda":
-        found["cudnn"] = str(torch.backends.cudnn.version())
-        found |= gpu_state(device.index or 0)
+        machine["cudnn"] = str(torch.backends.cudnn.version())
+        machine |= gpu_state(device.index or 0)
     else:
-        found["threads"] = str(torch.get_num_threads())
-    return found
+        machine["threads"] = str(torch.get_num_threads())
+    return machine
 
 
 def in_words(found: Mapping[str, str]) -> str:
     """Return facts as a line of a table's head, without device and date, which are its title."""
-    shown = {name: value for name, value in found.items() if name not in ("device", "date")}
-    command = shown.pop("command")
-    return f"`{command}`: {', '.join(f'{name} {value}' for name, value in shown.items())}."
+    parts = {name: value for name, value in found.items() if name not in ("device", "date")}
+    command = parts.pop("command")
+    return f"`{command}`: {', '.join(f'{name} {value}' for name, value in parts.items())}."
 
 
 def device_name(device: torch.device) -> str:
@@ -68,13 +68,15 @@ def commit() -> str:
     if (ROOT / ".git").exists():
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+            process = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=30
+            )
         except (OSError, subprocess.SubprocessError):
             pass
         else:
-            return done.stdout.strip()
-    told, file = os.environ.get("DIT_LORA_COMMIT"), ROOT / "COMMIT"
-    return told or (file.read_text().strip() if file.is_file() else "unknown")
+            return process.stdout.strip()
+    commit_name, file = os.environ.get("DIT_LORA_COMMIT"), ROOT / "COMMIT"
+    return commit_name or (file.read_text().strip() if file.is_file() else "unknown")
 
 
 def _version(package: str) -> str:

@@ -121,8 +121,8 @@ def write_files(folder: Path) -> None:
                 ffmpeg(f"{arguments.format(folder=folder)} -fflags +bitexact {target}")
     for name, (a, b, c, d) in TURNED.items():
         write_matrix(folder / "whole.mp4", folder / name, (a, b, c, d))
-    whole, matroska = folder / "whole.mp4", folder / "cut.mkv"
-    (folder / "no_index.mp4").write_bytes(whole.read_bytes()[: whole.stat().st_size * 7 // 10])
+    mp4, matroska = folder / "whole.mp4", folder / "cut.mkv"
+    (folder / "no_index.mp4").write_bytes(mp4.read_bytes()[: mp4.stat().st_size * 7 // 10])
     (folder / "no_end.mkv").write_bytes(matroska.read_bytes()[: matroska.stat().st_size * 7 // 10])
 
 
@@ -132,8 +132,8 @@ def write_matrix(source: Path, target: Path, matrix: tuple[int, int, int, int]) 
     a, b, c, d = matrix
     # Version 0: 4 bytes of flags and 36 of times, ids and volume come before the matrix.
     at = data.index(b"tkhd") + 4 + 40
-    left, top = (WIDTH if min(a, c) < 0 else 0), (HEIGHT if min(b, d) < 0 else 0)
-    rows = (a, b, 0, c, d, 0, left, top, 0x4000)
+    x, top = (WIDTH if min(a, c) < 0 else 0), (HEIGHT if min(b, d) < 0 else 0)
+    rows = (a, b, 0, c, d, 0, x, top, 0x4000)
     struct.pack_into(">9i", data, at, *(row << 16 for row in rows))
     target.write_bytes(data)
 

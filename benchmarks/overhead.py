@@ -210,7 +210,7 @@ def without_gate() -> Iterator[None]:
     healthy = torch.zeros((), dtype=torch.bool)
     instead: dict[str, Callable[..., Any]] = {
         "Gate": lambda accelerator: OpenGate(),
-        "replayable": lambda losses, model, batch, place: None,
+        "replayable": lambda losses, model, batch, position: None,
     }
     in_engine: dict[str, Callable[..., Any]] = {
         "gated_step": lambda optimizer, bad: optimizer.step(),
@@ -257,7 +257,7 @@ def measure(checkpoint: Checkpoint, folder: Path, rounds: int, size: int) -> Tim
 
 def ratio(ones: Sequence[float], others: Sequence[float]) -> str:
     """Of medians; and of the steps of each round, their median with its standard error."""
-    ratios = [one / other for one, other in zip(ones, others, strict=True)]
+    ratios = [measured / reference for measured, reference in zip(ones, others, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     # 1.349 sigma lie between the quartiles of a normal; its median's error is 1.253 sigma / sqrt(n).
     error = 1.253 * (high - low) / 1.349 / math.sqrt(len(ratios))

@@ -75,9 +75,9 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
         clips = precompute(session, checkpoint).clips
         planned = time.perf_counter()
         quarantine = Quarantine(Path(recipe.run.dir) / "quarantine.jsonl")
-        place = {"batch_size": 4, "accumulate": 1, "rank": 0, "ranks": 1}
-        sampler = PositionSampler(start_step=0, steps=1, **place)
-        how = Reading(
+        topology = {"batch_size": 4, "accumulate": 1, "rank": 0, "ranks": 1}
+        sampler = PositionSampler(start_step=0, steps=1, **topology)
+        config = Reading(
             sampler,
             seed=0,
             caption_dropout=0.1,
@@ -86,11 +86,11 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
             prefetch=2,
             pin_memory=False,
         )
-        batch = next(iter(clips.loader(how)))
-        done = time.perf_counter()
+        batch = next(iter(clips.loader(config)))
+        end = time.perf_counter()
     assert len(batch.ids) == 4
     assert not batch.faults
-    return opened - began, planned - opened, done - planned
+    return opened - began, planned - opened, end - planned
 
 
 def write_images(folder: Path, samples: int) -> None:
@@ -107,9 +107,9 @@ def fill(recipe: Recipe, checkpoint: Checkpoint) -> None:
     plan = make_plan(recipe, checkpoint, torch.float32, group=4, quiet=False)
     latents = {name: torch.randn(4, 4, 4) for name in ("latent_mean", "latent_logvar")}
     videos = TensorCache(recipe.cache_dir / "videos")
-    wanted = [one for one in plan.wanted if not videos.is_whole(one.video.key)]
-    for first in range(0, len(wanted), _SHARD):
-        jobs = [one.video for one in wanted[first : first + _SHARD]]
+    missing = [entry for entry in plan.wanted if not videos.is_whole(entry.video.key)]
+    for start in range(0, len(missing), _SHARD):
+        jobs = [entry.video for entry in missing[start : start + _SHARD]]
         videos.write_all([encoded(j.key, latents, sample=j.sample, facts=j.facts) for j in jobs])
 
 

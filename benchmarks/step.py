@@ -75,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.stderr.write("step: there is no CUDA device here; --models tiny --device cpu runs\n")
         return 2
-    settings = [one for one in settings if not one.fp8 or _has_fp8(device)]
-    if any(one.deterministic for one in settings):
+    settings = [candidate for candidate in settings if not candidate.fp8 or _has_fp8(device)]
+    if any(candidate.deterministic for candidate in settings):
         set_workspace()
     timing = Timing(device, args.steps, time.monotonic() + args.budget)
     about = facts(device, ["python", "-m", "benchmarks.step", *(argv or sys.argv[1:])])
@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _append(path, {"about": about}, anew=True)
     text = markdown(about, results, chosen, args.steps)
     for name, entry in chosen.items():
-        own = [result for result in results if result.model == name]
-        for result in _run_model(entry, settings, own, timing):
+        model_results = [result for result in results if result.model == name]
+        for result in _run_model(entry, settings, model_results, timing):
             _append(path, result.record())
             text = markdown(about, results, chosen, args.steps)
             path.with_suffix(".md").write_text(text)
@@ -113,25 +113,25 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _chosen(names: Sequence[str]) -> dict[str, Model] | None:
-    known = {**MODELS, **TINY}
-    if unknown := [name for name in names if name not in (*known, "tiny")]:
+    models = {**MODELS, **TINY}
+    if unknown := [name for name in names if name not in (*models, "tiny")]:
         sys.stderr.write(
-            f"step: no model is called {', '.join(unknown)}; there are {', '.join((*known, 'tiny'))}\n"
+            f"step: no model is called {', '.join(unknown)}; there are {', '.join((*models, 'tiny'))}\n"
         )
         return None
-    asked = [one for name in names for one in (TINY if name == "tiny" else (name,))]
-    return {name: known[name] for name in asked}
+    names_asked = [expanded for name in names for expanded in (TINY if name == "tiny" else (name,))]
+    return {name: models[name] for name in names_asked}
 
 
 def _settings(names: Sequence[str]) -> list[Setting] | None:
     """Return the settings in their own order; the example, which all are compared with, among them."""
-    known = [setting.name for setting in SETTINGS]
-    if unknown := [name for name in names if name not in known]:
+    all_names = [setting.name for setting in SETTINGS]
+    if unknown := [name for name in names if name not in all_names]:
         sys.stderr.write(
-            f"step: no setting is called {'; '.join(unknown)}; there are {'; '.join(known)}\n"
+            f"step: no setting is called {'; '.join(unknown)}; there are {'; '.join(all_names)}\n"
         )
         return None
-    return [setting for setting in SETTINGS if setting.name in (known[0], *names)]
+    return [setting for setting in SETTINGS if setting.name in (all_names[0], *names)]
 
 
 def _has_fp8(device: torch.device) -> bool:
@@ -167,19 +167,19 @@ def _run_model(
 
 def _batch(model: Any, entry: Model, number: int, timing: Timing) -> Inputs:
     """Return a step's inputs, and the noise that its output is compared with."""
-    given = entry.inputs(Draws(number, timing.device))
-    size = list(given["hidden_states"].shape)
+    inputs = entry.inputs(Draws(number, timing.device))
+    size = list(inputs["hidden_states"].shape)
     # Of class-conditional DiT the output has the variance too.
     size[entry.channels_at] = model.config.out_channels
     generator = torch.Generator(timing.device).manual_seed(10_000 + number)
-    return given | {TARGET: torch.randn(size, generator=generator, device=timing.device)}
+    return inputs | {TARGET: torch.randn(size, generator=generator, device=timing.device)}
 
 
 def _done_before(setting: Setting, results: Sequence[Result]) -> str | None:
     """Return the setting that took the same steps already: the advisor's, where it chose what this one names."""
-    alike = Setting(setting.name, setting.checkpointing, fused=True)
-    found = [r for r in results if r.setting == "ours" and r.mode == setting.checkpointing]
-    return "ours" if setting == alike and found else None
+    fused_setting = Setting(setting.name, setting.checkpointing, fused=True)
+    earlier = [r for r in results if r.setting == "ours" and r.mode == setting.checkpointing]
+    return "ours" if setting == fused_setting and earlier else None
 
 
 def _run_setting(
@@ -233,12 +233,12 @@ def _measure(steps: Steps, result: Result, timing: Timing) -> None:
         _require_time(timing)
         began = time.perf_counter()
 
-    last = WARM_UP + timing.steps - 1
-    steps.take(WARM_UP, last, timed)
+    last_step = WARM_UP + timing.steps - 1
+    steps.take(WARM_UP, last_step, timed)
     if timing.device.type == "cuda":
         result.gpu = gpu_state(timing.device.index or 0)
     result.kernels = kernel_times(
-        timing.device, lambda: steps.take(last + 1, last + 1, lambda *_: None)
+        timing.device, lambda: steps.take(last_step + 1, last_step + 1, lambda *_: None)
     )
 
 
@@ -248,8 +248,8 @@ def _require_time(timing: Timing) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    first = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {first[:160]}"
+    line = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {line[:160]}"
 
 
 if __name__ == "__main__":

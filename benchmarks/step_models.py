@@ -32,8 +32,8 @@ class Draws:
         self._generator = torch.Generator(device).manual_seed(step)
 
     def normal(self, *size: int) -> torch.Tensor:
-        drawn = torch.randn(size, generator=self._generator, device=self.device)
-        return drawn.to(torch.bfloat16)
+        values = torch.randn(size, generator=self._generator, device=self.device)
+        return values.to(torch.bfloat16)
 
     def whole(self, high: int, *size: int) -> torch.Tensor:
         return torch.randint(0, high, size, generator=self._generator, device=self.device)
@@ -59,16 +59,16 @@ class Model:
         with torch.device(device):
             model = self.kind.from_config(dict(self.config))
         model.requires_grad_(False)
-        kept = set(model._keep_in_fp32_modules or ())
+        fp32_names = set(model._keep_in_fp32_modules or ())
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.is_floating_point() and not kept & set(name.split(".")):
+            if tensor.is_floating_point() and not fp32_names & set(name.split(".")):
                 tensor.data = tensor.data.to(torch.bfloat16)
         attach_lora(model, LoraConfig(rank=self.rank), TARGETS, seed=0)
         generator = torch.Generator().manual_seed(1)
         for name, parameter in model.named_parameters():
             if is_lora_b(name):
-                drawn = 0.02 * torch.randn(parameter.shape, generator=generator)
-                parameter.data.copy_(drawn)
+                values = 0.02 * torch.randn(parameter.shape, generator=generator)
+                parameter.data.copy_(values)
         model.train()
         for module in model.modules():
             if isinstance(module, LabelEmbedding):
@@ -89,13 +89,17 @@ def _cogvideox(
     grid, tables = (height // patch, width // patch), {}
     size = (config["sample_height"] // patch, config["sample_width"] // patch)
     if patch_t is None:
-        how: dict[str, Any] = {"crops_coords": ((0, 0), grid), "temporal_size": frames}
+        rotary_kwargs: dict[str, Any] = {"crops_coords": ((0, 0), grid), "temporal_size": frames}
     else:
-        how = {"crops_coords": None, "temporal_size": frames // patch_t, "grid_type": "slice"}
-        how |= {"max_size": size}
+        rotary_kwargs = {
+            "crops_coords": None,
+            "temporal_size": frames // patch_t,
+            "grid_type": "slice",
+        }
+        rotary_kwargs |= {"max_size": size}
 
     def inputs(draws: Draws) -> Inputs:
-        given: Inputs = {
+        inputs: Inputs = {
             "hidden_states": draws.normal(1, frames, config["in_channels"], height, width),
             "encoder_hidden_states": draws.normal(
                 1, config["max_text_seq_length"], config["text_embed_dim"]
@@ -105,10 +109,10 @@ def _cogvideox(
         if config["use_rotary_positional_embeddings"]:
             if draws.device not in tables:
                 tables[draws.device] = get_3d_rotary_pos_embed(
-                    embed_dim=config["attention_head_dim"], grid_size=grid, device=draws.device, **how
+                    embed_dim=config["attention_head_dim"], grid_size=grid, device=draws.device, **rotary_kwargs
                 )  # fmt: skip
-            given["image_rotary_emb"] = tables[draws.device]
-        return given
+            inputs["image_rotary_emb"] = tables[draws.device]
+        return inputs
 
     return inputs
 

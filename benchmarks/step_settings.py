@@ -121,7 +121,7 @@ def _steps(
     with_fused: dict[str, Any] = {"fused": True} if setting.fused else {}
     groups = [{"params": parameters, "name": "adapter"}]
     optimizer = torch.optim.AdamW(groups, lr=_RATE, **with_fused)
-    mode, words = _mode(model, setting, batches[0], optimizer)
+    mode, description = _mode(model, setting, batches[0], optimizer)
     if setting.compiled:
         torch._dynamo.reset()
         for block in _blocks(model):
@@ -129,7 +129,7 @@ def _steps(
             block.compile(backend=backend, dynamic=False)
     set_checkpointing(model, mode)
     kind = _GuardedSteps if setting.guarded else _PlainSteps
-    return kind(model, optimizer, batches, mode, words, wait)
+    return kind(model, optimizer, batches, mode, description, wait)
 
 
 def ops_used(model: Any) -> str:
@@ -160,10 +160,10 @@ def _mode(
     if setting.checkpointing != "auto":
         return setting.checkpointing, setting.checkpointing
     device = next(model.parameters()).device
-    tensors, others = _taken_apart(given)
+    tensors, constants = _taken_apart(given)
 
     def losses(transformer: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return _output(transformer, {**batch, **others}).square().mean()
+        return _output(transformer, {**batch, **constants}).square().mean()
 
     spec = {n: (t.shape, t.dtype) for n, t in tensors.items() if n != TARGET}
     needs = measure(model, losses, spec, device)
@@ -262,9 +262,9 @@ class _GuardedSteps:
         )
 
     def _from(self, taken: int) -> Iterator[Batch]:
-        for number, given in enumerate(self.batches[taken:], start=taken):
-            tensors, _ = _taken_apart(given)
-            rows = range(len(given["hidden_states"]))
+        for number, batch in enumerate(self.batches[taken:], start=taken):
+            tensors, _ = _taken_apart(batch)
+            rows = range(len(batch["hidden_states"]))
             names = tuple(f"{number}-{row}" for row in rows)
             yield Batch(names, tuple(number * len(rows) + row for row in rows), tensors)
 
@@ -272,11 +272,11 @@ class _GuardedSteps:
         group = GroupConfig(lr=_RATE, schedule="constant", warmup_steps=0)
         optim = OptimConfig(groups=GroupsConfig(adapter=group), clip=_CLIP)
         device = next(self.model.parameters()).device
-        _, others = _taken_apart(self.batches[0])
+        _, constants = _taken_apart(self.batches[0])
 
         def losses(model: Any, batch: Batch, _streams: Streams) -> LossOutput:
-            given = {**batch.tensors, **others}
-            return LossOutput(sample_losses(model, given), batch.tensors["timestep"])
+            kwargs = {**batch.tensors, **constants}
+            return LossOutput(sample_losses(model, kwargs), batch.tensors["timestep"])
 
         return Loop(
             engine=Engine(Accelerator(cpu=device.type == "cpu"), self.model, self.optimizer),

@@ -76,8 +76,8 @@ def markdown(
         "|---|---|---:|---:|---:|---:|---:|---:|---|---|---:|",
     ]  # fmt: skip
     by_model = {name: [r for r in results if r.model == name] for name in chosen}
-    for own in by_model.values():
-        lines += [_row(result, own, steps) for result in own]
+    for model_results in by_model.values():
+        lines += [_row(result, model_results, steps) for result in model_results]
     lines += _kernel_table(results)
     lines += ["", f"Advice counts {SHARE:.0%} of the free memory as there for activations."]
     return "\n".join(lines) + "\n"
@@ -132,8 +132,10 @@ def _kernel_table(results: Sequence[Result]) -> list[str]:
              "the longest kernels are in the JSON lines.",
              "", f"| {' | '.join(head)} |", f"|---|---|{'---:|' * (len(kinds) + 2)}"]  # fmt: skip
     for result, times in measured:
-        own = [f"{times.by_kind[kind]:.1f}" if kind in times.by_kind else "-" for kind in kinds]
-        whole = f"{sum(times.by_kind.values()):.1f}"
-        cells = [result.model, result.setting, *own, whole, str(times.launches)]
+        kind_cells = [
+            f"{times.by_kind[kind]:.1f}" if kind in times.by_kind else "-" for kind in kinds
+        ]
+        total = f"{sum(times.by_kind.values()):.1f}"
+        cells = [result.model, result.setting, *kind_cells, total, str(times.launches)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -1,4 +1,6 @@
-"""`python -m dit_lora` is `dit-lora`; with it, `accelerate launch -m dit_lora cache build RECIPE` starts several."""
+"""Run `dit-lora` as a module, so that `accelerate launch -m dit_lora cache build RECIPE` can start several
+processes.
+"""
 
 from dit_lora.cli.app import main
 

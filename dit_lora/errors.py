@@ -1,7 +1,7 @@
-"""Errors that a user can act on, and the exit codes that go with them.
+"""Errors that a user can act on, and their exit codes.
 
-Exit codes: 0 done, 1 the thing checked is wrong, 2 bad usage or input, 3 the guard stopped the run,
-130 interrupted, 143 preempted and resumable.
+Exit codes: 0 done, 1 a check failed, 2 bad usage or input, 3 the guard stopped the run, 130 interrupted, 143 preempted
+and resumable.
 """
 
 import errno
@@ -13,34 +13,37 @@ from contextlib import contextmanager
 
 from dit_lora.terminal import indented, one_line, printable
 
-# What a user's disk or network can do to a run; any other OSError is a defect and keeps its traceback.
+# Errors caused by the user's disk or network. Any other OSError is a defect and keeps its traceback.
 _OF_THE_DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
     *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.ENOTCONN),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
 
+# Time for rank 0 to report an error before other ranks do.
 _RANK_0_SECONDS = 3.0
 
 
 class DitLoraError(Exception):
-    """Says what was wrong, what was received and what to do; it is shown without a traceback."""
+    """An error that is shown without a traceback. Its message says what was wrong, what was received and what to
+    do.
+    """
 
     exit_code = 2
     collective = False
-    """True if every rank raises it at the same point, after agreeing on it."""
+    """True if all ranks raise it together."""
     shown = False
     label = "error"
 
 
 class CheckFailedError(DitLoraError):
-    """The thing that was asked to be checked is wrong."""
+    """A check that the user asked for has failed."""
 
     exit_code = 1
 
 
 class InterruptedRunError(DitLoraError):
-    """The run was asked to stop and saved its state first."""
+    """The run was asked to stop, and saved its state first."""
 
     collective = True
     label = "stopped"
@@ -51,25 +54,27 @@ class InterruptedRunError(DitLoraError):
 
 
 def listed(summary: str, offenders: Sequence[str]) -> str:
-    """Return one line of summary, then every offender on a line of its own."""
+    """The summary line, then one line for each offender."""
     return "\n".join([summary, *(f"  - {offender}" for offender in offenders)])
 
 
 def unwritable(error: OSError) -> DitLoraError:
-    """Return the error that says what the disk did not take."""
+    """The `DitLoraError` for an `OSError` from writing: it names the file and the reason."""
     where = error.filename or "a file of the run"
     return DitLoraError(f"cannot write {where}: {error.strerror or error}")
 
 
 def show(error: DitLoraError) -> None:
-    """Write the message to stderr, once.
+    """Write the message of an error to stderr, once.
 
-    Rank 0 speaks for all. An error that ranks have not agreed on may be one rank's alone: another rank waits
-    for rank 0 to say it and end, when the launcher stops everybody, and speaks if that does not happen.
+    Rank 0 reports an error for all ranks. An error that is not collective may have happened on one rank only. That
+    rank waits, so that rank 0 can report first and the launcher can end all processes; if it is still running then, it
+    reports the error itself.
     """
     if error.shown:
         return
     error.shown = True
+    # Set by torchrun and accelerate launch.
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         if error.collective:
@@ -82,7 +87,7 @@ def show(error: DitLoraError) -> None:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Turn a `DitLoraError`, or a disk that cannot be written, into a message on stderr and an exit code."""
+    """Turn a `DitLoraError`, or an error of the disk, into a message on stderr and an exit code."""
     try:
         yield
     except DitLoraError as error:

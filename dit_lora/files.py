@@ -1,4 +1,4 @@
-"""Files that are whole or not there, files that grow by whole lines, and files of folders that strangers wrote."""
+"""Atomic file writes, JSON-lines files, and safe reading of folders from untrusted sources."""
 
 import errno
 import os
@@ -13,24 +13,28 @@ from dit_lora.errors import DitLoraError
 from dit_lora.parsing import ParseError, parse_json
 
 MAX_TEXT_BYTES = 2**28
-"""The largest file that is read into memory whole as text. A tokenizer's JSON has 20 MB."""
+"""Size limit of a text file that is read completely. A tokenizer's JSON has 20 MB."""
 MAX_LINE_BYTES = 2**24
-"""The longest line of a JSON-lines file; a longer one is skipped as torn."""
+"""Length limit of a line in a JSON-lines file; longer lines count as damaged."""
 MAX_LINES_BYTES = 2**33
-"""The largest JSON-lines file."""
+"""Size limit of a JSON-lines file."""
 MAX_FOLDERS = 32
-"""Folders within one another in a checkpoint, a result or a folder of samples."""
-_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a named pipe would wait for its writer
+"""Maximum depth of folders in a checkpoint, a result or a folder of samples."""
+_OPEN = (
+    os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+)  # without O_NONBLOCK, opening a named pipe waits for a writer
 
 
 def write_whole(
     path: Path, data: bytes | str, mode: int | None = None, *, allow_stream: bool = True
 ) -> None:
-    """Write a file by one rename: a failure or a kill leaves the old one, never half of the new.
+    """Write a file atomically, by renaming: after a failure or a kill the old file is still there, complete.
 
-    Text is UTF-8. Several processes may write the same path; the last one wins whole. A device, a pipe or
-    `/dev/stdout` is written to, and not put away, unless `allow_stream` is false: then it is replaced as any file
-    is. `mode` are the file's permissions; by default the umask decides.
+    Args:
+        path: Several processes may write to it; the last one wins.
+        data: Text is encoded as UTF-8.
+        mode: File permissions; by default the umask decides.
+        allow_stream: Write into a device, a pipe or `/dev/stdout` instead of replacing it. If false, replace it too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -42,7 +46,7 @@ def write_whole(
                 stream.write(data)
             return
         partial.unlink(missing_ok=True)
-        partial.touch(exist_ok=False)  # never through a link of that name
+        partial.touch(exist_ok=False)  # fails if somebody has put a link there
         partial.write_bytes(data)
         if mode is not None:
             partial.chmod(mode)
@@ -54,14 +58,14 @@ def write_whole(
 
 
 def replace_contents(path: Path, data: bytes) -> None:
-    """Write a user's file with one rename and its permissions kept. If it is a link, its target is replaced."""
+    """Overwrite a user's file atomically and keep its permissions. If it is a link, its target is overwritten."""
     target = Path(os.path.realpath(path))
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     write_whole(target, data, mode)
 
 
 def share_weights(folder: Path) -> None:
-    """Give the safetensors files below a folder the permissions of any new file: safetensors makes them 0600."""
+    """Give the safetensors files in a folder the permissions of new files; safetensors creates them with 0600."""
     private = [
         file
         for file in files_below(folder)
@@ -71,7 +75,7 @@ def share_weights(folder: Path) -> None:
     ]
     if not private:
         return
-    # A new file shows what the umask, or the folder's access list, gives: to ask for the umask would change it.
+    # Create a file to see the permissions that umask or access lists give: reading the umask would change it.
     probe = folder / f".mode.{os.getpid()}"
     probe.touch()
     mode = stat.S_IMODE(probe.stat().st_mode)
@@ -81,18 +85,16 @@ def share_weights(folder: Path) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return True for a device or pipe, and for an open file by its descriptor: a rename would replace Linux's
-    entry for it.
-    """
-    places = (os.path.realpath(path.parent), os.readlink(path) if path.is_symlink() else "")
-    is_descriptor = any(f"{place}/".startswith("/proc/") for place in places)
+    """True for devices, pipes, and paths of open file descriptors, whose entries in /proc a rename would replace."""
+    locations = (os.path.realpath(path.parent), os.readlink(path) if path.is_symlink() else "")
+    is_descriptor = any(f"{location}/".startswith("/proc/") for location in locations)
     return path.exists() and not path.is_dir() and (is_descriptor or not path.is_file())
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append one line, on a line of its own whatever a killed writer left of the last one; raises `OSError`.
+    """Append one line; raises `OSError`. If a killed process has left an incomplete last line, a new line is started.
 
-    A disk that takes only a part of it is left with none of it.
+    If the disk accepts only a part of the line, the file is truncated to its old length.
     """
     with path.open("ab+") as file:
         end = file.seek(0, os.SEEK_END)
@@ -102,7 +104,7 @@ def append_line(path: Path, text: str) -> None:
     try:
         with path.open("ab", buffering=0) as file:
             if file.write(data) < len(data):
-                file.write(data[file.tell() - end :])  # says why
+                file.write(data[file.tell() - end :])  # the second attempt raises the reason
     except OSError as error:
         with suppress(OSError):
             os.truncate(path, end)
@@ -113,16 +115,16 @@ def append_line(path: Path, text: str) -> None:
 def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file for reading; links are followed.
 
-    Raises `OSError` for anything else, such as a named pipe, on which reading could wait for ever, and for a file
-    of more than `max_bytes`.
+    Raises `OSError` for anything else, such as a named pipe, from which reading could block forever, and for a file
+    larger than `max_bytes`.
     """
     return _regular(os.open(path, _OPEN), path, max_bytes)
 
 
 def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> BufferedReader:
-    """Open a regular file below a folder for reading; no link below the folder is followed.
+    """Open a regular file in a folder for reading, without following any link inside the folder.
 
-    Raises `OSError` as `open_regular`, and for a path that is, or leads through, a link.
+    Raises `OSError` as `open_regular` does, and for a path that is, or leads through, a link.
     """
     parts = path.relative_to(folder).parts
     if not parts or ".." in parts:
@@ -132,13 +134,14 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
     except OSError as error:
         error.filename = str(path)
         raise
-    for place, part in enumerate(parts, start=1):
-        flags = _OPEN | os.O_NOFOLLOW | (os.O_DIRECTORY if place < len(parts) else 0)
+    # Open one folder after another, relative to its parent: a link cannot be swapped in between.
+    for depth, part in enumerate(parts, start=1):
+        flags = _OPEN | os.O_NOFOLLOW | (os.O_DIRECTORY if depth < len(parts) else 0)
         try:
             inner = os.open(part, flags, dir_fd=handle)
         except OSError as error:
             error.filename = str(path)
-            if os.path.islink(folder.joinpath(*parts[:place])):
+            if os.path.islink(folder.joinpath(*parts[:depth])):
                 raise OSError(errno.ENXIO, "is a link, which is not followed", str(path)) from error
             raise
         finally:
@@ -161,7 +164,7 @@ def _regular(handle: int, path: Path, max_bytes: int | None) -> BufferedReader:
 
 
 def is_inside(folder: Path, path: Path, max_bytes: int | None = None) -> bool:
-    """True for a file that `open_inside` opens."""
+    """True if `open_inside` can open this file."""
     try:
         open_inside(folder, path, max_bytes).close()
     except OSError:
@@ -170,21 +173,21 @@ def is_inside(folder: Path, path: Path, max_bytes: int | None = None) -> bool:
 
 
 def read_inside(folder: Path, path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a file as `open_inside` opens it."""
+    """Read a file that `open_inside` opens."""
     with open_inside(folder, path, max_bytes) as file:
         return file.read()
 
 
 def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a file as `open_regular` opens it."""
+    """Read a file that `open_regular` opens."""
     with open_regular(path, max_bytes) as file:
         return file.read()
 
 
 def require_regular(folder: Path) -> None:
-    """Raise `DitLoraError` if the folder or one of its folders holds a named pipe, a socket or a device.
+    """Raise `DitLoraError` if the folder or one of its subfolders holds a named pipe, a socket or a device.
 
-    Libraries open whatever a checkpoint's folder holds by name, and would wait for ever. Links are followed.
+    Libraries open the files of a checkpoint by name, and would wait forever on a pipe. Links are followed.
     """
     for pattern in ("*", "*/*"):
         for path in folder.glob(pattern):
@@ -193,24 +196,24 @@ def require_regular(folder: Path) -> None:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Return the files below a folder, sorted; links are followed to files, and not to folders.
+    """All files in a folder and its subfolders, sorted. Links to files are followed, links to folders are not.
 
-    Raises `DitLoraError` if folders lie deeper within one another than `MAX_FOLDERS`.
+    Raises `DitLoraError` if folders are nested more than `MAX_FOLDERS` deep.
     """
-    found, level = list[Path](), [folder]
+    files, level = list[Path](), [folder]
     for _ in range(MAX_FOLDERS):
-        entries = [path for one in level for path in one.iterdir()]
+        entries = [path for parent in level for path in parent.iterdir()]
         level = [path for path in entries if path.is_dir() and not path.is_symlink()]
-        found += [path for path in entries if path.is_file()]
+        files += [path for path in entries if path.is_file()]
         if not level:
-            return sorted(found)
+            return sorted(files)
     raise DitLoraError(f"{folder} has more than {MAX_FOLDERS} folders within one another")
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file; raises `OSError`, or `ParseError` that names the file.
+    """Read a JSON file; raises `OSError`, or `ParseError` that names the file.
 
-    The file must be a regular one, of at most `MAX_TEXT_BYTES`.
+    The file must be a regular one of at most `MAX_TEXT_BYTES`.
     """
     try:
         return parse_json(read_regular(path))
@@ -219,9 +222,9 @@ def read_json(path: Path) -> Any:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the objects of a JSON-lines file, and how many of its lines are none: a killed process tears them.
+    """The objects in a JSON-lines file, and the number of damaged lines, which killed processes leave.
 
-    Raises `OSError` for a link and for anything but a regular file.
+    No objects if the file does not exist. Raises `OSError` for links and for anything but a regular file.
     """
     objects, torn = list[dict[str, Any]](), 0
     try:
@@ -229,6 +232,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     except FileNotFoundError:
         return [], 0
     with file:
+        # A blank line is neither an object nor damaged.
         for line in bounded_lines(file):
             value = json_object(line)
             if value is not None:
@@ -239,13 +243,13 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file; of one that is longer than `MAX_LINE_BYTES`, pieces of that length."""
+    """Yield the lines of a file. Lines longer than `MAX_LINE_BYTES` come in pieces of that length."""
     while line := file.readline(MAX_LINE_BYTES):
         yield line
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """Return the object that a line holds; None for anything else."""
+    """The JSON object in a line; None for anything else."""
     try:
         value = parse_json(line)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The one reader of JSON: texts that strangers may have written, with bounds on what they become.
+"""Parse JSON from untrusted sources, with limits on depth and digits.
 
-Python's own ends deep nesting in a `RecursionError` and long numbers in words about Python. Here each of them is an
-error of one line. Needs the standard library alone; `config.yaml_parsing` is the same for YAML.
+Python's parser reports deep nesting as a `RecursionError` and long numbers with messages about Python. Here each of
+these is a one-line error. Uses only the standard library; `config.yaml_parsing` does the same for YAML.
 """
 
 import json
@@ -11,9 +11,9 @@ from typing import Any
 from dit_lora.errors import DitLoraError
 
 MOST_LEVELS = 100
-"""Lists and objects within one another. Those of recipes, annotations and checkpoints have a dozen at most."""
+"""Maximum depth of lists and objects. Recipes, annotations and checkpoints have at most a dozen levels."""
 MOST_DIGITS = 100
-"""The most digits of a whole number: no float holds four times as many, and Python refuses to write four thousand."""
+"""Maximum digits of an integer: floats have up to 309, and Python does not convert more than 4,300 to text."""
 
 DEEP = f"it is nested deeper than {MOST_LEVELS} levels"
 LONG = f"it holds a whole number of more than {MOST_DIGITS} digits"
@@ -38,23 +38,23 @@ _DECODER = json.JSONDecoder(parse_int=_whole)
 
 
 class ParseError(DitLoraError, ValueError):
-    """Says what is wrong with a text, in one line: where nobody knows better what to do, the user reads that."""
+    """What is wrong with a text, in one line. The user sees this message if no caller adds a better one."""
 
     def __init__(self, words: str, *, at: int | None = None, where: str = "") -> None:
         super().__init__(f"{words}{where}")
         self.words = words
         self.at = at
-        """The place of the character in the text, where it is known."""
+        """Index of the character in the text; None if unknown."""
 
 
 def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
-    """Return the value of a JSON text; raises `ParseError`, also for what is not UTF-8.
+    """Parse a JSON text; raises `ParseError`, also for text that is not UTF-8.
 
-    With `unique`, an object that holds a key twice is refused; without, the last one counts, as for most readers.
+    With `unique`, duplicate keys in an object are an error; without, the last one counts, as in most parsers.
     """
     try:
         if isinstance(text, bytes):
-            # Some editors begin UTF-8 with a byte order mark, which JSON does not allow.
+            # Some editors write a byte order mark before UTF-8, which JSON does not allow.
             text = text.decode("utf-8-sig")
         value = json.loads(text, parse_int=_whole, object_pairs_hook=_unique if unique else None)
     except json.JSONDecodeError as error:
@@ -67,7 +67,7 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 
 
 def parse_json_at(text: str, start: int) -> tuple[Any, int]:
-    """Return the value that begins at `start`, and where it ends; raises `ParseError` with its place."""
+    """Parse the JSON value that starts at index `start`; also returns the index after it. Raises `ParseError`."""
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -81,12 +81,12 @@ def parse_json_at(text: str, start: int) -> tuple[Any, int]:
 def refused(error: Exception, at: int | None = None) -> ParseError:
     if isinstance(error, ParseError):
         return error
-    words = DEEP if isinstance(error, RecursionError) else " ".join(str(error).split())
-    return ParseError(words, at=at)
+    message = DEEP if isinstance(error, RecursionError) else " ".join(str(error).split())
+    return ParseError(message, at=at)
 
 
 def _require_shallow(value: object, text: str, start: int = 0) -> None:
-    # Most texts have fewer brackets than levels are allowed, and are not walked.
+    # Most texts have fewer brackets than the allowed levels, and need no check.
     if text.count("[", start) + text.count("{", start) <= MOST_LEVELS:
         return
     level = [value]
@@ -98,7 +98,7 @@ def _require_shallow(value: object, text: str, start: int = 0) -> None:
 
 
 def _inner(value: object) -> Iterator[object]:
-    """Yield the lists and objects in a value."""
+    """Yield the lists and objects directly inside a value."""
     items = (
         value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     )

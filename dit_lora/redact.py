@@ -1,8 +1,8 @@
-"""Redact texts that others may read: no token, no absolute path, and everything else as it was.
+"""Remove tokens and absolute paths from texts that others may read, and leave everything else unchanged.
 
-One scrubber for all that may leave the machine: bundles, model cards and what is published beside them, reports,
-trackers. Of a path its last part stays; a token becomes `[token]`, and a home folder `[home]`. Hex digits are taken
-for a key where a word says so: the 40 of a commit and the 64 of a digest stay.
+Everything that may leave the machine goes through it: bundles, model cards and files published with them, reports,
+trackers. The last part of a path is kept. A token becomes `[token]`, and a home folder `[home]`. Hex digits count as a
+key only if a word before them says so: the 40 digits of a commit and the 64 of a digest stay.
 """
 
 import os
@@ -25,16 +25,16 @@ WORDS = frozenset(
         "system",
     }
 )
-"""Keys below which text is words for a model or of one, and mostly no path."""
+"""Keys whose values are texts for or from a model, in which a slash is rarely a path."""
 
 KINDS: Mapping[str, str] = {
-    # Tokens of OAuth are base64url in parts with dots.
+    # OAuth tokens have parts in base64url, separated with dots.
     "Hugging Face": r"hf_(?:oauth|jwt|app)_[\w=-]{10,}(?:\.[\w=-]+)*|(?:hf|api_org)_[A-Za-z0-9]{10,}",
     "Weights & Biases": r"wandb_v\d+_\w{8,}|local-[0-9a-f]{40}",
     "OpenAI, Anthropic and others": r"sk-(?:[A-Za-z]{1,12}\d{0,3}-){0,3}(?:(?=\w*\d)\w{8,}|[A-Za-z0-9]{20,})[\w-]*",
     "GitHub": r"gh[opusr]_[A-Za-z0-9]{8,}|github_pat_\w{8,}",
     "GitLab": r"(?:gl(?:pat|dt|ft|soat|rt|cbt|imt|ptt|agent|oas|ffct)-|GR1348941)[\w-]{10,}",
-    # With a secret behind it, as in two lines of a credentials file or a row of a table.
+    # Together with a secret after it, as in two lines of a credentials file or a row of a table.
     "AWS": r"(?:A3T[A-Z0-9]|A[BCGIKNRS][A-Z]A)[A-Z0-9]{16}(?:[\s,:;/|]{1,3}[\w+/]{40}(?![\w+/=]))?",
     "Google": r"AIza[\w-]{20,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|1//0[\w-]{20,}",
     "Slack": r"xox[a-z](?:\.xox[a-z])?-[\w-]{8,}|xapp-\d-[\w-]{8,}|hooks\.slack\.com/\w+/[\w/+-]+",
@@ -90,11 +90,11 @@ KINDS: Mapping[str, str] = {
     "Fly": r"fm[12][ar]?_[\w+/=-]{20,}",
     "SoftLayer": r"api\.softlayer\.com/soap/v3(?:\.1)?/[a-z0-9]{64}",
 }
-"""Tokens that are known by their own look: the issuer, and a regular expression."""
+"""Tokens with a recognizable format: a regular expression by issuer."""
 
 _KNOWN = re.compile("(?<![A-Za-z0-9])(?:" + "|".join(KINDS.values()) + ")")
 
-# What a key is called. Of `secret` and `token` in prose, which are words as well, the value must look like one.
+# Names of secrets. `secret` and `token` are also words of prose, so their value must look like a secret.
 _OWNER = (
     "access|account|api|app|auth|client|consumer|database|db|deploy|encryption|key|master|priv|private|secret|"
     "service|shared[ _-]?access|signing|storage|subscription|wandb|signature"
@@ -110,7 +110,7 @@ _LIKE_ONE = r"""["'`]?(?=[\w+/=~.-]*\d)(?=[\d+/=~.-]*[A-Za-z])[\w+/=~-]{12,}[\w+
 _NAMED = tuple(
     re.compile(rf"(?P<name>{name})(?!\[token\]){value}", re.IGNORECASE)
     for name, value in (
-        (r"[a-z][\w+.-]{0,20}://", r"[^\s/?#\"'<>`]+(?=@)"),  # a user and a password in an address
+        (r"[a-z][\w+.-]{0,20}://", r"[^\s/?#\"'<>`]+(?=@)"),  # user and password in a URL
         (
             r"[?&;][\w.-]{0,40}(?:token|sig|signature|key|secret|credential|auth|pass(?:word)?|code)=",
             r"[^\s&\"'<>`]+",
@@ -126,20 +126,20 @@ _NAMED = tuple(
         (r"(?<!cache )(?<!digest )\b(?:wandb|key)\W{1,4}", r"[0-9a-f]{40}\b"),
     )
 )
-# In upper case, as of the environment: whatever it is.
+# An environment variable with such a name in upper case: any value is a secret.
 _VARIABLE = re.compile(
     r"(?P<name>\b[A-Z][A-Z0-9_]*_(?:KEY|TOKEN|SECRET|PASSWORD|PASS|PAT|AUTH|CREDENTIALS)=)"
     rf"(?!\[token\]){_VALUE}"
 )
 _SHORTEST = 6
 _NAMING = re.compile(r"[:=]|key|passw|login|wandb|bearer|secret|token|pwd", re.IGNORECASE)
-"""Pattern of something that every name of a secret has."""
+"""Every pattern of `_NAMED` and `_VARIABLE` needs one of these: texts without them are not searched."""
 _STRONG_KEY = re.compile(rf"(?:[\w-]*{_STRONG}|authorization|cookie)", re.IGNORECASE)
 _WEAK_KEY = re.compile(rf"[\w-]*{_WEAK}", re.IGNORECASE)
 _SHAPED = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=~.-]{12,}")
 _SECRET_VARIABLE = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASS|PAT|AUTH|CREDENTIALS?)$")
 
-# A folder's name may have spaces, where no file name has ended before.
+# A folder's name may have spaces, unless a file name with an extension ends before the space.
 _BAD = r"\s/\\:;,'\"`()<>|"
 _ENDED = "".join(rf"(?<!\.\w{{{length}}})" for length in (2, 3, 4, 5))
 _FOLDER = rf"[^{_BAD}]+(?:{_ENDED} [^{_BAD}]+){{0,3}}[/\\]+"
@@ -158,14 +158,16 @@ _ADDRESS = r"(?P<address>(?<![A-Za-z0-9])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{1,20}
 _LOCAL = frozenset(
     {"file", "smb", "nfs", "afp", "cifs", "sftp", "ssh", "scp", "rsync", "vscode-remote"}
 )
-"""Schemes of addresses that are paths of some machine."""
+"""URL schemes that stand for paths on a machine."""
 
 
 def _paths(posix: str, parts: str) -> re.Pattern[str]:
-    """Compile a pattern of addresses, which mostly stay, and absolute paths; `posix` is how those of POSIX begin."""
+    """Compile a pattern for URLs, which are mostly kept, and absolute paths. `posix` matches the start of a POSIX
+    path.
+    """
     certain = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{_SURE})(?:{_FOLDER})*{_LAST}"
-    whole = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{posix})[^\s\"'`:;,|<>][^\"'`\n:;,|<>]*"
-    quoted = rf"(?P<quote>[\"'`])(?P<inside>{whole})(?P=quote)"
+    full_path = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{posix})[^\s\"'`:;,|<>][^\"'`\n:;,|<>]*"
+    quoted = rf"(?P<quote>[\"'`])(?P<inside>{full_path})(?P=quote)"
     return re.compile(
         rf"{_ADDRESS}|{quoted}|{certain}|{posix}(?:{_FOLDER}){parts}{_LAST}", re.IGNORECASE
     )
@@ -179,34 +181,34 @@ _ALONE = re.compile(
 
 
 def redacted(value: Any) -> Any:
-    """Return the value with tokens and absolute paths taken out of every string in it, keys of mappings as well.
+    """The value with tokens and absolute paths removed from all strings in it, including keys of mappings.
 
-    What a key's name says to be a secret goes, whatever it looks like; what is below one of `WORDS` is taken as by
+    Values whose key names a secret are removed in any case. Values of keys in `WORDS` are handled as in
     `redacted_words`. Sequences become lists.
     """
     return redactor()(value)
 
 
 def redactor() -> Callable[[Any], Any]:
-    """Return `redacted` for many values: the environment is read once."""
-    held = _environment()
-    return lambda value: _nested(value, held, _IN_TEXT)
+    """A function like `redacted` for many values: the environment is read only once."""
+    secrets = _environment()
+    return lambda value: _nested(value, secrets, _IN_TEXT)
 
 
 def redacted_words(text: str) -> str:
-    """Redact words meant for a model: only what is certain to be a path counts as one, and `/imagine` is none."""
+    """Redact text for a model: only text that is certainly a path is removed, and `/imagine` is kept."""
     return _clean(text, _environment(), _IN_WORDS)
 
 
 def without_tokens(text: str) -> str:
-    """Return text in which every token is `[token]`, and so is what this process's environment holds as one."""
+    """Replace all tokens in the text with `[token]`, including secrets in this process's environment variables."""
     return _without_tokens(text, _environment())
 
 
 def _without_tokens(text: str, held: Sequence[str]) -> str:
     if len(text) < _SHORTEST:
         return text
-    # The longest are first: a shorter value that is a part of one would leave the rest of it.
+    # Longest first: replacing a shorter secret inside a longer one would leave the rest of it.
     for value in held:
         text = text.replace(value, TOKEN)
     text = _KNOWN.sub(TOKEN, text)
@@ -216,7 +218,7 @@ def _without_tokens(text: str, held: Sequence[str]) -> str:
 
 
 def _hidden(match: re.Match[str]) -> str:
-    """Return the name, and the value's quotes around what stands for it."""
+    """Replace the value of a match and keep its name and quotes."""
     value = match[0][len(match["name"]) :]
     quote = value[0] if value[0] in "\"'`" and value[-1] == value[0] and len(value) > 1 else ""
     return f"{match['name']}{quote}{TOKEN}{quote}"
@@ -226,6 +228,7 @@ def _clean(text: str, held: Sequence[str], paths: re.Pattern[str]) -> str:
     text = _without_tokens(text, held)
     if "/" not in text and "\\" not in text:
         return text
+    # The whole text is one path, which may have spaces.
     if paths is _IN_TEXT and _ALONE.fullmatch(text):
         return _last(text)
     return paths.sub(_cut, text)
@@ -247,7 +250,7 @@ def _nested(value: Any, held: Sequence[str], paths: re.Pattern[str]) -> Any:
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Return True if a mapping's key says so; of a `token`, a part of words as well, the value must look like one."""
+    """True if a mapping's key names a secret; for `token` and similar words, the value must look like one too."""
     if not isinstance(value, str) or not value:
         return False
     named = _STRONG_KEY.fullmatch(key) is not None
@@ -255,8 +258,11 @@ def _is_secret(key: str, value: Any) -> bool:
 
 
 def _environment() -> list[str]:
-    """Return what variables named as secrets hold, the longest first; short values and mere words are none."""
-    held = {
+    """Values of environment variables that are named as secrets, longest first.
+
+    Values under 12 characters, paths, and short values without a digit are ignored.
+    """
+    secrets = {
         value
         for name, value in os.environ.items()
         if _SECRET_VARIABLE.search(name.upper())
@@ -264,7 +270,7 @@ def _environment() -> list[str]:
         and not _ALONE.fullmatch(value)
         and (len(value) >= 20 or any(letter.isdigit() for letter in value))
     }
-    return sorted(held, key=len, reverse=True)
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _cut(match: re.Match[str]) -> str:
@@ -277,7 +283,7 @@ def _cut(match: re.Match[str]) -> str:
 
 
 def _last(path: str) -> str:
-    """Return a path's last part, or for a user's own folder, which is called as its user is, that it is one."""
+    """The last part of a path. A home folder becomes `[home]`, because its name is the user's."""
     parts = [part for part in re.split(r"[/\\]+", path) if part]
     is_home = len(parts) > 1 and parts[-2].lower() in ("home", "users")
     return HOME if is_home and len(parts) <= 3 else parts[-1]

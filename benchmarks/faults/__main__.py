@@ -56,11 +56,11 @@ def faults(
     from benchmarks.faults.suite import run_suite, totals
     from benchmarks.faults.world import engine_of
 
-    judged = run_suite(only, ranks, model, engine_of(engine), kind)
-    sums = totals(judged)
-    record = {"faults": [asdict(judgment) for judgment in judged], "totals": sums}
-    passed = all(judgment.passed for judgment in judged)
-    answer(context, as_json, record, lambda: _render(judged, sums), passed=passed)
+    results = run_suite(only, ranks, model, engine_of(engine), kind)
+    sums = totals(results)
+    record = {"faults": [asdict(judgment) for judgment in results], "totals": sums}
+    passed = all(judgment.passed for judgment in results)
+    answer(context, as_json, record, lambda: _render(results, sums), passed=passed)
 
 
 def _render(judged: "Sequence[FaultResult]", sums: Mapping[str, int]) -> None:
@@ -69,12 +69,12 @@ def _render(judged: "Sequence[FaultResult]", sums: Mapping[str, int]) -> None:
     from rich.table import Table
 
     columns = {
-        "fault": [one.name for one in judged],
-        "when": [one.when for one in judged],
-        "action": [one.action for one in judged],
-        "named": ["yes" if one.named else "NO" for one in judged],
-        "recovered": ["yes" if one.recovered else "NO" for one in judged],
-        "poisoned": [str(one.poisoned_files) for one in judged],
+        "fault": [result.name for result in judged],
+        "when": [result.when for result in judged],
+        "action": [result.action for result in judged],
+        "named": ["yes" if result.named else "NO" for result in judged],
+        "recovered": ["yes" if result.recovered else "NO" for result in judged],
+        "poisoned": [str(result.poisoned_files) for result in judged],
     }
     console = Console()
     if not console.is_terminal:
@@ -86,9 +86,9 @@ def _render(judged: "Sequence[FaultResult]", sums: Mapping[str, int]) -> None:
     for heading, width in widths.items():
         table.add_column(heading, no_wrap=True, min_width=width - _GAP)
     # What is left: Rich narrows every column else, and the last ones to nothing.
-    left = max(_LEAST, console.width - sum(widths.values()))
-    table.add_column("verdict", no_wrap=True, overflow="ellipsis", max_width=left)
-    for row in zip(*columns.values(), (one.verdict for one in judged), strict=True):
+    width_left = max(_LEAST, console.width - sum(widths.values()))
+    table.add_column("verdict", no_wrap=True, overflow="ellipsis", max_width=width_left)
+    for row in zip(*columns.values(), (result.verdict for result in judged), strict=True):
         table.add_row(*row)
     console.print(table)
     console.print(

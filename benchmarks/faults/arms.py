@@ -1,4 +1,4 @@
-"""Ways to put a fault into a prepared run, by its place: samples, losses, weights, moments, gradients, modules, kernels.
+"""Ways to put a fault into a prepared run: in samples, losses, weights, moments, gradients, modules or kernels.
 
 `benchmarks.faults.triggers` says at which moments, and what becomes of a tensor there.
 """
@@ -170,8 +170,8 @@ def averages(stage: Stage) -> dict[str, torch.Tensor]:
 
 def _numbered(tensors: Iterable[torch.Tensor], number: int) -> list[torch.Tensor]:
     """Return the tensor of that number, taken modulo how many there are."""
-    every = list(tensors)
-    return [every[number % len(every)]]
+    names = list(tensors)
+    return [names[number % len(names)]]
 
 
 def gradients(change: Change, number: int | None, when: When) -> Arm:
@@ -192,8 +192,8 @@ def gradients(change: Change, number: int | None, when: When) -> Arm:
             return output
 
         stage.checkpoint.after.append(decide)
-        for each in parameters:
-            each.register_hook(lambda grad: change(grad) if acts[0] else grad)
+        for parameter in parameters:
+            parameter.register_hook(lambda grad: change(grad) if acts[0] else grad)
 
     return arm
 

@@ -1,4 +1,4 @@
-"""Faults that no sample is to blame for: the base in memory, the step, the company, a rank, chance, too little memory."""
+"""Faults that no sample causes: the base in memory, the step, other samples, a rank, chance, too little memory."""
 
 import math
 from collections.abc import Callable

@@ -55,13 +55,15 @@ class DataFault(Fault):
         reached: list[Stage] = []
         refused = self.run(world, f"{self.name}, refuse", self.given(data), reached)
         error = str(refused.error or "")
-        said = " ".join(line for line in error.split("\n") if self.file in line)
-        unnamed = [f"not said: {w}" for w in (self.file, *self.expected.words) if w not in said]
+        message = " ".join(line for line in error.split("\n") if self.file in line)
+        unnamed = [f"not said: {w}" for w in (self.file, *self.expected.words) if w not in message]
         if reached:
             unnamed.append("training had begun")
         left_out = self.left_out(world)
         # One run for all peers: one for each would double the time that the suite takes.
-        return self.told((refused, left_out), said or error, unnamed, self.lacks(world, left_out))
+        return self.told(
+            (refused, left_out), message or error, unnamed, self.lacks(world, left_out)
+        )
 
     def given(self, data: Path) -> Overrides:
         return (*self.overrides, ("data.path", str(data)))
@@ -147,19 +149,19 @@ class SoundOddity(DataFault):
         """Judge one run that may refuse; collective."""
         data = self.folder(world, self.name, self.layout, self.put)
         reached: list[Stage] = []
-        seen = self.run(world, self.name, self.given(data), reached)
-        unnamed = [f"an event: {event}" for event in seen.events]
-        if seen.error is not None:
-            unnamed.append(f"refused: {seen.error}")
+        observation = self.run(world, self.name, self.given(data), reached)
+        unnamed = [f"an event: {event}" for event in observation.events]
+        if observation.error is not None:
+            unnamed.append(f"refused: {observation.error}")
         encoded: list[Any] = [stage.run.setup.data for stage in reached]
         entries = [entry for run_data in encoded for entry in run_data.clips.entries]
         keys = {entry.id: entry.video_key for entry in entries if entry.id in self.files}
         lost = [f"{file} is not trained on" for file in self.files if file not in keys]
         if len(set(keys.values())) < len(keys):
             lost.append(f"{', '.join(keys)} share one cache entry")
-        if seen.adapter is None:
+        if observation.adapter is None:
             lost.append("no adapter was saved")
-        return self.told((seen,), "nothing to tell: it is trained on", unnamed, lost)
+        return self.told((observation,), "nothing to tell: it is trained on", unnamed, lost)
 
 
 def _put(kind: Kind) -> Change:
@@ -177,9 +179,9 @@ def _put(kind: Kind) -> Change:
 
 def _list(folder: Path, file: str) -> None:
     """Add a line to metadata.jsonl with the caption beside the file, or with none, and the first line's reference."""
-    listing, beside = folder / _METADATA, (folder / file).with_suffix(".txt")
+    listing, caption_file = folder / _METADATA, (folder / file).with_suffix(".txt")
     lines = listing.read_text("utf-8").splitlines(keepends=True)
-    text = beside.read_text("utf-8") if beside.exists() else "a clip"
+    text = caption_file.read_text("utf-8") if caption_file.exists() else "a clip"
     row = json.loads(lines[0]) | {"file_name": file, "text": text}
     row.pop("masks", None)  # it has the shape of its own picture
     listing.write_text("".join([*lines, json.dumps(row) + "\n"]), "utf-8")

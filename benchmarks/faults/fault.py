@@ -94,14 +94,16 @@ class Fault:
     def judge(self, world: World) -> FaultResult:
         """Run the fault and compare; collective."""
         if self.play is not None:
-            seen = self.play(self, world)
+            observation = self.play(self, world)
         else:
-            seen = world.observe(
+            observation = world.observe(
                 self.name, self.arm, self.overrides, before_start=self.before_start
             )
-        same = self.expected.same_as or self.expected.close_to
-        reference = world.reference(same, self.overrides) if same is not None else None
-        return judged(self, seen, reference, world.target_clip, world.targets)
+        reference_name = self.expected.same_as or self.expected.close_to
+        reference = (
+            world.reference(reference_name, self.overrides) if reference_name is not None else None
+        )
+        return judged(self, observation, reference, world.target_clip, world.targets)
 
 
 def between_steps(
@@ -142,19 +144,19 @@ def judged(
 ) -> FaultResult:
     """Return the judgment: whether what was seen is what was expected."""
     expected = fault.expected
-    named, why = _named(expected, seen, target_clip, targets)
+    named, problems = _named(expected, seen, target_clip, targets)
     recovered = _recovered(expected, seen, reference)
-    last = seen.events[-1] if seen.events else None
+    event = seen.events[-1] if seen.events else None
     return FaultResult(
         fault.name,
         fault.place,
         fault.when,
-        named=not why,
+        named=not problems,
         recovered=not recovered,
         poisoned_files=len(poisoned_files(seen)),
-        action=last["action"] if last else ("refused" if seen.error else "none"),
+        action=event["action"] if event else ("refused" if seen.error else "none"),
         verdict=named,
-        why=(*why, *recovered),
+        why=(*problems, *recovered),
     )
 
 
@@ -164,45 +166,47 @@ def _named(
     """Return the verdict in words, and what is missing in it."""
     if expected.cause == "none":
         causes = [e["verdict"]["cause"] for e in seen.events if e["action"] != "report"]
-        why = [f"{causes} is named, and nothing is to be told"] if causes else []
-        return "nothing to tell: what is damaged is passed over", why
+        problems = [f"{causes} is named, and nothing is to be told"] if causes else []
+        return "nothing to tell: what is damaged is passed over", problems
     if expected.cause == "refused":
         text = str(seen.error or "")
-        words = [targets.named(word) for word in expected.words]
-        return text.split("\n")[0], [f"not said: {word}" for word in words if word not in text]
+        expected_words = [targets.named(word) for word in expected.words]
+        return text.split("\n")[0], [
+            f"not said: {word}" for word in expected_words if word not in text
+        ]
     verdicts = [event["verdict"] for event in seen.events]
     matching = [verdict for verdict in verdicts if verdict["cause"] == expected.cause]
     if not matching:
         return "", [f"cause {expected.cause} is not among {[v['cause'] for v in verdicts]}"]
     verdict = matching[0]
-    words = [targets.named(word) for word in expected.words]
-    why = [f"not said: {word}" for word in words if word not in verdict["words"]]
+    expected_words = [targets.named(word) for word in expected.words]
+    problems = [f"not said: {word}" for word in expected_words if word not in verdict["words"]]
     if expected.names_target and verdict["sample_ids"] != [target_clip]:
-        why.append(f"names {verdict['sample_ids']}, not {target_clip}")
+        problems.append(f"names {verdict['sample_ids']}, not {target_clip}")
     module = targets.named(expected.module or "")
     if not (verdict.get("module") or "").endswith(module):
-        why.append(f"module {verdict.get('module')}, not {module}")
-    return verdict["words"], why
+        problems.append(f"module {verdict.get('module')}, not {module}")
+    return verdict["words"], problems
 
 
 def _recovered(expected: Expected, seen: Observation, reference: Tensors | None) -> list[str]:
     code = seen.error.exit_code if seen.error else DONE
-    why = []
+    problems = []
     if code != expected.exit_code:
-        why.append(f"exit code {code}, not {expected.exit_code}: {seen.error}")
+        problems.append(f"exit code {code}, not {expected.exit_code}: {seen.error}")
     actions = [event["action"] for event in seen.events]
     if expected.cause not in ("refused", "none") and expected.action not in actions:
-        why.append(f"action {expected.action} is not among {actions}")
+        problems.append(f"action {expected.action} is not among {actions}")
     # A switch that is off for nothing costs speed for the rest of the run: as wrong as a missed one.
     off = {event["verdict"].get("switch") for event in seen.events if event["action"] == "fallback"}
     if expected.action != "fallback" and (right := off - {*expected.may_be_off}):
-        why.append(f"switched off, though nothing is wrong with it: {right}")
+        problems.append(f"switched off, though nothing is wrong with it: {right}")
     if expected.nobody_lost and (lost := left_out(seen)):
-        why.append(f"left out for good: {lost}")
+        problems.append(f"left out for good: {lost}")
     # The proof of a recovery: bit for bit the adapter of a run that never had the fault.
     if reference is not None and not equal(seen.adapter, reference, expected.close_to is None):
-        why.append("the adapter is not that of the run it must equal")
-    return why
+        problems.append("the adapter is not that of the run it must equal")
+    return problems
 
 
 def left_out(seen: Observation) -> list[str]:

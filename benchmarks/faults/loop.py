@@ -154,11 +154,15 @@ def batch_of(step: int, rank: int) -> Batch:
 
 
 def observed(guard: Callable[[], Guard], run: Callable[[], str | None]) -> Observation:
-    """Return what the guard said of a loop, which returns what is not as it must be; a loop may make its guard late."""
+    """Run a loop under its guard and collect what the guard reported.
+
+    `run` returns a description of what is wrong after the loop, or None. `guard` is called after the loop, because
+    some loops create their guard late.
+    """
     error: DitLoraError | None = None
     try:
-        wrong = run()
-        error = CheckFailedError(wrong) if wrong else None
+        failed_check = run()
+        error = CheckFailedError(failed_check) if failed_check else None
     except DitLoraError as problem:
         error = problem
     finally:

@@ -1,4 +1,4 @@
-"""Faults in loops of other kinds than Accelerate's usual one: two models, a resume, epochs, closures, plain PyTorch."""
+"""Faults in loops unlike Accelerate's usual one: two models, a resume, epochs, closures, plain PyTorch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -94,8 +94,8 @@ def _after_a_resume(fault: Fault, world: World) -> Observation:
         def loop() -> str | None:
             model.load_state_dict(weights)
             # Step 3 writes the NaN into the weights. One process undoes that at once, several at their next step.
-            last = 3 if accelerator.num_processes == 1 else 4
-            for step in range(1, last + 1):
+            last_step = 3 if accelerator.num_processes == 1 else 4
+            for step in range(1, last_step + 1):
                 if step == 3:
                     optimizer.state[model.weight]["exp_avg"].view(-1)[0] = torch.nan
                 output = prepared(_batch(step, accelerator.process_index))
@@ -127,8 +127,8 @@ def _every_epoch(fault: Fault, world: World) -> Observation:
                     accelerator.backward(prepared(x).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
-            taken = {int(state["step"]) for state in optimizer.state.values()}
-            return None if taken == {7 * 8 - 8} else f"{taken} steps were taken"
+            steps = {int(state["step"]) for state in optimizer.state.values()}
+            return None if steps == {7 * 8 - 8} else f"{steps} steps were taken"
 
         return observed(lambda: guard, loop)
 

@@ -33,16 +33,16 @@ from dit_lora.errors import CheckFailedError, DitLoraError
 
 def _two_skipped(loop: ToyLoop) -> str | None:
     """Return a complaint unless one step of six was not taken, by anybody."""
-    taken = STEPS - 1
+    num_steps = STEPS - 1
     counts = {int(state["step"]) for state in loop.optimizer.state.values()}
     rate = loop.schedule.get_last_lr()[0]
-    expected = 1e-2 * 0.9 ** (taken * loop.schedule_steps)
-    if counts != {taken}:
-        return f"the optimizer took {counts} steps, not {taken}"
+    expected = 1e-2 * 0.9 ** (num_steps * loop.schedule_steps)
+    if counts != {num_steps}:
+        return f"the optimizer took {counts} steps, not {num_steps}"
     if abs(rate - expected) > 1e-9:
         return f"the learning rate is {rate}, not {expected}"
-    if loop.ema is not None and loop.ema.optimization_step != taken:
-        return f"the EMA took {loop.ema.optimization_step} steps, not {taken}"
+    if loop.ema is not None and loop.ema.optimization_step != num_steps:
+        return f"the EMA took {loop.ema.optimization_step} steps, not {num_steps}"
     return None
 
 
@@ -52,8 +52,10 @@ def _named(step: int, row: int) -> Check:
     def check(loop: ToyLoop) -> str | None:
         blamed = [e["sample_ids"] for e in loop.guard.events if e["verdict"]["cause"] == "data"]
         right = [loop.sample(step, row)]
-        wrong = f"named are {blamed}, not {right}" if any(one != right for one in blamed) else None
-        return wrong or _two_skipped(loop)
+        problem = (
+            f"named are {blamed}, not {right}" if any(name != right for name in blamed) else None
+        )
+        return problem or _two_skipped(loop)
 
     return check
 
@@ -212,9 +214,9 @@ def _trainer(fault: Fault, world: World) -> Observation:
     ids = torch.randint(0, 32, (6, 8), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row.clone()} for row in ids]
     data[2]["labels"] = torch.full((8,), -100)
-    out = world.root / f"trainer_{world.accelerator.process_index}"
+    folder = world.root / f"trainer_{world.accelerator.process_index}"
     arguments = TrainingArguments(
-        output_dir=str(out), per_device_train_batch_size=1, max_steps=6, use_cpu=True,
+        output_dir=str(folder), per_device_train_batch_size=1, max_steps=6, use_cpu=True,
         report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no",
         average_tokens_across_devices=False,
     )  # fmt: skip
@@ -225,7 +227,7 @@ def _trainer(fault: Fault, world: World) -> Observation:
     assert callback.guard is not None
     bad = not_finite(callback.guard.suspects.model)
     forget(world.accelerator)
-    return Observation(callback.guard.events, CheckFailedError(bad) if bad else None, folder=out)
+    return Observation(callback.guard.events, CheckFailedError(bad) if bad else None, folder=folder)
 
 
 def _moment(loop: ToyLoop, batch: Batch) -> torch.Tensor:

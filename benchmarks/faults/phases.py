@@ -22,7 +22,7 @@ from dit_lora.patching import Patches
 
 
 class _BadEncoder:
-    """A video encoder that gives one bad value for the target; of references and sound it gives what the other gives."""
+    """A video encoder that writes one bad value into the target. References and sound are encoded unchanged."""
 
     def __init__(self, encode: Any, world: World, value: float) -> None:
         self._encode, self._world, self._value = encode, world, value
@@ -87,8 +87,8 @@ def _held_out(stage: Stage) -> None:
 
 def _other_conversations(fault: Fault, world: World) -> Observation:
     """Measure a chat model on conversations of its own, here those that it trains on."""
-    others = ("validation.conversations", str(data_of(world.targets, world.clips)))
-    return world.observe(fault.name, _held_out, (others,))
+    override = ("validation.conversations", str(data_of(world.targets, world.clips)))
+    return world.observe(fault.name, _held_out, (override,))
 
 
 def _spoil_weight(stage: Stage, value: float) -> None:
@@ -143,12 +143,12 @@ def _disk_full(stage: Stage) -> None:
 
 
 def _resumed(name: str, damage: Callable[[Path], None]) -> Fault:
-    """Return the fault of a newest checkpoint, of a run that was stopped half way and goes on with train.resume=auto."""
+    """A fault of the newest checkpoint in a run that stopped half way and continues with train.resume=auto."""
 
     def play(fault: Fault, world: World) -> Observation:
-        seen = world.observe(fault.name, None, (("train.steps", 5), ("train.save_every", 2)))
+        observation = world.observe(fault.name, None, (("train.steps", 5), ("train.save_every", 2)))
         if world.accelerator.is_main_process:
-            damage(seen.folder / "checkpoints" / "step_000005")
+            damage(observation.folder / "checkpoints" / "step_000005")
         world.accelerator.wait_for_everyone()
         return world.observe(fault.name, None, _AUTO)
 
@@ -181,10 +181,10 @@ def _killed(fault: Fault, world: World) -> Observation:
         ranks = world.accelerator.num_processes
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         # The suite's own place among ranks must not reach a launch of its own.
-        alone = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
         head = [sys.executable, *(launch if ranks > 1 else [])]
         killed = [*head, "-m", "benchmarks.faults.killed", str(config), world.engine]
-        subprocess.run(killed, env=alone, capture_output=True)
+        subprocess.run(killed, env=environment, capture_output=True)
         if not list((Path(recipe.run.dir) / "checkpoints").glob(".step_*.partial")):
             raise DitLoraError("kill -9 left no partial checkpoint: the fault was not injected")
     world.accelerator.wait_for_everyone()

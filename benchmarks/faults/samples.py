@@ -59,9 +59,9 @@ def _of_target(
 
 def _read(name: str, tensor: str, value: float, *, once: bool = False) -> Fault:
     """Return the fault of a tensor that is bad after it was read: a broken transform, or memory."""
-    place, needs = _PLACES[tensor]
+    target, needs = _PLACES[tensor]
     strike = partial(sample_tensor, tensor, Element(value, 3))
-    return _of_target(name, place, strike, once, needs)
+    return _of_target(name, target, strike, once, needs)
 
 
 def _loss(name: str, value: float, *, once: bool = False) -> Fault:

@@ -58,8 +58,9 @@ def _second_moment(stage: Stage) -> Sequence[torch.Tensor]:
 
 
 def _gradient(name: str, change: Change, weight: str | None = None, rank: int = ALL_RANKS) -> Fault:
-    """Return a fault of one weight's gradient in step 3 as it arrives, or of all, until the guard recovers: the replays
-    and the step's second attempt find them healthy.
+    """A fault of one weight's gradient, or of all gradients, as it arrives in step 3.
+
+    It lasts until the guard recovers: the replays and the step's second attempt find healthy gradients.
     """
 
     def arm(stage: Stage) -> None:
@@ -72,13 +73,13 @@ def _gradient(name: str, change: Change, weight: str | None = None, rank: int = 
             armed.clear()
             return recover(*args)
 
-        wanted = weight and stage.targets.named(weight)
-        parameters = [p for n, p in stage.trained().items() if wanted in (None, n)]
+        weight_name = weight and stage.targets.named(weight)
+        parameters = [p for n, p in stage.trained().items() if weight_name in (None, n)]
         if is_sharded(stage.transformer):
             _hook_parts(stage, parameters, hook)
         else:
-            for each in parameters:
-                each.register_hook(hook)
+            for tensor in parameters:
+                tensor.register_hook(hook)
         if here(stage, rank):
             stage.before_step(3, lambda: armed.append(True))
         stage.wrap(stage.run.recovery, "recover", disarmed)
@@ -91,9 +92,9 @@ def _hook_parts(stage: Stage, parameters: Sequence[nn.Parameter], hook: Change) 
     """Change this rank's parts of gradients before the step looks at them: what is whole in a pass is FSDP2's own."""
 
     def norms(inner: Callable[[Norms | None], Tensors], by: Norms | None) -> Tensors:
-        for each in parameters:
-            if each.grad is not None and local(each.grad).numel():
-                part = local(each.grad)
+        for tensor in parameters:
+            if tensor.grad is not None and local(tensor.grad).numel():
+                part = local(tensor.grad)
                 part.copy_(hook(part))
         return inner(by)
 
@@ -104,13 +105,13 @@ def _spoiled(*, neighbours: bool) -> Arm:
     """Give the target such values that its loss is NaN, and on request whoever is beside it."""
 
     def arm(stage: Stage) -> None:
-        mark = stage.targets.mark
+        key = stage.targets.mark
 
         def change(batch: Tensors, streams: Streams) -> Tensors:
             rows = torch.tensor(stage.is_target(batch))
             rows |= rows.any() & neighbours
-            batch[mark] = batch[mark].clone()
-            batch[mark][rows] = stage.targets.bad
+            batch[key] = batch[key].clone()
+            batch[key][rows] = stage.targets.bad
             return batch
 
         stage.checkpoint.before.append(change)

@@ -51,7 +51,7 @@ _LOOPS = (*loops.FAULTS, *loop_kinds.FAULTS, *loop_damage.FAULTS)
 
 def catalog(targets: FaultTargets, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
     """Return every fault that a tiny checkpoint can have on so many ranks, in the order of the table."""
-    every = [
+    all_faults = [
         *samples.FAULTS,
         *data.FAULTS,
         *state.FAULTS,
@@ -65,7 +65,7 @@ def catalog(targets: FaultTargets, ranks: int = 1, engine: Engine = "ddp") -> li
         *chat_loops.FAULTS,
         *(_LOOPS if targets.variant == DEFAULT and targets.kind == "lora" else ()),
     ]
-    return [fault for fault in every if fault.fits(targets, ranks, engine)]
+    return [fault for fault in all_faults if fault.fits(targets, ranks, engine)]
 
 
 def chosen(
@@ -94,15 +94,15 @@ def run_suite(
         bar = tqdm(judge_all(faults, targets), total=len(faults), desc="faults", unit="fault")
         return list(bar)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "judged.json"
+        output = Path(folder) / "judged.json"
         launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        arguments = [str(out), variant, kind, engine, *([pattern] if pattern else [])]
+        arguments = [str(output), variant, kind, engine, *([pattern] if pattern else [])]
         command = [sys.executable, "-m", *launch, "-m", "benchmarks.faults.suite", *arguments]
         # One thread a rank: they share this machine's processors.
-        done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ})
-        if done.returncode or not out.exists():
-            raise DitLoraError(f"the suite ended with {done.returncode} on {ranks} ranks")
-        lines = json.loads(out.read_text(encoding="utf-8"))
+        process = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ})
+        if process.returncode or not output.exists():
+            raise DitLoraError(f"the suite ended with {process.returncode} on {ranks} ranks")
+        lines = json.loads(output.read_text(encoding="utf-8"))
     return [FaultResult(**{**line, "why": tuple(line["why"])}) for line in lines]
 
 
@@ -137,7 +137,7 @@ def judge_all(
 
 def main(argv: Sequence[str]) -> None:
     """Judge on every rank; the main process writes the lines."""
-    out, targets, engine = Path(argv[0]), targets_for(argv[1], argv[2]), engine_of(argv[3])
+    output, targets, engine = Path(argv[0]), targets_for(argv[1], argv[2]), engine_of(argv[3])
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     faults = chosen(argv[4] if len(argv) > 4 else None, targets, ranks, engine)
     is_main = os.environ.get("RANK", "0") == "0"
@@ -150,7 +150,7 @@ def main(argv: Sequence[str]) -> None:
     )
     lines = [asdict(judgment) for judgment in bar]
     if is_main:
-        write_whole(out, json.dumps(lines))
+        write_whole(output, json.dumps(lines))
 
 
 if __name__ == "__main__":

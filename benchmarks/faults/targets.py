@@ -94,7 +94,7 @@ class FaultTargets:
 
     def named(self, template: str) -> str:
         """Fill a template such as `{attention}.to_out.0` with the names of this variant."""
-        first, idle = self.factors
+        first_factor, idle = self.factors
         # Diagnoses name the module of a parameter.
-        names = {"first": first, "idle": idle, "idle_module": idle.rpartition(".")[0]}
+        names = {"first": first_factor, "idle": idle, "idle_module": idle.rpartition(".")[0]}
         return template.format(**asdict(self), **names)

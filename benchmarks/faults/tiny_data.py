@@ -35,11 +35,11 @@ def write_pairs(folder: Path) -> None:
         mask = Image.new("L", picture.size)
         mask.paste(255, (0, 0, picture.width // 2, picture.height))
         row = {"file_name": file.name, "text": caption.read_text("utf-8").strip()}
-        made = {
+        pictures = {
             "references": picture.transpose(Image.Transpose.TRANSPOSE),
             "masks": mask,
         }
-        for name, image in made.items():
+        for name, image in pictures.items():
             (folder / name).mkdir(exist_ok=True)
             image.save(folder / name / file.name)
             row[name] = f"{name}/{file.name}"
@@ -88,8 +88,8 @@ def drop_conversation(folder: Path, clip: str) -> None:
     (folder / clip).unlink()
     listing = folder / CONVERSATIONS
     records = json.loads(listing.read_text("utf-8"))
-    left = [record for record in records if record["video"] != clip]
-    listing.write_text(json.dumps(left), "utf-8")
+    remaining = [record for record in records if record["video"] != clip]
+    listing.write_text(json.dumps(remaining), "utf-8")
 
 
 _WRITERS: Mapping[str, Callable[[Path], None]] = {

@@ -32,9 +32,9 @@ class When:
     """The moments at which a fault acts."""
 
     mode: Mode
-    """`once`: in one pass of its step. `from` its step on, in every pass; from 0, before the run too. `at` its step, in
-    replays of it too, as what is drawn by the step comes back in them. `random`: from its step on, with a chance of `p`
-    a pass."""
+    """`once`: in one pass of its step. `from`: in every pass from its step on; from step 0, before the run too.
+    `at`: at its step and in its replays, which repeat the step's random numbers. `random`: from its step on, in each
+    pass with probability `p`."""
     step: int = 3
     rank: int = ALL_RANKS
     p: float = 1.0
@@ -66,9 +66,9 @@ class When:
         if not here(stage, self.rank):
             return lambda: False
         if self.mode == "at":
-            places = step_seeds(stage, self.step)
+            seeds = step_seeds(stage, self.step)
             # The seed stays that of the last pass of training while the result is looked at.
-            return lambda: stage.transformer.training and torch.initial_seed() in places
+            return lambda: stage.transformer.training and torch.initial_seed() in seeds
         if self.mode == "from" and self.step == 0:
             return lambda: True
         armed: list[bool] = []
@@ -141,7 +141,7 @@ def times(factor: float) -> Change:
 
 
 def in_turn(share: float) -> Change:
-    """Return a change by a share, up and down in turn along the last dimension: a norm behind it does not take it back."""
+    """Scale elements up and down alternately along the last dimension, by a share. A norm cannot undo it."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         signs = torch.ones_like(tensor)

@@ -248,15 +248,15 @@ class World:
     def reference(self, kind: str, overrides: Overrides) -> Tensors:
         """Return the adapter of the run without a fault: on all clips, or where the target never was."""
         # The guard's settings change nothing of a run without a fault, which may so serve many.
-        others = tuple(pair for pair in overrides if not pair[0].startswith("guard."))
-        key = (kind, others)
+        run_overrides = tuple(pair for pair in overrides if not pair[0].startswith("guard."))
+        key = (kind, run_overrides)
         if key not in self._references:
             clips = self.clips if kind == "clean" else self.without
             name = f"reference_{len(self._references)}"
-            seen = self.observe(name, None, others, clips=clips)
-            if seen.error is not None:
-                raise seen.error
-            self._references[key] = seen.adapter or {}
+            observation = self.observe(name, None, run_overrides, clips=clips)
+            if observation.error is not None:
+                raise observation.error
+            self._references[key] = observation.adapter or {}
         return self._references[key]
 
     def observe(
@@ -272,9 +272,9 @@ class World:
         """Make one run with a fault in it, from the cache to the saved adapter. Collective."""
         cache = self.root / "caches" / name if fresh_cache else self.cache(name)
         recipe = self.recipe(name, clips or self.clips, cache, overrides)
-        said, error = StringIO(), None
+        output, error = StringIO(), None
         # The guard may switch a backend off for good, and this process has other runs to make.
-        with redirect_stderr(said), kept_attention():
+        with redirect_stderr(output), kept_attention():
             try:
                 if self.accelerator.is_main_process:
                     before_start(cache)
@@ -286,7 +286,9 @@ class World:
                 error = problem
         self.accelerator.wait_for_everyone()
         folder = Path(recipe.run.dir)
-        return Observation(_events(folder), error, _adapter(folder), folder, cache, said.getvalue())
+        return Observation(
+            _events(folder), error, _adapter(folder), folder, cache, output.getvalue()
+        )
 
     def _train(self, recipe: Recipe, arm: Arm | None) -> None:
         checkpoint = ArmedCheckpoint(self.family.open(recipe.model, recipe))
@@ -310,9 +312,9 @@ class World:
 
     def cache(self, name: str) -> Path:
         """Return a cache of its own, begun with everything that was encoded in the first run."""
-        cache, first = self.root / "caches" / name, self.root / "caches" / "reference_0"
-        if self.accelerator.is_main_process and first.exists() and not cache.exists():
-            shutil.copytree(first, cache)
+        cache, first_cache = self.root / "caches" / name, self.root / "caches" / "reference_0"
+        if self.accelerator.is_main_process and first_cache.exists() and not cache.exists():
+            shutil.copytree(first_cache, cache)
         self.accelerator.wait_for_everyone()
         return cache
 

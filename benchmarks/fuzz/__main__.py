@@ -70,30 +70,30 @@ def try_input(name: str, number: int, seed: int, sample: Path, place: Path) -> F
     shutil.copytree(sample, folder)
     mutation, certain = damage(folder, parser, random.Random(f"{seed}/{name}/{number}"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    accepted, what = False, ""
+    accepted, error_type = False, ""
     try:
         with _time_limit():
             accepted = bool(parser.read(folder))
     except DitLoraError as error:
-        words = str(error)
-        what = "" if words.strip() else "an error without words"
+        message = str(error)
+        error_type = "" if message.strip() else "an error without words"
     except OSError as error:
         # Commands turn it into a line.
-        what = "" if error.filename else f"OSError without a file: {error}"
+        error_type = "" if error.filename else f"OSError without a file: {error}"
     except _TooLongError:
-        what = f"more than {MAX_SECONDS:g} s"
+        error_type = f"more than {MAX_SECONDS:g} s"
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         ours = [f for f in traceback.extract_tb(error.__traceback__) if "/dit_lora/" in f.filename]
         at = ours[-1] if ours else frame
-        words = " ".join(str(error).split())[:100]
-        what = f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}: {words}"
+        message = " ".join(str(error).split())[:100]
+        error_type = f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}: {message}"
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - peak
-    if not what and grown > MAX_BYTES:
-        what = f"{grown / 2**30:.1f} GiB"
-    if not what and certain and accepted:
-        what = "certain damage was accepted"
-    return Finding(name, number, mutation, what) if what else None
+    if not error_type and grown > MAX_BYTES:
+        error_type = f"{grown / 2**30:.1f} GiB"
+    if not error_type and certain and accepted:
+        error_type = "certain damage was accepted"
+    return Finding(name, number, mutation, error_type) if error_type else None
 
 
 def fuzz(name: str, numbers: range, seed: int, folder: Path) -> list[Finding]:
@@ -105,8 +105,8 @@ def fuzz(name: str, numbers: range, seed: int, folder: Path) -> list[Finding]:
     sound = folder / f"{name}_sound"
     shutil.copytree(sample, sound)
     assert PARSERS[name].read(sound), f"{name}: the sample is not sound"
-    found = (try_input(name, number, seed, sample, folder / name) for number in numbers)
-    return [finding for finding in found if finding is not None]
+    findings = (try_input(name, number, seed, sample, folder / name) for number in numbers)
+    return [finding for finding in findings if finding is not None]
 
 
 def main() -> None:
@@ -115,22 +115,22 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=PARSERS, default=list(PARSERS))
-    asked = parser.parse_args()
+    args = parser.parse_args()
     failed = False
-    with tempfile.TemporaryDirectory() as place:
-        for name in asked.only:
+    with tempfile.TemporaryDirectory() as root:
+        for name in args.only:
             began = time.monotonic()
-            numbers = range(asked.first, asked.first + asked.count)
-            found = fuzz(name, numbers, asked.seed, Path(place))
-            failed |= bool(found)
+            numbers = range(args.first, args.first + args.count)
+            findings = fuzz(name, numbers, args.seed, Path(root))
+            failed |= bool(findings)
             print(
-                f"{name}: {asked.count} inputs, {time.monotonic() - began:.0f} s, {len(found)} findings"
+                f"{name}: {args.count} inputs, {time.monotonic() - began:.0f} s, {len(findings)} findings"
             )
             kinds: dict[str, list[Finding]] = {}
-            for finding in found:
+            for finding in findings:
                 kinds.setdefault(finding.what, []).append(finding)
-            for alike in sorted(kinds.values(), key=len, reverse=True):
-                print(f"  {len(alike)} times: {alike[0]}", flush=True)
+            for same_kind in sorted(kinds.values(), key=len, reverse=True):
+                print(f"  {len(same_kind)} times: {same_kind[0]}", flush=True)
     sys.exit(failed)
 
 

@@ -76,13 +76,13 @@ def _dumped(value: Any, random_: random.Random) -> bytes:
 
 
 def _mutate_bytes(data: bytes, parser: Parser, random_: random.Random) -> tuple[bytes, str, bool]:
-    place = random_.randrange(len(data) + 1)
+    position = random_.randrange(len(data) + 1)
     kind = random_.choice(("cut", "flip", "insert", "remove", "repeat", "fill"))
     length = random_.choice((1, 2, 8, 100, 5000))
     if kind == "cut":
         # White space at the end is no damage.
-        certain = parser.cut_is_certain and len(data[place:].strip()) > 0
-        return data[:place], f"cut at {place}", certain
+        certain = parser.cut_is_certain and len(data[position:].strip()) > 0
+        return data[:position], f"cut at {position}", certain
     if kind == "flip":
         changed = bytearray(data)
         for _ in range(random_.choice((1, 1, 3, 20))):
@@ -92,11 +92,11 @@ def _mutate_bytes(data: bytes, parser: Parser, random_: random.Random) -> tuple[
     inserted = {
         "insert": random_.randbytes(length),
         "remove": b"",
-        "repeat": data[max(0, place - length) : place] * random_.choice((2, 50)),
+        "repeat": data[max(0, position - length) : position] * random_.choice((2, 50)),
         "fill": bytes([random_.choice((0, 255, 0x5B, 0x7B, 0x39, 0x2C))]) * length,
     }[kind]
-    end = place + (length if kind in ("remove", "fill") else 0)
-    return data[:place] + inserted + data[end:], f"{kind} at {place}", False
+    end = position + (length if kind in ("remove", "fill") else 0)
+    return data[:position] + inserted + data[end:], f"{kind} at {position}", False
 
 
 def _mutate_safetensors(

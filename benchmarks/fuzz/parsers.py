@@ -103,9 +103,9 @@ def _write_dataset(folder: Path) -> None:
 
 def _write_conversations(folder: Path) -> None:
     _write_media(folder)
-    said = [{"from": "human", "value": "<image>\nA disc?"}, {"from": "gpt", "value": "Yes."}]
+    turns = [{"from": "human", "value": "<image>\nA disc?"}, {"from": "gpt", "value": "Yes."}]
     role = [{"role": "user", "content": "A disc?"}, {"role": "assistant", "content": "Yes."}]
-    records = [{"image": "a.png", "conversations": said}, {"messages": role}]
+    records = [{"image": "a.png", "conversations": turns}, {"messages": role}]
     (folder / "told.json").write_text(json.dumps(records))
 
 
@@ -156,7 +156,7 @@ def _write_run(folder: Path) -> None:
     line = {"loss": 1.5, "grad_norm": 0.5, "seconds": 0.1, "lr_groups": {"adapter": 1e-3}}
     modules = {"blocks.0": {"rms": 1.0, "grad": 0.5}}
     lines = [{"step": step, **line, "modules": modules} for step in range(1, 5)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
     (folder / "held_out.jsonl").write_text('{"step": 0, "held_out_loss": 2.0}\n')
     (folder / "events.jsonl").write_text(json.dumps(_EVENT) + "\n")
     (folder / "quarantine.jsonl").write_text(
@@ -246,8 +246,8 @@ def _write_lora(folder: Path) -> None:
         "transformer.lora_alpha": 2,
         "transformer.target_modules": ["to_q"],
     }
-    made = {"family": "cogvideox", "rank": 2, "alpha": 2, "index": {}, "video": {"fps": 8}}
-    header = {PROVENANCE_KEY: json.dumps(made), "lora_adapter_metadata": json.dumps(config)}
+    metadata = {"family": "cogvideox", "rank": 2, "alpha": 2, "index": {}, "video": {"fps": 8}}
+    header = {PROVENANCE_KEY: json.dumps(metadata), "lora_adapter_metadata": json.dumps(config)}
     save_file(tensors, folder / "pytorch_lora_weights.safetensors", metadata=header)
 
 
@@ -276,18 +276,18 @@ def _write_config(folder: Path) -> None:
 
 
 def _scan(folder: Path) -> bool:
-    found = scan(DataConfig(path=str(folder), height=32, width=32), folder.with_name("tars"))
-    return not found.problems
+    result = scan(DataConfig(path=str(folder), height=32, width=32), folder.with_name("tars"))
+    return not result.problems
 
 
 def _scan_dataset(folder: Path) -> bool:
-    found = scan(DataConfig(path=str(folder / "saved"), height=32, width=32))
-    return not found.problems
+    result = scan(DataConfig(path=str(folder / "saved"), height=32, width=32))
+    return not result.problems
 
 
 def _conversations(folder: Path) -> bool:
-    found = read_conversations(DataConfig(path=str(folder / "told.json"), height=32, width=32))
-    return not found.problems
+    result = read_conversations(DataConfig(path=str(folder / "told.json"), height=32, width=32))
+    return not result.problems
 
 
 def _recipe(folder: Path) -> object:

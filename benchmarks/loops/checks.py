@@ -196,11 +196,11 @@ def _files_difference(loop: LoopFile, bare: RunResult, guarded: RunResult) -> st
 
 def _bad_tensors(result: RunResult, infinite: Sequence[str]) -> dict[str, list[str]]:
     """Names of tensors that are not finite by no design of the loop, by file."""
-    found = {
+    bad = {
         name: [tensor for tensor in file.nonfinite if tensor not in infinite]
         for name, file in result.files.items()
     }
-    return {name: tensors for name, tensors in found.items() if tensors}
+    return {name: tensors for name, tensors in bad.items() if tensors}
 
 
 def _spoiled_by_guard(bare: RunResult, guarded: RunResult) -> str:

@@ -13,8 +13,8 @@ _MODULES = ("dit_lora.guard.attach.run_script", "dit_lora.guard.plugin.script")
 
 def import_guard() -> Any:
     """Import what `dit-lora guard` imports; its module moved once."""
-    found = [name for name in _MODULES if importlib.util.find_spec(name.rpartition(".")[0])]
-    return importlib.import_module(found[0])
+    installed = [name for name in _MODULES if importlib.util.find_spec(name.rpartition(".")[0])]
+    return importlib.import_module(installed[0])
 
 
 def run_guarded(script: str, arguments: Sequence[str]) -> None:

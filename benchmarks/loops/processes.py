@@ -130,7 +130,7 @@ class RunProcess:
         if self.spec.guard == "command":
             command = guard_command.guard_command(script, arguments)
         with (
-            (self._folder / "stdout").open("wb") as out,
+            (self._folder / "stdout").open("wb") as stdout,
             (self._folder / "stderr").open("wb") as err,
         ):
             process = subprocess.Popen(
@@ -138,7 +138,7 @@ class RunProcess:
                 cwd=self._folder / "work",
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=out,
+                stdout=stdout,
                 stderr=err,
                 start_new_session=True,
             )

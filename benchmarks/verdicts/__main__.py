@@ -43,41 +43,41 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join([described(), "", "asked of each:", *_questions()]))
         return 0
     ranks = (args.ranks,) if args.ranks else (1, 2)
-    places = _places(args.places)
-    faults = drawn(args.seed, args.faults, _variants(args.families), ranks, places)
-    chosen = [one for one in faults if args.only is None or _is(one, args.only)]
+    chosen_places = _places(args.places)
+    faults = drawn(args.seed, args.faults, _variants(args.families), ranks, chosen_places)
+    chosen = [fault for fault in faults if args.only is None or _is(fault, args.only)]
     if not chosen:
         raise SystemExit(f"no fault of this sweep is called {args.only!r}")
     if args.keep and Path(args.keep).exists() and any(Path(args.keep).iterdir()):
         raise SystemExit(f"--keep {args.keep}: that folder is not empty; name another")
     logging.getLogger("dit_lora").setLevel(logging.ERROR)
-    began, judged = time.monotonic(), list[Judgement]()
+    began, judgements = time.monotonic(), list[Judgement]()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        interrupted = _sweep(Sweep(Path(args.keep or folder), args.jobs), chosen, judged)
-    print(table(judged))
-    print(f"\n{len(judged)} of {len(chosen)} faults, seed {args.seed}, ", end="")
+        interrupted = _sweep(Sweep(Path(args.keep or folder), args.jobs), chosen, judgements)
+    print(table(judgements))
+    print(f"\n{len(judgements)} of {len(chosen)} faults, seed {args.seed}, ", end="")
     print(f"{time.monotonic() - began:.0f} s with {args.jobs} jobs")
-    wrong = failures(judged, _command(args))
-    if wrong:
-        print(f"\n{wrong}")
+    message = failures(judgements, _command(args))
+    if message:
+        print(f"\n{message}")
     if args.json:
-        write_whole(Path(args.json), json.dumps(_record(args, judged), indent=1) + "\n")
+        write_whole(Path(args.json), json.dumps(_record(args, judgements), indent=1) + "\n")
     if interrupted:
         return _INTERRUPTED
-    return 1 if wrong else 0
+    return 1 if message else 0
 
 
 def _sweep(sweep: Sweep, faults: Sequence[Drawn], judged: list[Judgement]) -> bool:
     """Judge them, into `judged`; whether it was interrupted."""
-    variants = list(dict.fromkeys(one.variant for one in faults))
+    variants = list(dict.fromkeys(fault.variant for fault in faults))
     try:
         list(tqdm(sweep.build(variants), total=len(variants), desc="tiny models", unit="model"))
         with tqdm(total=len(faults), desc="faults", unit="fault", smoothing=0.1) as bar:
-            wrong = 0
-            for one in sweep.run(faults):
-                judged.append(one)
-                wrong += bool(one.failures)
-                bar.set_postfix(wrong=wrong, refresh=False)
+            num_failures = 0
+            for judgement in sweep.run(faults):
+                judged.append(judgement)
+                num_failures += bool(judgement.failures)
+                bar.set_postfix(wrong=num_failures, refresh=False)
                 bar.update()
     except KeyboardInterrupt:
         return True
@@ -86,18 +86,20 @@ def _sweep(sweep: Sweep, faults: Sequence[Drawn], judged: list[Judgement]) -> bo
 
 def _variants(asked: Sequence[str]) -> list[str]:
     """Tiny checkpoints by their own name or by their family's."""
-    found = [
+    names = [
         v for v, targets in FAULT_TARGETS.items() if not asked or {v, targets.family} & set(asked)
     ]
-    known = {*FAULT_TARGETS, *(targets.family for targets in FAULT_TARGETS.values())}
-    if wrong := sorted(set(asked) - known):
-        raise SystemExit(f"--families {' '.join(wrong)}: there are {', '.join(sorted(known))}")
-    return found
+    all_names = {*FAULT_TARGETS, *(targets.family for targets in FAULT_TARGETS.values())}
+    if unknown := sorted(set(asked) - all_names):
+        raise SystemExit(
+            f"--families {' '.join(unknown)}: there are {', '.join(sorted(all_names))}"
+        )
+    return names
 
 
 def _places(asked: Sequence[str]) -> Sequence[str]:
-    if wrong := sorted(set(asked) - {*PLACES}):
-        raise SystemExit(f"--places {', '.join(wrong)}: there are {', '.join(PLACES)}")
+    if unknown := sorted(set(asked) - {*PLACES}):
+        raise SystemExit(f"--places {', '.join(unknown)}: there are {', '.join(PLACES)}")
     return asked
 
 
@@ -106,20 +108,20 @@ def _is(fault: Drawn, name: str) -> bool:
 
 
 def _command(args: argparse.Namespace) -> str:
-    words = [f"python -m benchmarks.verdicts --seed {args.seed} --faults {args.faults}"]
-    words += [f"--families {' '.join(args.families)}"] if args.families else []
-    words += [f"--places {shlex.join(args.places)}"] if args.places else []
-    words += [f"--ranks {args.ranks}"] if args.ranks else []
-    return " ".join(words)
+    parts = [f"python -m benchmarks.verdicts --seed {args.seed} --faults {args.faults}"]
+    parts += [f"--families {' '.join(args.families)}"] if args.families else []
+    parts += [f"--places {shlex.join(args.places)}"] if args.places else []
+    parts += [f"--ranks {args.ranks}"] if args.ranks else []
+    return " ".join(parts)
 
 
 def _questions() -> list[str]:
-    return [f"  {name:10} {words}" for name, words in QUESTIONS.items()]
+    return [f"  {name:10} {question}" for name, question in QUESTIONS.items()]
 
 
 def _record(args: argparse.Namespace, judged: Sequence[Judgement]) -> dict[str, object]:
-    sums = {name: sum(name in one.failures for one in judged) for name in QUESTIONS}
-    faults = [asdict(one) for one in judged]
+    sums = {name: sum(name in judgement.failures for judgement in judged) for name in QUESTIONS}
+    faults = [asdict(judgement) for judgement in judged]
     return {"seed": args.seed, "faults": faults, "wrong": sums}
 
 

@@ -50,13 +50,13 @@ def _activation(draw: Draw) -> Case:
     when = draw.when("once", "from", "at", rank=draw.rank())
     change = _VALUES[kind]
     change = backward_of(change) if direction else change
-    words = f"{when.words}, of {draw.targets.named(module)}"
+    description = f"{when.words}, of {draw.targets.named(module)}"
     allowed = _of_activation(kind, when)
     if direction and not draw.targets.encoded:  # no gradient goes through a frozen vision encoder
         allowed = replace(allowed, told=False)
     if "vision_tower" in draw.targets.named(module):  # its first token may be one that is dropped
         allowed = replace(allowed, told=False)
-    return Case(words, allowed, arms.module_output(module, change, when))
+    return Case(description, allowed, arms.module_output(module, change, when))
 
 
 def _of_activation(kind: str, when: When) -> Right:
@@ -97,10 +97,10 @@ def _kernel(draw: Draw) -> Case:
         when = draw.when("from")
         return Case(when.words, _wrong("kernel", _WRONG), arms.kernel(change, when))
     when = When("from", draw.chance.choice((0, 0, 1, 3)))
-    place = "{modulation}" if draw.kind == "first row for all" else arms.OUTPUT
+    target = "{modulation}" if draw.kind == "first row for all" else arms.OUTPUT
     if not draw.targets.modulation:
-        place = arms.OUTPUT
-    arm = arms.kernel(change, when, place=place)
+        target = arms.OUTPUT
+    arm = arms.kernel(change, when, place=target)
     return Case(when.words, _wrong("kernel", _WRONG), arm, _COMPARED)
 
 
@@ -131,10 +131,10 @@ def _wrong(cause: str, switch: str, result: Result = "clean") -> Right:
 
 def _unstable(cause: str, switch: str) -> Right:
     """A kernel that is wrong at times: it must be named or switched off; at the end it must also refuse the file."""
-    wrong = frozenset({switch})
+    switches = frozenset({switch})
     causes = ("transient", "unknown", cause)
     ends = (DONE, REFUSED, STOPPED)
-    return right(*causes, told=False, ends=ends, result="bounded", switches=wrong)
+    return right(*causes, told=False, ends=ends, result="bounded", switches=switches)
 
 
 def _stock_output(draw: Draw) -> Case:

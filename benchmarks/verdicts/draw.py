@@ -18,21 +18,25 @@ def drawn(
     seed: int, count: int, variants: Sequence[str], ranks: Sequence[int], places: Sequence[str] = ()
 ) -> list[Drawn]:
     """Draw the faults of a sweep, by default of all places. Equal arguments give equal faults; longer sweeps add."""
-    known = {name: one for name, one in PLACES.items() if not places or name in places}
-    pairs = [(place, kind) for place, one in known.items() for kind in one.kinds]
+    candidates = {name: entry for name, entry in PLACES.items() if not places or name in places}
+    pairs = [(place_name, kind) for place_name, entry in candidates.items() for kind in entry.kinds]
     random.Random(seed).shuffle(pairs)
     pairs = [pair for pair in pairs if _fitting(PLACES[pair[0]], variants, ranks)]
     faults = []
-    for number, (place, kind) in zip(range(count), cycle(pairs), strict=False):
+    for number, (place_name, kind) in zip(range(count), cycle(pairs), strict=False):
         chance = random.Random(f"{seed}/{number}")
-        fitting = _fitting(PLACES[place], variants, ranks)
+        fitting = _fitting(PLACES[place_name], variants, ranks)
         several = [pair for pair in fitting if pair[1] > 1]
-        alone = [pair for pair in fitting if pair[1] == 1]
-        both = bool(several) and bool(alone)
-        chosen = several if not alone or (both and chance.random() < _TWO_RANKS) else alone
+        single_rank = [pair for pair in fitting if pair[1] == 1]
+        both = bool(several) and bool(single_rank)
+        chosen = (
+            several if not single_rank or (both and chance.random() < _TWO_RANKS) else single_rank
+        )
         variant, processes = chance.choice(chosen)
         aim = f"{chance.randrange(CLIPS):02d}"
-        faults.append(Drawn(number, place, kind, variant, processes, aim, f"{seed}/{number}/case"))
+        faults.append(
+            Drawn(number, place_name, kind, variant, processes, aim, f"{seed}/{number}/case")
+        )
     return faults
 
 
@@ -52,10 +56,10 @@ def _fitting(place: Place, variants: Sequence[str], ranks: Sequence[int]) -> lis
 def described() -> str:
     """What can be drawn, as text."""
     lines = ["places and kinds:"]
-    for name, place in PLACES.items():
-        lines.append(f"  {name:18} {place.told}")
-        lines.append(f"  {'':18} {', '.join(place.kinds)}")
-    kinds = sum(len(place.kinds) for place in PLACES.values())
+    for name, entry in PLACES.items():
+        lines.append(f"  {name:18} {entry.told}")
+        lines.append(f"  {'':18} {', '.join(entry.kinds)}")
+    kinds = sum(len(entry.kinds) for entry in PLACES.values())
     lines.append(f"{len(PLACES)} places, {kinds} kinds; of each fault besides: the tiny checkpoint")
     lines.append(f"  ({', '.join(FAULT_TARGETS)}),")
     lines.append("one rank or two, the step (1 to 6), the rank at fault, the sample, the element.")

@@ -86,14 +86,14 @@ class Judgement:
 def failures_of(case: Case, world: World, seen: Observation, tally: Tally) -> dict[str, str]:
     """What is wrong, by question; collective, where a clean run is needed."""
     records = Quarantine.load(seen.folder / "quarantine.jsonl").records
-    found = {
+    answers = {
         "lost": _lost(case.right, records, world.target_clip),
         "off": _off(case.right, tally),
         "ended": _ended(case.right, seen),
         "cause": _cause(case.right, seen, came=tally.acted()),
         "certified": _certified(case, world, seen, records),
     }
-    return {question: words for question, words in found.items() if words}
+    return {question: answer for question, answer in answers.items() if answer}
 
 
 def is_certified(seen: Observation) -> bool:
@@ -113,7 +113,7 @@ def acted(seen: Observation) -> list[dict[str, Any]]:
 
 
 def _lost(allowed: Right, records: Sequence[LeftOut], target: str) -> str:
-    for_good = {one.sample_id for one in records if one.to_epoch is None}
+    for_good = {record.sample_id for record in records if record.to_epoch is None}
     innocent = for_good - ({target} if allowed.touches else set())
     return f"left out for good: {', '.join(sorted(innocent))}" if innocent else ""
 
@@ -127,21 +127,21 @@ def _ended(allowed: Right, seen: Observation) -> str:
     code = seen.error.exit_code if seen.error else 0
     if code in allowed.ends:
         return "" if code == 0 or str(seen.error).strip() else "stopped without a word"
-    wanted = " or ".join(map(str, allowed.ends))
-    return f"exit code {code}, not {wanted}: {str(seen.error or 'it went on').splitlines()[0]}"
+    expected = " or ".join(map(str, allowed.ends))
+    return f"exit code {code}, not {expected}: {str(seen.error or 'it went on').splitlines()[0]}"
 
 
 def _cause(allowed: Right, seen: Observation, *, came: bool) -> str:
     verdicts = [event["verdict"] for event in acted(seen)]
-    wrong = [one for one in verdicts if one["cause"] not in allowed.causes]
-    if wrong:
-        known = ", ".join(sorted(allowed.causes)) or "none"
-        return f"{wrong[0]['cause']}, and right is {known}: {wrong[0]['words'][:160]}"
+    unexpected = [verdict for verdict in verdicts if verdict["cause"] not in allowed.causes]
+    if unexpected:
+        causes = ", ".join(sorted(allowed.causes)) or "none"
+        return f"{unexpected[0]['cause']}, and right is {causes}: {unexpected[0]['words'][:160]}"
     if allowed.told and came and not verdicts and seen.error is None:
         return f"nothing was said; right is {', '.join(sorted(allowed.causes))}"
-    said = " ".join([*(one["words"] for one in verdicts), str(seen.error or "")])
-    if allowed.words and (verdicts or seen.error) and not any(w in said for w in allowed.words):
-        return f"not said: {' or '.join(allowed.words)}: {said[:160]}"
+    messages = " ".join([*(verdict["words"] for verdict in verdicts), str(seen.error or "")])
+    if allowed.words and (verdicts or seen.error) and not any(w in messages for w in allowed.words):
+        return f"not said: {' or '.join(allowed.words)}: {messages[:160]}"
     return ""
 
 
@@ -154,7 +154,9 @@ def _certified(case: Case, world: World, seen: Observation, records: Sequence[Le
         return f"the certified adapter reaches {peak:.3g}"
     if case.right.result == "bounded":
         return _other_output(seen.folder, _noted(seen.folder), "the run")
-    overrides = tuple(one for one in case.overrides if not one[0].startswith("guard."))
+    overrides = tuple(
+        override for override in case.overrides if not override[0].startswith("guard.")
+    )
     reference = load_adapter(clean_run(world, overrides, records))
     return _other_adapter(seen.adapter, reference, exactly=not case.right.switches)
 
@@ -168,10 +170,10 @@ def _other_adapter(adapter: Tensors, reference: Tensors, *, exactly: bool) -> st
         return "the adapter has other tensors than the clean run's"
     limit = 0.0 if exactly else _OTHER_KERNELS
     apart = {
-        name: float((adapter[name] - one).norm() / one.norm())
-        if one.any()
+        name: float((adapter[name] - tensor).norm() / tensor.norm())
+        if tensor.any()
         else float(adapter[name].any())
-        for name, one in reference.items()
+        for name, tensor in reference.items()
     }
     name = max(apart, key=apart.__getitem__)
     if apart[name] <= limit:
@@ -181,13 +183,16 @@ def _other_adapter(adapter: Tensors, reference: Tensors, *, exactly: bool) -> st
 
 def clean_run(world: World, overrides: Overrides, records: Sequence[LeftOut]) -> Path:
     """The folder of a faultless run that leaves the same samples out of the same epochs. Made once; collective."""
-    kept = [(one.sample_id, one.from_epoch, one.from_copy, one.to_epoch) for one in records]
-    text = json.dumps([world.accelerator.num_processes, overrides, sorted(kept, key=str)])
+    entries = [
+        (record.sample_id, record.from_epoch, record.from_copy, record.to_epoch)
+        for record in records
+    ]
+    text = json.dumps([world.accelerator.num_processes, overrides, sorted(entries, key=str)])
     key = blake2b(text.encode(), digest_size=8).hexdigest()
     folder = world.root / "clean" / key
-    found = [folder.exists()]
-    broadcast_object_list(found)  # other jobs may be making it: all ranks do as the first one saw
-    if found[0]:
+    results = [folder.exists()]
+    broadcast_object_list(results)  # other jobs may be making it: all ranks do as the first one saw
+    if results[0]:
         return folder
 
     def leave_out(stage: Stage) -> None:
@@ -195,14 +200,14 @@ def clean_run(world: World, overrides: Overrides, records: Sequence[LeftOut]) ->
         stage.run.recovery.order.forget()
 
     name = f"clean_{key}_{_unique(world)}"
-    seen = world.observe(name, leave_out, overrides)
-    if seen.error is not None:
-        raise RuntimeError(f"the clean run failed: {seen.error}")
+    observation = world.observe(name, leave_out, overrides)
+    if observation.error is not None:
+        raise RuntimeError(f"the clean run failed: {observation.error}")
     world.accelerator.wait_for_everyone()  # the other ranks have read what is about to be renamed
     if world.accelerator.is_main_process and not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         try:
-            seen.folder.rename(folder)
+            observation.folder.rename(folder)
         except OSError:
             if not folder.exists():  # another job was first
                 raise
@@ -226,9 +231,9 @@ def load_adapter(folder: Path) -> Tensors:
 
 def _other_output(folder: Path, noted: Mapping[str, Any], made: str) -> str:
     """What the file gives in its stock model, loaded afresh, against an output that was noted."""
-    found = find_target(folder, None)
-    stock = found.stock()
-    fresh = stock.put(stock.load(torch.float32), found.file)
+    target = find_target(folder, None)
+    stock = target.stock()
+    fresh = stock.put(stock.load(torch.float32), target.file)
     check = compare_output(stock, fresh, noted, torch.float32, made)
     return "" if check.passed else f"the stock output is not {made}'s: {check.words[:160]}"
 

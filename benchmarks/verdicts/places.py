@@ -93,11 +93,11 @@ def _loss_of_row(draw: Draw) -> Case:
 
 
 def _loss_of_timesteps(draw: Draw) -> Case:
-    first = draw.chance.choice((0, 200, 400, 600, 800))
-    when, rows = draw.when("from"), arms.timesteps_between(first, first + 200)
+    first_timestep = draw.chance.choice((0, 200, 400, 600, 800))
+    when, rows = draw.when("from"), arms.timesteps_between(first_timestep, first_timestep + 200)
     arm = arms.losses(_LOSSES[draw.kind], rows, when)
     allowed = right("inputs", "step", told=False, result="bounded")
-    return Case(f"{when.words}, at t of {first} to {first + 200}", allowed, arm)
+    return Case(f"{when.words}, at t of {first_timestep} to {first_timestep + 200}", allowed, arm)
 
 
 def _random_loss(draw: Draw) -> Case:
@@ -232,13 +232,13 @@ def _decay(draw: Draw) -> Case:
 
 
 def _memory(draw: Draw) -> Case:
-    first = draw.chance.randint(1, 6)
+    first_replay = draw.chance.randint(1, 6)
     when = draw.when_it_comes("from")
     fault = arms.losses(times(math.nan), arms.target_rows, when)
-    arm: Arm = arms.at_once(fault, arms.out_of_memory(arms.passes_from(first)))
+    arm: Arm = arms.at_once(fault, arms.out_of_memory(arms.passes_from(first_replay)))
     allowed = right("data", "inputs", "unknown", touches=True, ends=(DONE,))
-    words = f"{when.words}; replays from the {first}. on do not fit into memory"
-    return Case(words, allowed, arm)
+    description = f"{when.words}; replays from the {first_replay}. on do not fit into memory"
+    return Case(description, allowed, arm)
 
 
 def _nothing(draw: Draw) -> Case:

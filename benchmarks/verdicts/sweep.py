@@ -52,18 +52,18 @@ class _Job:
 
     def look(self) -> bool:
         """Whether it is over."""
-        left = [pid for pid in self.pids if pid not in self.codes]
-        self.codes |= ended(left)
+        running = [pid for pid in self.pids if pid not in self.codes]
+        self.codes |= ended(running)
         now = time.monotonic()
         if self.crashed is None and any(self.codes.values()):
             self.crashed = now
         if len(self.codes) == len(self.pids):
             return True
         late = now - self.began > PATIENCE
-        alone = self.crashed is not None and now - self.crashed > _AFTER_A_CRASH
-        if late or alone:
+        is_waiting_over = self.crashed is not None and now - self.crashed > _AFTER_A_CRASH
+        if late or is_waiting_over:
             self.kill()
-        return late or alone
+        return late or is_waiting_over
 
     def kill(self) -> None:
         for pid in self.pids:
@@ -106,14 +106,16 @@ class Sweep:
 
     def _start(self, fault: Drawn) -> _Job:
         log = self.folder / f"{fault.number:03d}.log"
-        out = self.folder / f"{fault.number:03d}.json"
+        output = self.folder / f"{fault.number:03d}.json"
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         group |= {"WORLD_SIZE": str(fault.ranks), "LOCAL_WORLD_SIZE": str(fault.ranks)}
         pids = []
         for rank in range(fault.ranks):
-            own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if fault.ranks > 1 else {}
-            pids.append(forked(lambda _: self._play(fault, out), [], own, log))
-        return _Job(fault, pids, log, out)
+            environment = (
+                group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if fault.ranks > 1 else {}
+            )
+            pids.append(forked(lambda _: self._play(fault, output), [], environment, log))
+        return _Job(fault, pids, log, output)
 
     def _play(self, fault: Drawn, out: Path) -> None:
         """In a process of its own: the run with the fault, and what is to be said of it."""
@@ -123,23 +125,25 @@ class Sweep:
         world.accelerator = Accelerator(cpu=True)
         world.aim = fault.aim
         case, tally = case_of(fault, world), Tally()
-        known = [arms.right_kernel, *([case.arm] if case.arm else []), tally.arm]
-        told: list[str] = []
+        arms_used = [arms.right_kernel, *([case.arm] if case.arm else []), tally.arm]
+        messages: list[str] = []
         judgement = Judgement(fault.name, fault.place, fault.kind, case.when)
         try:
-            seen = world.observe(
+            observation = world.observe(
                 f"fault_{fault.number:03d}",
-                arms.at_once(*known),
+                arms.at_once(*arms_used),
                 case.overrides,
                 before_start=case.before_start or (lambda cache: None),
             )
         except EndlessError as error:
             judgement.failures["ended"] = str(error)
         else:
-            judgement.failures.update(failures_of(case, world, seen, tally))
-            told = [f"{e['step']} {e['verdict']['cause']} {e['action']}" for e in acted(seen)]
-            code = seen.error.exit_code if seen.error else 0
-            values = {"told": told, "exit_code": code, "certified": is_certified(seen)}
+            judgement.failures.update(failures_of(case, world, observation, tally))
+            messages = [
+                f"{e['step']} {e['verdict']['cause']} {e['action']}" for e in acted(observation)
+            ]
+            code = observation.error.exit_code if observation.error else 0
+            values = {"told": messages, "exit_code": code, "certified": is_certified(observation)}
             judgement = Judgement(**{**asdict(judgement), **values})
         if world.accelerator.is_main_process:
             seconds = round(time.monotonic() - began, 2)
@@ -155,15 +159,17 @@ def _judgement(job: _Job) -> Judgement:
     if job.out.exists():
         return Judgement(**json.loads(job.out.read_text(encoding="utf-8")))
     fault, seconds = job.fault, round(time.monotonic() - job.began, 1)
-    said = job.log.read_text(encoding="utf-8", errors="replace")
+    log = job.log.read_text(encoding="utf-8", errors="replace")
     if job.crashed is not None:
-        errors = dict.fromkeys(line.strip() for line in said.splitlines() if _ERROR.match(line))
+        errors = dict.fromkeys(line.strip() for line in log.splitlines() if _ERROR.match(line))
         codes = [job.codes.get(pid) for pid in job.pids]
-        words = f"crashed, exit codes by rank {codes}: {'; '.join(errors) or 'no error was said'}"
+        message = f"crashed, exit codes by rank {codes}: {'; '.join(errors) or 'no error was said'}"
     else:
-        where = [_OURS.search(stack) for stack in said.split("Timeout (")[1:]]
-        places = sorted({f"{one[1]} in {one[2]}" for one in where if one})
-        words = f"no end after {seconds:g} s, at {' and at '.join(places) or 'an unknown place'}"
+        where = [_OURS.search(stack) for stack in log.split("Timeout (")[1:]]
+        locations = sorted({f"{match[1]} in {match[2]}" for match in where if match})
+        message = (
+            f"no end after {seconds:g} s, at {' and at '.join(locations) or 'an unknown place'}"
+        )
     return Judgement(
-        fault.name, fault.place, fault.kind, "", failures={"ended": words}, seconds=seconds
+        fault.name, fault.place, fault.kind, "", failures={"ended": message}, seconds=seconds
     )

@@ -9,7 +9,7 @@ _HEAD = ("place", "kind", "faults", *QUESTIONS)
 
 def table(judged: Sequence[Judgement]) -> str:
     """One row a place and kind, with the number of faults that fail each question, and the sums."""
-    pairs = sorted({(one.place, one.kind) for one in judged})
+    pairs = sorted({(judgement.place, judgement.kind) for judgement in judged})
     rows = [_row(*pair, [j for j in judged if (j.place, j.kind) == pair]) for pair in pairs]
     rows.append(_row("all", "", judged))
     widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
@@ -18,8 +18,15 @@ def table(judged: Sequence[Judgement]) -> str:
 
 
 def _row(place: str, kind: str, judged: Sequence[Judgement]) -> tuple[str, ...]:
-    wrong = [sum(question in one.failures for one in judged) for question in QUESTIONS]
-    return (place, kind, str(len(judged)), *(str(count) if count else "." for count in wrong))
+    num_failures = [
+        sum(question in judgement.failures for judgement in judged) for question in QUESTIONS
+    ]
+    return (
+        place,
+        kind,
+        str(len(judged)),
+        *(str(count) if count else "." for count in num_failures),
+    )
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
@@ -31,12 +38,14 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 def failures(judged: Sequence[Judgement], command: str) -> str:
     """Every fault that fails a question, in full, with the command that runs it alone."""
     parts = []
-    for one in sorted(judged, key=lambda one: one.name):
-        if not one.failures:
+    for judgement in sorted(judged, key=lambda judgement: judgement.name):
+        if not judgement.failures:
             continue
-        parts.append(f"{one.name}, {one.when}")
-        parts += [f"    {question}: {words}" for question, words in one.failures.items()]
-        events = "; ".join(one.told[:8]) or "none"
-        parts.append(f"    exit {one.exit_code}, certified {one.certified}, events: {events}")
-        parts.append(f"    {command} --only {one.name[:3]}")
+        parts.append(f"{judgement.name}, {judgement.when}")
+        parts += [f"    {question}: {answer}" for question, answer in judgement.failures.items()]
+        events = "; ".join(judgement.told[:8]) or "none"
+        parts.append(
+            f"    exit {judgement.exit_code}, certified {judgement.certified}, events: {events}"
+        )
+        parts.append(f"    {command} --only {judgement.name[:3]}")
     return "\n".join(parts)

@@ -1,1 +1,1 @@
-"""LoRA adapters: attach, group for the optimizer, store."""
+"""LoRA and other adapters: attach them, group their parameters for the optimizer, save and load them."""

@@ -21,19 +21,19 @@ from dit_lora.numerics.streams import fold
 # Diffusers', Transformers' and PEFT's name for the first adapter.
 ADAPTER_NAME = "default"
 UNDER = "under_"
-"""Begins the names of frozen adapters under it, in the recipe's order."""
+"""Prefix of the names of frozen adapters from `lora.under`, which are numbered in the recipe's order."""
 
 
 @dataclass(frozen=True)
 class AttachReport:
-    """Numbers of the layers that were adapted, and of the parameters that train."""
+    """Numbers of adapted layers and of trainable parameters."""
 
     adapted: int
-    """Number of linear layers that were adapted."""
+    """Number of adapted linear layers."""
     linear: int
     parameters: int
     convolutions: int = 0
-    """Number of 2D convolutions that were adapted."""
+    """Number of adapted 2D convolutions."""
     kind: str = "lora"
 
     def __str__(self) -> str:
@@ -52,20 +52,26 @@ def attach_lora(
     seed: int,
     within: Sequence[str] = (),
 ) -> AttachReport:
-    """Add an fp32 adapter of `lora.kind` to the layers that `lora.targets` matches; it changes nothing yet.
+    """Add an fp32 adapter of `lora.kind` to the layers that `lora.targets` matches. It has no effect before the first
+    step.
 
-    They may be linear layers and 2D convolutions without groups (OFT: linear layers alone). Every target must match,
-    and none a layer whose weight another module shares; raises `DitLoraError` otherwise, and where PEFT's layer of the
-    kind cannot work on a quantised one. The start depends on `seed` alone,
-    so all ranks start alike.
+    Args:
+        model: Frozen model.
+        lora: Section of the recipe.
+        default_targets: Targets if `lora.targets` is None.
+        seed: The initial weights depend only on it, so that all ranks start with the same ones.
+        within: Names of submodules, such as `language_model`. A target that matches layers inside them is not applied
+            anywhere else. A target that matches nothing inside is applied wherever it matches: `lm_head`, or
+            `visual.blocks.3.attn.qkv`.
 
-    `within` names submodules, such as `language_model`: a target that matches anything inside them goes
-    nowhere else. One that matches nothing there goes wherever it does: `lm_head`, or by its path
-    `visual.blocks.3.attn.qkv`. PEFT's config says the same, as a pattern.
+    Linear layers and 2D convolutions without groups can be adapted (with OFT: linear layers only). Raises
+    `DitLoraError` if a target matches nothing, if a layer shares its weight with another module, or if PEFT's layer of
+    this kind cannot adapt a quantized one.
     """
     targets = list(lora.targets or default_targets)
     linear, layers = _linear(model), adaptable_layers(model)
     _require_matches(type(model).__name__, targets, linear, _convolutions(model))
+    # PEFT has no option for submodules: one regular expression says the same.
     pattern = _pattern(targets, within, layers) if within else None
     adapted = matched(layers, pattern or targets)
     require_untied(model, adapted)
@@ -74,9 +80,9 @@ def attach_lora(
 
 
 def add_adapter(model: nn.Module, config: peft.PeftConfig, *, seed: int) -> AttachReport:
-    """Add what trains, in fp32, by PEFT's config. The start depends on `seed` alone."""
+    """Add a trainable fp32 adapter with PEFT's config. Its initial weights depend only on `seed`."""
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
-    # The draws of A must not move the streams that the run draws from.
+    # Initializing A must not advance the random state of the run.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fold(seed, "lora_init"))
         adaptable(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
@@ -91,7 +97,7 @@ def add_adapter(model: nn.Module, config: peft.PeftConfig, *, seed: int) -> Atta
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
-    """Return PEFT's config of the attached adapter: rank, alpha, targets."""
+    """PEFT's config of the attached adapter: rank, alpha, targets."""
     return model.peft_config[ADAPTER_NAME].to_dict()
 
 
@@ -104,12 +110,12 @@ def is_lora_b(name: str) -> bool:
 
 
 def is_under(name: str) -> bool:
-    """Return true for a parameter of a frozen adapter under the one that trains, by its name."""
+    """True if this is the name of a parameter of a frozen adapter from `lora.under`."""
     return (is_lora_a(name) or is_lora_b(name)) and f".{UNDER}" in name
 
 
 def adaptable_layers(model: nn.Module) -> list[str]:
-    """Return the names of the layers that may have an adapter: linear ones, and 2D convolutions without groups."""
+    """Names of the layers that can have an adapter: linear layers, and 2D convolutions without groups."""
     return [*_linear(model), *_convolutions(model)]
 
 
@@ -121,13 +127,13 @@ def _convolutions(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        # PEFT needs a rank that groups divide, which no depthwise convolution allows.
+        # PEFT needs a rank that is divisible by groups, which is too large for depthwise convolutions.
         if isinstance(module, nn.Conv2d) and module.groups == 1
     ]
 
 
 def tied_layers(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the layers whose weight is also another module's, as an output head's may be the embedding's."""
+    """The layers that share their weight with another module, such as an output head with the embedding."""
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return [name for name in names if uses[id(model.get_submodule(name).weight)] > 1]
 
@@ -135,7 +141,7 @@ def tied_layers(model: nn.Module, names: Iterable[str]) -> list[str]:
 def require_untied(model: nn.Module, names: Iterable[str]) -> None:
     tied = tied_layers(model, names)
     if tied:
-        # PEFT would adapt one use of the weight and not the other, which no merged weight can hold.
+        # PEFT would adapt only one use of the weight, and a merged checkpoint could not represent that.
         raise DitLoraError(
             listed(
                 f"lora.targets: these layers of {type(model).__name__} share their weight with another module "
@@ -146,24 +152,30 @@ def require_untied(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def matched(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
-    """Return the names that match by PEFT's rule: a string is a pattern of the whole name, a list holds their ends."""
+    """The names that match by PEFT's rule: a string is a regular expression for the whole name, a list holds
+    endings.
+    """
     if isinstance(targets, str):
         return [name for name in names if re.fullmatch(targets, name)]
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in targets)]
 
 
 def _pattern(targets: Sequence[str], within: Sequence[str], names: Sequence[str]) -> str:
-    """Return one regular expression for the targets, inside `within` where they match anything there."""
+    """One regular expression for all targets, limited to `within` for targets that match anything there."""
     inside = [name for name in names if any(f".{part}." in f".{name}" for part in within)]
     if not inside:
         raise DitLoraError(
             listed("no linear layer is inside these submodules, to which LoRA is limited", within)
         )
-    here = [target for target in targets if matched(inside, [target])]
-    there = [target for target in targets if target not in here]
+    inside_targets = [target for target in targets if matched(inside, [target])]
+    other_targets = [target for target in targets if target not in inside_targets]
     # The look-ahead requires one of the submodules in the path; then the end of the path is matched.
-    parts = [rf"(?=(?:.*\.)?(?:{_either(within)})\.)(?:.*\.)?(?:{_either(here)})"] if here else []
-    parts += [rf"(?:.*\.)?(?:{_either(there)})"] if there else []
+    parts = (
+        [rf"(?=(?:.*\.)?(?:{_either(within)})\.)(?:.*\.)?(?:{_either(inside_targets)})"]
+        if inside_targets
+        else []
+    )
+    parts += [rf"(?:.*\.)?(?:{_either(other_targets)})"] if other_targets else []
     return "|".join(parts)
 
 
@@ -177,20 +189,23 @@ def _require_matches(
     names = (*linear, *convolutions)
     unmatched = [target for target in targets if not matched(names, [target])]
     if unmatched:
-        other = [f"{suffix} ({n}, convolutions)" for suffix, n in _suffixes(convolutions).items()]
+        shown_convolutions = [
+            f"{suffix} ({n}, convolutions)" for suffix, n in _suffixes(convolutions).items()
+        ]
         raise DitLoraError(
             listed(
                 f"lora.targets: these match no linear layer of {model}: {', '.join(unmatched)}; it has",
-                [f"{suffix} ({count})" for suffix, count in _suffixes(linear).items()] + other,
+                [f"{suffix} ({count})" for suffix, count in _suffixes(linear).items()]
+                + shown_convolutions,
             )
         )
 
 
 def _suffixes(linear: list[str]) -> Counter[str]:
-    """Return the shortest names that a user would write, with how many layers each matches."""
+    """The shortest names that a user would write, with the number of layers that each matches."""
     counts: Counter[str] = Counter()
     for name in linear:
         parts = name.split(".")
-        # The names are `to_out.0` and `net.2`: a bare number says nothing.
+        # `to_out.0` and `net.2` keep two parts: the number by itself would say nothing.
         counts[".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])] += 1
     return counts

@@ -1,4 +1,4 @@
-"""Attach the LoRA of a file to a frozen model, to train it on: rank, alpha and layers are the file's."""
+"""Attach the LoRA of a file to a frozen model to continue training it, with the file's rank, alpha and layers."""
 
 import math
 import re
@@ -31,10 +31,10 @@ def attach_lora_file(
     *,
     seed: int,
 ) -> AttachReport:
-    """Add the file's fp32 matrices to the layers that it has; `lora` gives the dropout.
+    """Attach the file's matrices in fp32 to the layers that the file has. `lora` gives the dropout.
 
-    Raises `DitLoraError` where `lora` has a rank, alpha or targets that are not the file's, and for layers whose
-    weight another module shares.
+    Raises `DitLoraError` if `lora` has a rank, alpha or targets that differ from the file's, and for layers that share
+    their weight with another module.
     """
     require_consistent(model, stored, lora)
     require_untied(model, stored.layers)
@@ -46,22 +46,23 @@ def attach_lora_file(
 
 
 def require_consistent(model: nn.Module, stored: LoraFile, lora: LoraConfig) -> None:
-    """Raise `DitLoraError` if a recipe gives rank, alpha or targets beside a file, and the file has others."""
+    """Raise `DitLoraError` if a recipe gives a rank, alpha or targets that differ from those of its LoRA file."""
     where = (
         f"{stored.file.name}; leave it out, or give null: rank, alpha and targets are the file's"
     )
-    for name, given, found in (
+    for name, option, stored_values in (
         ("rank", lora.rank, {layer.rank for layer in stored.layers.values()}),
         ("alpha", lora.alpha, {layer.alpha for layer in stored.layers.values()}),
     ):
-        if given is not None and found != {given}:
-            has = " and ".join(f"{one:g}" for one in sorted(found))
-            raise DitLoraError(f"lora.{name}: {given} is given, and {has} is in {where}")
+        # None: the recipe leaves the value to the file.
+        if option is not None and stored_values != {option}:
+            has = " and ".join(f"{value:g}" for value in sorted(stored_values))
+            raise DitLoraError(f"lora.{name}: {option} is given, and {has} is in {where}")
     if lora.targets is None:
         return
-    asked = set(matched(adaptable_layers(model), lora.targets))
-    differing = [f"{name}: not in the file" for name in sorted(asked - stored.layers.keys())]
-    differing += [f"{name}: not in lora.targets" for name in stored.layers if name not in asked]
+    targeted = set(matched(adaptable_layers(model), lora.targets))
+    differing = [f"{name}: not in the file" for name in sorted(targeted - stored.layers.keys())]
+    differing += [f"{name}: not in lora.targets" for name in stored.layers if name not in targeted]
     if differing:
         raise DitLoraError(listed(f"lora.targets: not the layers of {where}", differing))
 
@@ -69,7 +70,7 @@ def require_consistent(model: nn.Module, stored: LoraFile, lora: LoraConfig) -> 
 def peft_config(
     layers: Mapping[str, StoredLayer], targets: str | list[str], dropout: float = 0.0
 ) -> peft.LoraConfig:
-    """Return PEFT's config of these layers: the usual rank and alpha, and by name those of layers that differ."""
+    """Build PEFT's config for these layers: the most common rank and alpha, and patterns for layers that differ."""
     ranks, alphas = (
         {name: getattr(layer, key) for name, layer in layers.items()} for key in ("rank", "alpha")
     )
@@ -79,8 +80,8 @@ def peft_config(
         lora_alpha=alpha,  # type: ignore[arg-type]  # a float where the file's is
         lora_dropout=dropout,
         target_modules=targets,
-        rank_pattern={_exactly(name): one for name, one in ranks.items() if one != rank},
-        alpha_pattern={_exactly(name): one for name, one in alphas.items() if one != alpha},
+        rank_pattern={_exactly(name): value for name, value in ranks.items() if value != rank},
+        alpha_pattern={_exactly(name): value for name, value in alphas.items() if value != alpha},
         init_lora_weights=True,
     )
 
@@ -91,7 +92,7 @@ def put_matrices(model: Any, layers: Mapping[str, StoredLayer], adapter: str) ->
     for name, stored in layers.items():
         layer = model.get_submodule(name)
         scale = stored.alpha / stored.rank
-        # PEFT matches patterns by their ends: another layer's would be seen here.
+        # PEFT matches patterns by their ends, so the pattern of another layer might have applied here.
         assert layer.r[adapter] == stored.rank, name
         assert math.isclose(layer.scaling[adapter], scale), name
         layer.lora_A[adapter].weight.copy_(stored.a)
@@ -101,13 +102,16 @@ def put_matrices(model: Any, layers: Mapping[str, StoredLayer], adapter: str) ->
 def exact_targets(
     layers: Sequence[str], every: Sequence[str], hints: Sequence[Any] = ()
 ) -> str | list[str]:
-    """Return what PEFT matches exactly these layers by, of `every`: a hint's own words if they do, else all names."""
+    """Targets that PEFT matches to exactly these layers among `every`.
+
+    The first of `hints` that does so is used, such as the file's own `target_modules`; else the names of all layers.
+    """
     for hint in hints:
         if not hint:
             continue
-        words = hint if isinstance(hint, str) else sorted(hint)
-        if set(matched(every, words)) == set(layers):
-            return words
+        targets = hint if isinstance(hint, str) else sorted(hint)
+        if set(matched(every, targets)) == set(layers):
+            return targets
     if set(matched(every, layers)) == set(layers):
         return list(layers)
     return "|".join(re.escape(name) for name in layers)
@@ -118,5 +122,5 @@ def _usual(values: Mapping[str, float]) -> float:
 
 
 def _exactly(name: str) -> str:
-    """Return the pattern of one layer alone, for PEFT, which looks for its keys at the ends of names."""
+    """A pattern that matches this layer only. PEFT searches for its keys at the ends of names."""
     return f"^{re.escape(name)}"

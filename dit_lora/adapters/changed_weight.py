@@ -1,4 +1,4 @@
-"""The weight that a layer and its adapter come to, of every kind: what a merged checkpoint holds."""
+"""The weight of a layer with its adapter merged in, for adapters of every kind."""
 
 import copy
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class WeightChange:
-    """One layer's adapter, as it changes a weight."""
+    """The change of one layer's weight by its adapter."""
 
     layer: Any
     adapter: str
 
     def of(self, weight: Tensor) -> Tensor:
-        """Return `changed_weight` of this layer."""
+        """The weight with this adapter merged in, as `changed_weight` computes it."""
         return changed_weight(self.layer, self.adapter, weight)
 
     @property
@@ -33,18 +33,21 @@ class WeightChange:
 
 
 def changes_of(model: nn.Module, adapter: str) -> dict[str, WeightChange]:
-    """Return the change of each adapted layer by its name; `adapter` is the one to take."""
+    """The weight changes of all layers that have this adapter, by name."""
     adapted: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
     }
-    return {name: WeightChange(one, adapter) for name, one in adapted.items() if adapter in one.r}
+    return {
+        name: WeightChange(layer, adapter) for name, layer in adapted.items() if adapter in layer.r
+    }
 
 
 @torch.no_grad()
 def changed_weight(layer: Any, adapter: str, weight: Tensor) -> Tensor:
-    """Return a layer's weight (outputs, inputs ...) with the adapter in it, computed in the weight's own dtype.
+    """The weight (outputs, inputs, ...) with the adapter merged in, computed in the weight's own dtype.
 
-    `weight` stands in for the base layer's, which may hold nothing. The formulas are those of PEFT's layers.
+    `weight` is used instead of the base layer's weight, which may be on `meta`. The formulas are those of PEFT's
+    layers.
     """
     if isinstance(layer, LoraLayer):
         total = weight + _product(layer, adapter, weight)
@@ -56,40 +59,43 @@ def changed_weight(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     assert isinstance(layer, OFTLayer), type(layer)
     module: Any = layer.oft_R[adapter]
     rotation = copy.deepcopy(module).to(weight).get_weight()
-    # Inputs are rotated before they meet the weight: x R W' = x (W R')'.
+    # OFT rotates the inputs: x R W' = x (W R')'.
     return weight @ rotation.mT
 
 
 def _product(layer: Any, adapter: str, weight: Tensor) -> Tensor:
-    a, b = (one[adapter].weight.to(weight) for one in (layer.lora_A, layer.lora_B))
+    a, b = (factors[adapter].weight.to(weight) for factors in (layer.lora_A, layer.lora_B))
+    # A convolution's (rank, in, h, w) and (out, rank, 1, 1) are multiplied as matrices.
     return layer.scaling[adapter] * (b.flatten(1) @ a.flatten(1)).reshape(weight.shape)
 
 
 def _decomposed(layer: Any, adapter: str, total: Tensor) -> Tensor:
-    """Return DoRA's weight: each row of the sum at the length that was trained (arXiv 2402.09353, eq. 5)."""
+    """DoRA's weight: each row of the sum, scaled to its trained length (arXiv 2402.09353, eq. 5)."""
     magnitude = layer.lora_magnitude_vector[adapter].weight.to(total).flatten()
     rows = total.flatten(1)
+    # (outputs,): one length per row.
     length = torch.linalg.vector_norm(rows, dim=1)
     return (rows * (magnitude / length)[:, None]).reshape(total.shape)
 
 
 def _kronecker(layer: Any, adapter: str, weight: Tensor) -> Tensor:
-    first, second = (_factor(layer, adapter, f"lokr_w{n}", weight) for n in (1, 2))
-    first = first.reshape(*first.shape, *[1] * (second.ndim - first.ndim))
-    product = torch.kron(first, second.contiguous())
+    factor_1, factor_2 = (_factor(layer, adapter, f"lokr_w{n}", weight) for n in (1, 2))
+    factor_1 = factor_1.reshape(*factor_1.shape, *[1] * (factor_2.ndim - factor_1.ndim))
+    product = torch.kron(factor_1, factor_2.contiguous())
     return layer.scaling[adapter] * product.reshape(weight.shape)
 
 
 def _factor(layer: Any, adapter: str, name: str, weight: Tensor) -> Tensor:
-    """Return one of LoKr's factors, which may be whole or a product."""
-    whole: dict[str, Tensor] = getattr(layer, name)
-    if adapter in whole:
-        return whole[adapter].to(weight)
+    """A factor of LoKr, which PEFT stores either whole or as a product of two matrices."""
+    full: dict[str, Tensor] = getattr(layer, name)
+    if adapter in full:
+        return full[adapter].to(weight)
     parts: list[Tensor] = [getattr(layer, f"{name}_{part}")[adapter] for part in "ab"]
     return parts[0].to(weight) @ parts[1].to(weight)
 
 
 def _hadamard(layer: Any, adapter: str, weight: Tensor) -> Tensor:
+    # LoHa: the elementwise product of two LoRAs (arXiv 2309.14859).
     w1_a, w1_b, w2_a, w2_b = (
         getattr(layer, f"hada_{name}")[adapter].to(weight)
         for name in ("w1_a", "w1_b", "w2_a", "w2_b")

@@ -1,7 +1,7 @@
-"""Adapters on disk, in Diffusers' own format, with rank and alpha in their metadata.
+"""Save adapters in Diffusers' format, with rank and alpha in the file's metadata.
 
-Without them a loader takes alpha = rank, and an adapter trained at alpha 64, rank 128 works at twice the
-strength it was trained with.
+Without this metadata a loader assumes alpha = rank. An adapter that was trained with alpha 64 and rank 128 would then
+act at twice its strength.
 """
 
 import json
@@ -32,10 +32,10 @@ from dit_lora.numerics.dtensors import stock_class
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
 BASE_FILE = "base_weights.safetensors"
 PROVENANCE_KEY = "dit_lora"
-# Of a LoRA that is trained in context. Lightricks/LTX-2 (ltx_pipelines/ic_lora.py) and ComfyUI-LTXVideo (iclora.py)
-# read it from the header by this name, as a number in text, and default to 1.
+# For in-context LoRAs. Lightricks/LTX-2 (ltx_pipelines/ic_lora.py) and ComfyUI-LTXVideo (iclora.py) read this key from
+# the header, as a number in text, and default to 1.
 DOWNSCALE = "reference_downscale_factor"
-# The file of a whole pipeline; an adapter has its provenance in the header.
+# For whole pipelines. An adapter has its provenance in the header.
 PROVENANCE_FILE = "dit_lora.json"
 
 Tensors = Mapping[str, torch.Tensor]
@@ -48,20 +48,26 @@ def save_adapter(
     provenance: Mapping[str, Any],
     weights: Tensors | None = None,
 ) -> Path:
-    """Write `out/pytorch_lora_weights.safetensors`, and `base_weights.safetensors` if base weights trained.
+    """Write `out/pytorch_lora_weights.safetensors`, and `base_weights.safetensors` if base weights were trained.
 
-    The pipeline's own `save_lora_weights` decides names and metadata; provenance is added to the header.
-    `weights` are the trained weights by name, whole, where the model's own are spread over ranks. Raises
-    `CheckFailedError`, before anything is written, for an adapter that is not finite or has no effect.
+    Args:
+        transformer: The trained model.
+        pipeline_class: Its `save_lora_weights` decides names and metadata.
+        out: Folder; an adapter in it is replaced.
+        provenance: Added to the header.
+        weights: Full trained weights by name, if those of the model are sharded over ranks.
+
+    Returns the adapter's path. Raises `CheckFailedError`, before anything is written, for an adapter that is not
+    finite or has no effect.
     """
     trained = peft.get_peft_model_state_dict(transformer, weights, adapter_name=ADAPTER_NAME)
     lora = saved_state(transformer, trained)
     base = base_weights(transformer, weights)
     require_sound(lora, base)
     out.mkdir(parents=True, exist_ok=True)
-    # Everything is written aside first, so that a failure leaves an earlier adapter whole.
+    # Written to a temporary folder first, so that a failure leaves an earlier adapter intact.
     staged = out / ".staged"
-    # JSON has no sets, and equal adapters are to be equal files.
+    # JSON has no sets. They are sorted, because equal adapters must give equal files.
     config = {
         key: sorted(value) if isinstance(value, set) else value
         for key, value in saved_config(transformer, ADAPTER_NAME).to_dict().items()
@@ -85,19 +91,19 @@ def save_adapter(
 
 
 def header_lines(provenance: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a file's header says of its making: ours whole, and what other programs look for by its own name."""
+    """Entries for a safetensors header: the whole provenance as JSON, and keys that other programs look for."""
     lines = {PROVENANCE_KEY: json.dumps(dict(provenance), sort_keys=True)}
     return lines | {key: str(provenance[key]) for key in (DOWNSCALE,) if key in provenance}
 
 
 def unstage(staged: Path, out: Path, names: Sequence[str]) -> None:
-    """Move these files from the folder `staged` to `out`; one that was not written is removed from `out`."""
+    """Move these files from the folder `staged` to `out`. Files that were not written are removed from `out`."""
     share_weights(staged)
     for name in names:
         if (staged / name).exists():
             (staged / name).replace(out / name)
         else:
-            # The file is an earlier run's.
+            # A file of this name is from an earlier run.
             (out / name).unlink(missing_ok=True)
     staged.rmdir()
 
@@ -111,16 +117,17 @@ def save_pipeline(
     weights: Tensors | None = None,
     part: str = "transformer",
 ) -> Path:
-    """Write `out` as a whole pipeline: the checkpoint `base` with this transformer in place of its own `part`.
+    """Write a whole pipeline to `out`: the checkpoint `base` with this transformer as its `part`.
 
-    The components that the base's model_index.json names are copied, and nothing else that lies there;
-    entries of `index` replace the base's. The folder is written aside and renamed. `weights` are those of
-    `save_adapter`. Raises `CheckFailedError` for what is not finite.
+    The components that the base's model_index.json names are copied, and no other files in the folder. Entries of
+    `index` replace the base's. The folder is written under a temporary name and renamed. `weights` are those of
+    `save_adapter`. Raises `CheckFailedError` for values that are not finite.
     """
     if weights is not None:
         transformer = _holding(transformer, weights)
     require_sound({}, dict(transformer.named_parameters()))
     staged = out.with_name(f".{out.name}.partial")
+    # An interrupted run may have left this folder.
     shutil.rmtree(staged, ignore_errors=True)
     copy_own(base, staged, lambda name: not name.startswith(f"{part}/"))
     transformer.save_pretrained(staged / part, safe_serialization=True)
@@ -134,18 +141,18 @@ def save_pipeline(
 
 
 def base_weights(model: nn.Module, weights: Tensors | None = None) -> dict[str, torch.Tensor]:
-    """Return the base weights that train, by their names in an unadapted model; those of `weights`, if given."""
+    """The trained base weights, by their names in a model without adapters; taken from `weights` if given."""
     trained = base_parameters(model)
     if weights is None:
         return {name: parameter.detach() for name, parameter in trained.items()}
-    bare = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
-    return {name: bare[name] for name in trained}
+    plain_names = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
+    return {name: plain_names[name] for name in trained}
 
 
 def _holding(model: Any, weights: Tensors) -> nn.Module:
-    """Return a model of the same config that holds `weights`, without a copy of them."""
+    """A model of the same config that holds `weights` without a copy of them."""
     holder: nn.Module = stock_class(model).from_config(model.config)  # type: ignore[attr-defined]
-    # Tables are buffers that the model computes and saves; `weights` has parameters only.
+    # `weights` has parameters only; the model's state dict also has buffers that it computes.
     tables = {name: table for name, table in model.named_buffers() if name in holder.state_dict()}
     holder.load_state_dict({**weights, **tables}, assign=True)
     return holder
@@ -154,7 +161,7 @@ def _holding(model: Any, weights: Tensors) -> nn.Module:
 def require_sound(
     lora: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Raise `CheckFailedError` if any tensor is not finite, or if the adapter changes nothing: every B is zero."""
+    """Raise `CheckFailedError` if a tensor is not finite, or if the adapter has no effect because every B is zero."""
     bad = [
         name
         for name, tensor in {**lora, **(base or {})}.items()
@@ -163,15 +170,16 @@ def require_sound(
     if bad:
         raise CheckFailedError(listed("refused to save: these tensors are not finite", bad))
     idle = {name: tensor for name, tensor in lora.items() if is_idle(name)}
+    # These factors are zero before the first step; if all still are, nothing was trained.
     if idle and not any(tensor.any() for tensor in idle.values()):
-        what = "B matrix" if any("lora_B" in name for name in idle) else "last factor"
+        factor = "B matrix" if any("lora_B" in name for name in idle) else "last factor"
         raise CheckFailedError(
-            f"refused to save: every {what} is zero, so the adapter has no effect; no gradient reached it"
+            f"refused to save: every {factor} is zero, so the adapter has no effect; no gradient reached it"
         )
 
 
 def read_provenance(file: Path) -> dict[str, Any]:
-    """Return what the run wrote into the adapter's header; empty for an adapter that is not ours."""
+    """The provenance that a run wrote into the adapter's header; empty for files of other programs."""
     try:
         with safe_open(file, framework="pt") as opened:
             require_few_tensors(file, opened.keys())

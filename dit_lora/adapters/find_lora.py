@@ -1,4 +1,4 @@
-"""Find the LoRA's file that a recipe names: a file, a folder, or a repository on the Hub."""
+"""Find the LoRA file that a recipe names: a file, a folder, or a repository on the Hub."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ _SUFFIX = ".safetensors"
 
 
 def find_lora(named: str, option: str) -> Path:
-    """Return the file; `option` is the recipe's, for messages.
+    """The path of the LoRA file; `option` is the recipe's key, for messages.
 
-    Of a folder (a run's, an adapter's) it is Diffusers' or PEFT's file, or the only one that there is. A repository is
-    OWNER/NAME, or OWNER/NAME/FILE.safetensors if it has several. Raises `DitLoraError` if there is no LoRA or several,
-    or if base weights lie beside it.
+    In a folder (of a run or an adapter) it is Diffusers' or PEFT's file, or the only safetensors file. A repository is
+    OWNER/NAME, or OWNER/NAME/FILE.safetensors if it has several files. Raises `DitLoraError` if there is no LoRA or
+    several, or if base weights were saved with it.
     """
     path = Path(named).expanduser()
     if path.is_file():
@@ -42,32 +42,33 @@ def find_lora(named: str, option: str) -> Path:
 
 
 def public_name(named: str) -> str:
-    """Return the name for a header that others read: the Hub's, or a folder's or file's without those it lies in."""
+    """A name for headers that others read: the Hub id, or the last part of a local path."""
     path = Path(named).expanduser()
     return path.resolve().name if path.exists() else named.removeprefix(HUB)
 
 
 def _in_folder(folder: Path, named: str, option: str) -> Path:
-    for place in (folder, folder / "adapter"):
+    # A run keeps its adapter in the subfolder `adapter`.
+    for directory in (folder, folder / "adapter"):
         for name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME):
-            if (place / name).is_file():
-                return place / name
+            if (directory / name).is_file():
+                return directory / name
     files = [path for path in sorted(folder.glob(f"*{_SUFFIX}")) if path.name != BASE_FILE]
     if len(files) == 1:
         return files[0]
     if files:
-        what = f"{option}: {named} has several files; name one of them"
-        raise DitLoraError(listed(what, [path.name for path in files]))
+        message = f"{option}: {named} has several files; name one of them"
+        raise DitLoraError(listed(message, [path.name for path in files]))
     raise DitLoraError(
         f"{option}: no LoRA in {named}: no {ADAPTER_FILE}, and no other {_SUFFIX} file"
     )
 
 
 def _on_hub(named: str, option: str) -> Path:
-    *repository, last = named.split("/")
-    name, wanted = "/".join(repository), last
-    if last.endswith(_SUFFIX) and len(repository) == 2 and not looks_local(name):
-        file = result_folder(f"{HUB}{name.removeprefix(HUB)}", (wanted,)) / wanted
+    *repository, file_name = named.split("/")
+    name, pattern = "/".join(repository), file_name
+    if file_name.endswith(_SUFFIX) and len(repository) == 2 and not looks_local(name):
+        file = result_folder(f"{HUB}{name.removeprefix(HUB)}", (pattern,)) / pattern
         return file
     if hub_name(named) is None:
         starts = "; a start is kaiming, gaussian, or a LoRA to continue from"

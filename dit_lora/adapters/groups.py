@@ -24,12 +24,12 @@ def parameter_groups(
     backbone: float | GroupConfig | None = None,
     patterns: Patterns | None = None,
 ) -> list[dict[str, Any]]:
-    """Return groups for a torch optimizer: one a name given, with `params`, `param_names`, `name`, `lr`.
+    """Build parameter groups for a torch optimizer: one per name given, with `params`, `param_names`, `name`, `lr`.
 
-    A group is a learning rate, or a `GroupConfig`. `adapter` holds the adapter (of a LoRA without B if
-    `adapter_b` is given). `connector` and `backbone` hold base weights, by the patterns of their `GroupConfig.modules`
-    or of `patterns` (`{"connector": ["patch_embed.*"]}`), and are made trainable and fp32 here. Where
-    neither gives patterns, `backbone` is every base weight that is not the connector's.
+    A group is a learning rate or a `GroupConfig`. `adapter` holds the adapter's parameters (without LoRA's B if
+    `adapter_b` is given). `connector` and `backbone` hold base weights, which are made trainable and fp32 here. Their
+    patterns are `GroupConfig.modules` or come from `patterns` (`{"connector": ["patch_embed.*"]}`). Without either,
+    `backbone` is every base weight that is not in the connector.
 
     Raises `DitLoraError` if a group matches nothing or if a trainable parameter is in no group.
     """
@@ -46,24 +46,24 @@ def parameter_groups(
     if not configs:
         raise DitLoraError("parameter_groups: give at least one group, for instance adapter=1e-4")
     members = _members(model, configs, patterns or {})
-    every = [name for name, _ in model.named_parameters()]
+    all_names = [name for name, _ in model.named_parameters()]
     empty = [name for name, names in members.items() if not names]
-    # A pattern that matches nothing is most likely misspelt.
+    # A pattern that matches nothing is most likely a typing error.
     empty += [
         f"{name} ({pattern})"
         for name, group in configs.items()
         for pattern in group.modules or ()
-        if members[name] and not fnmatch.filter(every, pattern)
+        if members[name] and not fnmatch.filter(all_names, pattern)
     ]
     if empty:
         raise DitLoraError(
             listed(
                 f"these parameter groups match nothing: {', '.join(empty)}; the parameters are below",
-                sorted({f"{name.partition('.')[0]}.*" for name in every}),
+                sorted({f"{name.partition('.')[0]}.*" for name in all_names}),
             )
         )
     parameters = dict(model.named_parameters())
-    # Before the check, which looks at all that trains.
+    # Before the check, which looks at all trainable parameters.
     _make_trainable(parameters, members)
     _require_partition(parameters, members)
     return [
@@ -80,23 +80,24 @@ def parameter_groups(
 def recipe_groups(
     model: nn.Module, groups: GroupsConfig, patterns: Patterns, mode: str = "lora"
 ) -> list[dict[str, Any]]:
-    """Return `parameter_groups` as a recipe names them; in mode `full`, `backbone` is all that `connector` is not."""
+    """The `parameter_groups` of a recipe. In mode `full`, `backbone` is all weights that are not in the connector."""
     configs: dict[str, Any] = groups.given()
     if mode == "lora":
         return parameter_groups(model, **configs, patterns=patterns)
+    # `groups.adapter` is set by default, but mode `full` has no adapter.
     configs.pop("adapter", None)
     connector_patterns = {"connector": patterns["connector"]} if groups.connector else {}
     return parameter_groups(model, **configs, patterns=connector_patterns)
 
 
 def base_members(model: nn.Module, groups: GroupsConfig, patterns: Patterns) -> set[str]:
-    """Return names of the base weights that a recipe's `connector` and `backbone` would train."""
+    """Names of the base weights that a recipe's groups `connector` and `backbone` would train."""
     members = _members(model, groups.given(), patterns)
     return {*members.get("connector", ()), *members.get("backbone", ())}
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return trainable parameters that belong to the base model, by their names in an unadapted model."""
+    """Trainable parameters of the base model, by their names in a model without adapters."""
     return {
         name.replace(".base_layer.", "."): parameter
         for name, parameter in model.named_parameters()
@@ -109,32 +110,33 @@ def _members(
 ) -> dict[str, list[str]]:
     members: dict[str, list[str]] = {name: [] for name in configs}
     for name, parameter in model.named_parameters():
+        # Frozen adapters of `lora.under` are in no group.
         if is_under(name):
             continue
         if is_lora_b(name):
-            wanted = "adapter_b" if "adapter_b" in configs else "adapter"
+            group = "adapter_b" if "adapter_b" in configs else "adapter"
         elif is_adapter(name):
-            wanted = "adapter"
+            group = "adapter"
         else:
-            wanted = _base_group(name, parameter, configs, patterns) or ""
-        if wanted in members:
-            members[wanted].append(name)
+            group = _base_group(name, parameter, configs, patterns) or ""
+        if group in members:
+            members[group].append(name)
     return members
 
 
 def _base_group(
     name: str, parameter: nn.Parameter, configs: Mapping[str, GroupConfig], patterns: Patterns
 ) -> str | None:
-    # A quantised weight cannot be trained.
+    # A quantized weight cannot be trained.
     if not parameter.dtype.is_floating_point:
         return None
     for group in ("connector", "backbone"):
-        # The connector is asked first, because a backbone without patterns is all the rest.
+        # The connector comes first, because a backbone without patterns takes all remaining weights.
         modules = configs[group].modules if group in configs else None
-        wanted = modules or patterns.get(group)
-        if wanted is None and group == "backbone" and group in configs:
+        group_patterns = modules or patterns.get(group)
+        if group_patterns is None and group == "backbone" and group in configs:
             return group
-        if wanted and any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
+        if group_patterns and any(fnmatch.fnmatchcase(name, pattern) for pattern in group_patterns):
             return group
     return None
 

@@ -1,4 +1,4 @@
-"""Kinds of adapters that PEFT trains: their configs, the names of their tensors, and the layers that they fit."""
+"""Kinds of adapters: PEFT's config for each, and which layers it can adapt."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from dit_lora.config.lora import KIND_NAMES, Kind, LoraConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.quantized_linear import NarrowLinear
 
-# PEFT's values of `init_lora_weights` by ours of `lora.init`; of others its own default.
+# PEFT's `init_lora_weights` for our `lora.init`; other values use PEFT's default.
 _INITS: dict[str, Literal["gaussian"] | bool] = {"gaussian": "gaussian"}
 _BLOCK_SIZE = 32  # PEFT's own default
 DROPOUTS = ("lora_dropout", "rank_dropout", "module_dropout")
-"""Names of dropout in PEFT's configs: a saved one has none, so that no sample is drawn with parts left out."""
+"""Dropout options in PEFT's configs. A saved config has them at 0, so that samples are made without dropout."""
 WITHOUT_DIFFUSERS: tuple[Kind, ...] = ("loha", "oft")
-"""Kinds that no loader of Diffusers reads: they are kept in PEFT's format for diffusion models too."""
-# PEFT computes with the weight of a layer, or with its shape, which packed codes do not have.
+"""Kinds that Diffusers cannot load. They are saved in PEFT's format, for diffusion models too."""
+# Quantizations that a kind cannot adapt: PEFT uses the layer's weight or its shape, which packed codes do not have.
 _UNQUANTIZED: Mapping[Kind, tuple[str, ...]] = {
     "dora": ("nf4", "int8", "fp8"),
     "lokr": ("nf4",),
@@ -31,15 +31,16 @@ _UNQUANTIZED: Mapping[Kind, tuple[str, ...]] = {
 
 
 def config_of(lora: LoraConfig, targets: str | Sequence[str]) -> peft.PeftConfig:
-    """Return PEFT's config of an adapter that starts anew."""
-    own = targets if isinstance(targets, str) else list(targets)
+    """PEFT's config for a new adapter, with these targets."""
+    target_modules = targets if isinstance(targets, str) else list(targets)
     if lora.kind == "oft":
         size = lora.block_size or _BLOCK_SIZE
-        return peft.OFTConfig(r=0, oft_block_size=size, target_modules=own)
+        # r=0: PEFT computes the number of blocks from their size.
+        return peft.OFTConfig(r=0, oft_block_size=size, target_modules=target_modules)
     rank, alpha = lora.own_rank, lora.alpha or lora.own_rank
     shared: dict[str, Any] = {
         "r": rank,
-        "target_modules": own,
+        "target_modules": target_modules,
         "rank_pattern": dict(lora.rank_pattern),
         "alpha_pattern": dict(lora.alpha_pattern),
     }
@@ -58,7 +59,7 @@ def config_of(lora: LoraConfig, targets: str | Sequence[str]) -> peft.PeftConfig
 
 
 def kind_of(config: peft.PeftConfig | Mapping[str, Any] | None) -> str:
-    """Return the kind of an adapter by PEFT's config, or by that of a file; LoRA where nothing says another."""
+    """The kind of an adapter from PEFT's config object or dictionary; `lora` if that does not say."""
     values = config.to_dict() if isinstance(config, peft.PeftConfig) else dict(config or {})
     # Diffusers' headers hold the enumeration's value, PEFT's objects the member.
     named = values.get("peft_type") or "LORA"
@@ -67,7 +68,7 @@ def kind_of(config: peft.PeftConfig | Mapping[str, Any] | None) -> str:
 
 
 def adapter_words(made: Mapping[str, Any]) -> str:
-    """Return what a result's header, or a recipe's section, says of an adapter in words: `DoRA (rank 8, alpha 16)`."""
+    """Describe the adapter of a result's header, or of a recipe's section: `DoRA (rank 8, alpha 16)`."""
     name = KIND_NAMES.get(made.get("kind", "lora"), str(made.get("kind")))
     if made.get("block_size"):
         return f"{name} (blocks of {made['block_size']})"
@@ -76,26 +77,26 @@ def adapter_words(made: Mapping[str, Any]) -> str:
 
 
 def alpha_of(config: Mapping[str, Any]) -> float | None:
-    """Return alpha by PEFT's config, under whichever name the kind has it; None of kinds without one."""
+    """Alpha from PEFT's config, whose key depends on the kind; None for kinds without alpha."""
     alpha: float | None = config.get("lora_alpha", config.get("alpha"))
     return alpha
 
 
 def scaling_of(alpha: float, rank: float, *, rslora: bool) -> float:
-    """Return the factor of an update."""
+    """The LoRA scale that multiplies the update."""
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
 def require_adaptable(model: nn.Module, layers: Sequence[str], lora: LoraConfig) -> None:
-    """Raise `DitLoraError` with every layer that this kind cannot adapt, and every pattern that matches no layer."""
+    """Raise `DitLoraError` that lists all layers this kind cannot adapt, and all patterns that match no layer."""
     unfit = [
-        f"{name}: {words}"
+        f"{name}: {reason}"
         for name in layers
-        if (words := _unfit(model.get_submodule(name), lora.kind))
+        if (reason := _unfit(model.get_submodule(name), lora.kind))
     ]
     if unfit:
-        what = f"lora.kind: {lora.kind} cannot adapt these layers of {type(model).__name__}"
-        raise DitLoraError(listed(what, unfit))
+        message = f"lora.kind: {lora.kind} cannot adapt these layers of {type(model).__name__}"
+        raise DitLoraError(listed(message, unfit))
     unused = [
         f"lora.{option}: {pattern}"
         for option in ("rank_pattern", "alpha_pattern")
@@ -107,9 +108,10 @@ def require_adaptable(model: nn.Module, layers: Sequence[str], lora: LoraConfig)
 
 
 def measure_magnitudes(model: nn.Module, adapter: str) -> None:
-    """Set DoRA's magnitudes to the rows' norms in fp32, as its forward pass takes those of fp32 adapters.
+    """Set DoRA's magnitudes to the norms of the weight's rows in fp32.
 
-    PEFT takes them in the base's dtype: over bf16 weights each row would start up to 0.4 % off its base.
+    With fp32 adapters the forward pass computes these norms in fp32. PEFT initializes the magnitudes in the dtype of
+    the base: with bf16 weights each row would start up to 0.4 % off its base.
     """
     for module in model.modules():
         if not isinstance(module, LoraLayer) or adapter not in module.lora_magnitude_vector:
@@ -122,7 +124,7 @@ def measure_magnitudes(model: nn.Module, adapter: str) -> None:
 
 
 def _unfit(layer: nn.Module, kind: Kind) -> str | None:
-    """Return why a layer cannot have an adapter of this kind; None if it can."""
+    """Why a layer cannot have an adapter of this kind; None if it can."""
     if kind == "oft" and not isinstance(layer, nn.Linear):
         return "a convolution, whose windows overlap once rotated"
     if isinstance(layer, NarrowLinear) and layer.kind in _UNQUANTIZED.get(kind, ()):
@@ -130,14 +132,14 @@ def _unfit(layer: nn.Module, kind: Kind) -> str | None:
     weight: Any = layer.weight
     if kind == "dora" and not weight.is_meta:
         zero = int((~weight.detach().flatten(1).any(dim=1)).sum())
-        if zero:  # as a layer has that begins at zero: the first step would be 0 / 0
+        if zero:  # a layer that is initialized with zeros: the first step would divide 0 by 0
             return f"{zero} of its {len(weight)} rows are zero, and dora divides by their lengths"
     return None
 
 
 def _matches(pattern: str, name: str) -> bool:
     reason = unbounded_reason(pattern)
-    if reason:  # later, nobody could read the adapter's own config
+    if reason:  # the saved adapter's config would be refused when it is read
         raise DitLoraError(f"{pattern!r} {reason}")
-    # PEFT gives the name itself back where no pattern matches; a pattern may be the whole name.
+    # PEFT returns the name itself if no pattern matches; but a pattern may be equal to the name.
     return get_pattern_key([pattern], name) == pattern

@@ -1,4 +1,4 @@
-"""Names that other programs have for a model's layers; which they are is a fact of its family."""
+"""Names of a model's layers in LoRA files of other programs; each family defines the mapping."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,21 +8,21 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class LayerNames:
-    """One program's names of a model's layers in a LoRA's file, or why it has none."""
+    """A program's names for the layers of a model in LoRA files, or the reason why it loads none."""
 
     prefix: str = "diffusion_model."
-    """Put before every name."""
+    """Prefix of every name."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """The program's names by Diffusers', in which `*` is a block's number; empty: they are the same."""
+    """Maps Diffusers' names to the program's; `*` stands for a block's number. Empty if they are the same."""
     without: tuple[str, ...] = ()
-    """Patterns of layers that the program has no name for, and would pass over."""
+    """Patterns of layers that the program has no name for, and would ignore."""
     alpha: bool = True
-    """True if a file may say alpha in `.alpha` tensors; where not, alpha over rank is multiplied into B."""
+    """True if the program reads `.alpha` tensors. If not, alpha / rank is multiplied into B."""
     lacking: str = ""
-    """The reason why the program loads no LoRA of this model; empty if it does."""
+    """The reason why the program cannot load LoRAs of this model; empty if it can."""
 
     def of(self, name: str) -> str | None:
-        """Return the program's name of one of Diffusers' layers; None if it has no counterpart of it."""
+        """The program's name for one of Diffusers' layers; None if it has no such layer."""
         if self.lacking or any(fnmatchcase(name, pattern) for pattern in self.without):
             return None
         theirs = _renamed(self.renamed, name) if self.renamed else name
@@ -30,7 +30,7 @@ class LayerNames:
 
 
 def no_names(why: str) -> LayerNames:
-    """Return the names of a program that loads no LoRA of a model, with the reason."""
+    """The `LayerNames` of a program that cannot load LoRAs of a model, with the reason."""
     return LayerNames(lacking=why)
 
 
@@ -38,21 +38,21 @@ UNKNOWN = no_names("no names of ComfyUI are known here for this family")
 
 
 def kohya_name(name: str) -> str:
-    """Return a layer's name in kohya's layout, as VideoX-Fun writes and looks for it."""
-    # The two underscores stand around an empty part of the name.
+    """A layer's name in kohya's layout, as VideoX-Fun reads and writes it."""
+    # Two underscores: the layout joins its parts with underscores, and one part is empty.
     return f"lora_unet__{name.replace('.', '_')}"
 
 
 def spellings(name: str, comfyui: LayerNames) -> Iterator[str]:
-    """Yield the names under which files have a layer: Diffusers', PEFT's, ComfyUI's, kohya's, LyCORIS'.
+    """Yield all names that LoRA files use for a layer: those of Diffusers, PEFT, ComfyUI, kohya and LyCORIS.
 
-    A trainer that knows the published model writes ComfyUI's names, which are that model's, where another writes
-    Diffusers'; kohya's layout has either with underscores.
+    Trainers of the published model write ComfyUI's names, which are those of that model; trainers of the Diffusers
+    model write Diffusers'. kohya's layout has either with underscores.
     """
     theirs = comfyui.of(name)
-    bare = name if theirs is None else theirs.removeprefix(comfyui.prefix)
-    for one in dict.fromkeys((name, bare)):
-        yield from file_spellings(one)
+    without_prefix = name if theirs is None else theirs.removeprefix(comfyui.prefix)
+    for base_name in dict.fromkeys((name, without_prefix)):
+        yield from file_spellings(base_name)
     if theirs is not None:
         yield theirs
 
@@ -69,20 +69,21 @@ _JOINED_PREFIXES = ("lora_unet_", "lora_unet__", "lora_transformer_", "lycoris_"
 
 
 def file_spellings(name: str) -> Iterator[str]:
-    """Yield a layer's name with each prefix that files put before it, with dots and with underscores."""
+    """Yield a layer's name with each prefix that files use, with dots and with underscores."""
     yield from (f"{prefix}{name}" for prefix in _DOTTED_PREFIXES)
     yield from (f"{prefix}{name.replace('.', '_')}" for prefix in _JOINED_PREFIXES)
 
 
 def layers_by_spelling(names: Iterator[str] | list[str], comfyui: LayerNames) -> dict[str, str]:
-    """Return the layer that each spelling means, without spellings that could mean several."""
-    found: dict[str, str] = {}
-    several = set()
+    """Map each spelling to its layer. Spellings that could mean several layers are left out."""
+    layers: dict[str, str] = {}
+    ambiguous = set()
     for name in names:
         for spelling in set(spellings(name, comfyui)):
-            if found.setdefault(spelling, name) != name:
-                several.add(spelling)
-    return {spelling: name for spelling, name in found.items() if spelling not in several}
+            # A spelling of two layers cannot be resolved.
+            if layers.setdefault(spelling, name) != name:
+                ambiguous.add(spelling)
+    return {spelling: name for spelling, name in layers.items() if spelling not in ambiguous}
 
 
 def _renamed(names: Mapping[str, str], name: str) -> str | None:
@@ -94,7 +95,9 @@ def _renamed(names: Mapping[str, str], name: str) -> str | None:
 
 
 def split_block_number(name: str) -> tuple[str, str]:
-    """Split a layer's name into a pattern with `*` for the block's number, and that number; empty without a block."""
+    """Split a layer's name into a pattern, with `*` for the block's number, and that number; an empty number without a
+    block.
+    """
     number = re.search(r"\.(\d+)\.", name)
     if number is None:
         return name, ""

@@ -1,4 +1,6 @@
-"""Loads an adapter's file into a pipeline: with Diffusers' loaders or PEFT's, else as `lora.init` reads it."""
+"""Load an adapter file into a pipeline, with Diffusers' or PEFT's loaders, or else layer by layer as for
+`lora.init`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,43 +27,48 @@ from dit_lora.numerics.adapter_tensors import is_adapter, layer_of
 
 PEFT_FILES = (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME)
 """Files of an adapter in PEFT's format."""
-# What Diffusers and PEFT raise of matrices that do not fit a model.
+# Exceptions that Diffusers and PEFT raise for matrices that do not fit a model.
 _REFUSALS = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
 class _Target:
-    """A file, and the model of a pipeline that it is for."""
+    """An adapter file and the model of a pipeline that it is loaded into."""
 
     pipeline: Any
     model: Any
     file: Path
     part: str
     name: str | None = None
-    """The adapter's name; None for the loader's own choice."""
+    """The adapter's name; None for the loader's default."""
 
     @property
     def where(self) -> Mapping[str, bool]:
-        """The arguments that tell Diffusers' loader which model it is."""
+        """Arguments that tell Diffusers' loader which model to load into."""
         return {} if self.part == "transformer" else {f"load_into_{self.part}": True}
 
 
 def load_adapter(
     pipeline: Any, adapter: str | Path, comfyui: LayerNames = UNKNOWN, *, name: str | None = None
 ) -> None:
-    """Load an adapter from a folder, a file or the Hub, with what was trained beside it.
+    """Load an adapter from a folder, a file or the Hub into a pipeline, with base weights that were trained with it.
 
-    That is base weights, and classes that are new to a model with a class table, names included. A pipeline
-    without a LoRA loader gets one (`with_lora`). An adapter that was trained on the second expert of a pipeline goes
-    there, as `load_into_transformer_2=True` says to Diffusers. A file of another form than the pipeline's loader takes
-    is read layer by layer, also with the family's `comfyui` names. `name` is the adapter's, by default Diffusers'
-    choice. Raises `DitLoraError` if the adapter does not fit.
+    Args:
+        pipeline: A pipeline without a LoRA loader gets one (`with_lora`).
+        adapter: Path, or name on the Hub.
+        comfyui: The family's names in ComfyUI, for files that the pipeline's own loader cannot read.
+        name: The adapter's name; by default Diffusers chooses it.
+
+    Classes that are new to a model with a class table are added, with their names. An adapter of the second expert is
+    loaded into that expert, as with `load_into_transformer_2=True` in Diffusers. Raises `DitLoraError` if the adapter
+    does not fit.
     """
     target = _with_base(pipeline, adapter, name)
     try:
         state = stock_state(type(pipeline), target.file)
     except OF_CONVERTERS:
         state = {}
+    # Files that the pipeline's loader would convert are read layer by layer: converters may drop tensors.
     is_stock_form = _is_known(pipeline, state) and not is_converted_lora(target.file, state)
     if not in_peft_format(target.file) and not is_stock_form and not _is_base_alone(target.file):
         _put_layers(target, comfyui)
@@ -77,14 +84,16 @@ def load_adapter(
 
 
 def load_as_stock(pipeline: Any, adapter: Path) -> None:
-    """Load an adapter and base weights beside it with the pipeline's own loader, which may ignore all of it."""
+    """Load an adapter, and base weights saved with it, with the pipeline's own loader, which may silently ignore
+    it.
+    """
     target = _with_base(pipeline, adapter)
     _by_stock(target)
     _put_labels(pipeline, target.file)
 
 
 def in_peft_format(file: Path) -> bool:
-    """Return true for an adapter of a kind that Diffusers does not read, in a folder as PEFT keeps it."""
+    """True if this file is part of a folder in PEFT's format, with an adapter of a kind that Diffusers cannot read."""
     config = file.with_name(CONFIG_NAME)
     if file.name != SAFETENSORS_WEIGHTS_NAME or not config.is_file():
         return False
@@ -92,7 +101,7 @@ def in_peft_format(file: Path) -> bool:
 
 
 def stock_state(pipeline_class: Any, file: Path) -> dict[str, torch.Tensor]:
-    """Return a file's tensors by the names that a pipeline's own loader gives them; raises what it raises."""
+    """A file's tensors by the names that the pipeline's own loader gives them. Raises that loader's errors."""
     if in_peft_format(file):
         return {_in_pipeline(name): tensor for name, tensor in load_file(file).items()}
     loaded = lora_pipeline_class(pipeline_class).lora_state_dict(file.parent, weight_name=file.name)
@@ -108,9 +117,10 @@ def is_converted_lora(file: Path, state: Mapping[str, torch.Tensor]) -> bool:
 
 
 def missing_names(pipeline_class: Any, file: Path) -> list[str]:
-    """Return the tensors without which a pipeline's loader cannot convert a file's names; empty if that is not why.
+    """Tensors that a pipeline's loader needs to convert a file's names and that the file lacks.
 
-    Loaders that know another program's form ask for one name after another, and say the first that is not there.
+    Empty if the conversion fails for another reason. Such loaders read names one after another and report only the
+    first that is missing, so the conversion is repeated with a placeholder for each.
     """
     convert = lora_pipeline_class(pipeline_class).lora_state_dict
     tensors, missing = load_file(file), list[str]()
@@ -123,7 +133,7 @@ def missing_names(pipeline_class: Any, file: Path) -> list[str]:
             if name in tensors:
                 return []
             missing.append(name)
-            # In its place, to hear of the next.
+            # A placeholder, so that the next attempt reports the next missing name.
             tensors[name] = torch.ones(()) if name.endswith(".alpha") else torch.ones(1, 1)
         except OF_CONVERTERS:
             return missing
@@ -132,21 +142,23 @@ def missing_names(pipeline_class: Any, file: Path) -> list[str]:
 
 
 def _as_in_file(asked: str, names: list[str]) -> str:
-    """Return a name that a converter asked for, with the beginning that it took off the file's names."""
+    """A name that a converter asked for, with the prefix that it had removed from the file's names."""
     shared = min(names)[: _alike(min(names), max(names))]
-    # Of equal ones the longest: with nothing in common, all that the names share was taken off.
-    taken = max(range(len(shared) + 1), key=lambda place: (_alike(shared[place:], asked), place))
-    return shared[:taken] + asked
+    # If several are equally good, take the longest: then the converter removed the whole common prefix.
+    num_removed = max(
+        range(len(shared) + 1), key=lambda start: (_alike(shared[start:], asked), start)
+    )
+    return shared[:num_removed] + asked
 
 
 def _alike(one: str, other: str) -> int:
-    """Return how many characters two names begin with alike."""
+    """Length of the common prefix of two names."""
     pairs = zip(one, other, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _with_base(pipeline: Any, adapter: str | Path, name: str | None = None) -> _Target:
-    """Find the file and its model, and put base weights that lie beside it into that."""
+    """Find the adapter file and its model, and load base weights that were saved with it."""
     with_lora(pipeline)
     adapter = result_folder(adapter, (ADAPTER_FILE, BASE_FILE, *PEFT_FILES))
     file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
@@ -154,7 +166,7 @@ def _with_base(pipeline: Any, adapter: str | Path, name: str | None = None) -> _
         file = adapter / SAFETENSORS_WEIGHTS_NAME
     if not file.is_file():
         raise DitLoraError(f"no adapter at {file}")
-    # Diffusers reads the config in the header itself, and PEFT matches what it says.
+    # Check the config in the header: Diffusers reads it too, and PEFT matches its patterns.
     with safe_open(file, framework="pt") as opened:
         config_in(opened.metadata() or {}, file)
     part = read_provenance(file).get("part", "transformer")
@@ -167,7 +179,7 @@ def _with_base(pipeline: Any, adapter: str | Path, name: str | None = None) -> _
         )
     base = file.with_name(BASE_FILE)
     if base.is_file():
-        # Base weights go first, because PEFT renames the weights of the layers that it wraps.
+        # Base weights are loaded first, because PEFT renames the weights of the layers that it wraps.
         weights = load_file(base)
         _grow_tables(model, weights)
         _, unexpected = model.load_state_dict(weights, strict=False)
@@ -179,7 +191,7 @@ def _with_base(pipeline: Any, adapter: str | Path, name: str | None = None) -> _
 def _by_stock(target: _Target) -> None:
     file = target.file
     if in_peft_format(file):
-        lazy = next(target.model.parameters()).is_meta  # to which no file is read
+        lazy = next(target.model.parameters()).is_meta  # `meta` is not a device to load files to
         device = "cpu" if lazy else str(next(target.model.parameters()).device)
         peft.PeftModel.from_pretrained(
             target.model,
@@ -189,7 +201,7 @@ def _by_stock(target: _Target) -> None:
             low_cpu_mem_usage=lazy,
         )
     elif any(".lokr_" in name for name in load_file(file)):
-        # Only some pipelines take LoKr by `load_lora_weights`; every model does.
+        # Only some pipelines load LoKr with `load_lora_weights`, but every model can.
         target.model.load_lora_adapter(
             str(file.parent),
             weight_name=file.name,
@@ -207,7 +219,7 @@ def _in_pipeline(name: str) -> str:
 
 
 def _is_known(pipeline: Any, state: Mapping[str, torch.Tensor]) -> bool:
-    """Return true if the pipeline's loader has names of adapted layers of a model that it loads into."""
+    """True if the state has adapted layers under a prefix that the pipeline loads into."""
     parts = tuple(f"{part}." for part in pipeline._lora_loadable_modules)
     return any(name.startswith(parts) and is_adapter(name) for name in state)
 
@@ -217,7 +229,7 @@ def _is_base_alone(file: Path) -> bool:
 
 
 def _require_layers(target: _Target, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise with every layer that the model lacks: Diffusers warns of them, and loads the others."""
+    """Raise `DitLoraError` that lists all layers the model lacks. Diffusers would warn and load the others."""
     modules = {name for name, _ in target.model.named_modules()}
     layers = dict.fromkeys(
         layer_of(name.removeprefix("transformer."))
@@ -227,12 +239,12 @@ def _require_layers(target: _Target, state: Mapping[str, torch.Tensor]) -> None:
     unknown = [name for name in layers if name not in modules]
     if unknown:
         name = type(target.model).__name__
-        what = f"{target.file} was trained on another model than this {name}; these of its layers are not in the model"
-        raise DitLoraError(listed(what, unknown))
+        text = f"{target.file} was trained on another model than this {name}; these of its layers are not in the model"
+        raise DitLoraError(listed(text, unknown))
 
 
 def _put_layers(target: _Target, comfyui: LayerNames) -> None:
-    """Attach what `read_lora` reads of a file, at the file's own alphas."""
+    """Attach the layers that `read_lora` finds in a file, with the file's alphas."""
     layers = read_lora(target.file, target.model, comfyui, type(target.pipeline)).layers
     state = {
         f"{name}.lora_{part}.weight": matrix
@@ -245,7 +257,7 @@ def _put_layers(target: _Target, comfyui: LayerNames) -> None:
 
 def _put_labels(pipeline: Any, file: Path) -> None:
     labels = (read_provenance(file).get("index") or {}).get("id2label", {})
-    # DiTPipeline splits names in this way: a class may have several.
+    # DiTPipeline splits names at commas, too: a class may have several names.
     if labels and hasattr(pipeline, "labels"):
         pipeline.labels = {
             name.strip(): int(row) for row, names in labels.items() for name in names.split(",")
@@ -253,7 +265,7 @@ def _put_labels(pipeline: Any, file: Path) -> None:
 
 
 def _grow_tables(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """Make room for the rows that training added to embedding tables, for classes new to the model."""
+    """Enlarge embedding tables for the rows that training added, for classes new to the model."""
     for name, module in model.named_modules():
         weight = weights.get(f"{name}.weight")
         if not isinstance(module, nn.Embedding) or weight is None:
@@ -261,6 +273,6 @@ def _grow_tables(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
         if len(weight) > module.num_embeddings:
             module.num_embeddings = len(weight)
             module.weight = nn.Parameter(weight.to(module.weight), requires_grad=False)
-            # DiT's pipeline looks there for the null row.
+            # DiT's pipeline computes the null class from this value.
             if "num_embeds_ada_norm" in model.config:
                 model.register_to_config(num_embeds_ada_norm=len(weight) - 1)

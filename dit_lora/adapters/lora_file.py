@@ -1,8 +1,9 @@
-"""Reads a LoRA's file, whoever wrote it: Diffusers' form, PEFT's, ComfyUI's or kohya's; each layer by Diffusers' name.
+"""Read LoRA files of any program: Diffusers' form, PEFT's, ComfyUI's or kohya's. Layers get Diffusers' names.
 
-Rank is a matrix's size. Alpha comes from the file's `.alpha` tensors, else from PEFT's config in its header or beside
-it, or from the run if the file is a checkpoint's, else it is the rank. Text encoders' layers, DoRA's magnitudes and
-full differences are no part of a transformer's LoRA and are refused by name: a file is read whole or not at all.
+The rank is the size of a matrix. Alpha comes from the file's `.alpha` tensors, else from PEFT's config in its header
+or in the same folder, or from the run if the file belongs to a checkpoint; else it is the rank. Layers of text
+encoders, DoRA's magnitudes and full differences are not part of a transformer's LoRA. Files with them are refused, and
+the message lists the names: a file is read completely or not at all.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ _MATRIX = re.compile(
 )
 _ALPHA = re.compile(r"(.+)\.alpha")
 _IS_A = ("lora_A", "lora_down", "lora.down")
-# What Diffusers' converters raise of names that they do not know, and of sides: FLUX's are written into its one.
+# Exceptions that Diffusers' converters raise for unknown names and sizes: FLUX's converter has its sizes built in.
 OF_CONVERTERS = (
     ValueError,
     LookupError,
@@ -45,7 +46,7 @@ OF_CONVERTERS = (
     AssertionError,
 )
 WEIGHTS_FILE, AVERAGES_FILE, STATE_FILE = "trainable.safetensors", "ema.safetensors", "state.json"
-"""Files of a run's checkpoint: what trains, its moving averages, and what run it is of."""
+"""Files of a run's checkpoint: trained weights, their moving averages, and the state with the run's settings."""
 MAX_TENSORS = 100_000
 """Largest number of tensors of an adapter file. A published one has a few thousand; a million would take minutes."""
 _METADATA = "lora_adapter_metadata"  # the key of PEFT's config in a header that Diffusers wrote
@@ -56,12 +57,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """One layer's LoRA, as a file has it, in fp32."""
+    """The LoRA of one layer in a file, in fp32."""
 
     a: torch.Tensor
-    """(rank, inputs), of a convolution (rank, inputs, height, width)."""
+    """(rank, inputs); for a convolution (rank, inputs, height, width)."""
     b: torch.Tensor
-    """(outputs, rank), of a convolution (outputs, rank, 1, 1)."""
+    """(outputs, rank); for a convolution (outputs, rank, 1, 1)."""
     alpha: float
 
     @property
@@ -71,49 +72,54 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA's file, read for one model."""
+    """A LoRA file, read for one model."""
 
     file: Path
     config: Mapping[str, Any] | None
-    """PEFT's config as the file brings it; None without, and where the file has alpha in tensors of its own."""
+    """PEFT's config from the file; None without one, and if the file has alpha as tensors."""
     layers: Mapping[str, StoredLayer]
     """Layers by their names in the model."""
     digests: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of the file, and of the config beside it if that has a file of its own."""
+    """SHA-256 of the file, and of PEFT's config if that is a separate file."""
 
 
 def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class: Any) -> LoraFile:
-    """Read a file for a model, whose weights need no values and which may have adapters.
+    """Read a LoRA file for a model. The model may be on `meta` and may have adapters.
 
-    Raises `DitLoraError` with every name that fits no layer, every shape that is not its layer's, and for what is no
-    safetensors file or not finite.
+    Raises `DitLoraError` that lists every name without a layer and every wrong shape, and for files that are not
+    safetensors or have values that are not finite.
     """
     tensors, header = _opened(file)
-    beside = file.with_name(CONFIG_NAME)
-    in_peft_format = file.name == SAFETENSORS_WEIGHTS_NAME and beside.is_file()
-    config = read_peft_config(beside) if in_peft_format else config_in(header, file)
-    of_run = _config_of_checkpoint(file)
-    require_bounded_patterns(of_run, file.with_name(STATE_FILE))
+    config_file = file.with_name(CONFIG_NAME)
+    in_peft_format = file.name == SAFETENSORS_WEIGHTS_NAME and config_file.is_file()
+    config = read_peft_config(config_file) if in_peft_format else config_in(header, file)
+    checkpoint_config = _config_of_checkpoint(file)
+    require_bounded_patterns(checkpoint_config, file.with_name(STATE_FILE))
     sorted_out = _by_layer(file, tensors, model, comfyui, pipeline_class)
-    found = sorted_out.found
-    if of_run is not None:
-        for name, own in found.items():
-            own["alpha"] = torch.tensor(_alpha(name, own, of_run))
-    what = f"{file} was trained on another model than this {type(model).__name__}"
+    factors_by_layer = sorted_out.found
+    # A checkpoint's file has no alpha: it comes from the run's settings.
+    if checkpoint_config is not None:
+        for name, factors in factors_by_layer.items():
+            factors["alpha"] = torch.tensor(_alpha(name, factors, checkpoint_config))
+    message = f"{file} was trained on another model than this {type(model).__name__}"
     mismatches = sorted_out.mismatches
-    mismatches += [words for name, own in found.items() for words in _misfits(model, name, own)]
+    mismatches += [
+        mismatch
+        for name, factors in factors_by_layer.items()
+        for mismatch in _misfits(model, name, factors)
+    ]
     if mismatches:
-        raise DitLoraError(listed(what, mismatches))
+        raise DitLoraError(listed(message, mismatches))
     bad = not_finite([(name, tensor) for name, tensor in tensors.items()])
     if bad:
         raise DitLoraError(listed(f"{file}: these tensors are not finite", bad))
     layers = {
-        name: StoredLayer(own["A"].float(), own["B"].float(), _alpha(name, own, config))
-        for name, own in sorted(found.items())
+        name: StoredLayer(factors["A"].float(), factors["B"].float(), _alpha(name, factors, config))
+        for name, factors in sorted(factors_by_layer.items())
     }
-    files = {"sha256": file} | ({"config_sha256": beside} if in_peft_format else {})
-    if any("alpha" in own for own in found.values()):
-        config = None  # what it says of alpha does not count
+    files = {"sha256": file} | ({"config_sha256": config_file} if in_peft_format else {})
+    if any("alpha" in factors for factors in factors_by_layer.values()):
+        config = None  # its alpha is not used
     digests = {name: _sha256(path) for name, path in files.items()}
     return LoraFile(file, config, layers, digests)
 
@@ -125,13 +131,13 @@ def require_few_tensors(file: Path, names: Collection[str]) -> None:
 
 
 def is_lora_tensor(name: str) -> bool:
-    """True for a name in a file of A, B or alpha of some layer, of whichever model."""
+    """True if a name in a file is that of A, B or alpha of some layer, of any model."""
     return _MATRIX.fullmatch(name) is not None or _ALPHA.fullmatch(name) is not None
 
 
 def _opened(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
-        # With values wherever the model is made, on `meta` too.
+        # Load values even if the caller builds its model on `meta`.
         with torch.device("cpu"), safe_open(file, framework="pt") as opened:
             require_few_tensors(file, opened.keys())
             header = dict(opened.metadata() or {})
@@ -141,34 +147,37 @@ def _opened(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def tensors_in(file: Path) -> dict[str, torch.Tensor]:
-    """Return a file's tensors; of a run's checkpoint the averages in place of the weights, if it keeps some."""
+    """A file's tensors. For a run's checkpoint, moving averages replace the weights if the run keeps them."""
     tensors, averages = load_file(file), file.with_name(AVERAGES_FILE)
     if file.name == WEIGHTS_FILE and averages.is_file():
-        # What the run shows, measures and saves.
-        tensors |= {name.removeprefix("ema/"): one for name, one in load_file(averages).items()}
+        # The run samples, evaluates and exports the averages, too.
+        tensors |= {
+            name.removeprefix("ema/"): tensor for name, tensor in load_file(averages).items()
+        }
     return tensors
 
 
 def config_in(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:
-    """Return PEFT's config of the transformer's adapter as Diffusers writes it into a header; None without."""
-    what = f"{file}: its header's {_METADATA}"
-    stored = typed(header.get(_METADATA, "{}"), dict[str, Any], what)
+    """PEFT's config of the transformer's adapter, from a header that Diffusers wrote; None without one."""
+    description = f"{file}: its header's {_METADATA}"
+    stored = typed(header.get(_METADATA, "{}"), dict[str, Any], description)
     prefix = "transformer."
-    own = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
-    own = dict(checked(own, AdapterConfig, what))
-    require_bounded_patterns(own, file)
-    return own or None
+    config = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+    config = dict(checked(config, AdapterConfig, description))
+    require_bounded_patterns(config, file)
+    return config or None
 
 
 def _config_of_checkpoint(file: Path) -> dict[str, Any] | None:
-    """Return what PEFT's config says of alpha in the run whose checkpoint a file is of; None for any other file.
+    """The keys of PEFT's config that set alpha, from the run whose checkpoint this file belongs to; None for other
+    files.
 
-    Raises `DitLoraError` where the checkpoint does not say it either.
+    Raises `DitLoraError` if the checkpoint does not say it either.
     """
-    beside = file.with_name(STATE_FILE)
-    if file.name != WEIGHTS_FILE or not beside.is_file():
+    state_file = file.with_name(STATE_FILE)
+    if file.name != WEIGHTS_FILE or not state_file.is_file():
         return None
-    identity = read_typed(beside, CheckpointState)["identity"]
+    identity = read_typed(state_file, CheckpointState)["identity"]
     init = identity.get("lora.init")
     if init in FROM_WEIGHT:
         run = file.absolute().parents[2]
@@ -190,18 +199,18 @@ def _config_of_checkpoint(file: Path) -> dict[str, Any] | None:
 
 
 Factors = dict[str, torch.Tensor]
-"""A, B and alpha of a layer, as far as the file has them."""
+"""Those of A, B and alpha that the file has for a layer."""
 Found = dict[str, Factors]
 
 
 @dataclass
 class _Sorted:
-    """A file's tensors by layer, and every tensor that is of no layer of the model."""
+    """A file's tensors by layer, and those that belong to no layer of the model."""
 
     found: Found = field(default_factory=dict)
-    """Factors by Diffusers' name of the layer."""
+    """Factors by Diffusers' layer name."""
     problems: dict[str, list[str]] = field(default_factory=dict)
-    """Names from the file, by the reason why they are refused."""
+    """Names from the file, by the reason for refusing them."""
     mismatches: list[str] = field(default_factory=list)
 
     def refuse(self, reason: str, name: str) -> None:
@@ -239,15 +248,17 @@ _TEXT_ENCODER_NAME = re.compile(
 def _by_layer(
     file: Path, tensors: Tensors, model: nn.Module, comfyui: LayerNames, pipeline_class: Any
 ) -> _Sorted:
-    """Sort A, B and alpha by layer. Raises with every tensor that is none of these, or of no layer."""
+    """Sort A, B and alpha by layer. Raises `DitLoraError` that lists all tensors that are something else, or of no
+    layer.
+    """
     spelled = _Spelled.of_model(model, comfyui)
     sorted_out = _sort_out(tensors, spelled)
     if _UNKNOWN in sorted_out.problems and pipeline_class is not None:
-        # Forms that only the pipeline's own loader knows.
+        # The file may have a form that only the pipeline's own loader knows.
         converted = _convert(file, tensors, pipeline_class)
-        again = _sort_out(converted, spelled) if converted else None
-        if again is not None and not again.problems:
-            sorted_out = again
+        converted_layers = _sort_out(converted, spelled) if converted else None
+        if converted_layers is not None and not converted_layers.problems:
+            sorted_out = converted_layers
     if sorted_out.problems:
         raise DitLoraError(_refusal(file, sorted_out.problems))
     if not sorted_out.found and not sorted_out.mismatches:
@@ -257,7 +268,7 @@ def _by_layer(
 
 @dataclass(frozen=True)
 class _Spelled:
-    """The names under which a file may have this model's layers."""
+    """The names that a file may use for this model's layers."""
 
     model: nn.Module
     layers: Mapping[str, str]
@@ -271,34 +282,37 @@ class _Spelled:
 
 
 def _sort_out(tensors: Tensors, spelled: _Spelled) -> _Sorted:
-    sorted_out, seen = _Sorted(), set[str]()
+    sorted_out, seen_layers = _Sorted(), set[str]()
     for name, factors in _group(tensors, sorted_out).items():
         layers = [spelled.layers[name]] if name in spelled.layers else spelled.published.get(name)
-        lone = [f"no lora_{part}" for part in "AB" if part not in factors]
+        missing_parts = [f"no lora_{part}" for part in "AB" if part not in factors]
         if layers is None:
             sorted_out.refuse_unknown(name)
-        elif twice := [layer for layer in layers if layer in seen]:
+        elif twice := [layer for layer in layers if layer in seen_layers]:
             sorted_out.refuse(_DUPLICATE, f"{name}: a second one of {', '.join(twice)}")
-        elif lone:
-            alone = ", its alpha is alone" if len(lone) == 2 else ""
-            sorted_out.refuse(_INCOMPLETE, f"{', '.join(layers)}: {' and '.join(lone)}{alone}")
+        elif missing_parts:
+            suffix = ", its alpha is alone" if len(missing_parts) == 2 else ""
+            sorted_out.refuse(
+                _INCOMPLETE, f"{', '.join(layers)}: {' and '.join(missing_parts)}{suffix}"
+            )
         elif name in spelled.layers:
+            # A name of Diffusers' or ComfyUI's layer stands for one layer.
             sorted_out.found[layers[0]] = factors
         else:
             _add_published(sorted_out, spelled.model, name, layers, factors)
-        seen.update(layers or ())
+        seen_layers.update(layers or ())
     return sorted_out
 
 
 def _add_published(
     sorted_out: _Sorted, model: nn.Module, name: str, layers: list[str], factors: Factors
 ) -> None:
-    """Add the parts of a published model's layer: they share A and alpha, and each has its rows of B."""
+    """Add the parts of a published model's joined layer. They share A and alpha, and each has its own rows of B."""
     sizes = [_weight_size(model, layer) for layer in layers]
     rows = [size[0] if size else 0 for size in sizes]
     if len(factors["B"]) != sum(rows):
-        words = f"made for {len(factors['B'])} outputs, the model's {', '.join(layers)} have {sum(rows)}"
-        sorted_out.mismatches.append(f"{name}.lora_B.weight: {words}")
+        message = f"made for {len(factors['B'])} outputs, the model's {', '.join(layers)} have {sum(rows)}"
+        sorted_out.mismatches.append(f"{name}.lora_B.weight: {message}")
         return
     parts = split_rows(model, layers, factors["B"], rows)
     for layer, b in zip(layers, parts, strict=True):
@@ -306,7 +320,7 @@ def _add_published(
 
 
 def _group(tensors: Tensors, sorted_out: _Sorted) -> Found:
-    """Group a file's tensors by its own names of layers, and refuse those that are no part of a LoRA."""
+    """Group a file's tensors by the file's own layer names, and refuse those that are not part of a LoRA."""
     groups: Found = defaultdict(dict)
     for key, tensor in tensors.items():
         matrix, alpha = _MATRIX.fullmatch(key), _ALPHA.fullmatch(key)
@@ -316,9 +330,9 @@ def _group(tensors: Tensors, sorted_out: _Sorted) -> Found:
             name, part = alpha[1], "alpha"
         else:
             is_text = _TEXT_ENCODER_NAME.match(key)
-            kind = next((words for form, words in _OTHER_TENSORS if form.search(key)), "")
-            said = f"{key}: {kind}" if kind else key
-            sorted_out.refuse(*((_TEXT_ENCODER, key) if is_text else (_NO_LORA, said)))
+            kind = next((label for form, label in _OTHER_TENSORS if form.search(key)), "")
+            description = f"{key}: {kind}" if kind else key
+            sorted_out.refuse(*((_TEXT_ENCODER, key) if is_text else (_NO_LORA, description)))
             continue
         if part in groups[name]:
             sorted_out.refuse(_DUPLICATE, f"{key}: a second lora_{part} of {name}")
@@ -327,7 +341,7 @@ def _group(tensors: Tensors, sorted_out: _Sorted) -> Found:
 
 
 def _refusal(file: Path, problems: Mapping[str, list[str]]) -> str:
-    """Say in one line why a file is refused, and list the names that are the reason and no others."""
+    """One line with the reasons why a file is refused, then the names that caused it."""
     reasons = [
         _REASONS.get(reason, reason).format(count=len(names)) for reason, names in problems.items()
     ]
@@ -337,10 +351,11 @@ def _refusal(file: Path, problems: Mapping[str, list[str]]) -> str:
 
 
 def _convert(file: Path, tensors: Tensors, pipeline_class: Any) -> dict[str, torch.Tensor] | None:
-    """Convert a file with the pipeline's own loader; None if it does not know the form.
+    """Convert a file with the pipeline's own loader; None if the loader does not know the form.
 
-    Diffusers' converters drop some tensors without a word, and some alphas. So alpha goes into B before, and a
-    backward through the conversion finds every tensor without a part in the result. Raises `DitLoraError` with these.
+    Diffusers' converters silently drop some tensors and some alphas. So alpha is multiplied into B before the
+    conversion, and a backward pass through it finds all tensors that do not reach the result. Raises `DitLoraError`
+    that lists them.
     """
     folded = _fold_alphas(tensors)
     if folded is None:
@@ -360,13 +375,13 @@ def _convert(file: Path, tensors: Tensors, pipeline_class: Any) -> dict[str, tor
         return None
     dropped = [name for name, grad in zip(leaves, gradients, strict=True) if grad is None]
     if dropped:
-        what = f"{file}: {pipeline_class.__name__} takes the others of its tensors and would drop these"
-        raise DitLoraError(listed(what, dropped))
+        message = f"{file}: {pipeline_class.__name__} takes the others of its tensors and would drop these"
+        raise DitLoraError(listed(message, dropped))
     return {name: tensor.detach() for name, tensor in state.items()}
 
 
 def _fold_alphas(tensors: Tensors) -> dict[str, torch.Tensor] | None:
-    """Multiply alpha over rank into B; None where a tensor is no LoRA matrix or an alpha has no factors."""
+    """Multiply alpha / rank into B; None if a tensor is not part of a LoRA or an alpha has no factors."""
     unsorted = _Sorted()
     groups = _group(tensors, unsorted)
     if unsorted.problems or any(not {"A", "B"} <= factors.keys() for factors in groups.values()):
@@ -378,6 +393,7 @@ def _fold_alphas(tensors: Tensors) -> dict[str, torch.Tensor] | None:
             continue
         factors = groups[matrix[1]]
         scale = 1.0
+        # The scale belongs into the product once, so only B is multiplied.
         if matrix[2] not in _IS_A and "alpha" in factors:
             scale = float(factors["alpha"].item()) / len(factors["A"])
         folded[key] = tensor * scale
@@ -385,28 +401,31 @@ def _fold_alphas(tensors: Tensors) -> dict[str, torch.Tensor] | None:
 
 
 def _weight_size(model: nn.Module, layer: str) -> list[int] | None:
-    """Size of a layer's weight, (outputs, inputs, ...); None if it is no linear layer and no 2D convolution."""
+    """Shape of a layer's weight, (outputs, inputs, ...); None for anything but linear layers and 2D convolutions."""
     module = model.get_submodule(layer)
-    if isinstance(module, BaseTunerLayer):  # of a model that has another adapter
+    if isinstance(module, BaseTunerLayer):  # the model has another adapter
         module = module.get_base_layer()
     if isinstance(module, nn.Linear):
-        return [module.out_features, module.in_features]  # a quantised weight has other sides
+        return [
+            module.out_features,
+            module.in_features,
+        ]  # the shape of a quantized weight is different
     return list(module.weight.shape) if isinstance(module, nn.Conv2d) else None
 
 
 def _misfits(model: nn.Module, layer: str, own: Mapping[str, torch.Tensor]) -> list[str]:
-    """Say which of a layer's matrices are not of the sides that its weight and the other one have."""
+    """Messages about a layer's matrices whose shapes do not fit the layer's weight or each other."""
     size = _weight_size(model, layer)
     if size is None:
         return [f"{layer}: no linear layer and no 2D convolution"]
     a, b = own["A"], own["B"]
     misfits = []
-    # A is (rank, inputs ...) and B (outputs, rank ...): these are the sides that the layer shares.
+    # A is (rank, inputs, ...) and B (outputs, rank, ...): compare inputs and outputs with the layer.
     for part, tensor, sides in (("A", a, slice(1, None)), ("B", b, slice(0, 1))):
-        shape, wanted = list(tensor.shape[sides]), size[sides]
-        if shape != wanted:
-            words = f"made for {shape}, the model's layer has {wanted}"
-            misfits.append(f"{layer}.lora_{part}.weight: {words}")
+        shape, expected = list(tensor.shape[sides]), size[sides]
+        if shape != expected:
+            message = f"made for {shape}, the model's layer has {expected}"
+            misfits.append(f"{layer}.lora_{part}.weight: {message}")
     if not misfits and list(b.shape[1:]) != [len(a), *([1] * (a.ndim - 2))]:
         misfits.append(f"{layer}: A has rank {len(a)}, B is {list(b.shape)}")
     return misfits
@@ -420,7 +439,7 @@ def _alpha(layer: str, own: Mapping[str, torch.Tensor], config: Mapping[str, Any
         return rank
     patterns = config.get("alpha_pattern") or {}
     alpha = patterns.get(get_pattern_key(list(patterns), layer), config["lora_alpha"])
-    # PEFT divides by the root of the rank then, and by the rank where it has no such word.
+    # With rsLoRA, PEFT's scale is alpha / sqrt(rank). Ours is alpha / rank, so alpha is adjusted.
     return float(alpha) * math.sqrt(rank) if config.get("use_rslora") else alpha
 
 

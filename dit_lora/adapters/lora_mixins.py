@@ -1,7 +1,7 @@
-"""LoRA for Diffusers' models and pipelines that have no LoRA loader of their own: DiT, Latte, PixArt.
+"""LoRA for Diffusers' models and pipelines that have no LoRA loader: DiT, Latte, PixArt.
 
-Diffusers' mixins need nothing of a class but its modules, so an object's class is replaced by one that has
-them too. Name, config and weights stay as they are, and so do the files that `save_pretrained` writes.
+Diffusers' mixins need only a class's modules, so an object's class is replaced by a subclass that has the mixins. Its
+name, config and weights stay the same, and so do the files that `save_pretrained` writes.
 """
 
 from typing import Any, TypeVar
@@ -17,9 +17,10 @@ Pipeline = TypeVar("Pipeline", bound=Any)
 
 
 def with_lora(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline, with `load_lora_weights`, `set_adapters`, `unload_lora_weights` and the others.
+    """Give the pipeline `load_lora_weights`, `set_adapters`, `unload_lora_weights` and the other LoRA methods, in
+    place.
 
-    Changes nothing of a pipeline that has them.
+    Does nothing if the pipeline has them. Returns the pipeline.
     """
     for part in ("transformer", "transformer_2"):
         model = getattr(pipeline, part, None)
@@ -31,25 +32,25 @@ def with_lora(pipeline: Pipeline) -> Pipeline:
 
 
 def adaptable(model: nn.Module) -> nn.Module:
-    """Return the model, with `add_adapter`; Transformers' have one of their own."""
+    """Give the model `add_adapter`, in place, and return it. Models of Transformers have it already."""
     if not isinstance(model, PeftAdapterMixin | PreTrainedModel):
         model.__class__ = _composed(type(model), PeftAdapterMixin)
     return model
 
 
 def lora_pipeline_class(pipeline_class: type) -> Any:
-    """Return the class if it loads LoRA weights, else one that adds it."""
+    """The class itself if it can load LoRA weights, else a subclass that can."""
     if hasattr(pipeline_class, "save_lora_weights"):
         return pipeline_class
-    # This is the one of Diffusers' LoRA mixins that knows only of `transformer`.
+    # Of Diffusers' LoRA mixins, this one loads into `transformer` only.
     return _composed(pipeline_class, CogVideoXLoraLoaderMixin)
 
 
 def over_narrow_layers(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline, which then loads LoRA into `NarrowLinear` layers too.
+    """Let the pipeline load LoRA into `NarrowLinear` layers too, in place, and return it.
 
-    FLUX.1's loader compares the shape of each weight with the file's, and would put a wider layer in the place of one
-    whose codes lie in another shape. Of bitsandbytes' own it knows that.
+    FLUX.1's loader compares the shape of each weight with the file's, and would replace a layer whose codes have
+    another shape with a wider one. It handles bitsandbytes' layers, but not these.
     """
     if isinstance(pipeline, FluxLoraLoaderMixin):
         shapes = {"_calculate_module_shape": staticmethod(_module_shape)}
@@ -72,6 +73,6 @@ def _module_shape(
 
 
 def _composed(base: type, *mixins: type, **members: Any) -> type:
-    # save_pretrained writes the class's name, so the composed class keeps it.
+    # save_pretrained writes the name of the class, so the new class keeps it.
     members |= {"__module__": base.__module__, "__doc__": base.__doc__}
     return type(base.__name__, (base, *mixins), members)

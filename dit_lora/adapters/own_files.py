@@ -1,4 +1,4 @@
-"""Files of a checkpoint's folder that are the checkpoint: no others are copied into a result or published."""
+"""Find the files of a folder that belong to the checkpoint in it. Only these are copied into a result or published."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.files import files_below
 
 INDEX = "model_index.json"
-# `from_pretrained` reads these of a component: configs, safetensors, and what tokenizers are made of.
+# The files of a component that `from_pretrained` reads: configs, safetensors and tokenizer files.
 _READ = re.compile(
     r"(\w+_)?config\.json|.+\.safetensors(\.index(\.\w+)?\.json)?|tokenizer\.json|vocab\.(json|txt)|merges\.txt|"
     r"added_tokens\.json|special_tokens_map\.json|chat_template\.json|normalizer\.json|"
@@ -21,10 +21,11 @@ _PLAIN = re.compile(r"[A-Za-z_]\w*")
 
 
 def own_files(folder: Path) -> list[str]:
-    """Return paths within the folder, sorted: a pipeline's index and its components' files, or a model's own.
+    """Sorted relative paths of the checkpoint's files: a pipeline's index and its components' files, or a single
+    model's.
 
-    Raises `DitLoraError` with every such file that is a link to outside of the folder: what it holds was
-    never part of the checkpoint. A snapshot of the Hub's cache is linked to the blobs beside it.
+    Raises `DitLoraError` that lists all such files that link to outside the folder: their contents were never part of
+    the checkpoint. In the Hub's cache, links to the blobs of the same repository are allowed.
     """
     if (folder / INDEX).is_file():
         candidates = [folder / INDEX]
@@ -36,13 +37,14 @@ def own_files(folder: Path) -> list[str]:
         below = files_below(part) if part.is_dir() else []
         candidates += [path for path in below if _READ.fullmatch(path.name)]
     names = {path.relative_to(folder) for path in candidates if path.is_file()}
-    shown = sorted(name for name in names if not any(part.startswith(".") for part in name.parts))
-    require_inside(folder, [*parts, *(folder / name for name in shown)])
-    return [name.as_posix() for name in shown]
+    # Hidden files and folders, such as .git, are not part of the checkpoint.
+    visible = sorted(name for name in names if not any(part.startswith(".") for part in name.parts))
+    require_inside(folder, [*parts, *(folder / name for name in visible)])
+    return [name.as_posix() for name in visible]
 
 
 def copy_own(base: Path, out: Path, wanted: Callable[[str], bool]) -> None:
-    """Copy those of `own_files` whose path within the folder is wanted."""
+    """Copy the checkpoint's files for whose relative path `wanted` returns True."""
     for name in own_files(base):
         if wanted(name):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +52,7 @@ def copy_own(base: Path, out: Path, wanted: Callable[[str], bool]) -> None:
 
 
 def require_inside(folder: Path, paths: list[Path]) -> None:
-    """Raise `DitLoraError` with every path that is, or leads through, a link to outside of the folder."""
+    """Raise `DitLoraError` that lists all paths that are, or lead through, links to outside the folder."""
     root = folder.resolve()
     # In the Hub's cache, files are links to the blobs beside `snapshots`.
     if root.parent.name == "snapshots":
@@ -58,12 +60,12 @@ def require_inside(folder: Path, paths: list[Path]) -> None:
     outside = [path for path in paths if not path.resolve().is_relative_to(root)]
     if outside:
         names = sorted({path.relative_to(folder).as_posix() for path in outside})
-        what = f"{folder}: these are links to outside of it, which are not followed; put the files themselves there"
-        raise DitLoraError(listed(what, names))
+        message = f"{folder}: these are links to outside of it, which are not followed; put the files themselves there"
+        raise DitLoraError(listed(message, names))
 
 
 def _components(folder: Path) -> list[str]:
-    """Return the names of the components that the pipeline has."""
+    """Names of the components that the pipeline has."""
     try:
         named = read_typed(folder / INDEX, dict[str, Any])
     except (OSError, ValueError) as error:
@@ -77,7 +79,7 @@ def _components(folder: Path) -> list[str]:
 
 
 def _is_part(path: Path) -> bool:
-    """Return True if a folder within a model's is a part of it, such as a further tokenizer."""
+    """True if a subfolder belongs to the model, such as a second tokenizer."""
     return (
         _PLAIN.fullmatch(path.name) is not None
         and path.is_dir()

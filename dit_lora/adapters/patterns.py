@@ -42,8 +42,8 @@ def require_bounded_patterns(config: Mapping[str, Any] | None, source: object) -
     for option, pattern in patterns:
         reason = unbounded_reason(pattern)
         if reason:
-            shown = pattern if len(pattern) <= _MAX_SHOWN else f"{pattern[:_MAX_SHOWN]}..."
-            raise DitLoraError(f"{source}: {option} holds {shown!r}, which {reason}")
+            excerpt = pattern if len(pattern) <= _MAX_SHOWN else f"{pattern[:_MAX_SHOWN]}..."
+            raise DitLoraError(f"{source}: {option} holds {excerpt!r}, which {reason}")
 
 
 def read_peft_config(file: Path) -> dict[str, Any]:

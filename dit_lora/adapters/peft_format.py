@@ -1,4 +1,4 @@
-"""A chat model's adapter on disk, in PEFT's own folder format, with what was trained beside it."""
+"""Save and load chat models' adapters in PEFT's folder format, with base weights that were trained too."""
 
 import copy
 import json
@@ -32,26 +32,27 @@ from dit_lora.numerics.adapter_tensors import is_adapter
 from dit_lora.numerics.dtensors import stock_class
 
 CHAT_ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME  # adapter_model.safetensors
-# PeftModel.save_pretrained puts this before every name.
+# Prefix that PeftModel.save_pretrained puts before every name.
 _PREFIX = "base_model.model."
 
 
 def save_chat_adapter(
     model: nn.Module, out: Path, provenance: Mapping[str, Any], weights: Tensors | None = None
 ) -> Path:
-    """Write `out` so that `PeftModel.from_pretrained(base, out)` and `base.load_adapter(out)` take it.
+    """Write `out` so that `PeftModel.from_pretrained(base, out)` and `base.load_adapter(out)` can load it.
 
-    `base_weights.safetensors` is beside the adapter if base weights trained, and alone, with no
-    `adapter_config.json`, if only they did. Provenance is in the headers; its `base_model` and `revision`
-    are the base that PEFT's config names. `weights` are the trained weights by name, whole, where the
-    model's own are spread over ranks. Returns the adapter's file, or the base weights' if there is no
-    adapter. Raises `CheckFailedError`, before anything is written, for what is not finite or has no effect.
+    Trained base weights are written to `base_weights.safetensors`; if only they were trained, there is no
+    `adapter_config.json`. Provenance is in the headers, and its `base_model` and `revision` become those of PEFT's
+    config. `weights` are the full trained weights by name, if those of the model are sharded over ranks.
+
+    Returns the adapter's file, or the base weights' if there is no adapter. Raises `CheckFailedError`, before anything
+    is written, for values that are not finite or an adapter that has no effect.
     """
     lora, base = _adapter_tensors(model, weights), base_weights(model, weights)
     if not lora and not base:
         raise CheckFailedError("refused to save: the model has no adapter and no trained weights")
     require_sound(lora, base)
-    # Everything is written aside first, so that a failure leaves an earlier adapter whole.
+    # Written to a temporary folder first, so that a failure leaves an earlier adapter intact.
     staged = out / ".staged"
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
@@ -60,21 +61,21 @@ def save_chat_adapter(
         _peft_config(model, provenance).save_pretrained(str(staged))
     for file, tensors in ((CHAT_ADAPTER_FILE, lora), (BASE_FILE, base)):
         if tensors:
-            whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(whole, staged / file, metadata=metadata)
+            on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(on_host, staged / file, metadata=metadata)
     unstage(staged, out, (BASE_FILE, CHAT_ADAPTER_FILE, CONFIG_NAME))
     return chat_adapter_file(out)
 
 
 def load_chat_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Put a saved adapter and base weights into a fresh model, frozen and in inference mode.
+    """Load a saved adapter and base weights into a newly loaded model, and freeze it in inference mode.
 
-    The adapter stays fp32; base weights are rounded to the model's own dtype. Raises `DitLoraError` with every
-    tensor that does not fit; the model is then not to be used.
+    The adapter stays fp32; base weights are rounded to the model's dtype. Raises `DitLoraError` that lists all tensors
+    that do not fit; the model must not be used afterwards.
     """
     chat_adapter_file(folder)
     weights, tensors = _read(folder / BASE_FILE), _read(folder / CHAT_ADAPTER_FILE)
-    # The names are taken before PEFT renames those of the layers that it wraps.
+    # Read the names now: PEFT renames the parameters of layers that it wraps.
     parameters = dict(model.named_parameters())
     trained = {name: parameters[name] for name in weights if name in parameters}
     _require_fit(folder / BASE_FILE, weights, trained)
@@ -87,13 +88,14 @@ def load_chat_adapter(model: PreTrainedModel, folder: Path) -> None:
             parameters[name].copy_(weight)
         for name, tensor in tensors.items():
             added[name].copy_(tensor)
+    # PEFT has made the adapter trainable.
     model.requires_grad_(False).eval()
 
 
 def chat_adapter_file(folder: Path) -> Path:
-    """Return the adapter's file in a folder, or that of the base weights if they are all there is.
+    """The adapter's file in a folder, or the base weights' file if there is no adapter.
 
-    Raises `DitLoraError` if neither is there.
+    Raises `DitLoraError` if the folder has neither.
     """
     for name in (CHAT_ADAPTER_FILE, BASE_FILE):
         if (folder / name).is_file():
@@ -102,15 +104,15 @@ def chat_adapter_file(folder: Path) -> Path:
 
 
 def _adapter_tensors(model: nn.Module, weights: Tensors | None = None) -> dict[str, torch.Tensor]:
-    """Return the adapter by PEFT's names, sharing memory with the model or `weights`; empty if there is none."""
+    """The adapter's tensors by PEFT's names, sharing memory with the model or `weights`; empty without an adapter."""
     if not any(is_adapter(name) for name, _ in model.named_parameters()):
         return {}
-    # Unless told, PEFT asks the Hub if an adapted head is to bring its frozen weight along.
+    # By default, PEFT asks the Hub whether the frozen weight of an adapted head should be saved.
     state = peft.get_peft_model_state_dict(
         model, weights, adapter_name=ADAPTER_NAME, save_embedding_layers=False
     )
-    whole = saved_state(model, state)
-    return {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
+    tensors = saved_state(model, state)
+    return {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
 
 def _peft_config(model: Any, provenance: Mapping[str, Any]) -> peft.PeftConfig:
@@ -128,7 +130,7 @@ def _peft_config(model: Any, provenance: Mapping[str, Any]) -> peft.PeftConfig:
         "base_model_class": stock_class(model).__name__,
         "parent_library": stock_class(model).__module__,
     }
-    # A set has no order of its own, and equal adapters are to be equal files.
+    # Sets have no fixed order, and equal adapters must give equal files.
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)
     return config

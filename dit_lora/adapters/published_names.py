@@ -1,11 +1,11 @@
-"""Layer names of the published models, where these join layers that Diffusers keeps apart or reorder their rows.
+"""Layer names of the published models whose layers Diffusers splits, or whose rows it reorders.
 
 The keys are the published names, and `*` is a block's number. Each value lists Diffusers' layers in the order of their
 output rows: a single layer is a rename, several are one joined layer. Sources: Comfy-Org/ComfyUI comfy/utils.py
 (`flux_to_diffusers`, `mmdit_to_diffusers`, `z_image_to_diffusers`) and diffusers loaders/single_file_utils.py.
 
 A published adaptive norm before an output (`final_layer.adaLN_modulation.1`) has shift before scale. Diffusers'
-`AdaLayerNormContinuous` has scale before shift, so the halves of B change places.
+`AdaLayerNormContinuous` has scale before shift, so the halves of B are swapped.
 """
 
 from collections import defaultdict
@@ -166,19 +166,19 @@ PUBLISHED_NAMES: Mapping[str, Names] = {
 
 def layers_by_published_spelling(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
     """Map every spelling of a published layer to Diffusers' layers of this model, in the order of output rows."""
-    known = set(names)
+    model_layers = set(names)
     numbers: dict[str, list[str]] = defaultdict(list)
-    for name in known:
+    for name in model_layers:
         pattern, number = split_block_number(name)
         numbers[pattern].append(number)
-    found = {}
+    layers_by_name = {}
     for published, patterns in PUBLISHED_NAMES.get(type(model).__name__, {}).items():
         for number in numbers[patterns[0]]:
             layers = [pattern.replace("*", number) for pattern in patterns]
-            if known.issuperset(layers):
+            if model_layers.issuperset(layers):
                 for spelling in file_spellings(published.replace("*", number)):
-                    found[spelling] = layers
-    return found
+                    layers_by_name[spelling] = layers
+    return layers_by_name
 
 
 def split_rows(

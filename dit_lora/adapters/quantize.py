@@ -1,4 +1,4 @@
-"""Quantisation of a model's frozen linear layers, one at a time; what trains goes on top of them in fp32."""
+"""Quantize a model's frozen linear layers, one at a time. Adapters are attached afterwards and train in fp32."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from dit_lora.numerics.quantized_linear import Kind, NarrowLinear, narrowed_byte
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """Numbers of the layers and weights that were quantised, and the base's bytes before and after."""
+    """Numbers of quantized layers and weights, and the size of the base before and after."""
 
     kind: Kind
     layers: int
     parameters: int
-    """Number of weights in the quantised layers."""
+    """Number of weights in the quantized layers."""
     of_parameters: int
     bytes_before: int
     bytes_after: int
@@ -34,10 +34,10 @@ class QuantizeReport:
 
 
 def quantizable(model: nn.Module, kept: Collection[str] = ()) -> list[str]:
-    """Return names of the linear layers inside a model's repeated blocks that have no parameter in `kept`.
+    """Names of the linear layers in a model's repeated blocks that have no parameter in `kept`.
 
-    Embeddings, heads, projections before and after the blocks, convolutions, norms and weights that two
-    modules share stay as they are.
+    Embeddings, heads, projections before and after the blocks, convolutions, norms and weights that two modules share
+    are not quantized.
     """
     lists = [
         f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
@@ -45,19 +45,19 @@ def quantizable(model: nn.Module, kept: Collection[str] = ()) -> list[str]:
     inside = [
         name
         for name, module in model.named_modules()
-        # Subclasses may use their weights in other ways than a product.
+        # Subclasses may use their weights in other ways than in a matrix product.
         if type(module) is nn.Linear and name.startswith(tuple(lists))
     ]
-    left = {*tied_layers(model, inside), *(parameter.rpartition(".")[0] for parameter in kept)}
-    return [name for name in inside if name not in left]
+    excluded = {*tied_layers(model, inside), *(parameter.rpartition(".")[0] for parameter in kept)}
+    return [name for name in inside if name not in excluded]
 
 
 def quantize_base(model: nn.Module, kind: Kind, kept: Collection[str] = ()) -> QuantizeReport:
-    """Replace the `quantizable` layers by `NarrowLinear`s, in place; attach adapters afterwards.
+    """Replace the `quantizable` layers with `NarrowLinear`s, in place. Attach adapters afterwards.
 
-    Each wide weight goes before the next is quantised: on the GPU if there is one, which needs room for one
-    layer, and back to where it was. Raises `DitLoraError` if there is no such layer, or with every weight
-    that is not finite, which its codes could hide; the model is then not to be used.
+    Layers are quantized one after another, on the GPU if there is one, and moved back; so the GPU needs memory for one
+    layer. Raises `DitLoraError` if there is no such layer, and lists all weights that are not finite, which
+    quantization could hide. The model must not be used after an error.
     """
     names = quantizable(model, kept)
     if not names:
@@ -65,25 +65,25 @@ def quantize_base(model: nn.Module, kind: Kind, kept: Collection[str] = ()) -> Q
             f"model.quantize={kind}: no linear layer of {type(model).__name__} is left to quantise: its blocks have "
             "none, or optim.groups trains them"
         )
-    home = next(model.parameters()).device
-    before, whole = stored_bytes(model), sum(p.numel() for p in model.parameters())
+    device = next(model.parameters()).device
+    before, num_parameters = stored_bytes(model), sum(p.numel() for p in model.parameters())
     count, bad = 0, list[str]()
     for name in names:
-        wide = _on_gpu(model.get_submodule(name))
-        # A sum takes one pass, where finding which values are bad takes several.
-        if not torch.isfinite(wide.weight.sum(dtype=torch.float32)):
-            bad += not_finite([(f"{name}.weight", wide.weight)])
-        count += wide.weight.numel()
-        model.set_submodule(name, NarrowLinear(wide, kind).to(home))
+        layer = _on_gpu(model.get_submodule(name))
+        # A sum needs one pass over the weight; finding the bad values needs several.
+        if not torch.isfinite(layer.weight.sum(dtype=torch.float32)):
+            bad += not_finite([(f"{name}.weight", layer.weight)])
+        count += layer.weight.numel()
+        model.set_submodule(name, NarrowLinear(layer, kind).to(device))
     if bad:
         raise DitLoraError(
             listed("these base weights are not finite; fetch the checkpoint again", bad)
         )
-    return QuantizeReport(kind, len(names), count, whole, before, stored_bytes(model))
+    return QuantizeReport(kind, len(names), count, num_parameters, before, stored_bytes(model))
 
 
 def quantized_bytes(model: nn.Module, kind: Kind | None, kept: Collection[str] = ()) -> int:
-    """Return the bytes that the model's parameters would take; only shapes are read, so they may be on `meta`."""
+    """Bytes of the model's parameters after quantization. Only shapes are read, so the model may be on `meta`."""
     if kind is None:
         return stored_bytes(model)
     weights = [model.get_parameter(f"{name}.weight") for name in quantizable(model, kept)]
@@ -92,7 +92,7 @@ def quantized_bytes(model: nn.Module, kind: Kind | None, kept: Collection[str] =
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters."""
+    """Bytes of all parameters."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 

@@ -1,9 +1,9 @@
-"""Starts of a LoRA from the weight that it adapts: PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775).
+"""Initialize a LoRA from the weight that it adapts: PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775).
 
-Both put a part of the weight into A and B and train on the rest. Here the rest is never stored: the base stays
-unchanged, and a frozen adapter with the first A and B subtracts their product. Training is the same, and the base that
-is checked, compared and shown is the published one, in which quantised or half-precision weights lose nothing. The
-saved file has both as one LoRA of twice the rank, over that same base.
+Both put a part of the weight into A and B and train on the rest. Here the rest is not stored: the base stays
+unchanged, and a frozen adapter subtracts the product of the initial A and B. Training is the same, and checks,
+comparisons and results use the published base, so quantized or half-precision weights lose nothing. The saved file has
+both adapters as one LoRA of twice the rank over that base.
 """
 
 import warnings
@@ -25,9 +25,9 @@ from dit_lora.numerics.quantized_linear import NarrowLinear
 from dit_lora.numerics.streams import fold
 
 START = "under_start"
-"""The frozen adapter's name: one of those under the trained one, and on wherever that is."""
+"""Name of the frozen adapter that subtracts the start. It is active wherever the trained one is."""
 _KEPT = "dit_lora_start"
-# Of `svd_lowrank`: vectors beyond the rank, and power iterations, after which PEFT's own fast PiSSA stops too.
+# Arguments of `svd_lowrank`: vectors beyond the rank, and power iterations (16 as in PEFT's fast PiSSA).
 _MORE, _ITERATIONS = 8, 16
 
 
@@ -39,7 +39,7 @@ def attach_started(
     seed: int,
     within: Sequence[str] = (),
 ) -> AttachReport:
-    """Attach a new adapter as `attach_lora` does, with the start that `lora.init` asks for."""
+    """Attach a new adapter with `attach_lora`, with the start that `lora.init` asks for."""
     report = attach_lora(model, lora, default_targets, seed=seed, within=within)
     if lora.init in FROM_WEIGHT:
         start_from_weights(model, ADAPTER_NAME, lora.init, seed=seed)
@@ -47,10 +47,11 @@ def attach_started(
 
 
 def start_from_weights(model: Any, adapter: str, init: str, *, seed: int) -> None:
-    """Put the start into an attached LoRA, and the frozen adapter beside it that takes it back; both are active.
+    """Initialize an attached LoRA from its weights, and add the frozen adapter that subtracts the start. Both are
+    active.
 
-    The start depends on weights and `seed` alone. Weights without values (meta) leave both as they are. Raises
-    `DitLoraError` with every layer that has no such rank.
+    The start depends only on the weights and `seed`. For weights without values (meta) both adapters keep PEFT's
+    initial values. Raises `DitLoraError` that lists all layers whose rank is larger than their weight allows.
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
     small = [
@@ -62,73 +63,75 @@ def start_from_weights(model: Any, adapter: str, init: str, *, seed: int) -> Non
         raise DitLoraError(listed(f"lora.init: {init} needs a rank that each weight has", small))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fold(seed, "lora_start"))
-        first = {name: _first(layer, adapter, init) for name, layer in layers.items()}
+        starts = {name: _first(layer, adapter, init) for name, layer in layers.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-            # What is taken back is taken back whole: dropout is for what trains.
+            # No dropout: the start must be subtracted completely.
             config = replace(model.peft_config[adapter], lora_dropout=0.0)
             peft.inject_adapter_in_model(config, model, adapter_name=START)
     for name, layer in layers.items():
-        _put(layer, adapter, first[name])
+        _put(layer, adapter, starts[name])
+        # With the negative scale, this adapter subtracts the start.
         layer.scaling[START] = -layer.scaling[adapter]
         for part in (layer.lora_A, layer.lora_B):
             part[START].float().requires_grad_(False)
             part[adapter].requires_grad_(True)
         layer._active_adapter = [adapter, START]
-    # Whole and on the host: in the model they may be spread over ranks when the result is written.
-    setattr(model, _KEPT, first)
+    # Full tensors on the host: those in the model may be sharded when the result is saved.
+    setattr(model, _KEPT, starts)
 
 
 def has_start(model: nn.Module) -> bool:
-    """Return true if a model's adapter began from its weights."""
+    """True if a model's adapter was initialized from its weights."""
     return hasattr(model, _KEPT)
 
 
 def saved_config(model: Any, adapter: str) -> Any:
-    """Return PEFT's config of an adapter as it is saved: with a start, of twice the rank at the same scale."""
-    config, first = model.peft_config[adapter], getattr(model, _KEPT, None)
-    if first is None:
+    """PEFT's config for saving an adapter: with a start it has twice the rank at the same scale."""
+    config, starts = model.peft_config[adapter], getattr(model, _KEPT, None)
+    if starts is None:
         return config
     layers = {}
-    for name, start in first.items():
+    for name, start in starts.items():
         rank = 2 * start.rank
         alpha = model.get_submodule(name).scaling[adapter] * rank
-        # The config depends on the ranks alone.
+        # The config depends on ranks only, so the matrices may be empty.
         layers[name] = StoredLayer(torch.empty(rank, 0), torch.empty(0, rank), alpha)
     return peft_config(layers, config.target_modules)
 
 
 def saved_state(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors as they are saved, with PEFT's names; further ranks subtract its start."""
-    whole = dict(state)
+    """An adapter's tensors for saving, by PEFT's names. The additional ranks subtract its start."""
+    tensors = dict(state)
     for name, start in getattr(model, _KEPT, {}).items():
+        # [A; A_start] and [B, -B_start]: one LoRA with the product B A - B_start A_start.
         a, b = (state[f"{name}.lora_{part}.weight"] for part in "AB")
-        whole[f"{name}.lora_A.weight"] = torch.cat([a, start.a.to(a)])
-        whole[f"{name}.lora_B.weight"] = torch.cat([b, -start.b.to(b)], dim=1)
-    return whole
+        tensors[f"{name}.lora_A.weight"] = torch.cat([a, start.a.to(a)])
+        tensors[f"{name}.lora_B.weight"] = torch.cat([b, -start.b.to(b)], dim=1)
+    return tensors
 
 
 def _sides(layer: Any) -> tuple[int, int]:
-    """Return the sides of a layer's weight as a matrix."""
+    """Outputs and inputs of a layer's weight as a matrix."""
     a, b = next(iter(layer.lora_A.values())).weight, next(iter(layer.lora_B.values())).weight
     return b.shape[0], a[0].numel()
 
 
 def _first(layer: Any, adapter: str, init: str) -> StoredLayer:
-    """Return A and B of a start, in fp32 on the host; those that are there where the weight has no values."""
+    """The initial A and B, in fp32 on the host; the current ones if the weight has no values (meta)."""
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     base: Any = layer.get_base_layer()
     rank, scaling = len(a), layer.scaling[adapter]
     if base.weight.is_meta:
         return StoredLayer(a.detach(), b.detach(), scaling * rank)
-    wide = base.widened(torch.float32) if isinstance(base, NarrowLinear) else base.weight
-    weight = wide.detach().float().flatten(1)
-    left, right = (
+    base_weight = base.widened(torch.float32) if isinstance(base, NarrowLinear) else base.weight
+    weight = base_weight.detach().float().flatten(1)
+    b_start, a_start = (
         _principal(weight, rank, scaling) if init == "pissa" else _orthonormal(weight, rank)
     )
     return StoredLayer(
-        right.reshape(a.shape).cpu().contiguous(),
-        left.reshape(b.shape).cpu().contiguous(),
+        a_start.reshape(a.shape).cpu().contiguous(),
+        b_start.reshape(b.shape).cpu().contiguous(),
         scaling * rank,
     )
 
@@ -136,15 +139,16 @@ def _first(layer: Any, adapter: str, init: str) -> StoredLayer:
 def _principal(
     weight: torch.Tensor, rank: int, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return B (outputs, rank) and A (rank, inputs) with the weight's largest singular values in scaling * B A."""
-    most = min(rank + _MORE, *weight.shape)
-    u, s, v = torch.svd_lowrank(weight, q=most, niter=_ITERATIONS)
+    """B (outputs, rank) and A (rank, inputs): scaling * B @ A has the weight's largest singular values."""
+    num_vectors = min(rank + _MORE, *weight.shape)
+    u, s, v = torch.svd_lowrank(weight, q=num_vectors, niter=_ITERATIONS)
+    # B and A each get the root of the singular values.
     root = (s[:rank] / scaling).sqrt()
     return u[:, :rank] * root, root[:, None] * v[:, :rank].T
 
 
 def _orthonormal(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return B and A of the weight's QR decomposition: B's columns are orthonormal."""
+    """B and A of the weight's QR decomposition: the columns of B are orthonormal."""
     q, r = torch.linalg.qr(weight)
     return q[:, :rank], r[:rank]
 

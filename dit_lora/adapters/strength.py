@@ -1,4 +1,4 @@
-"""Adapters of a pipeline at other strengths than they were trained at, and several of them by weight."""
+"""Run a pipeline's adapters at a different strength, or several of them with weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ _REFUSALS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError)
 
 @contextmanager
 def at_strength(pipeline: Any, strength: float) -> Iterator[None]:
-    """Let every adapter in a pipeline's models act that many times as strongly within; at 0 they are left out.
+    """Multiply the scale of all adapters in a pipeline's models inside the context; 0 disables them.
 
-    At 0 the models are the base's bit for bit, and at 1 what they are without. What becomes of others is PEFT's scale,
-    times the trained one. Raises `DitLoraError` for a rotation (OFT), which has none.
+    At 0 the models equal the base bit for bit, and at 1 nothing changes. Raises `DitLoraError` for OFT at other
+    values: a rotation has no scale.
     """
     layers = list(_layers(pipeline))
     if strength not in (0, 1) and any(isinstance(layer, OFTLayer) for layer in layers):
@@ -29,11 +29,12 @@ def at_strength(pipeline: Any, strength: float) -> Iterator[None]:
         yield
         return
     before = [dict(getattr(layer, "scaling", {})) for layer in layers]
+    # Adapters are switched off rather than scaled by 0, so that outputs equal the base's exactly.
     off = [layer for layer in layers if strength == 0 and not layer.disable_adapters]
     for layer in off:
         layer.enable_adapters(False)
     for layer, scaling in zip(layers, before, strict=True) if strength else ():
-        layer.scaling.update({name: strength * one for name, one in scaling.items()})
+        layer.scaling.update({name: strength * scale for name, scale in scaling.items()})
     try:
         yield
     finally:
@@ -44,7 +45,9 @@ def at_strength(pipeline: Any, strength: float) -> Iterator[None]:
 
 
 def weigh(pipeline: Any, names: Sequence[str], weights: Sequence[float]) -> None:
-    """Let several adapters of a pipeline act together, each times its weight. Raises `DitLoraError` if they cannot."""
+    """Activate several adapters of a pipeline together, each with its weight. Raises `DitLoraError` if that is
+    impossible.
+    """
     try:
         pipeline.set_adapters(list(names), list(weights))
     except _REFUSALS as error:
@@ -56,4 +59,6 @@ def _layers(pipeline: Any) -> Iterator[Any]:
     """Yield the adapted layers of all models of a pipeline."""
     for component in pipeline.components.values():
         if isinstance(component, nn.Module):
-            yield from (one for one in component.modules() if isinstance(one, BaseTunerLayer))
+            yield from (
+                module for module in component.modules() if isinstance(module, BaseTunerLayer)
+            )

@@ -1,7 +1,7 @@
-"""Frozen adapters under the one that trains: beside its matrices in PEFT's layers, by names of their own.
+"""Frozen adapters that are active while another one trains (`lora.under`); PEFT's layers hold both.
 
-They are not merged into the base. A bf16 weight would round part of the sum away and could not give it back, and a
-quantised weight could not take it. The base in comparisons and results stays the published one.
+They are not merged into the base. A bf16 weight would round part of the sum away irreversibly, and a quantized weight
+cannot be changed. Comparisons and results keep using the published base.
 """
 
 import warnings
@@ -24,31 +24,35 @@ Layers = Mapping[str, StoredLayer]
 
 
 def under_name(number: int) -> str:
-    """Return the name of the frozen adapter of that number, as the recipe counts them."""
+    """The name of the frozen adapter with this number, in the recipe's order."""
     return f"{UNDER}{number}"
 
 
 def configs_under(model: nn.Module, under: Sequence[Layers]) -> list[peft.LoraConfig]:
-    """Return PEFT's config of each, for a model that has no adapter yet: afterwards its layers have other names."""
-    every = adaptable_layers(model)
-    return [peft_config(layers, exact_targets(list(layers), every)) for layers in under]
+    """PEFT's config of each, for a model without adapters: attaching them renames its layers."""
+    all_layers = adaptable_layers(model)
+    return [peft_config(layers, exact_targets(list(layers), all_layers)) for layers in under]
 
 
 def put_under(model: Any, under: Mapping[str, tuple[peft.LoraConfig, Layers, float]]) -> None:
-    """Add frozen adapters by name, each a config, layers and a factor; all are on. What trains does not change."""
+    """Add frozen adapters by name, each a config, layers and a factor. All are active; trainable parameters stay the
+    same.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for name, (config, layers, factor) in under.items():
-        # PEFT draws an A, which is replaced, and warns of a second adapter, which is meant.
+        # PEFT initializes A at random, which is overwritten, and warns about a second adapter, which is intended.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             peft.inject_adapter_in_model(config, adaptable(model), adapter_name=name)
         adapted = [model.get_submodule(layer) for layer in layers]
-        # As those that train: PEFT has given them the base's dtype.
-        for matrix in (one[name] for layer in adapted for one in (layer.lora_A, layer.lora_B)):
+        # fp32, as the trained adapter: PEFT has created them in the base's dtype.
+        for matrix in (part[name] for layer in adapted for part in (layer.lora_A, layer.lora_B)):
             matrix.float()
         put_matrices(model, layers, name)
         for layer in adapted:
+            # The file's alpha / rank, times the recipe's factor.
             layer.scaling[name] *= factor
+    # PEFT has changed what is trainable: restore it.
     model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -57,12 +61,12 @@ def put_under(model: Any, under: Mapping[str, tuple[peft.LoraConfig, Layers, flo
 
 @contextmanager
 def under_off(model: nn.Module, but: Iterable[str] = ()) -> Iterator[None]:
-    """Leave the frozen adapters out within, all but these; nothing else of the model changes."""
+    """Disable the frozen adapters inside the context, except those in `but`. Nothing else changes."""
     layers = [layer for layer in _tuner_layers(model) if _has_under(layer)]
     before = [list(layer.active_adapters) for layer in layers]
-    kept = {ADAPTER_NAME, START, *but}
+    active = {ADAPTER_NAME, START, *but}
     for layer, names in zip(layers, before, strict=True):
-        _activate([layer], [name for name in names if name in kept])
+        _activate([layer], [name for name in names if name in active])
     try:
         yield
     finally:
@@ -72,13 +76,13 @@ def under_off(model: nn.Module, but: Iterable[str] = ()) -> Iterator[None]:
 
 @contextmanager
 def trained_off(model: nn.Module) -> Iterator[None]:
-    """Leave the adapter that trains out within: the base is left, with the frozen adapters that are on."""
+    """Disable the trained adapter inside the context. The frozen adapters stay as they are."""
     layers = _tuner_layers(model)
     before = [list(layer.active_adapters) for layer in layers]
     for layer, names in zip(layers, before, strict=True):
         frozen = [name for name in names if name.startswith(UNDER) and name != START]
         _activate([layer], frozen or names)
-        # Not by `enable_adapters`, which freezes them as well.
+        # `enable_adapters` would also freeze them.
         layer._disable_adapters = not frozen
     try:
         yield
@@ -98,5 +102,5 @@ def _has_under(layer: Any) -> bool:
 
 def _activate(layers: Iterable[Any], names: list[str]) -> None:
     for layer in layers:
-        # Not by `set_adapter`, which makes every active adapter trainable.
+        # `set_adapter` would make every active adapter trainable.
         layer._active_adapter = list(names)

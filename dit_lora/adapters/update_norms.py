@@ -1,4 +1,4 @@
-"""Size of an adapter's change to each of its layers: the norm of the update against that of the layer's weight."""
+"""Size of an adapter's change to each layer: the norm of the update relative to the norm of the layer's weight."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,42 +18,42 @@ from dit_lora.adapters.changed_weight import changed_weight
 from dit_lora.numerics.quantized_linear import NarrowLinear
 
 STRONG = 1.0
-"""Ratio of an update's norm to its weight's above which a layer is more adapter than base."""
+"""Ratio of an update's norm to its weight's norm above which a layer is more adapter than base."""
 EXTREME = 10.0
-"""Ratio above which less than a tenth of what a layer computes is its base: a run that blew up, no fine-tune."""
+"""Ratio above which the base is less than a tenth of a layer: the run has diverged."""
 
 LOST = 2.0**-24
-"""Half of fp32's last place: a weight keeps its bits if an update so small is added to it."""
+"""Half a unit in the last place of fp32: adding a smaller update does not change the weight's bits."""
 
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """One adapted layer of a model with an adapter in it."""
+    """One adapted layer of a model with an adapter."""
 
     rank: int
     alpha: float
     scaling: float
-    """Factor of the update; 1 of OFT, which rotates and has none."""
+    """Factor of the update; 1 for OFT, which is a rotation and has none."""
 
 
 @dataclass(frozen=True)
 class ModuleUpdate:
-    """Size of one layer's update."""
+    """The size of the update of one layer."""
 
     name: str
     norm: float
-    """Frobenius norm of what the adapter changes the layer's weight by; of a LoRA that is scaling * B @ A."""
+    """Frobenius norm of the change of the layer's weight; for LoRA the change is scaling * B @ A."""
     relative: float | None
-    """Ratio of `norm` to that of the layer's own weight; None where the weight is not known."""
+    """Ratio of `norm` to the norm of the layer's weight; None if the weight is unknown."""
     share: float | None = None
-    """Ratio of `norm` to that of a weight of the usual size of this adapter's layers, if the layer's own is smaller.
+    """Like `relative`, but compared with a typical adapted weight if the layer's own weight is smaller.
 
-    A layer that begins at zero, as modulations and last layers do, is no reason for an alarm.
+    So a layer that is initialized with zeros, such as a modulation or a last layer, raises no alarm.
     """
 
     @property
     def is_lost(self) -> bool:
-        """True if the update is zero, or so small beside its weight that nothing of it is left in fp32."""
+        """True if the update is zero, or so small compared with its weight that adding it in fp32 changes nothing."""
         return self.norm == 0 or (self.relative is not None and self.relative < LOST)
 
     def record(self) -> dict[str, Any]:
@@ -61,18 +61,19 @@ class ModuleUpdate:
 
 
 def product_norm(b: torch.Tensor, a: torch.Tensor) -> float:
-    """Return the Frobenius norm of B @ A in fp64 without the product: the square root of tr(B'B AA').
+    """Frobenius norm of B @ A in fp64 without computing the product: the square root of tr(B'B AA').
 
-    `a` is (rank, in), of a convolution (rank, in, height, width); `b` (out, rank), or (out, rank, 1, 1).
+    `a` is (rank, in), for a convolution (rank, in, height, width); `b` is (out, rank), or (out, rank, 1, 1).
     """
-    left, right = b.flatten(1).double(), a.flatten(1).double()
-    square = ((left.T @ left) * (right @ right.T)).sum().item()
-    # Rounding may leave a small negative number for an update of zero.
+    b_matrix, a_matrix = b.flatten(1).double(), a.flatten(1).double()
+    # The trace of the product of two symmetric (rank, rank) matrices is the sum of their elementwise product.
+    square = ((b_matrix.T @ b_matrix) * (a_matrix @ a_matrix.T)).sum().item()
+    # For an update of zero, rounding may give a small negative number.
     return math.sqrt(square) if square > 0 or math.isnan(square) else 0.0
 
 
 def loaded_layers(model: nn.Module) -> dict[str, LoadedLayer]:
-    """Return the adapted layers by their names in the model without an adapter; the model has one adapter."""
+    """The adapted layers of a model with one adapter, by their names in the model without it."""
     layers = {}
     for name, layer in _adapted(model):
         adapter = next(iter(layer.r))
@@ -80,16 +81,18 @@ def loaded_layers(model: nn.Module) -> dict[str, LoadedLayer]:
         if isinstance(layer, OFTLayer):
             layers[name] = LoadedLayer(rank, rank, 1.0)
             continue
+        # LoRA and LoKr name this attribute differently.
         alphas = layer.lora_alpha if isinstance(layer, LoraLayer) else layer.alpha
         layers[name] = LoadedLayer(rank, alphas[adapter], layer.scaling[adapter])
     return layers
 
 
 def weight_norms(model: nn.Module, files: Sequence[Path]) -> dict[str, float]:
-    """Return norms of the adapted layers' own weights, in fp32, one layer at a time; quantised ones as they compute.
+    """Norms of the adapted layers' own weights in fp32, computed one layer at a time; quantized weights are
+    dequantized.
 
-    Weights of a model without values (meta) are read from the checkpoint's `files`, tensor by tensor, where
-    these have its names.
+    Weights of a model without values (meta) are read from the checkpoint's `files`, tensor by tensor, if the files use
+    the same names.
     """
     norms, absent = {}, set()
     for name, layer in _adapted(model):
@@ -106,13 +109,13 @@ def module_updates(
     layers: Mapping[str, LoadedLayer],
     norms: Mapping[str, float],
 ) -> list[ModuleUpdate]:
-    """Return one update for each LoRA layer whose two matrices are among `tensors`, in the order of names."""
+    """The update of each LoRA layer whose two matrices are in `tensors`, sorted by name."""
     pairs = {
         name: (tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
         for name in sorted(layers)
         if {f"{name}.lora_A.weight", f"{name}.lora_B.weight"} <= tensors.keys()
     }
-    # Roots of the weights' numbers of values, which the sides of their matrices tell.
+    # Square root of each weight's number of values, from the shapes of its matrices.
     roots = {name: math.sqrt(len(b) * a[0].numel()) for name, (a, b) in pairs.items()}
     changes = {
         name: abs(layers[name].scaling) * product_norm(b, a) for name, (a, b) in pairs.items()
@@ -122,9 +125,9 @@ def module_updates(
 
 @torch.no_grad()
 def measured_updates(model: nn.Module, norms: Mapping[str, float]) -> list[ModuleUpdate]:
-    """Return one update for each adapted layer of a loaded model, by the weight that layer and adapter come to.
+    """The update of each adapted layer of a loaded model, from its weight with the adapter merged in.
 
-    This takes an fp64 copy of one weight at a time, and goes for every kind.
+    Works for every kind of adapter, and needs an fp64 copy of one weight at a time.
     """
     changes, roots = {}, {}
     for name, layer in sorted(_adapted(model)):
@@ -136,30 +139,32 @@ def measured_updates(model: nn.Module, norms: Mapping[str, float]) -> list[Modul
 
 
 def base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> list[ModuleUpdate]:
-    """Return distances of trained base weights from those of the same name and shape in the checkpoint's `files`."""
+    """Changes of trained base weights, compared with the tensors of the same name and shape in the checkpoint's
+    `files`.
+    """
     changes, norms, roots = {}, {}, {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in tensors.keys() & set(opened.keys()):
-                before, now = opened.get_tensor(name).double(), tensors[name].double()
-                if before.shape == now.shape:
-                    changes[name] = torch.linalg.vector_norm(now.cpu() - before).item()
-                    norms[name] = torch.linalg.vector_norm(before).item()
-                    roots[name] = math.sqrt(before.numel())
+                original, current = opened.get_tensor(name).double(), tensors[name].double()
+                if original.shape == current.shape:
+                    changes[name] = torch.linalg.vector_norm(current.cpu() - original).item()
+                    norms[name] = torch.linalg.vector_norm(original).item()
+                    roots[name] = math.sqrt(original.numel())
     return _compared(dict(sorted(changes.items())), norms, roots)
 
 
 def _compared(
     changes: Mapping[str, float], norms: Mapping[str, float], roots: Mapping[str, float]
 ) -> list[ModuleUpdate]:
-    """Return updates from norms of changes and of what they change; `roots` are the square roots of the sizes."""
-    # The usual root mean square of this model's weights stands in for weights that begin near zero.
-    usual = median([norms[name] / roots[name] for name in changes if name in norms] or [0.0])
+    """Build updates from the norms of changes and weights; `roots` are square roots of the weights' sizes."""
+    # For weights near zero, use the typical root mean square of this model's weights.
+    typical_rms = median([norms[name] / roots[name] for name in changes if name in norms] or [0.0])
     updates = []
     for name, norm in changes.items():
         own_norm = norms.get(name)
-        base = max(own_norm, usual * roots[name]) if own_norm is not None else 0.0
-        relative, share = (norm / weight if weight else None for weight in (own_norm, base))
+        reference = max(own_norm, typical_rms * roots[name]) if own_norm is not None else 0.0
+        relative, share = (norm / weight if weight else None for weight in (own_norm, reference))
         updates.append(ModuleUpdate(name, norm, relative, share))
     return updates
 

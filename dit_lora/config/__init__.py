@@ -1,1 +1,1 @@
-"""The recipe: its sections, how it is read, and the recipes of the wheel."""
+"""Recipes: their sections, how they are read, and the recipes that come with the package."""

@@ -1,6 +1,4 @@
-"""The files that the wheel carries beside its code: recipes, the training script, Accelerate configs; found,
-described, copied.
-"""
+"""Recipes, the training script and Accelerate configs that come with the package: find, describe and copy them."""
 
 import difflib
 import re
@@ -16,7 +14,10 @@ from dit_lora.errors import DitLoraError, listed
 
 
 def stock_files() -> Path:
-    """Return the folder with recipes/ and accelerate_configs/: inside the installed package, or a checkout's root."""
+    """The folder with recipes/ and accelerate_configs/: inside the installed package, or the root of a checkout.
+
+    Raises `DitLoraError` if the installation lacks them.
+    """
     package = Path(__file__).parents[1]
     for folder in (package / "stock_files", package.parent):
         if (folder / "recipes" / "lora.py").is_file():
@@ -28,28 +29,31 @@ def stock_files() -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Return names as `dit-lora init` takes them, `cogvideox/5b_t2v`; those that need no GPU first."""
+    """Names for `dit-lora init`, such as `cogvideox/5b_t2v`; recipes that need no GPU come first."""
     root = stock_files() / "recipes"
     names = [path.relative_to(root).with_suffix("").as_posix() for path in root.glob("*/*.yaml")]
     return sorted(names, key=lambda name: (not name.startswith("smoke/"), name))
 
 
 def accelerate_configs() -> dict[str, Path]:
-    """Return the Accelerate configs by name, `one_gpu`."""
+    """Paths of the Accelerate configs by name, such as `one_gpu`."""
     paths = (stock_files() / "accelerate_configs").glob("*.yaml")
     return {path.stem: path for path in sorted(paths)}
 
 
 @dataclass(frozen=True)
 class StockRecipe:
-    """A shipped recipe, with what the comment at its top says of it."""
+    """A recipe that comes with the package, with the facts in its header comment."""
 
     name: str
     text: str
 
     @classmethod
     def named(cls, name: str, defaults: Mapping[str, str] | None = None) -> "StockRecipe":
-        """Read the recipe of that name, or with `defaults` of that family; an error suggests the nearest name."""
+        """Read the recipe with this name, or a family's default recipe from `defaults`.
+
+        Raises `DitLoraError` that suggests the nearest names.
+        """
         defaults = defaults or {}
         name = name.removeprefix("recipes/").removesuffix(".yaml")
         name = defaults.get(name, name)
@@ -61,31 +65,33 @@ class StockRecipe:
 
     @property
     def smoke(self) -> bool:
-        """True for a tiny recipe, which a CPU trains."""
+        """True for a tiny recipe that trains on a CPU."""
         return self.name.startswith("smoke/")
 
     @property
     def file(self) -> str:
-        """The file's name in a folder of its own: `cogvideox_5b_t2v.yaml`."""
+        """Its file name in a folder for one run: `cogvideox_5b_t2v.yaml`."""
         return f"{self.name.replace('/', '_')}.yaml"
 
     @cached_property
     def header(self) -> str:
-        """The comment at its top."""
+        """The comment at the top of the file."""
         return self.text[: self.text.index("\nmodel:") + 1]
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """`Task`, `Memory`, `Time` and whatever else the header says of it, by its words."""
+        """The facts in the header by their labels: `Title`, `Task`, `Memory`, `Time` and others."""
         prose = [line[1:].strip() for line in self.header.splitlines() if line[:4] != "#   "]
         flat = " ".join(line.lstrip("# ").strip() for line in self.header.splitlines())
+        # The title is the first paragraph after the schema line.
         title = " ".join(prose[1 : prose.index("")])
         parts = re.split(r"(?:^| )([A-Z][a-z]+): ", flat)
         return {"Title": title} | dict(zip(parts[1::2], parts[2::2], strict=True))
 
     @cached_property
     def commands(self) -> list[str]:
-        """The commands that the header says to type, each in one line; the launch is the last."""
+        """The commands in the header, one line each; the last one launches training."""
+        # The commands are the second block. Join lines that end with a backslash, and drop trailing comments.
         block = self.header.split("\n#\n")[1].replace("\\\n#", "\\\n ")
         joined = re.sub(r" *\\\n *", " ", block)
         lines = [line.lstrip("# ") for line in joined.splitlines() if line.startswith("#   ")]
@@ -93,12 +99,12 @@ class StockRecipe:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The contents of the YAML, unchecked."""
+        """The contents of the YAML file, not validated."""
         values: dict[str, Any] = parse_yaml(self.text)
         return values
 
     def record(self, defaults: Mapping[str, str]) -> dict[str, Any]:
-        """Return what `dit-lora recipes --json` prints of it."""
+        """The recipe's entry in `dit-lora recipes --json`."""
         return {
             "name": self.name,
             "family": self.values["model"]["family"],
@@ -115,28 +121,33 @@ class StockRecipe:
 
     @property
     def accelerate_config(self) -> str:
-        """The Accelerate config that its header launches it with; a smoke recipe's is cpu."""
+        """The Accelerate config in its launch command; `cpu` for smoke recipes."""
         match = re.search(r"accelerate_configs/(\w+)\.yaml", self.header)
         return match[1] if match else "cpu"
 
     def launch(self, config: str) -> str:
-        """Return the command that starts it in a folder of its own; data.path and run.dir are as its file says."""
-        words = shlex.split(self.commands[-1])
-        script = words.index("recipes/lora.py")
-        options = [word for word in words[2:script] if not word.startswith("accelerate_configs/")]
+        """The command that launches it in a folder for one run. Overrides of data.path and run.dir are dropped: the
+        file has them.
+        """
+        arguments = shlex.split(self.commands[-1])
+        script = arguments.index("recipes/lora.py")
+        options = [
+            word for word in arguments[2:script] if not word.startswith("accelerate_configs/")
+        ]
         options = [word for word in options if word not in ("--quiet", "--config_file")]
         if config != self.accelerate_config:
-            options = []  # --num_processes is another topology's
+            options = []  # options such as --num_processes belong to the header's config
         in_file = ("data.path=", "run.dir=")
-        rest = [word for word in words[script + 2 :] if not word.startswith(in_file)]
+        overrides = [word for word in arguments[script + 2 :] if not word.startswith(in_file)]
         head = ["accelerate", "launch", "--quiet", "--config_file", f"{config}.yaml", *options]
-        return " ".join([*head, "lora.py", self.file, *rest])
+        return " ".join([*head, "lora.py", self.file, *overrides])
 
 
 def write_folder(recipe: StockRecipe, out: Path, config: str) -> list[Path]:
-    """Write a folder to train in: the recipe, the training script, an Accelerate config and the editors' schema.
+    """Write a folder for one run: the recipe, the training script, an Accelerate config and the JSON Schema for
+    editors.
 
-    What they say of each other's places is true there. `out` must be empty or absent.
+    Paths and commands in these files are adapted to the folder. `out` must be empty or absent; raises `DitLoraError`.
     """
     root = stock_files()
     script = (root / "recipes" / "lora.py").read_text(encoding="utf-8")
@@ -159,11 +170,13 @@ def write_folder(recipe: StockRecipe, out: Path, config: str) -> list[Path]:
 
 
 def _placed(recipe: StockRecipe, config: str) -> str:
-    """Return the recipe's text with its header's commands and paths as they are in a folder of its own."""
+    """The recipe's text, with the commands and paths in its header adapted to a folder for one run."""
     launch = re.compile(r"accelerate launch (?:[^\n]*\\\n#)*[^\n]*")
     header = launch.sub(lambda _: recipe.launch(config), recipe.header, count=1)
     header = header.replace("$schema=../schema.json", "$schema=schema.json")
-    header = re.sub(r"recipes/([\w.]+/[\w.]+)\.yaml", r"\1", header)  # others, by name
+    header = re.sub(
+        r"recipes/([\w.]+/[\w.]+)\.yaml", r"\1", header
+    )  # references to other recipes become names
     return header + recipe.text[len(recipe.header) :]
 
 
@@ -171,6 +184,7 @@ def _unknown(name: str, names: list[str], families: Iterable[str]) -> str:
     inside = [recipe for recipe in names if recipe.startswith(f"{name}/")]
     if inside:
         return listed(f"{name!r} has several recipes; choose one:", inside)
+    # Compare with names with and without their folder, and with families.
     spelled = {recipe.split("/")[-1]: recipe for recipe in names}
     spelled |= {recipe: recipe for recipe in names}
     spelled |= {family: family for family in families}

@@ -17,22 +17,22 @@ class VideoShape:
     height: int
     width: int
     references: tuple["VideoShape", ...] = ()
-    """Shapes that its references are encoded in: samples of one batch have equal ones."""
+    """Shapes that its references are encoded in. All samples of a batch have the same."""
 
     @classmethod
     def of(cls, data: "DataConfig") -> "VideoShape":
-        """Return the shape of a recipe without buckets, which is the one that buckets' budget comes from."""
+        """The shape of a recipe without buckets. With buckets, it sets their budget."""
         return cls(data.frames, data.height, data.width)
 
     @property
     def volume(self) -> int:
-        """Number of pixels of all frames, with those of its references."""
-        own = self.frames * self.height * self.width
-        return own + sum(one.volume for one in self.references)
+        """Number of pixels in all frames, including those of the references."""
+        pixels = self.frames * self.height * self.width
+        return pixels + sum(reference.volume for reference in self.references)
 
     def __str__(self) -> str:
-        own = f"{self.frames}x{self.height}x{self.width}"
-        return " + ".join([own, *map(str, self.references)])
+        sides = f"{self.frames}x{self.height}x{self.width}"
+        return " + ".join([sides, *map(str, self.references)])
 
 
 class Layout(Section):

@@ -1,18 +1,18 @@
-"""Recipes that train both experts of a checkpoint, as one recipe for each."""
+"""Split a recipe that trains both experts of a checkpoint into one recipe per expert."""
 
 from pathlib import Path
 
 from dit_lora.config.recipe import Recipe
 
 EXPERTS = {"transformer": "high_noise", "transformer_2": "low_noise"}
-"""Names of a checkpoint's two experts by their components; files and folders of one end with them."""
+"""Names of a checkpoint's two experts by component. Their files and folders end with these names."""
 
 
 def in_turn(recipe: Recipe) -> tuple[Recipe, ...]:
-    """Return the recipe, or, where `model.part` is both, one for each expert, in the order in which they train.
+    """The recipes to train one after another: one per expert if `model.part` is both, else the recipe itself.
 
-    Each is a whole run in its own folder below run.dir, with its share of `train.steps`; both share one cache. The
-    second shows its samples with the first one's adapter. Neither pushes: both are pushed together.
+    Each is a complete run in a folder below run.dir with its share of `train.steps`; both use one cache. The second
+    samples with the first one's adapter. Neither pushes to the Hub, because both are pushed together.
     """
     if recipe.model.part != "both":
         return (recipe,)
@@ -31,6 +31,6 @@ def _of_expert(recipe: Recipe, part: str, steps: int) -> Recipe:
         "hub": recipe.hub.model_copy(update={"push": False}),
     }
     if part == "transformer_2":
-        first = str(folder / EXPERTS["transformer"] / "adapter")
-        changes["validation"] = recipe.validation.model_copy(update={"other_expert": first})
+        other_adapter = str(folder / EXPERTS["transformer"] / "adapter")
+        changes["validation"] = recipe.validation.model_copy(update={"other_expert": other_adapter})
     return recipe.model_copy(update=changes)

@@ -1,4 +1,4 @@
-"""The ladder of answers to a step that tripped, with their budgets; needs torch alone, as the guard does."""
+"""The recovery actions for failed steps and their budgets. Imports only torch, like the guard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,14 +10,14 @@ from dit_lora.errors import DitLoraError
 Rung = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
 RUNGS: tuple[Rung, ...] = get_args(Rung)
 SHORTEST_WINDOW = 20
-"""Steps that a median needs before anything is judged by it."""
+"""Steps that a median needs before values are compared with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LadderConfig:
-    """Says how a step that tripped is answered, and how often. Raises `DitLoraError` for a value out of its bounds.
+    """Recovery actions for failed steps, and how often each may be used. Raises `DitLoraError` for invalid values.
 
-    A recipe's `guard` section has these settings too, with the same defaults.
+    The `guard` section of a recipe has the same settings with the same defaults.
     """
 
     on_nonfinite: tuple[Rung, ...] = RUNGS
@@ -38,29 +38,30 @@ class LadderConfig:
     """Largest size of one bundle; what does not fit is left out, and said."""
 
     def __post_init__(self) -> None:
-        # A list is as good as a tuple, as in a recipe.
+        # Accept a list too, as in a recipe.
         object.__setattr__(self, "on_nonfinite", tuple(self.on_nonfinite))
-        wrong = self._faults()
-        if wrong:
-            raise DitLoraError(f"{type(self).__name__}: " + "; ".join(wrong))
+        messages = self._faults()
+        if messages:
+            raise DitLoraError(f"{type(self).__name__}: " + "; ".join(messages))
 
     def _faults(self) -> list[str]:
-        wrong = _no_counts(self, ("max_skips", "max_rollbacks", "snapshot_every", "bundles"))
+        messages = _no_counts(self, ("max_skips", "max_rollbacks", "snapshot_every", "bundles"))
         if not 0 < self.rollback_lr < 1:
-            wrong.append(f"rollback_lr={self.rollback_lr!r}: it must be between 0 and 1")
+            messages.append(f"rollback_lr={self.rollback_lr!r}: it must be between 0 and 1")
         if not 0 < self.bundle_mib < inf:
-            wrong.append(f"bundle_mib={self.bundle_mib!r}: it must be above 0")
+            messages.append(f"bundle_mib={self.bundle_mib!r}: it must be above 0")
         if fault := ladder_fault(self.on_nonfinite):
-            wrong.append(f"on_nonfinite={list(self.on_nonfinite)}: {fault}")
-        return wrong
+            messages.append(f"on_nonfinite={list(self.on_nonfinite)}: {fault}")
+        return messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(LadderConfig):
-    """Settings of a guard in somebody else's loop. Raises `DitLoraError` as its base does.
+    """Settings of a guard in your own training loop. Raises `DitLoraError` for invalid values.
 
-    By default nothing ends the loop: `on_nonfinite` has no `stop`. With one, `NonFiniteError` ends it where no other
-    answer fits, or `max_skips` is used up. A recipe's `guard` section has the other settings under the same names.
+    By default nothing stops the loop: `on_nonfinite` has no `stop`. With `stop`, the guard raises `NonFiniteError` if
+    no other action fits, or if `max_skips` is used up. The `guard` section of a recipe has the other settings under
+    the same names.
     """
 
     on_nonfinite: tuple[Rung, ...] = RUNGS[:-1]
@@ -78,28 +79,30 @@ class LoopConfig(LadderConfig):
 
     @classmethod
     def for_script(cls, max_skips: int | None, **settings: Any) -> "LoopConfig":
-        """Settings of the command: with a number of skips the ladder ends in a stop, without one nothing stops."""
+        """Settings of `dit-lora guard`. With `max_skips`, the last recovery action is stop; without, nothing stops the
+        script.
+        """
         if max_skips is None:
             return cls(**settings)
         return cls(on_nonfinite=RUNGS, max_skips=max_skips, **settings)
 
     @classmethod
     def of(cls, config: LadderConfig) -> "LoopConfig":
-        """Return these settings as those of a loop, with nothing more to look at where they do not say."""
+        """These settings for a loop; monitoring that the base class does not have is off."""
         if isinstance(config, cls):
             return config
         return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
 
     def _faults(self) -> list[str]:
-        wrong = super()._faults() + _no_counts(self, ("monitor_every",))
+        messages = super()._faults() + _no_counts(self, ("monitor_every",))
         threshold, window = self.spike_threshold, self.spike_window
         if threshold is not None and not 0 < threshold < inf:
-            wrong.append(f"spike_threshold={threshold!r}: it must be above 0, for instance 8")
+            messages.append(f"spike_threshold={threshold!r}: it must be above 0, for instance 8")
         if type(window) is not int or window < SHORTEST_WINDOW:
-            wrong.append(
+            messages.append(
                 f"spike_window={window!r}: it must be a whole number of {SHORTEST_WINDOW} or more"
             )
-        return wrong
+        return messages
 
 
 def _no_counts(config: LadderConfig, names: Sequence[str]) -> list[str]:
@@ -111,7 +114,7 @@ def _no_counts(config: LadderConfig, names: Sequence[str]) -> list[str]:
 
 
 def ladder_fault(rungs: Sequence[str]) -> str | None:
-    """Return what is wrong with a ladder, or None."""
+    """The problem with a list of recovery actions; None if it is valid."""
     if any(rung not in RUNGS for rung in rungs):
         return f"the rungs are {', '.join(RUNGS)}"
     if not rungs or len(set(rungs)) != len(rungs):

@@ -1,4 +1,4 @@
-"""Recipes in and out: YAML, `key.path=value` overrides, unknown keys refused by name."""
+"""Read and write recipes: YAML, `key.path=value` overrides, and messages about unknown keys."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ _SHOWN = 200  # characters of a value in a message
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe in a YAML file with `key.path=value` overrides applied, checked as a whole.
+    """Read a recipe from a YAML file, apply `key.path=value` overrides and validate it as a whole.
 
-    Every unknown key, missing key and wrong type is listed in one `DitLoraError`.
+    Raises one `DitLoraError` that lists all unknown keys, missing keys and wrong types.
     """
     path = Path(path)
     try:
@@ -37,7 +37,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
-    """Return a checked `Recipe` from plain values; `source` names them in errors."""
+    """Validate plain values as a `Recipe`. `source` names them in the message of the `DitLoraError`."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -47,19 +47,21 @@ def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
 
 
 def load_folder(path: str, overrides: Sequence[str] = ()) -> DataConfig:
-    """Return the data of a folder, tar or dataset by itself, of which no shape is asked.
+    """The data section for a single folder, tar or dataset without a recipe. Its height and width are placeholders.
 
-    `overrides` say where its captions, references and masks are, for example `data.mask_folder=masks`. Raises
+    `overrides` say where captions, references and masks are, for example `data.mask_folder=masks`. Raises
     `DitLoraError` for other keys, which need a recipe.
     """
     values: dict[str, Any] = {}
     for override in overrides:
         _apply_override(values, override)
-    taken = [f"data.{name}" for name in Layout.model_fields]
-    foreign = [key for key in (one.partition("=")[0] for one in overrides) if key not in taken]
+    allowed = [f"data.{name}" for name in Layout.model_fields]
+    foreign = [
+        key for key in (override.partition("=")[0] for override in overrides) if key not in allowed
+    ]
     if foreign:
         raise DitLoraError(
-            f"{', '.join(foreign)}: needs a recipe (.yaml); of {path} itself, these can be given: {', '.join(taken)}"
+            f"{', '.join(foreign)}: needs a recipe (.yaml); of {path} itself, these can be given: {', '.join(allowed)}"
         )
     try:
         return DataConfig(**values.get("data", {}), path=path, height=1, width=1)
@@ -70,7 +72,9 @@ def load_folder(path: str, overrides: Sequence[str] = ()) -> DataConfig:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Return the resolved recipe as YAML that `load_recipe` reads back equal, without what its mode does not have."""
+    """The complete recipe as YAML, which `load_recipe` reads back unchanged. Sections that its mode does not have are
+    left out.
+    """
     values = recipe.model_dump(mode="json")
     if recipe.train.mode == "full":
         del values["lora"], values["optim"]["groups"]["adapter"]
@@ -79,7 +83,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return jSON Schema of a recipe, for editors."""
+    """JSON Schema of a recipe, for editors."""
     return Recipe.model_json_schema()
 
 
@@ -98,8 +102,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     try:
         section[leaf] = parse_yaml(text)
     except ValueError as error:
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        raise DitLoraError(f"the value of {key} is not valid YAML: {shown!r}: {error}") from error
+        excerpt = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise DitLoraError(f"the value of {key} is not valid YAML: {excerpt!r}: {error}") from error
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
@@ -110,15 +114,16 @@ def _problems(error: ValidationError) -> Iterator[str]:
         elif problem["type"] == "missing":
             yield f"{name}: missing"
         else:
-            words = problem["msg"].removeprefix("Value error, ")
-            # Of what the whole recipe or a section contradicts, the words say what was given.
+            message = problem["msg"].removeprefix("Value error, ")
+            # Our own checks of a whole section name the values in their message.
             says_input = problem["type"] == "value_error" and isinstance(problem["input"], dict)
-            words = words if says_input else f"{words}; got {problem['input']!r}"
-            yield f"{name}: {words}" if name else words
+            message = message if says_input else f"{message}; got {problem['input']!r}"
+            yield f"{name}: {message}" if name else message
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:
-    """Return the same key elsewhere in the recipe, else the nearest one in the same section."""
+    """Suggest the same key in another section, else the most similar key in this one."""
+    # Paths of all keys: a key in the wrong section is more likely than a typing error.
     key_paths = list(_key_paths(Recipe))
     parent = [str(part) for part in location[:-1]]
     siblings = [path[-1] for path in key_paths if path[:-1] == parent]

@@ -7,16 +7,16 @@ from pydantic import Field, field_validator, model_validator
 from dit_lora.config.section import Count, Decay, Section
 
 FROM_WEIGHT = ("pissa", "olora")
-"""Starts that are made of the weight that is adapted."""
+"""Initializations from the weight that is adapted."""
 FROM_DATA = "eva"
-"""The start that is made of what layers are given by the data."""
+"""The initialization from the inputs of layers on training data."""
 INITS = ("kaiming", "gaussian", FROM_DATA, *FROM_WEIGHT)
 RANK = 64
 Kind = Literal["lora", "dora", "lokr", "loha", "oft"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 KIND_NAMES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa", "oft": "OFT"}
-"""Kinds by the names that their papers give them."""
-# What each kind has besides kind, targets and init. PEFT's configs of the others have no such field.
+"""Names of the kinds in their papers."""
+# Options of each kind, besides kind, targets and init: those that PEFT's config for it has.
 _OPTIONS: dict[Kind, set[str]] = {
     "lora": {"rank", "alpha", "rslora", "rank_pattern", "alpha_pattern", "dropout", "under"},
     "dora": {"rank", "alpha", "rslora", "rank_pattern", "alpha_pattern", "dropout"},
@@ -25,7 +25,7 @@ _OPTIONS: dict[Kind, set[str]] = {
     "oft": {"block_size"},
 }
 LATER = ("kind", "rslora", "rank_pattern", "alpha_pattern", "factor", "block_size", "under")
-"""Options that checkpoints of version 0.1 do not know: one at its default is left out of what a run is known by."""
+"""Options that version 0.1 did not have. At their defaults they are left out when checkpoints compare settings."""
 Patterns = dict[str, Count]
 
 
@@ -88,7 +88,7 @@ class LoraConfig(Section):
     def _paths(cls, values: Any) -> Any:
         if not isinstance(values, list | tuple):
             return values
-        return [{"path": one} if isinstance(one, str) else one for one in values]
+        return [{"path": value} if isinstance(value, str) else value for value in values]
 
     @field_validator("init")
     @classmethod
@@ -113,15 +113,15 @@ class LoraConfig(Section):
     @model_validator(mode="after")
     def _options_of_kind(self) -> Self:
         options = set.union(*_OPTIONS.values())
-        others = sorted(
+        unsupported = sorted(
             name
             for name in options - _OPTIONS[self.kind]
             if getattr(self, name)
             != type(self).model_fields[name].get_default(call_default_factory=True)
         )
-        if others:
+        if unsupported:
             raise ValueError(
-                f"kind {self.kind} has no {', '.join(others)}; it has {', '.join(sorted(_OPTIONS[self.kind]))}"
+                f"kind {self.kind} has no {', '.join(unsupported)}; it has {', '.join(sorted(_OPTIONS[self.kind]))}"
             )
         if self.kind not in ("lora", "dora") and self.init != INITS[0]:
             raise ValueError(f"kind {self.kind} has a start of its own; leave `init` out")
@@ -139,16 +139,16 @@ class LoraConfig(Section):
 
     @property
     def options(self) -> set[str]:
-        """Return the names of the options that the kind has, beside kind, targets and init."""
+        """Names of the options that the kind has, besides kind, targets and init."""
         return _OPTIONS[self.kind]
 
     @property
     def from_file(self) -> bool:
-        """Return true if training continues from a LoRA's file."""
+        """True if training continues from a LoRA file."""
         return self.init not in INITS
 
     @property
     def own_rank(self) -> int:
-        """The rank of an adapter that starts anew."""
+        """The rank of an adapter that does not continue from a file."""
         assert self.rank is not None, "of a file, the rank is the file's"
         return self.rank

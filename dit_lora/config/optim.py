@@ -13,21 +13,21 @@ from dit_lora.config.timesteps import TimestepsConfig
 Schedule = Literal["constant", "linear", "cosine"]
 
 _LEAST = 2.0**-126
-"""The least number of fp32 with all its digits."""
+"""The smallest normal fp32 number; smaller ones lose precision."""
 
 
 def _with_a_record(name: object) -> object:
     if isinstance(name, str) and name in OPTIMIZERS:
         return name
-    *most, last = map(repr, OPTIMIZERS)
-    raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+    *names, last_name = map(repr, OPTIMIZERS)
+    raise PydanticKnownError("literal_error", {"expected": f"{', '.join(names)} or {last_name}"})
 
 
 OptimizerName = Annotated[
     str,
     BeforeValidator(_with_a_record),
     Field(
-        description="\n".join(f"`{name}`: {one.about}" for name, one in OPTIMIZERS.items()),
+        description="\n".join(f"`{name}`: {record.about}" for name, record in OPTIMIZERS.items()),
         json_schema_extra={"enum": list(OPTIMIZERS)},
     ),
 ]
@@ -66,7 +66,7 @@ class GroupsConfig(Section):
         return group
 
     def given(self) -> dict[str, GroupConfig]:
-        """Return the groups that the recipe names, in a fixed order."""
+        """The groups that the recipe configures, in a fixed order."""
         return {name: group for name in type(self).model_fields if (group := getattr(self, name))}
 
 
@@ -96,7 +96,7 @@ class OptimConfig(Section):
         return eps
 
     def rate_problems(self, groups: Mapping[str, GroupConfig]) -> list[str]:
-        """Return why the optimizer cannot train these groups: Prodigy finds one learning rate, for all of them."""
+        """Messages why the optimizer cannot train these groups. Prodigy finds one learning rate for all groups."""
         record = OPTIMIZERS[self.name]
         if record.multipliers is None:
             return []
@@ -115,10 +115,10 @@ class OptimConfig(Section):
             for name, group in groups.items()
         }
         if not problems and len(set(rates.values())) > 1:
-            shown = "; ".join(f"{name}: {rate}" for name, rate in rates.items())
+            summary = "; ".join(f"{name}: {rate}" for name, rate in rates.items())
             problems.append(
                 f"optim.name={self.name} has one learning rate: give all groups the same lr, schedule and "
-                f"warmup_steps, or take {DEFAULT}; got {shown}"
+                f"warmup_steps, or take {DEFAULT}; got {summary}"
             )
         return problems
 
@@ -155,7 +155,7 @@ class PreserveConfig(Section):
         return self
 
     def without_trigger(self, caption: str) -> list[str]:
-        """Return the caption with each of the class words for the trigger."""
+        """The caption with the trigger replaced by each of the class words."""
         return [caption.replace(self.trigger, word) for word in self.class_words]
 
 

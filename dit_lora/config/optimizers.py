@@ -1,7 +1,7 @@
-"""Optimizers, one record each: whatever the package knows of one is here, and is looked up by its name in a recipe.
+"""One record per optimizer with everything the package knows about it. Recipes look it up by name.
 
-Of an optimizer without a record (`Guard.attach` takes any of torch's) names of state tensors say the same as of those
-with one: `of_all` gives the names of all records.
+An optimizer without a record (`Guard.attach` accepts any of torch's) is assumed to name its state tensors as those
+with one do: `of_all` collects the names of all records.
 """
 
 import math
@@ -17,87 +17,87 @@ DEFAULT = "adamw"
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """Facts about one optimizer. Add its package to pyproject.toml and `environment.versions.TESTED` too."""
+    """Facts about one optimizer. Its package must also be in pyproject.toml and in `environment.versions.TESTED`."""
 
     about: str
-    """The sentence about it in a recipe's documentation."""
+    """Description in a recipe's documentation."""
     target: str
-    """Its class, `module:Class`, which is imported when it is built."""
+    """Its class as `module:Class`. Imported only when the optimizer is built."""
     state_bytes: Callable[[Sequence["torch.Tensor"]], int]
-    """Bytes of the tensors that it keeps of these parameters once it has stepped, without what allocators round up."""
+    """Bytes of its state for these parameters after the first step, without the allocator's rounding."""
     arguments: Mapping[str, bool] = field(default_factory=dict)
-    """Arguments that its class takes beside groups, betas, eps and weight decay."""
+    """Further arguments for its class, besides groups, betas, eps and weight decay."""
     decay_in_groups: bool = False
-    """Give the weight decay in each group rather than among the defaults."""
+    """Pass the weight decay in each group instead of as a default."""
     package: str = "torch"
-    """The distribution and module that it comes with."""
+    """Name of the distribution, and of its module."""
     extra: str | None = None
     """The extra of `dit-lora` that installs the package."""
     native: bool = False
-    """Its package brings native code, which may lack the device: a step is tried before a run begins."""
+    """True for native code, which may not support the device: a step is tried before a run starts."""
     unpaged: str | None = None
-    """Its state moves between a CUDA GPU and the host; the name of the same optimizer whose state stays."""
+    """For an optimizer whose state is paged between GPU and host: name of the variant without paging."""
     narrower: str | None = None
-    """The name of an optimizer with less state, which `plan` proposes instead."""
+    """Name of an optimizer with less state, which `plan` proposes instead."""
     sharding: tuple[Literal["fsdp2", "zero2"], ...] = ()
-    """Launches that may share its weights out. It must be elementwise, and for ZeRO skip steps on the device."""
+    """Launches that may shard its weights. It must be elementwise, and for ZeRO it must skip steps on the device."""
     skips_on_device: str | None = None
-    """The class, `module:Class`, that it is or derives from, whose fused step reads `found_inf` on the device."""
+    """Its class or base class as `module:Class`, if its fused step reads `found_inf` on the device."""
     never_negative: tuple[str, ...] = ()
     """State tensors that cannot be negative: second moments, and the scales of 8-bit ones."""
     squares: tuple[str, ...] = ()
     """State tensors that grow with the square of gradients."""
     shared_state: tuple[str, ...] = ()
-    """State tensors that all parameters have in common."""
+    """State tensors that all parameters share."""
     group_numbers: tuple[str, ...] = ()
-    """Numbers that it keeps in its parameter groups."""
+    """Numbers that it keeps in parameter groups."""
     rate_factor: str | None = None
-    """The one of them that the learning rate is multiplied by."""
+    """The one of `group_numbers` that multiplies the learning rate."""
     multipliers: tuple[float, float] | None = None
-    """It finds one learning rate for all groups: the bounds of `lr`, which multiplies that rate."""
+    """For optimizers that find one learning rate for all groups: bounds of `lr`, which multiplies it."""
 
     @property
     def title(self) -> str:
-        """Return the name of its class."""
+        """The name of its class."""
         return self.target.partition(":")[2]
 
 
 def of_all(names: Callable[[OptimizerRecord], tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the names that any record gives, each once."""
-    return tuple(dict.fromkeys(name for one in OPTIMIZERS.values() for name in names(one)))
+    """The names that `names` gives for any record, without duplicates."""
+    return tuple(dict.fromkeys(name for record in OPTIMIZERS.values() for name in names(record)))
 
 
 def _fp32_moments(parameters: Sequence["torch.Tensor"]) -> int:
-    """Return the bytes of two moments in each parameter's dtype, and of its step in fp32."""
-    return sum(2 * one.numel() * one.element_size() + 4 for one in parameters)
+    """Bytes of two moments in each parameter's dtype, and of its step count in fp32."""
+    return sum(2 * parameter.numel() * parameter.element_size() + 4 for parameter in parameters)
 
 
-# bitsandbytes' defaults: elements below which moments stay fp32, elements that have a scale, bytes of its two tables.
+# bitsandbytes' defaults: tensors below this size keep fp32 moments, elements per scale, bytes of its two tables.
 SMALLEST_8BIT = 4096
 _BLOCK = 256
 _TABLES = 2 * 256 * 4
 
 
 def _8bit_moments(parameters: Sequence["torch.Tensor"]) -> int:
-    """Return the bytes of two moments of a byte an element with fp32 scales, of small parameters in fp32."""
+    """Bytes of two moments with one byte per element and fp32 scales; small parameters have fp32 moments."""
     counts = [parameter.numel() for parameter in parameters]
     small = sum(2 * 4 * count for count in counts if count < SMALLEST_8BIT)
     large = [count for count in counts if count >= SMALLEST_8BIT]
-    held = sum(2 * (count + 4 * math.ceil(count / _BLOCK)) for count in large)
-    return small + held + (_TABLES if large else 0)
+    quantized = sum(2 * (count + 4 * math.ceil(count / _BLOCK)) for count in large)
+    return small + quantized + (_TABLES if large else 0)
 
 
 def _prodigy_state(parameters: Sequence["torch.Tensor"]) -> int:
-    """Return the bytes of three tensors per parameter and of a copy of its start; a start of zeros is one element.
+    """Bytes of three tensors per parameter and a copy of its initial value; if that is zero, the copy is one element.
 
-    Call it before training. Of meta tensors, which have no values, it counts the copy.
+    Call it before training. For meta tensors, whose values are unknown, the copy is counted in full.
     """
-    held = 0
+    total = 0
     for parameter in parameters:
         count = parameter.numel()
         start = count if parameter.is_meta or parameter.any() else 1
-        held += (3 * count + start) * parameter.element_size()
-    return held
+        total += (3 * count + start) * parameter.element_size()
+    return total
 
 
 _ADAMW_8BIT = OptimizerRecord(
@@ -138,9 +138,9 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         ),
         target="prodigyopt:Prodigy",
         state_bytes=_prodigy_state,
-        # As its authors advise for diffusion models: an estimate that warm-up does not mislead.
+        # As its authors recommend for diffusion models: warm-up then does not distort the estimate.
         arguments={"use_bias_correction": True, "safeguard_warmup": True},
-        decay_in_groups=True,  # of one among its defaults it prints a line
+        decay_in_groups=True,  # a weight decay among the defaults makes it print a message
         package="prodigyopt",
         extra="prodigy",
         narrower="adamw_8bit",
@@ -151,7 +151,7 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
             "d_max",
             "d_numerator",
             "k",
-        ),  # d_denom and d_hat it writes and never reads
+        ),  # d_denom and d_hat are written but never read
         rate_factor="d",
         multipliers=(0.1, 10.0),
     ),

@@ -1,4 +1,4 @@
-"""The sections of a recipe, typed; `dit_lora.config.load` reads them."""
+"""The sections of a recipe as typed models, and checks across sections. `dit_lora.config.load` reads them."""
 
 import re
 from dataclasses import fields
@@ -85,7 +85,7 @@ class KernelsConfig(Section):
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     def ops(self) -> dict[str, KernelMode]:
-        """Return the modes of what replaces parts of a model."""
+        """The modes of kernels that replace parts of a model, by name."""
         names = set(type(self).model_fields) - {"attention", "finite_norm"}
         return {name: getattr(self, name) for name in sorted(names)}
 
@@ -155,12 +155,12 @@ class RunConfig(Section):
     """Run in spite of an untested or known-bad combination of versions."""
 
 
-# As the Hub's own rule (huggingface_hub.utils.validate_repo_id), with the owner always given.
+# The rule of huggingface_hub.utils.validate_repo_id, but the owner is required.
 _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]{0,95}", re.ASCII)
 
 
 def repo_id_problem(repo_id: str) -> str | None:
-    """Return why this cannot name a repository on the Hub, or None."""
+    """Why this cannot be the name of a repository on the Hub; None if it can."""
     parts = repo_id.split("/")
     ends = any(part.endswith((".", "-", ".git")) for part in parts)
     if _REPO_ID.fullmatch(repo_id) and not ends and "--" not in repo_id and ".." not in repo_id:
@@ -213,6 +213,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Recipe":
+        # Images have no frame rate, and chat models need none.
         if self.chat is None and self.data.most_frames > 1 and self.data.fps is None:
             raise ValueError(
                 "data.fps is missing: clips of several frames are resampled to it (chat models: give chat: {})"
@@ -269,8 +270,8 @@ class Recipe(Section):
                 "model.part: both writes two adapters; of train.mode: full, train one expert at a time"
             )
         if train.resume not in ("none", "auto"):
-            words = "a path is one expert's, and auto finds both: continue that expert's own config.yaml"
-            raise ValueError(f"train.resume: under model.part: both, {words}")
+            hint = "a path is one expert's, and auto finds both: continue that expert's own config.yaml"
+            raise ValueError(f"train.resume: under model.part: both, {hint}")
         if train.steps < 2:
             raise ValueError("train.steps: model.part: both needs a step for each expert; got 1")
         if self.validation.other_expert is not None:
@@ -279,6 +280,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _one_mode(self) -> "Recipe":
+        # The defaults show which values the recipe has set itself.
         groups, usual = self.optim.groups, GroupsConfig()
         if self.train.mode == "lora":
             if self.model.from_scratch is not None:
@@ -322,7 +324,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _repeats_itself(self) -> "Recipe":
-        # PyTorch's setting does not reach these packages, whose backward passes add with atomics by default.
+        # PyTorch's setting has no effect on these packages, whose backward passes use atomic additions by default.
         if self.train.deterministic and re.search("flash_|^flash|xformers", self.kernels.attention):
             raise ValueError(
                 f"train.deterministic: the backward pass of kernels.attention: {self.kernels.attention} "
@@ -335,7 +337,7 @@ class Recipe(Section):
     def _one_rate_for_prodigy(self) -> "Recipe":
         groups = self.optim.groups.given()
         if self.train.mode == "full":
-            groups.pop("adapter", None)  # its default, which trains nothing
+            groups.pop("adapter", None)  # set by default, but mode `full` has no adapter
         problems = self.optim.rate_problems(groups)
         if problems:
             raise ValueError("; ".join(problems))
@@ -343,7 +345,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> "Recipe":
-        save, every = self.train.save_every, self.validation.every
+        save, eval_steps = self.train.save_every, self.validation.every
         if not self.train.keep_best:
             return self
         if self.chat is not None and self.validation.conversations is None:
@@ -352,10 +354,10 @@ class Recipe(Section):
             raise ValueError(
                 "train.keep_best needs a held-out loss: validation.held_out_draws is 0"
             )
-        if every is None or (save % every and every % save):
+        if eval_steps is None or (save % eval_steps and eval_steps % save):
             raise ValueError(
                 "train.keep_best needs the held-out loss of checkpoints: validation.every must divide "
-                f"train.save_every or be a multiple of it; got {every} and {save}"
+                f"train.save_every or be a multiple of it; got {eval_steps} and {save}"
             )
         return self
 

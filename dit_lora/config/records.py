@@ -1,8 +1,8 @@
-"""Shapes of the JSON that runs, bundles, checkpoints and adapters hold, and the reader that requires them.
+"""Types of the JSON in run folders, bundles, checkpoints and adapters, and the reader that validates it.
 
-A file of a known shape may come from a stranger. Read through its shape, a damaged or hostile one is one line that
-names the file and the field, and what follows can rely on the types. Keys that a shape does not name are kept: newer
-versions write more. `NotRequired` keys were written from some version on, or for some models only.
+These files may come from strangers. A damaged or hostile file gives a one-line error that names the file and the
+field, and code that uses the result can rely on its types. Unknown keys are kept, because newer versions write more.
+`NotRequired` keys are written only since some version, or only for some models.
 """
 
 from pathlib import Path
@@ -26,16 +26,17 @@ T = TypeVar("T")
 
 Finite = Annotated[float, AllowInfNan(False)]
 Number = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)] | Finite
-"""A number that stays an integer if it is written as one."""
+"""A finite number; integers stay integers."""
 Int64 = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
-"""JSON's integers have any size; those of tensors, seeds and steps have 64 bits."""
+"""Integers of tensors, seeds and steps have 64 bits, while JSON's have any size."""
 Count = Annotated[int, Strict(), Field(ge=0, le=2**63 - 1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
-"""A name in Python, of a class, an argument or a component."""
+"""A Python identifier: the name of a class, an argument or a component."""
 Module = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)
 ]
 Dtype = Annotated[str, StringConstraints(pattern=r"^torch\.(float|bfloat)[0-9]{1,2}(_[a-z0-9]+)?$")]
+# Unknown keys are kept, and values are not converted.
 _OPEN = ConfigDict(extra="allow", strict=True)
 
 
@@ -63,7 +64,7 @@ class Status(TypedDict):
 
 
 class VerifiedFiles(TypedDict):
-    """verification.json, as far as it is read; earlier versions have no digests."""
+    """The keys of verification.json that are read; earlier versions have no digests."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     files: NotRequired[dict[str, str]]
@@ -72,7 +73,7 @@ class VerifiedFiles(TypedDict):
 
 
 class Answer(TypedDict):
-    """An answer of a chat model to a validation prompt, in answers.json."""
+    """A chat model's answer to a validation prompt, in answers.json."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     prompt: NotRequired[str]
@@ -81,7 +82,7 @@ class Answer(TypedDict):
 
 
 class Under(TypedDict):
-    """A frozen adapter that a result was trained over."""
+    """A frozen adapter that was active while a result was trained."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     name: str
@@ -95,13 +96,13 @@ class NamedFile(TypedDict):
 
 
 class Viewed(TypedDict):
-    """Choice of frames of media for a chat model; the fields of `Viewing`."""
+    """How frames of media are chosen for a chat model: the fields of `Viewing`."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
 
 
 class Video(TypedDict):
-    """The shape of the samples that were trained on: numbers of frames and pixels, frames per second."""
+    """Shape of the training samples: numbers of frames and pixels, frames per second."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     frames: NotRequired[Count | None]
@@ -111,7 +112,7 @@ class Video(TypedDict):
 
 
 class Provenance(TypedDict):
-    """A run's own part of an adapter's header; empty for an adapter of another program."""
+    """The run's own entry in an adapter's header; empty for an adapter of another program."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     family: NotRequired[str]
@@ -142,7 +143,7 @@ class Provenance(TypedDict):
 
 
 class AdapterConfig(TypedDict):
-    """PEFT's config of an adapter, as far as it is read here."""
+    """The keys of PEFT's adapter config that are read."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     peft_type: NotRequired[str | None]
@@ -161,7 +162,7 @@ class AdapterConfig(TypedDict):
 
 
 class Replay(TypedDict):
-    """The place of a micro-batch in a run."""
+    """Position of a micro-batch in a run."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     step: Count
@@ -181,14 +182,14 @@ _Class = TypedDict("_Class", {"class": Name})
 
 
 class CalledModel(_Class):
-    """The model of a loop that is not ours: its class, and "name shape" of each parameter."""
+    """The model of an external training loop: its class, and "name shape" for each parameter."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     parameters: list[Annotated[str, StringConstraints(pattern=r"^\S.* \S+$")]]
 
 
 class BundleFacts(TypedDict):
-    """bundle.json: of a run `recipe` and `dtype`, of another loop `call` and `model`."""
+    """bundle.json. A run's bundle has `recipe` and `dtype`; an external loop's has `call` and `model`."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     format: Int64
@@ -206,7 +207,7 @@ class BundleFacts(TypedDict):
 
 
 class PipelineFacts(_Class):
-    """The part of facts.json on a pipeline, from which the code of the model card is written."""
+    """The entry of facts.json about a pipeline, from which the model card's code is generated."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     module: Module
@@ -228,7 +229,7 @@ class PipelineFacts(_Class):
 
 
 class ModelFacts(_Class):
-    """The part of facts.json on a chat model's class."""
+    """The entry of facts.json about a chat model's class."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     module: Module
@@ -245,7 +246,7 @@ class Spread(TypedDict):
 
 
 class ClipDataFacts(TypedDict):
-    """The part of facts.json on clips or pictures."""
+    """The entry of facts.json about clips or images."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     kind: Literal["images", "clips"]
@@ -254,7 +255,7 @@ class ClipDataFacts(TypedDict):
     clips: Count
     samples: Count
     seconds: Spread | None
-    """Lengths of the clips in seconds; None for pictures."""
+    """Lengths of the clips in seconds; None for images."""
     shapes: NotRequired[dict[str, Count]]
     caption_words: NotRequired[Spread]
     distinct_captions: NotRequired[Count]
@@ -266,7 +267,7 @@ class ClipDataFacts(TypedDict):
 
 
 class ConversationDataFacts(TypedDict):
-    """The part of facts.json on conversations."""
+    """The entry of facts.json about conversations."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     kind: Literal["conversations"]
@@ -286,7 +287,7 @@ class ChatTemplateFile(TypedDict):
 
 
 class WeightMap(TypedDict):
-    """The index of a model in several files."""
+    """The index file of a model that is split into several files."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     weight_map: dict[str, str]
@@ -302,16 +303,16 @@ class Facts(TypedDict):
 
 
 def read_typed(path: Path, kind: type[T]) -> T:
-    """Return the JSON of a regular file as a value of this shape.
+    """Read a JSON file and validate it as this type. The file must be a regular one.
 
-    Raises `OSError` if it cannot be read, and `ParseError`, which names the file and the field, if it is no JSON of
-    this shape, holds a key twice, or is not UTF-8.
+    Raises `OSError` if it cannot be read, and `ParseError`, which names the file and the field, if it is not JSON of
+    this type, has a key twice, or is not UTF-8.
     """
     return typed(read_regular(path), kind, str(path))
 
 
 def typed(text: str | bytes, kind: type[T], what: str) -> T:
-    """Return a JSON text as a value of this shape; raises as `read_typed`. `what` names the text in the message."""
+    """Parse a JSON text and validate it as this type. `what` names the text in the message of the `ParseError`."""
     try:
         value = parse_json(text, unique=True)
     except ParseError as error:
@@ -320,11 +321,11 @@ def typed(text: str | bytes, kind: type[T], what: str) -> T:
 
 
 def checked(value: Any, kind: type[T], what: str) -> T:
-    """Return a parsed value if it is of this shape; raises `ParseError`."""
+    """Validate a parsed value as this type; raises `ParseError` with the first problem."""
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part)[:80] for part in first["loc"]) or "the whole"
-        got = repr(first["input"])[:80] if first["type"] != "missing" else "nothing"
-        raise ParseError(f"{what} is damaged: {field}: {first['msg']}; got {got}") from error
+        problem = error.errors(include_url=False)[0]
+        field = ".".join(str(part)[:80] for part in problem["loc"]) or "the whole"
+        got = repr(problem["input"])[:80] if problem["type"] != "missing" else "nothing"
+        raise ParseError(f"{what} is damaged: {field}: {problem['msg']}; got {got}") from error

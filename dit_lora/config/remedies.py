@@ -1,4 +1,4 @@
-"""Tells names on the Hub from local paths, and says what to type if something is not where it was looked for."""
+"""Tell names on the Hub from local paths, and suggest what to type if a path does not exist."""
 
 import difflib
 import re
@@ -7,8 +7,8 @@ from pathlib import Path
 from dit_lora.config.catalog import recipe_names
 
 HUB = "hub:"
-"""The prefix of OWNER/NAME: it is on the Hub, whatever it looks like."""
-# What folders of clips, models and runs are called; accounts on the Hub that are called so belong to somebody.
+"""Prefix that marks OWNER/NAME as a name on the Hub, even if it looks like a path."""
+# Usual names of local folders. Accounts with such names exist on the Hub, and a mistyped path must not reach them.
 _FOLDERS = re.compile(
     r"(adapter|archive|audio|base|cache|checkpoint|ckpt|clip|config|data|dataset|demo|doc|download|eval|example|exp|"
     r"experiment|export|file|folder|frame|gif|home|image|img|input|local|log|lora|media|merged|mine|mnt|model|movie|"
@@ -25,9 +25,10 @@ _FILE = re.compile(
 
 
 def hub_name(path: str) -> str | None:
-    """Return the OWNER/NAME on the Hub that a text means; None where it is, or looks like, a place on this machine.
+    """The OWNER/NAME on the Hub that a text stands for; None if it exists locally or looks like a local path.
 
-    The one rule for models, data and adapters: what is here comes first, and a mistyped folder is asked of nobody.
+    Models, data and adapters all use this rule: existing paths come first, and a mistyped folder is never requested
+    from the Hub.
     """
     if path.startswith(HUB):
         return path.removeprefix(HUB)
@@ -35,30 +36,32 @@ def hub_name(path: str) -> str | None:
 
 
 def looks_local(path: str) -> bool:
-    """Return whether a path that is not there is no id of the Hub's, or reads as a folder that somebody mistyped.
+    """True if a path that does not exist cannot be a Hub id, or looks like a mistyped local folder.
 
-    That is one whose first part is here, or is called as folders are; `hub:` before it says otherwise.
+    The latter is so if its first part exists here or is a usual folder name. False with the prefix `hub:`.
     """
     if path.startswith(HUB):
         return False
-    first, slash, last = path.partition("/")
-    if not slash or not last or "/" in last or "\\" in path or first.startswith((".", "~")):
+    owner, slash, name = path.partition("/")
+    if not slash or not name or "/" in name or "\\" in path or owner.startswith((".", "~")):
         return True
-    return bool(_FOLDERS.fullmatch(first) or _FILE.fullmatch(last)) or Path(first).is_dir()
+    return bool(_FOLDERS.fullmatch(owner) or _FILE.fullmatch(name)) or Path(owner).is_dir()
 
 
 def hub_hint(path: str) -> str:
-    """Return what to add to the error about a folder that is not there, where its name could be one of the Hub's."""
+    """A hint for the error about a missing folder if its name could be one on the Hub; else empty."""
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
     return f"; if you mean the Hub's, write {HUB}{path}" if is_name else ""
 
 
 def recipe_remedy(path: Path) -> str:
-    """Return where a recipe that is not there may be: beside it, or among those that come with dit-lora."""
-    beside = {near.stem: near for near in path.parent.glob("*.yaml")}
-    close = difflib.get_close_matches(path.stem, beside, n=1)
+    """Suggest a recipe for a path that does not exist: a similar file in its folder, or one that comes with
+    dit-lora.
+    """
+    siblings = {near.stem: near for near in path.parent.glob("*.yaml")}
+    close = difflib.get_close_matches(path.stem, siblings, n=1)
     if close:
-        return f"did you mean {beside[close[0]]}?"
+        return f"did you mean {siblings[close[0]]}?"
     name = path.as_posix().removeprefix("recipes/").removesuffix(".yaml")
     if name in recipe_names():
         return f"write it into a folder of your own: dit-lora init {name} my-run"

@@ -1,4 +1,4 @@
-"""The base of a recipe's sections: frozen, unknown keys are errors, numbers with their bounds."""
+"""Base class of a recipe's sections: frozen, no unknown keys, bounded numbers."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, get_args
@@ -13,7 +13,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 def _types(annotation: Any) -> Iterator[Any]:
-    """Yield the plain types of `Annotated` and optional ones."""
+    """Yield an annotation and all types inside it, as in `Annotated` and unions."""
     yield annotation
     for part in get_args(annotation):
         yield from _types(part)
@@ -28,7 +28,7 @@ class Section(BaseModel):
     @classmethod
     def _no_number_by_yes_or_no(cls, value: Any, info: ValidationInfo) -> Any:
         types = list(_types(cls.model_fields[info.field_name or ""].annotation))
-        # Python's bool is an int: pydantic would take a bare `yes` of YAML for 1.
+        # Python's bool is an int: pydantic would accept `yes` in YAML as the number 1.
         if isinstance(value, bool) and bool not in types and (int in types or float in types):
             raise ValueError(f"Input should be a number, not {str(value).lower()}")
         return value

@@ -8,6 +8,7 @@ from dit_lora.config.section import Positive, Section
 
 Density = Literal["uniform", "logit_normal", "stretched_logit_normal", "mode"]
 
+# The densities that each parameter belongs to.
 _TAKES = {"mean": ("logit_normal", "stretched_logit_normal"), "mode_scale": ("mode",)}
 _TAKES["std"] = _TAKES["mean"]
 

@@ -1,4 +1,4 @@
-"""The section `validation` of a recipe: what is sampled, and what is measured, on the way."""
+"""The section `validation` of a recipe: samples and losses during training."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -46,20 +46,20 @@ class ValidationConfig(Section):
     @field_validator("references", mode="before")
     @classmethod
     def _lists(cls, given: Any) -> Any:
-        """Take one file for a list of one."""
+        """Accept a single file in place of a list with one file."""
         if not isinstance(given, list | tuple):
             return given
-        return [[one] if isinstance(one, str) else one for one in given]
+        return [[files] if isinstance(files, str) else files for files in given]
 
     @property
     def sampled(self) -> list[str]:
-        """Return what each sample of a step is of, in the order of their files."""
+        """The prompt or class of each sample in a validation, in the order of the files."""
         return sampled_prompts(self.prompts, self.count, self.seed)
 
 
 def sampled_prompts(prompts: Sequence[str], count: int, seed: int) -> list[str]:
-    """Return the prompts as samples are shown: each with its seeds where it has several samples."""
+    """Titles of the samples, one per prompt and seed; with several samples per prompt, they include the seed."""
     if count == 1:
         return list(prompts)
     seeds = range(seed, seed + count)
-    return [f"{prompt} (seed {one})" for prompt in prompts for one in seeds]
+    return [f"{prompt} (seed {sample_seed})" for prompt in prompts for sample_seed in seeds]

@@ -1,7 +1,7 @@
-"""The one reader of YAML: texts that strangers may have written, with bounds on what they become.
+"""Parse YAML from untrusted sources, with limits on depth, digits and number of nodes.
 
-PyYAML ends deep nesting in a `RecursionError` and long numbers in words about Python; a few lines of aliases stand for
-more nodes than fit a memory. Here each of them is an error of one line.
+PyYAML reports deep nesting as a `RecursionError` and long numbers with messages about Python, and a few lines of
+aliases can stand for more nodes than fit into memory. Here each of these is a one-line error.
 """
 
 from collections import Counter
@@ -14,17 +14,17 @@ import yaml
 from dit_lora.parsing import DEEP, LONG, MOST_DIGITS, MOST_LEVELS, ParseError, refused
 
 MOST_NODES = 100_000
-"""The most nodes of a YAML text, an alias counted as what it stands for."""
+"""Maximum number of nodes; an alias counts as many as the nodes it stands for."""
 MOST_YAML = 1_000_000
-"""Characters of a YAML text, which PyYAML reads slowly."""
+"""Maximum number of characters, because PyYAML is slow."""
 MAX_YAML_BYTES = 4 * MOST_YAML
-"""Bytes of a YAML file; a character has four at most."""
+"""Maximum size of a YAML file: a character has at most four bytes."""
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text by the safe tags; raises `ParseError`.
+    """Parse a YAML text with the safe tags; raises `ParseError`.
 
-    Keys that are given twice, of which YAML would keep the last, are refused; so are texts that are no Unicode.
+    Duplicate keys, which YAML would resolve to the last one, and texts that are not Unicode are errors too.
     """
     if len(text) > MOST_YAML:
         raise ParseError(f"it has {len(text):,} characters, and {MOST_YAML:,} are read at most")
@@ -34,11 +34,11 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ParseError(" ".join(str(error).split())) from error
     except (RecursionError, OverflowError, TypeError, ValueError) as error:
-        raise refused(error) from error  # also of a number or a date that is none
+        raise refused(error) from error  # also raised for invalid numbers and dates
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the value in a YAML file; raises `OSError`, or `ParseError` that names the file."""
+    """Parse a YAML file; raises `OSError`, or `ParseError` that names the file."""
     try:
         with path.open(encoding="utf-8") as file:
             return parse_yaml(file.read(MOST_YAML + 1))
@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """`yaml.SafeLoader` that refuses a key given twice."""
+    """`yaml.SafeLoader` that refuses duplicate keys."""
 
     # The anchor is a name or None; the type is that of PyYAML's stubs.
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
@@ -57,8 +57,8 @@ class _Loader(yaml.SafeLoader):
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         twice = sorted(value for (_, value), count in Counter(keys).items() if count > 1)
         if twice:
-            words = f"given twice: {', '.join(twice)}"
-            raise yaml.composer.ComposerError(None, None, words, node.start_mark)
+            message = f"given twice: {', '.join(twice)}"
+            raise yaml.composer.ComposerError(None, None, message, node.start_mark)
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
@@ -75,42 +75,43 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 @dataclass
 class _Open:
-    """A list or mapping of a YAML text that has not ended."""
+    """A list or mapping of a YAML text whose end has not been reached."""
 
     anchor: str | None
     before: int
     """Number of nodes before it."""
     levels: int = 1
-    """Number of its levels: its own, and those of the deepest in it."""
+    """Its depth, including the deepest node inside it."""
 
 
 def _require_few(text: str) -> None:
-    """Count levels and nodes as the text's events come, before anything is built of them; raises `ParseError`."""
+    """Count levels and nodes from the parser's events, before any value is built; raises `ParseError`."""
     sizes: dict[str | None, tuple[int, int]] = {}
-    """The nodes and levels that an alias stands for, by anchor."""
-    around: list[_Open] = []
+    """Numbers of nodes and levels by anchor, for aliases."""
+    open_collections: list[_Open] = []
     count = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         nodes, levels = 1, 0
         if isinstance(event, yaml.AliasEvent):
-            if event.anchor in (collection.anchor for collection in around):
+            if event.anchor in (collection.anchor for collection in open_collections):
                 raise ParseError(f"*{event.anchor} stands for what it is in itself")
             nodes, levels = sizes.get(event.anchor, (1, 0))
         elif isinstance(event, yaml.ScalarEvent):
             sizes[event.anchor] = (1, 0)
             _require_unicode(event.value)
         elif isinstance(event, yaml.CollectionStartEvent):
-            around.append(_Open(event.anchor, count))
+            open_collections.append(_Open(event.anchor, count))
         elif isinstance(event, yaml.CollectionEndEvent):
-            ended = around.pop()
+            ended = open_collections.pop()
             sizes[ended.anchor] = (count - ended.before, ended.levels)
             nodes, levels = 0, ended.levels
         else:
             continue
         count += nodes
-        if around:
-            around[-1].levels = max(around[-1].levels, 1 + levels)
-        if len(around) + levels > MOST_LEVELS:
+        if open_collections:
+            open_collections[-1].levels = max(open_collections[-1].levels, 1 + levels)
+        # An alias adds the levels of the nodes that it stands for.
+        if len(open_collections) + levels > MOST_LEVELS:
             raise ParseError(DEEP)
         if count > MOST_NODES:
             raise ParseError(

@@ -1,1 +1,1 @@
-"""Versions and known-bad combinations, the launch, and what is fetched or loaded from outside."""
+"""Package versions and known-bad combinations, launch checks, and loading of checkpoints and Hub files."""

@@ -1,9 +1,10 @@
-"""Render chat templates of checkpoints in a process of its own, with bounds on time, memory and output.
+"""Render the chat templates of checkpoints in a separate process, with limits on time, memory and output.
 
-A chat template is a program of the checkpoint. Jinja's sandbox keeps it from files and attributes, not from loops
-and strings without end: `{% for %}` over nested ranges, string multiplication, macros that call each other. Nothing
-inside the process can interrupt all of these, so one process per process that renders waits for templates, bounded
-by the kernel. It is forked at the first template; a rendering takes less than a millisecond more than in place.
+A chat template is a program that comes with the checkpoint. Jinja's sandbox blocks access to files and attributes, but
+not endless loops and strings: `{% for %}` over nested ranges, string multiplication, macros that call each other.
+Nothing inside a process can interrupt all of these, so each process that renders has one child process for it, limited
+by the kernel. The child is forked at the first template; rendering in it takes less than a millisecond longer than in
+the process itself.
 """
 
 import gc
@@ -24,14 +25,14 @@ from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 
 MAX_SECONDS = 10.0
-"""Time of one rendering; templates of published checkpoints take a millisecond."""
+"""Time limit of one rendering; templates of published checkpoints take a millisecond."""
 MAX_TIMEOUTS = 3
-"""Renderings of one template that may exceed `MAX_SECONDS`; later ones are refused at once."""
+"""Number of timeouts per template; after them, renderings of this template fail immediately."""
 MAX_BYTES = 2**29
-"""Memory that a rendering may need."""
+"""Memory limit of a rendering, on top of what the process uses already."""
 MAX_OUTPUT_CHARACTERS = 2**24
-"""The longest text."""
-# What a template can raise: whatever is not among these ends the process, which is an answer too.
+"""Length limit of the rendered text."""
+# Exceptions that a template can raise. Any other ends the child process, which is reported as an error too.
 _RAISED = (
     *(TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError),
     *(MemoryError, RuntimeError, ImportError, AssertionError, OSError),
@@ -39,7 +40,7 @@ _RAISED = (
 
 
 class ChatTemplateError(DitLoraError, TemplateError):
-    """A chat template that cannot be rendered, or not within the bounds."""
+    """A chat template that cannot be rendered, or exceeds the limits."""
 
 
 class _Renderer:
@@ -54,14 +55,17 @@ class _Renderer:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         template = options.get("chat_template")
+        # One request at a time: an answer on the connection belongs to the last request.
         with self._lock:
-            # With thousands of samples, waiting for each would take hours.
+            # With thousands of samples, waiting for a timeout on each would take hours.
             if self._num_timeouts[template] >= MAX_TIMEOUTS:
                 raise ChatTemplateError(
                     f"the checkpoint's chat template took more than {MAX_SECONDS:g} s "
                     f"{MAX_TIMEOUTS} times and is not rendered again"
                 )
-            if self._owner != os.getpid():  # this process is itself a fork of the owner
+            if (
+                self._owner != os.getpid()
+            ):  # this process was forked from the one that started the child
                 self._start()
             assert self._connection is not None
             try:
@@ -90,7 +94,7 @@ class _Renderer:
                 _close_all_but(theirs.fileno())
                 self._serve(theirs)
             finally:
-                os._exit(0)  # nothing of the parent's is to be flushed or freed here
+                os._exit(0)  # skip atexit handlers and buffers, which belong to the parent
         theirs.close()
         self._owner, self._child, self._connection = os.getpid(), child, ours
 
@@ -103,8 +107,9 @@ class _Renderer:
         self._owner, self._child, self._connection = 0, 0, None
 
     def _serve(self, connection: Connection) -> None:
-        """Answer until the other end is closed."""
+        """Render templates in the child process until the parent closes the connection."""
         gc.disable()
+        # Ctrl+C reaches all processes of the terminal; only the parent handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         _bound_memory()
@@ -113,7 +118,7 @@ class _Renderer:
                 args, options = connection.recv()
             except (EOFError, OSError):
                 return
-            # A process whose owner was killed ends by itself.
+            # If the parent was killed, nobody stops this process: the alarm ends it.
             signal.setitimer(signal.ITIMER_REAL, 2 * MAX_SECONDS)
             try:
                 rendered = self._function(*args, **options)
@@ -123,30 +128,33 @@ class _Renderer:
             except MemoryError:
                 answer = json.dumps({"error": f"it needs more than {MAX_BYTES:,} bytes"})
             except _RAISED as error:
-                words = " ".join(str(error)[:400].split())
-                answer = json.dumps({"error": words or type(error).__name__})
+                message = " ".join(str(error)[:400].split())
+                answer = json.dumps({"error": message or type(error).__name__})
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.send_bytes(answer.encode())
 
 
 def _close_all_but(kept: int) -> None:
-    """Close every file of the parent but the standard streams: with a file of its own a fork would hold its locks."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    """Close all inherited files except the standard streams and this one: open copies would keep the parent's
+    locks.
+    """
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     os.closerange(3, kept)
-    os.closerange(kept + 1, most)
+    os.closerange(kept + 1, max_files)
 
 
 def _bound_memory() -> None:
     statm = Path("/proc/self/statm")
-    if not statm.exists():  # not Linux: the time is bounded only
+    if not statm.exists():  # not Linux: only the time is limited
         return
-    held = int(statm.read_text().split()[0]) * resource.getpagesize()
+    # The first field of statm is the size of the address space in pages.
+    used = int(statm.read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (held + MAX_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, hard))
 
 
 def bound_chat_templates() -> None:
-    """Have Transformers render every chat template of this process within the bounds. A second call does nothing."""
+    """Make Transformers render all chat templates of this process within the limits. A second call does nothing."""
     from transformers import processing_utils, tokenization_utils_base
 
     modules: tuple[Any, ...] = (tokenization_utils_base, processing_utils)

@@ -1,4 +1,4 @@
-"""Give a model or a result as a local folder: the one place that downloads them from the Hub."""
+"""Resolve a model or a result to a local folder. All downloads of them from the Hub happen here."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +10,9 @@ from dit_lora.files import require_regular
 
 
 def model_folder(model: ModelConfig, files: Sequence[str]) -> Path:
-    """Return the folder of `model.path`; if it is a name on the Hub, the files of these patterns are fetched first.
+    """The local folder of `model.path`. For a name on the Hub, files that match the patterns are downloaded first.
 
-    Raises `DitLoraError` if the folder is neither here nor to be had.
+    Raises `DitLoraError` if the folder does not exist and the download fails.
     """
     folder = Path(model.path).expanduser()
     if folder.is_dir():
@@ -25,10 +25,11 @@ def model_folder(model: ModelConfig, files: Sequence[str]) -> Path:
 
 
 def result_folder(target: str | Path, files: Sequence[str]) -> Path:
-    """Return the target if it is here or can be no repository, else a folder with its files from the Hub.
+    """The local path of a result: the target itself if it exists, else a folder with its files from the Hub.
 
-    `files` are patterns of what is wanted. Raises `DitLoraError` for what looks like a mistyped folder, and if the
-    Hub does not give any of the files.
+    A target that does not exist and cannot be a repository is returned as it is. `files` are patterns of the files to
+    download. Raises `DitLoraError` if the target looks like a mistyped folder, or if the repository has none of the
+    files.
     """
     name, path = hub_name(str(target)), Path(target)
     if path.exists():
@@ -41,13 +42,14 @@ def result_folder(target: str | Path, files: Sequence[str]) -> Path:
     if name is None or problem:
         return path
     folder = _downloaded(name, files, f"no local file or folder {name}", None)
+    # A download in which no file matches the patterns is no error for the Hub.
     if not any(any(folder.glob(pattern)) for pattern in files):
         raise DitLoraError(f"{name} on the Hub has none of {', '.join(files)}")
     return folder
 
 
 def _downloaded(name: str, files: Sequence[str], missing: str, revision: str | None) -> Path:
-    """Return the folder of a repository's files; an error is one line that begins with `missing`."""
+    """Download files of a repository and return their folder. Errors are one line that begins with `missing`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -59,7 +61,7 @@ def _downloaded(name: str, files: Sequence[str], missing: str, revision: str | N
 
 
 def _remedy(name: str, error: Exception) -> str:
-    """Return what the Hub's answer means, and the next command; its own words where it is none of the common ones."""
+    """What the Hub's error means, and the next command to type; the text of the error if it is not a common one."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -83,8 +85,8 @@ def _remedy(name: str, error: Exception) -> str:
 
 
 def _missing_folder(path: str) -> str:
-    """Return what to type where a checkpoint can be on this machine alone and is not."""
-    place = Path(path)
-    if place.parent.name == "tiny":
-        return f"model.path: no folder {path}; build it: dit-lora tiny {place.name} {path}"
+    """The error message for a local checkpoint folder that does not exist, with the command that helps."""
+    folder = Path(path)
+    if folder.parent.name == "tiny":
+        return f"model.path: no folder {path}; build it: dit-lora tiny {folder.name} {path}"
     return f"model.path: no folder {path}; give a Diffusers checkpoint folder or a Hub id{hub_hint(path)}"

@@ -1,8 +1,8 @@
-"""Keep Transformers, Diffusers and bitsandbytes from fetching kernels, which are code, from the Hub.
+"""Keep Transformers, Diffusers and bitsandbytes from downloading kernels, which are code, from the Hub.
 
-The package `kernels` downloads and runs a repository's code. Where it is installed, Transformers calls it for what a
-config names: an attention or experts implementation, a quantization method, or an architecture with kernels of its
-own. Two measures hold together: configs are read without the keys that name one, and while a checkpoint is loaded the
+The package `kernels` downloads and runs a repository's code. If it is installed, Transformers calls it for names in a
+config: an attention or experts implementation, a quantization method, or an architecture with its own kernels. Two
+measures prevent that. Configs are read without the keys that name kernels, and while a checkpoint is loaded the
 package looks as if it were not installed.
 """
 
@@ -22,15 +22,15 @@ _EXPERTS = (
     "_experts_implementation",
     "_experts_implementation_internal",
 )
-# The implementations of Transformers that need no other package. Any other is left to Transformers' default: the
-# published checkpoints that name flash attention run without it as well.
+# Implementations of Transformers that need no other package. Any other is replaced with Transformers' default:
+# published checkpoints that name flash attention also run without it.
 _PLAIN = {
     **dict.fromkeys(_ATTENTION, ("eager", "sdpa")),
     **dict.fromkeys(_EXPERTS, ("eager", "batched_mm", "grouped_mm")),
     "use_kernels": (False,),
     "kernel_config": (),
 }
-# Methods that fetch nothing; fp8, mxfp4, nvfp4, eetq, gguf, metal and nunchaku_lite get their kernels from the Hub.
+# Methods that download nothing; fp8, mxfp4, nvfp4, eetq, gguf, metal and nunchaku_lite get their kernels from the Hub.
 _QUANTIZATIONS = (
     *("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
     *("aqlm", "awq", "compressed-tensors", "gptq", "hqq", "quanto", "torchao"),
@@ -41,12 +41,12 @@ _COUNTS = re.compile("layers|blocks|depth")
 
 
 def without_kernels(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Copy a config and leave out, at every level, what Transformers would fetch a kernel for.
+    """Copy a config without the values, at every level, for which Transformers would download a kernel.
 
-    Raises `DitLoraError` if it names an attention by a repository of the Hub, or a quantization method that
-    fetches kernels; and for numbers of layers that Transformers would make lists of for hours.
+    Raises `DitLoraError` if the config names a Hub repository as its attention or a quantization method that downloads
+    kernels, and for numbers of layers so large that Transformers would build lists for hours.
     """
-    kept: dict[str, Any] = {}
+    cleaned: dict[str, Any] = {}
     for key, value in config.items():
         if key in _PLAIN and value is not None and value not in _PLAIN[key]:
             _refuse_repository(key, value, where)
@@ -55,12 +55,13 @@ def without_kernels(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             _require_plain_quantization(value, where)
         if isinstance(value, int) and _COUNTS.search(key) and value > MAX_LAYERS:
             raise DitLoraError(f"{where}: {key} is {value:,}, more than {MAX_LAYERS:,}")
+        # Configs of sub-models are nested.
         if isinstance(value, dict):
             value = without_kernels(value, where)
         elif isinstance(value, list):
             value = [without_kernels(v, where) if isinstance(v, dict) else v for v in value]
-        kept[key] = value
-    return kept
+        cleaned[key] = value
+    return cleaned
 
 
 def _refuse_repository(key: str, value: Any, where: str) -> None:
@@ -84,12 +85,12 @@ def _require_plain_quantization(value: Any, where: str) -> None:
 
 @contextmanager
 def kernels_hidden() -> Iterator[None]:
-    """Within it, the package `kernels` cannot be imported, and Transformers takes it for missing."""
+    """Make the package `kernels` look as if it were not installed, inside the context."""
     modules = cast(dict[str, ModuleType | None], sys.modules)
     before = {_PACKAGE: modules[_PACKAGE]} if _PACKAGE in modules else {}
     transformers: Any = modules.get("transformers.integrations.hub_kernels")
     is_available = getattr(transformers, "is_kernels_available", None)
-    modules[_PACKAGE] = None  # which Python takes for a module that is not there
+    modules[_PACKAGE] = None  # makes `import kernels` raise ModuleNotFoundError
     if is_available is not None:
         transformers.is_kernels_available = lambda: False
     try:
@@ -103,10 +104,11 @@ def kernels_hidden() -> Iterator[None]:
 
 @contextmanager
 def configs_without_kernels() -> Iterator[None]:
-    """Within it, configs of Transformers and Diffusers are read as by `without_kernels`, and no kernel is fetched.
+    """Read all configs of Transformers and Diffusers through `without_kernels` inside the context, and fetch no
+    kernels.
 
-    Every config comes through the two methods that are replaced here: those that `configuration_files` names, and
-    those of a pipeline's components.
+    The two methods that are replaced here read every config: those that `configuration_files` names, and those of a
+    pipeline's components.
     """
     from diffusers import ConfigMixin
     from transformers import PreTrainedConfig

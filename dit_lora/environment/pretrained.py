@@ -1,6 +1,6 @@
-"""Load whatever a checkpoint holds: no code of it is run, and of a folder nothing but the folder is read.
+"""Load checkpoints without running code from them. A local folder is loaded without any access to the Hub.
 
-Transformers asks on standard input whether to run the code that a config names, unless it is told before.
+Unless `trust_remote_code` is set, Transformers asks on standard input whether to run the code that a config names.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from dit_lora.files import require_regular
 
 
 def load_pretrained(kind: Any, source: str | Path, **options: Any) -> Any:
-    """Return `kind.from_pretrained` of a folder, or of a name on the Hub given as text.
+    """Call `kind.from_pretrained` with a folder, or with a name on the Hub given as text.
 
-    Raises `DitLoraError` where it cannot be loaded without code of the checkpoint's own or of the Hub, if its files
-    are damaged, and for a folder that is not there.
+    Raises `DitLoraError` if loading needs code from the checkpoint or the Hub, if files are damaged, and for a folder
+    that does not exist.
     """
     from diffusers import ModelMixin
 
@@ -32,7 +32,7 @@ def load_pretrained(kind: Any, source: str | Path, **options: Any) -> Any:
             raise DitLoraError(f"no folder {source} to load from")
     else:
         require_regular(folder)
-    # Diffusers' models are of the class that is asked, and take no such option.
+    # Diffusers' models never run code of a checkpoint, and do not accept this option.
     if not issubclass(kind, ModelMixin):
         options["trust_remote_code"] = False
     part = options.get("subfolder")
@@ -41,17 +41,17 @@ def load_pretrained(kind: Any, source: str | Path, **options: Any) -> Any:
 
 
 def built_from(kind: Any, config: Any, **options: Any) -> Any:
-    """Return `kind.from_config` of a config, for an Auto class; raises as `load_pretrained`."""
+    """Call `kind.from_config` of an Auto class with a config. Raises the same errors as `load_pretrained`."""
     with _reading(Path(config.name_or_path), kind):
         return kind.from_config(config, trust_remote_code=False, **options)
 
 
 @contextmanager
 def _reading(source: Path, kind: Any) -> Iterator[None]:
-    """Turn what the libraries raise for a damaged checkpoint into a `DitLoraError`; fetch no kernel meanwhile.
+    """Turn the libraries' errors for a damaged checkpoint into a `DitLoraError`, and download no kernels meanwhile.
 
-    Transformers, Diffusers and tokenizers hand files of a checkpoint to constructors as they are, so whatever Python
-    can raise follows from a wrong value there, down to the plain `Exception` of tokenizers.
+    Transformers, Diffusers and tokenizers pass values from a checkpoint's files to constructors unchecked, so a wrong
+    value can raise anything, even the plain `Exception` of tokenizers.
     """
     from torch import OutOfMemoryError
 
@@ -61,12 +61,13 @@ def _reading(source: Path, kind: Any) -> Iterator[None]:
     except (DitLoraError, MemoryError, OutOfMemoryError):
         raise
     except Exception as error:
+        # Transformers' message for a checkpoint that needs its own code.
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             raise _own_code(source) from error
-        words = " ".join(str(error).split())[:400] or "no reason given"
+        message = " ".join(str(error).split())[:400] or "no reason given"
         raise DitLoraError(
             f"cannot load {source} as {kind.__name__}; its files may be damaged or of another version: "
-            f"{type(error).__name__}: {words}"
+            f"{type(error).__name__}: {message}"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Judge an environment: which versions were tested, which are known to go wrong, and what a launch leaves out.
+"""Check an environment: tested versions, known-bad combinations, and launches that start fewer processes than asked.
 
-Only `probe_environment` looks at the machine. Everything else is a function of the `Environment` that
-it returns, or of an Accelerate config file, so that any machine can be judged from any other.
+Only `probe_environment` reads the machine. Everything else is a function of the `Environment` that it returns, or of
+an Accelerate config file, so that any machine can be checked from any other.
 """
 
 import os
@@ -26,13 +26,13 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 @dataclass(frozen=True)
 class Tested:
-    """A distribution's range: floor <= tested release <= newest tested < first untested major."""
+    """The version range of a package: floor <= tested release <= newest tested < first untested major."""
 
     floor: str
-    release: str | None  # that of constraints.txt; None: no build of it could be tested
+    release: str | None  # the one in constraints.txt; None if no build could be tested
     next_major: int
     required: bool = True
-    newer: str | None = None  # the newest that the tests passed with, where it is not that release
+    newer: str | None = None  # the newest that passed the tests, if newer than `release`
 
     @property
     def newest(self) -> str | None:
@@ -40,7 +40,7 @@ class Tested:
         return self.newer or self.release
 
     def requirement(self, name: str) -> str:
-        """Return the range as pip reads it."""
+        """The range in pip's syntax."""
         return f"{name}>={self.floor},<{self.next_major}"
 
 
@@ -64,7 +64,7 @@ TESTED: Mapping[str, Tested] = {
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU; `bf16` says that it computes in it, not that it emulates it."""
+    """One GPU. `bf16` is true if it computes in bf16 natively, not by emulation."""
 
     name: str
     memory_gib: float
@@ -73,32 +73,36 @@ class Device:
 
 @dataclass(frozen=True)
 class Environment:
-    """The versions and devices of a run; `dataclasses.asdict` of it is JSON."""
+    """Versions and devices of a run; `dataclasses.asdict` of it is JSON."""
 
     python: str
     platform: str
     versions: Mapping[str, str]  # an absent distribution has no entry
     torch_cuda: str | None = None  # the CUDA version that torch was built for
-    devices: tuple[Device, ...] = ()  # GPUs that torch can use; without one a run is on the CPU
+    devices: tuple[Device, ...] = ()  # GPUs that torch can use; empty for a CPU run
 
     def release(self, name: str) -> Release | None:
-        """Return a version's first three numbers, a nightly's those it leads to; None if there are none."""
+        """The first three numbers of a version; for a nightly, those of the release it precedes. None without a valid
+        version.
+        """
         try:
             return _release(self.versions[name])
         except (KeyError, InvalidVersion):
             return None
 
     def label(self, name: str) -> str:
-        """Return the build label after the plus sign: `cpu` of 2.13.0+cpu."""
+        """The build label after the plus sign: `cpu` for 2.13.0+cpu."""
         return self.versions.get(name, "").partition("+")[2]
 
 
 _version = cache(metadata.version)
-"""Reads an installed distribution's version, once: every run and every bundle asks for all of them."""
+"""The version of an installed distribution, cached: every run and every bundle reads all of them."""
 
 
 def probe_environment() -> Environment:
-    """Return the environment of this process; imports torch, without which its versions have none."""
+    """Read the environment of this process. Imports torch; if that is missing, there is no CUDA version and no
+    device.
+    """
     versions = {}
     for name in (*TESTED, "numpy", "torchvision", *TRACKERS):
         with suppress(metadata.PackageNotFoundError):
@@ -123,7 +127,7 @@ def probe_environment() -> Environment:
 
 @dataclass(frozen=True)
 class VersionProblem:
-    """A version that is wrong or was not tested, and the command that changes it."""
+    """A version that is wrong or untested, and the command that changes it."""
 
     id: str
     severity: Severity
@@ -137,7 +141,7 @@ class VersionProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownBad(VersionProblem):
-    """A combination of versions that somebody lost time to, and the way out."""
+    """A combination of versions with a known defect, and the way out."""
 
     matches: Callable[[Environment], bool]
 
@@ -148,17 +152,17 @@ def _release(version: str) -> Release:
 
 
 def _within(env: Environment, name: str, low: Release, high: Release | None = None) -> bool:
-    """Return low <= installed < high; false if absent."""
+    """True if low <= installed < high; False if the package is not installed."""
     release = env.release(name)
     return release is not None and low <= release < (high or (10**6, 0, 0))
 
 
 def _torchvision_of_another_torch(env: Environment) -> bool:
-    """Return True if torchvision is not 0.(n + 15), which its metadata pins to torch 2.n."""
+    """True if torchvision does not belong to this torch: torchvision 0.(n + 15) requires torch 2.n."""
     torch, vision = env.release("torch"), env.release("torchvision")
     if torch is None or vision is None or torch[0] != 2 or vision[0] != 0:
         return False
-    # PyPI's wheel for x86-64 Linux is linked to CUDA, which a CPU build of torch does not have.
+    # PyPI's wheel for x86-64 Linux links to CUDA, and fails with a CPU build of torch.
     on_pc = "Linux" in env.platform and "x86_64" in env.platform
     cuda_on_cpu = on_pc and env.label("torch") == "cpu" != env.label("torchvision")
     return vision[1] != torch[1] + 15 or cuda_on_cpu
@@ -211,13 +215,14 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
 
 
 def package_status(name: str, env: Environment) -> Status:
-    """Return a distribution's status: `in range` is from the floor to the newest tested minor, `untested` is newer."""
+    """The status of a package: `in range` is from the floor to the newest tested minor, `untested` is newer."""
     tested = TESTED[name]
     if name not in env.versions:
         return "missing" if tested.required else "absent"
     release = env.release(name)
     if release is None or not _release(tested.floor) <= release < (tested.next_major, 0, 0):
         return "refused"
+    # Patch releases of a tested minor version do not count as untested.
     if tested.newest is None or release[:2] > _release(tested.newest)[:2]:
         return "untested"
     exact = tested.release is not None and release == _release(tested.release)
@@ -225,15 +230,15 @@ def package_status(name: str, env: Environment) -> Status:
 
 
 def problems(env: Environment) -> list[VersionProblem]:
-    """Return every version out of its range, every untested one, and every known-bad combination."""
+    """All versions outside their range, all untested ones, and all known-bad combinations."""
     versions = (_version_problem(name, env) for name in TESTED)
     return [*filter(None, versions), *(bad for bad in KNOWN_BAD if bad.matches(env))]
 
 
 def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
-    """Return the warnings to show, unless something is refused: then one error lists all refusals.
+    """Return warnings to show. If a version is refused, raise one `DitLoraError` that lists all refusals instead.
 
-    With `allow_untested` the refusals are among the warnings. What the run handles is not.
+    With `allow_untested`, refusals are returned as warnings. Problems that the run handles are left out.
     """
     issues = problems(env)
     refused = [str(problem) for problem in issues if problem.severity == "refuse"]
@@ -249,14 +254,16 @@ def _version_problem(name: str, env: Environment) -> VersionProblem | None:
     if status in ("tested", "in range", "absent"):
         return None
     if status == "untested" and tested.release is None:
-        what = f"no build of {name} could be tested; got {version}"
-        return VersionProblem(name, "warn", what, f"to do without it: pip uninstall -y {name}")
+        message = f"no build of {name} could be tested; got {version}"
+        return VersionProblem(name, "warn", message, f"to do without it: pip uninstall -y {name}")
     if status == "untested":
-        what = f"{name} was tested up to {tested.newest}; got {version}"
-        return VersionProblem(name, "warn", what, _install(f"{name}=={tested.release}", env))
-    wanted = tested.requirement(name)
+        message = f"{name} was tested up to {tested.newest}; got {version}"
+        return VersionProblem(name, "warn", message, _install(f"{name}=={tested.release}", env))
+    requirement = tested.requirement(name)
     received = f"got {version}" if version else "it is not installed"
-    return VersionProblem(name, "refuse", f"{wanted} is needed; {received}", _install(wanted, env))
+    return VersionProblem(
+        name, "refuse", f"{requirement} is needed; {received}", _install(requirement, env)
+    )
 
 
 def _install(requirement: str, env: Environment) -> str:
@@ -269,9 +276,9 @@ def _install(requirement: str, env: Environment) -> str:
 def launch_problem(
     *, several_asked: bool, fsdp_asked: bool, processes: int | None = None
 ) -> str | None:
-    """Return what was asked of a launcher that starts one process, which leaves it out in silence; None if nothing.
+    """Message if a launcher starts one process although more, or FSDP, was requested; None if nothing was lost.
 
-    `processes` is how many were asked for, where that is known.
+    `processes` is the number requested, if known.
     """
     count = max(2, processes or 0)
     on_cpu = (
@@ -295,15 +302,15 @@ def launch_problem(
 
 
 def default_launch_config() -> Path:
-    """Return the file that `accelerate launch` reads when it is given none; it need not exist."""
-    # The variables are Hugging Face's; the rule is in accelerate/commands/config/config_args.py.
+    """The file that `accelerate launch` reads by default; it may not exist."""
+    # As in accelerate/commands/config/config_args.py.
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", os.path.join(cache, "huggingface"))
     return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
 def read_launch_config(path: Path) -> dict[str, Any]:
-    """Return the values of an Accelerate config file."""
+    """Read an Accelerate config file (YAML or JSON). Raises `DitLoraError` if it cannot be read."""
     from dit_lora.config.yaml_parsing import read_yaml  # which brings PyYAML
 
     try:
@@ -320,9 +327,9 @@ def read_launch_config(path: Path) -> dict[str, Any]:
 
 
 def launch_processes(config: Mapping[str, Any]) -> int | None:
-    """Return the number of processes that an Accelerate config file asks for; None if it does not say."""
+    """Number of processes that an Accelerate config file asks for; None if it does not say."""
     if config.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-        return None  # a cloud job's file, which says nothing of this machine
+        return None  # the config of a cloud job: it does not apply to this machine
     default = 1 if config.get("distributed_type") == "NO" else -1  # as Accelerate's config_args.py
     count = config.get("num_processes", default)
     return count if isinstance(count, int) and count > 0 else None

@@ -5,21 +5,23 @@ Diffusers' older names of LoRA's (`lora_linear_layer.down`) are among them.
 
 import re
 
+# LoRA's factors and DoRA's magnitude (lora_*), LoKr (lokr_*), LoHa (hada_*), OFT.
 _TENSOR = re.compile(r"\.(lora_\w+|lokr_w[12](_[ab])?|hada_w[12]_[ab]|oft_R)(\.|$)")
+# With one factor at zero the product is zero: these are the factors that PEFT starts at zero.
 _IDLE = re.compile(r"\.(lora_B|lokr_w1(_a)?|hada_w2_b|oft_R)(\.|$)")
 
 
 def is_adapter(name: str) -> bool:
-    """Return true for a tensor of an adapter."""
+    """True if the name is that of an adapter's tensor."""
     return _TENSOR.search(name) is not None
 
 
 def is_idle(name: str) -> bool:
-    """Return true for a tensor that is zero before the first step, so that the adapter changes nothing."""
+    """True if the tensor is zero before the first step, so that the adapter changes nothing yet."""
     return _IDLE.search(name) is not None
 
 
 def layer_of(name: str) -> str:
-    """Return the adapted layer of an adapter's tensor; the name itself of any other."""
-    found = _TENSOR.search(name)
-    return name[: found.start()] if found else name
+    """The name of the layer that an adapter's tensor belongs to; any other name is returned unchanged."""
+    match = _TENSOR.search(name)
+    return name[: match.start()] if match else name

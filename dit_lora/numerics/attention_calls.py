@@ -1,7 +1,7 @@
-"""Calls of attention, marked where they are made, for whoever keeps what attention returns.
+"""Mark the calls of attention, so that selective checkpointing can save attention outputs.
 
-Selective checkpointing keeps it by a dispatch mode, which every op within it goes through in Python. Where a block's
-attention is called through `attention_call`, the mode need not be there for all the rest.
+Selective checkpointing saves outputs with a dispatch mode, and every op inside such a mode goes through Python. When a
+block calls attention through `attention_call`, the mode is active only during attention.
 """
 
 import threading
@@ -12,14 +12,14 @@ import torch
 
 
 class Keeper(Protocol):
-    """Whoever wants to be there when attention is called."""
+    """An object that provides a context for every call of attention."""
 
     def attention_call(self) -> AbstractContextManager[Any]:
-        """Return what a call of attention runs in."""
+        """A context manager to run one call of attention in."""
 
 
 class _Local(threading.local):
-    """The keeper of this thread: a backward pass has threads of its own."""
+    """The keeper of this thread: backward passes run in threads of their own."""
 
     keeper: Keeper | None = None
 
@@ -28,8 +28,8 @@ _LOCAL = _Local()
 
 
 def attention_call() -> AbstractContextManager[Any]:
-    """Return a context for one call of attention, and for nothing beside it."""
-    # Compiled, there is nobody to see it: a keeper sees no op inside compiled code.
+    """Context manager for one call of attention; it does nothing without a keeper in this thread."""
+    # A dispatch mode sees no op inside compiled code, so the context would have no effect there.
     if torch.compiler.is_compiling():
         return nullcontext()
     keeper = _LOCAL.keeper
@@ -37,6 +37,6 @@ def attention_call() -> AbstractContextManager[Any]:
 
 
 def exchange_keeper(keeper: Keeper | None) -> Keeper | None:
-    """Make this the keeper of attention in this thread, and return the one before."""
-    before, _LOCAL.keeper = _LOCAL.keeper, keeper
-    return before
+    """Set the keeper of attention calls in this thread, and return the previous one."""
+    previous, _LOCAL.keeper = _LOCAL.keeper, keeper
+    return previous

@@ -1,4 +1,4 @@
-"""The autocast that a loop has around the call of a model, kept to be opened again for a replay."""
+"""Record the autocast state around a model's call, so that a replay can restore it."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,20 +6,21 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
-"""Kinds of device with the dtype that autocast computes in there."""
+"""Pairs of a device type and the dtype that autocast uses on it."""
 
+# Device types for which `held_off` is active.
 _held_off: set[str] = set()
 
 
 def open_autocasts(devices: Iterable[str]) -> Autocasts:
-    """Return what autocast is open on devices of these kinds."""
+    """The autocasts that are enabled now on these device types, with their dtypes."""
     kinds = sorted(set(devices))
     return tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k))
 
 
 @contextmanager
 def opened_again(autocasts: Autocasts) -> Iterator[None]:
-    """Open each of them within, but for those that `held_off` has off."""
+    """Enable these autocasts inside the context, except on device types that `held_off` has disabled."""
     with ExitStack() as stack:
         for kind, dtype in autocasts:
             if kind not in _held_off:
@@ -29,7 +30,8 @@ def opened_again(autocasts: Autocasts) -> Iterator[None]:
 
 @contextmanager
 def held_off(kind: str) -> Iterator[None]:
-    """Have autocast off on devices of this kind within, for calls that are opened again too."""
+    """Disable autocast on a device type inside the context. Calls of `opened_again` inside it respect this."""
+    # Only the outermost of nested contexts may allow autocast again.
     is_outermost = kind not in _held_off
     _held_off.add(kind)
     try:

@@ -1,4 +1,4 @@
-"""One digest of many tensors' bits, computed where they are: equal bits in equal order have equal digests."""
+"""A 64-bit digest of many tensors' bits, computed on their devices. Equal bits in equal order have equal digests."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -7,53 +7,59 @@ import torch
 from torch import Tensor
 
 _BATCH = 1 << 23
-"""Bytes that are put together: adapters have hundreds of small tensors, and a GPU waits for each launch."""
+"""Bytes of small tensors that are concatenated first: adapters have hundreds, and each kernel launch costs time."""
 
 
-_CHUNK = 1 << 20  # words of 8 bytes at a time: 16 MiB of memory beside the tensor
+_CHUNK = 1 << 20  # words of 8 bytes at a time: 16 MiB of temporary memory
 
 
 @cache
 def _multipliers(device: torch.device) -> Tensor:
-    """Return odd numbers of 64 bits by chance, always the same, on the device: 8 MiB that stay there.
+    """Random odd int64 numbers, the same in every process, cached on the device (8 MiB).
 
-    Numbers in a row would not do: sign bits that flip in all of a tensor whose size is a power of two cancel out.
+    Consecutive numbers would not do: if the sign bit flips in every element of a tensor whose size is a power of two,
+    the changes cancel out.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    drawn = torch.empty(_CHUNK, dtype=torch.int64, device="cpu")  # whatever device is the default
-    drawn.random_(-(2**63), 2**63 - 1, generator=generator)
-    return (drawn | 1).to(device)
+    numbers = torch.empty(
+        _CHUNK, dtype=torch.int64, device="cpu"
+    )  # also if another default device is set
+    numbers.random_(-(2**63), 2**63 - 1, generator=generator)
+    return (numbers | 1).to(device)
 
 
 def tensor_digest(tensor: Tensor) -> Tensor:
-    """Return an int64 scalar, on the tensor's device, of its bits and their places.
+    """Digest of one tensor's bits and their order: an int64 scalar on the tensor's device.
 
-    The sum, modulo 2^64, of each 8 bytes times an odd number of their own, its upper half folded into the lower: two
-    tensors have the same by chance alone. Without the fold, top bits that flip in an even number of words cancel out.
+    Each word of 8 bytes is multiplied by its own odd number, the upper half of the product is folded into the lower,
+    and the results are summed modulo 2^64. Different tensors have the same digest only by chance. Without the fold,
+    top bits that flip in an even number of words would cancel out.
     """
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-    rest = -len(raw) % 8
-    # Words of 8 bytes need their alignment, which a copy has.
-    if rest or raw.data_ptr() % 8 or raw.storage_offset() % 8:
-        raw = torch.cat([raw, raw.new_zeros(rest)])
-    words = raw.view(torch.int64)
-    odd = _multipliers(words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for chunk in words.split(_CHUNK):
+    num_padding = -len(raw) % 8
+    # Viewing as int64 needs 8-byte alignment; a copy has it.
+    if num_padding or raw.data_ptr() % 8 or raw.storage_offset() % 8:
+        raw = torch.cat([raw, raw.new_zeros(num_padding)])
+    values = raw.view(torch.int64)
+    odd = _multipliers(values.device)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for chunk in values.split(_CHUNK):
         mixed = chunk * odd[: len(chunk)]
-        # Times 3, so that chunks in another order have another sum.
+        # Times 3, so that chunks in a different order have a different sum.
         total = total * 3 + mixed.bitwise_xor_(mixed >> 32).sum()
     return total
 
 
 @torch.no_grad()
 def digest(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the digest of all, a signed integer of 64 bits; one read of each device. Any one altered element
-    changes it.
+    """Digest of all tensors in order: a signed 64-bit integer. Changing any one element changes it.
+
+    Reads each device once.
     """
     totals: dict[torch.device, torch.Tensor] = {}
     waiting: dict[torch.device, list[torch.Tensor]] = {}
 
+    # Adds the collected tensors of one device to its total.
     def count(device: torch.device) -> None:
         parts = waiting.pop(device)
         value = tensor_digest(torch.cat(parts) if len(parts) > 1 else parts[0])

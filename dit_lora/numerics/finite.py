@@ -1,4 +1,4 @@
-"""Describe what is wrong with a tensor's values: NaN, Inf, and the room left in its dtype."""
+"""Find and describe NaN and Inf in tensors, and measure how close values are to their dtype's limit."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,67 +12,73 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return True if NaN and Inf are possible in the tensor and it holds anything."""
+    """True if the tensor is not empty, not on `meta`, and of a dtype that can hold NaN and Inf."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return is_number and tensor.numel() > 0 and tensor.device.type != "meta"
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return True if every value is finite, as integers always are; reads the device."""
+    """True if every value is finite, which integers always are. Synchronizes with the device."""
     return not has_values(tensor) or bool(torch.isfinite(_readable(tensor)).all())
 
 
 def has_nan(values: Any) -> bool:
-    """Return True if any tensor among values, however they are nested, has a NaN; reads the devices."""
+    """True if any tensor in a nested structure has a NaN. Synchronizes with the devices."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    return any(bool(_readable(one).isnan().any()) for one in tensors if has_values(one))
+    return any(bool(_readable(tensor).isnan().any()) for tensor in tensors if has_values(tensor))
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the stored values, strided; 8-bit floats as bf16, which holds all of their values.
+    """The stored values as a strided tensor. 8-bit floats are cast to bf16, which represents them exactly.
 
-    PyTorch cannot ask 8-bit floats and some sparse layouts whether they are infinite.
+    PyTorch has no `isfinite` for 8-bit floats and for some sparse layouts.
     """
     tensor = strided_values(tensor)
     return tensor.to(torch.bfloat16) if tensor.element_size() == 1 else tensor
 
 
 def abs_max(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude, fp32 scalar on the device; NaN if any value is NaN."""
-    # fp32 comes last: a copy of the whole tensor in it would be as large again, or twice.
+    """The largest magnitude: an fp32 scalar on the device, NaN if any value is NaN."""
+    # Cast to fp32 last: a cast of the whole tensor would need up to twice its memory.
     return _readable(tensor.detach()).abs().max().float()
 
 
 def magnitudes(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return each tensor's largest magnitude, fp32 (N,) on the device; NaN if it has a NaN. No tensor may be empty."""
+    """The largest magnitude of each tensor: fp32 (N,) on the device, NaN for a tensor with a NaN.
+
+    No tensor may be empty. Without tensors the result is one zero.
+    """
     if not tensors:
         return torch.zeros(1, device=device)
     # The maximum norm: squares of finite values may not be finite.
     norms = torch._foreach_norm(tensors, float("inf"))
     try:
-        return torch.stack(norms).float()  # one cast, not one a tensor
+        return torch.stack(norms).float()  # one cast instead of one per tensor
     except (
         RuntimeError
-    ):  # of several devices: to ask each tensor for its own costs more than all else
+    ):  # the tensors are on several devices; checking for that first would cost more
         return torch.stack([norm.to(device) for norm in norms]).float()
 
 
 def read_scalars(scalars: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return scalars of one dtype as numbers, by one read of each device and not one of each: a model has hundreds."""
+    """Read scalars of one dtype as Python numbers, with one transfer per device instead of one per scalar."""
     numbers: dict[str, Any] = {}
     for device in {scalar.device for scalar in scalars.values()}:
-        there = {name: scalar for name, scalar in scalars.items() if scalar.device == device}
-        numbers |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
+        on_device = {name: scalar for name, scalar in scalars.items() if scalar.device == device}
+        numbers |= zip(on_device, torch.stack(list(on_device.values())).tolist(), strict=True)
     return {name: numbers[name] for name in scalars}
 
 
 def headroom(peak: float, dtype: torch.dtype) -> float:
-    """Return how many times the largest magnitude fits into the dtype's range: 1 is the edge, below 1 is beyond."""
+    """The dtype's maximum divided by `peak`: 1 is the edge of the range, below 1 is an overflow."""
     return torch.finfo(dtype).max / peak if peak else float("inf")
 
 
 def describe_bad(name: str, tensor: torch.Tensor, limit: float | None = None) -> str | None:
-    """Return `name has 2 NaN and 1 Inf among 96 values`, or that it reaches beyond `limit`; None if neither."""
+    """A description such as `name has 2 NaN and 1 Inf among 96 values`, or that a value exceeds `limit`.
+
+    None if all values are finite and within the limit.
+    """
     if not has_values(tensor):
         return None
     tensor = _readable(tensor)
@@ -86,11 +92,11 @@ def describe_bad(name: str, tensor: torch.Tensor, limit: float | None = None) ->
 
 
 def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return a description of every tensor with a value that is not finite."""
+    """Descriptions of all tensors that have a NaN or Inf."""
     return [description for name, tensor in tensors if (description := describe_bad(name, tensor))]
 
 
 def describe_all(tensors: Mapping[str, torch.Tensor], limit: float | None = None) -> str | None:
-    """Return `describe_bad` of each, joined; None if nothing is wrong."""
+    """The descriptions of `describe_bad` for all tensors, joined with semicolons; None if nothing is wrong."""
     descriptions = (describe_bad(name, tensor, limit) for name, tensor in tensors.items())
     return "; ".join(text for text in descriptions if text) or None

@@ -1,4 +1,4 @@
-"""Labels that teach nothing, or that no table has."""
+"""Check labels for samples without any label to learn, and for class ids outside the table."""
 
 import torch
 
@@ -8,10 +8,10 @@ from dit_lora.numerics.objectives import IGNORE
 def label_faults(
     labels: torch.Tensor, *, ignore: int = IGNORE, classes: int | None = None
 ) -> str | None:
-    """Return what is wrong with one sample's integer labels (any shape), in words; None if nothing is.
+    """Message about one sample's integer labels (any shape); None if they are usable.
 
-    All of them ignored: a mean over no token is NaN. Beyond `classes`: an index error, on a GPU an assert that
-    ends the process.
+    A sample whose labels are all `ignore` has a NaN loss, a mean over no token. A label outside 0..`classes` - 1 is an
+    index error, and on a GPU an assert that ends the process.
     """
     if not labels.numel():
         return "it has no label"

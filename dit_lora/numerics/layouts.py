@@ -1,4 +1,4 @@
-"""Read the numbers of tensors whatever their layout: strided, sparse, compressed or nested."""
+"""Read the stored values of tensors in any layout: strided, sparse, compressed or nested."""
 
 import torch
 

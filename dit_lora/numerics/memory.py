@@ -1,4 +1,4 @@
-"""Free bytes of a device, whether a pass in fp32 fits into them, and errors of memory that ran out."""
+"""Free memory of a device, whether an fp32 pass fits into it, and out-of-memory errors."""
 
 import os
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from dit_lora.numerics.ranks import gather_object, process_count
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if memory of the device or the host ran out, in this error or in the one that caused it."""
+    """True if this error, or one that caused it, says that device or host memory ran out."""
     while error is not None:
-        # PyTorch has no class of its own for host memory (c10/core/impl/alloc_cpu.cpp).
+        # PyTorch has no error class for host memory (c10/core/impl/alloc_cpu.cpp).
         of_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
         if of_host or isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
@@ -24,7 +24,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def one_out_of_memory_error() -> Iterator[None]:
-    """Raise `torch.OutOfMemoryError` within also for host memory, where PyTorch and Python raise other classes."""
+    """Raise `torch.OutOfMemoryError` for host memory too, where PyTorch and Python raise other classes."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -34,12 +34,12 @@ def one_out_of_memory_error() -> Iterator[None]:
 
 
 def available_bytes(device: torch.device, processes: int) -> int:
-    """Return the bytes that this process finds free on its device; of host memory, its share among so many."""
+    """Bytes that this process can still allocate on its device; of host memory, an equal share among `processes`."""
     if device.type != "cuda":
         return _host_bytes() // processes
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device)
-    # Blocks that PyTorch's allocator holds without a tensor in them are used again.
+    # Blocks that PyTorch's caching allocator holds without a tensor in them can be reused.
     return free + cached - torch.cuda.memory_allocated(device)
 
 
@@ -48,18 +48,19 @@ def _host_bytes() -> int:
         import psutil
     except (
         ImportError
-    ):  # the guard alone needs it not: pages that are free, without those that caches would give up
+    ):  # optional for the guard; free pages, not counting caches that the kernel could reclaim
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available: int = psutil.virtual_memory().available
     return available
 
 
 def room_for_fp32(model: nn.Module) -> bool:
-    """Return True if a pass in fp32 surely fits into the memory of every rank. Collective.
+    """True if a forward and backward pass in fp32 surely fits into the memory of every rank. Collective.
 
-    It needs fp32 copies of all weights in half precision, as if none were let go before the backward pass, and on
-    a GPU twice what steps have taken so far.
+    The estimate is an fp32 copy of all half-precision weights, all held until the backward pass, plus, on a GPU, twice
+    the memory that steps have used so far.
     """
+    # 4 bytes per element of the fp32 copies.
     needed = 4 * sum(p.numel() for p in model.parameters() if p.dtype in HALVES)
     device = next(model.parameters()).device
     if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""Distributions of the noise levels that flow matching is trained at: a density, shifted, then cut to a range.
+"""Distributions of flow-matching noise levels: a density that is shifted and then truncated to a range.
 
-Every density has a distribution function in closed form, so that a range is cut with the density's shape kept, by its
-quantiles: no draw is thrown away, and none lies outside. All of it is fp64 on the CPU, rounded once to fp32.
+Every density has a closed-form distribution function. Truncation maps draws through its quantiles, so the density
+keeps its shape, no draw is rejected and none is outside the range. Computed in fp64 on the CPU, rounded once to fp32.
 """
 
 import math
@@ -28,11 +28,11 @@ _HALVINGS = 60
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """A distribution of noise levels, from 0, which is clean, to 1, which is noise; without its shift.
+    """A distribution of noise levels from 0 (clean) to 1 (noise), without its shift.
 
-    `logit_normal` and `mode` are those of arXiv 2403.03206, section 3.1. `stretched_logit_normal` is a shifted
-    logit-normal stretched linearly until its percentiles 0.5 and 99.9 are 0 and 1, with levels below 0.001 mirrored
-    there, in nine draws of ten, and uniform in the tenth.
+    `logit_normal` and `mode` are those of arXiv 2403.03206, section 3.1. `stretched_logit_normal` draws nine in ten
+    levels from a shifted logit-normal, stretched linearly so that its percentiles 0.5 and 99.9 become 0 and 1, with
+    levels below 0.001 mirrored at 0.001; the tenth is uniform.
     """
 
     density: Density = "logit_normal"
@@ -43,11 +43,12 @@ class NoiseLevels:
     t_max: float = 1.0
 
     def drawn(self, gaussian: torch.Tensor, shift: float) -> torch.Tensor:
-        """Return fp32 noise levels in [t_min, t_max), one for each standard normal number, rising with it.
+        """Noise levels, fp32 in [t_min, t_max), one for each standard normal number and increasing with it.
 
-        `shift` moves them towards noise before they are cut: `s' = shift s / (1 + (shift - 1) s)`.
-        Raises `DitLoraError` where the density has next to nothing in the range.
+        `shift` moves them towards noise before truncation: `s' = shift s / (1 + (shift - 1) s)`. Raises `DitLoraError`
+        if the density has almost no mass in the range.
         """
+        # Without truncation, a logit-normal level is a function of the draw itself.
         if self.density == "logit_normal" and (self.t_min, self.t_max) == (0.0, 1.0):
             level = torch.sigmoid(gaussian.float() * self.std + self.mean)
             return shift * level / (1 + (shift - 1) * level)
@@ -58,18 +59,19 @@ class NoiseLevels:
         return level.clamp(_fp32_from(self.t_min), _fp32_below(self.t_max))
 
     def share(self, level: torch.Tensor, shift: float) -> torch.Tensor:
-        """Return the share of draws that are below these levels, fp64: 0 up to t_min, 1 from t_max on."""
+        """The fraction of draws below these levels, fp64: 0 up to t_min, 1 from t_max on."""
         low, high = self._share_of_range(shift)
         return ((self._whole_share(level.double(), shift) - low) / (high - low)).clamp(0, 1)
 
     def _share_of_range(self, shift: float) -> tuple[float, float]:
-        # Not at 0 and 1, whose logits are infinite: who looks for a step's first Inf would find those.
+        # Not evaluated at 0 and 1: their logits are infinite, and a search for a step's first Inf would find them.
         is_cut = self.t_min > 0, self.t_max < 1
         ends = [
             end if cut else 0.5 for end, cut in zip((self.t_min, self.t_max), is_cut, strict=True)
         ]
         shares = self._whole_share(torch.tensor(ends, dtype=torch.float64), shift).tolist()
         low, high = (shares[i] if cut else float(i) for i, cut in enumerate(is_cut))
+        # Written with `not`, so that NaN is refused too.
         if not high - low > 1e-9:
             raise DitLoraError(
                 f"train.timesteps: {self.density} with shift {shift:g} has no draw from {self.t_min:g} on and below "
@@ -78,30 +80,30 @@ class NoiseLevels:
         return low, high
 
     def _whole_share(self, level: torch.Tensor, shift: float) -> torch.Tensor:
-        """Return the share of draws below these levels before the cut."""
+        """The fraction of draws below these levels before truncation."""
         if self.density == "stretched_logit_normal":
             return self._stretched_share(level, math.log(shift))
-        plain = level / (shift - (shift - 1) * level)  # the inverse of the shift
+        unshifted = level / (shift - (shift - 1) * level)  # inverts the shift
         if self.density == "uniform":
-            return plain
+            return unshifted
         if self.density == "mode":
-            return _inverse(self._mode, plain)
-        return torch.special.ndtr((torch.logit(plain) - self.mean) / self.std)
+            return _inverse(self._mode, unshifted)
+        return torch.special.ndtr((torch.logit(unshifted) - self.mean) / self.std)
 
     def _quantile(self, share: torch.Tensor, shift: float) -> torch.Tensor:
-        """Return the levels that these shares of draws before the cut are below."""
+        """The inverse of `_whole_share`: levels with these fractions of untruncated draws below them."""
         if self.density == "stretched_logit_normal":
             return _inverse(lambda level: self._stretched_share(level, math.log(shift)), share)
         if self.density == "uniform":
-            plain = share
+            unshifted = share
         elif self.density == "mode":
-            plain = self._mode(share)
+            unshifted = self._mode(share)
         else:
-            plain = torch.sigmoid(torch.special.ndtri(share) * self.std + self.mean)
-        return shift * plain / (1 + (shift - 1) * plain)
+            unshifted = torch.sigmoid(torch.special.ndtri(share) * self.std + self.mean)
+        return shift * unshifted / (1 + (shift - 1) * unshifted)
 
     def _mode(self, share: torch.Tensor) -> torch.Tensor:
-        """Return the level of equation 20 there, with u = 1 - share, so that it rises with the share."""
+        """Equation 20 of the paper with u = 1 - share, so that the level increases with the share."""
         return share - self.mode_scale * (torch.sin(math.pi / 2 * share).square() - share)
 
     def _stretched_share(self, level: torch.Tensor, shift: float) -> torch.Tensor:
@@ -116,7 +118,7 @@ class NoiseLevels:
             return torch.special.ndtr((-torch.logit(clean) - mean) / self.std)
 
         mirrored = unstretched_share(level) - unstretched_share(2 * _REFLECTED - level)
-        # What is stretched beyond 1 counts as 1.
+        # Levels that the stretch moves beyond 1 count as 1.
         normal = torch.where(level < _REFLECTED, 0.0, torch.where(level < 1, mirrored, 1.0))
         uniform = ((level - _REFLECTED) / (1 - _REFLECTED)).clamp(0, 1)
         return (1 - _UNIFORM) * normal + _UNIFORM * uniform
@@ -126,7 +128,7 @@ LOGIT_NORMAL = NoiseLevels()
 
 
 def _inverse(rising: Callable[[torch.Tensor], torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
-    """Return where a rising function of [0, 1] has these values, by bisection."""
+    """Invert an increasing function on [0, 1] by bisection."""
     low, high = torch.zeros_like(wanted), torch.ones_like(wanted)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -136,12 +138,12 @@ def _inverse(rising: Callable[[torch.Tensor], torch.Tensor], wanted: torch.Tenso
 
 
 def _fp32_from(bound: float) -> float:
-    """Return the least number of fp32 that is not below the bound."""
+    """The smallest fp32 number that is not below the bound."""
     near = torch.tensor(bound)
     up = torch.nextafter(near, torch.tensor(2.0))
     return near.item() if near.double().item() >= bound else up.item()
 
 
 def _fp32_below(bound: float) -> float:
-    """Return the largest fp32 number below the bound as fp32 has it, so that scaling cannot round a level up to it."""
+    """The largest fp32 number below the bound rounded to fp32, so that scaling cannot round a level up to it."""
     return torch.nextafter(torch.tensor(bound), torch.tensor(-1.0)).item()

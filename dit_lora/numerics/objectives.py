@@ -1,4 +1,4 @@
-"""Training objectives: pure fp32 functions of (clean, noise, timestep), or of the next token.
+"""Training objectives in fp32: functions of (clean, noise, timestep), and the next-token loss.
 
 Shapes: clean, noise, prediction are (B, ...); timesteps (B,) int64; losses (B,).
 """
@@ -29,9 +29,10 @@ class LossOutput(NamedTuple):
 def mean_squared_error(
     prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the per-sample mean over all but the first dimension, fp32 (B,).
+    """Mean squared error of each sample over all other dimensions, fp32 (B,).
 
-    `weights`, broadcast to the prediction, multiply each error; the sum is divided by theirs. NaN if all are 0.
+    `weights` are broadcast to the prediction and multiply each squared error; the sum is divided by the sum of the
+    weights. NaN for a sample whose weights are all 0.
     """
     return _weighted_mean((prediction.float() - target.float()).square(), weights)
 
@@ -43,29 +44,32 @@ def next_token_losses(
     *,
     chunk: int,
 ) -> torch.Tensor:
-    """Return each sample's mean cross entropy over labels other than `IGNORE`, fp32 (B,); NaN for a sample with none.
+    """Mean cross entropy of each sample over labels other than `IGNORE`, fp32 (B,); NaN for a sample without any.
 
-    hidden (B, A, D) are the states that predict labels (B, A), int64; `head` makes logits of (rows, D), and
-    log-sum-exp runs in fp32. Memory is that of `chunk` rows of logits whatever B and A are, for backward computes
-    them again, with the same dropout. The values are those of `F.cross_entropy(head(hidden).float().mT, labels)` of
-    each sample alone.
+    Args:
+        hidden: States that predict the labels, (B, A, D).
+        labels: int64 (B, A).
+        head: Maps (rows, D) to logits; log-sum-exp runs in fp32.
+        chunk: Rows of logits in memory at a time. Backward recomputes them, with the same dropout.
+
+    The values equal `F.cross_entropy(head(hidden).float().mT, labels)` of each sample.
     """
     if chunk < 1:
         raise DitLoraError(f"next_token_losses: chunk must be at least 1 row; got {chunk}")
-    rows, wanted = hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk)
-    parts = [recomputed(_cross_entropy, head, *part) for part in zip(rows, wanted, strict=True)]
+    rows, targets = hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk)
+    parts = [recomputed(_cross_entropy, head, *part) for part in zip(rows, targets, strict=True)]
     return torch.cat(parts).view_as(labels).sum(1) / (labels != IGNORE).sum(1)
 
 
 def recomputed(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    """Return what the function returns of these; what it saves for backward is computed again there, and not kept."""
+    """Call the function; its activations are recomputed in backward instead of being saved."""
     return checkpoint(function, *args, use_reentrant=False)
 
 
 def _cross_entropy(
     head: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, wanted: torch.Tensor
 ) -> torch.Tensor:
-    """Return each row's cross entropy, fp32; 0, with a gradient of 0, where nothing is wanted."""
+    """Cross entropy of each row, fp32; 0 with zero gradient for ignored labels."""
     return F.cross_entropy(head(rows).float(), wanted, ignore_index=IGNORE, reduction="none")
 
 
@@ -74,14 +78,14 @@ class VPrediction:
     """Velocity prediction, `v = sqrt(a) * noise - sqrt(1 - a) * clean` (arXiv 2202.00512, section 4).
 
     Trains on v directly. The form that CogVideo's trainer and Diffusers' example use, the error of x0
-    weighted by 1 / (1 - a), is the same loss on paper; in bf16 its weight reaches 1176 and its noise
+    weighted by 1 / (1 - a), is the same loss on paper. In bf16 its weight reaches 1176 and its noise
     level rounds to zero.
     """
 
     alpha: torch.Tensor
     """sqrt of the cumulative product of alphas, fp32 (timesteps,)."""
     sigma: torch.Tensor
-    """sqrt of one minus it, fp32 (timesteps,)."""
+    """sqrt(1 - alpha^2), fp32 (timesteps,)."""
 
     @property
     def train_timesteps(self) -> int:
@@ -89,9 +93,9 @@ class VPrediction:
 
     @classmethod
     def from_alphas_cumprod(cls, alphas_cumprod: torch.Tensor) -> "VPrediction":
-        """Make the tables; square roots are taken in fp64 and rounded once."""
-        wide = alphas_cumprod.double()
-        return cls(wide.sqrt().float(), (1 - wide).sqrt().float())
+        """Build the tables. Square roots are taken in fp64 and rounded once."""
+        alphas = alphas_cumprod.double()
+        return cls(alphas.sqrt().float(), (1 - alphas).sqrt().float())
 
     def add_noise(
         self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
@@ -106,6 +110,7 @@ class VPrediction:
         return alpha * noise.float() - sigma * clean.float()
 
     def _at(self, timesteps: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # (B, 1, ..., 1), to broadcast over each sample.
         shape = (-1, *[1] * (like.ndim - 1))
         alpha, sigma = (t.to(like.device, non_blocking=True) for t in (self.alpha, self.sigma))
         return alpha[timesteps].view(shape), sigma[timesteps].view(shape)
@@ -115,20 +120,20 @@ class VPrediction:
 class FlowMatching:
     """Rectified flow with a shifted noise level: `x = (1 - s) clean + s noise`, target `noise - clean`.
 
-    Noise levels are shifted towards noise as Stable Diffusion 3 does (arXiv 2403.03206, section 5.3.2, equation 23).
-    Logit-normal ones of mean 0 and standard deviation 1 have, at shift 3, the deciles 1, 5 and 9 of 0.454, 0.750
-    and 0.915.
+    Noise levels are shifted towards noise as in Stable Diffusion 3 (arXiv 2403.03206, section 5.3.2, equation 23).
+    Logit-normal levels with mean 0 and standard deviation 1 have, at shift 3, 10 % below 0.454, 50 % below 0.750 and
+    90 % below 0.915.
     """
 
     shift: float | None
-    """`s' = shift s / (1 + (shift - 1) s)`; None where each sample's number of tokens decides."""
+    """`s' = shift s / (1 + (shift - 1) s)`; None if it depends on each sample's number of tokens."""
     train_timesteps: int
     """The network sees `s * train_timesteps`."""
     levels: NoiseLevels = LOGIT_NORMAL
     """The density before the shift, and the range after it."""
 
     def sigmas(self, gaussian: torch.Tensor, shift: float | None = None) -> torch.Tensor:
-        """Return noise levels, fp32 in [0, 1), for standard normal draws. `shift` is for objectives without one."""
+        """Noise levels, fp32 in [0, 1), for standard normal draws. Give `shift` if the objective has none."""
         shift = self.shift if shift is None else shift
         if shift is None:
             raise ValueError("this objective shifts by the number of tokens: give the shift")
@@ -137,6 +142,7 @@ class FlowMatching:
     def add_noise(
         self, clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor
     ) -> torch.Tensor:
+        # (B,) to (B, 1, ..., 1).
         sigma = sigmas.float().view(-1, *[1] * (clean.ndim - 1))
         return (1 - sigma) * clean.float() + sigma * noise.float()
 
@@ -144,30 +150,30 @@ class FlowMatching:
         return noise.float() - clean.float()
 
     def reported(self, sigmas: torch.Tensor) -> torch.Tensor:
-        """Return whole timesteps of these noise levels, int64 from 0 to `train_timesteps` minus one."""
+        """The noise levels as integer timesteps, int64 from 0 to `train_timesteps` - 1."""
         return (sigmas * self.train_timesteps).long().clamp(0, self.train_timesteps - 1)
 
 
 @dataclass(frozen=True)
 class EpsilonPrediction:
-    """Noise prediction with a learned variance, as improved DDPM and DiT train (arXiv 2102.09672, section 3.1).
+    """Noise prediction with a learned variance, as improved DDPM and DiT train it (arXiv 2102.09672, section 3.1).
 
-    The variance's own term is the variational bound of one step, in bits per dimension, with the mean's
-    gradient stopped: it teaches the variance and leaves the mean to the error of the noise.
+    The variance has its own loss term: the variational bound of one step, in bits per dimension, with the gradient of
+    the mean stopped. It trains the variance and leaves the mean to the noise error.
     """
 
     alpha: torch.Tensor
     """sqrt of the cumulative product of alphas, fp32 (timesteps,)."""
     sigma: torch.Tensor
-    """sqrt of one minus it, fp32 (timesteps,)."""
+    """sqrt(1 - alpha^2), fp32 (timesteps,)."""
     log_beta: torch.Tensor
     """The largest log variance of a step, fp32 (timesteps,)."""
     log_posterior: torch.Tensor
-    """The smallest, that of q(x_{t-1} | x_t, x_0); at t = 0, where it is zero, that of t = 1."""
+    """The smallest log variance, that of q(x_{t-1} | x_t, x_0). At t = 0 the variance is zero, and t = 1's is used."""
     clean_share: torch.Tensor
     """Weight of x_0 in the mean of q(x_{t-1} | x_t, x_0), fp32 (timesteps,)."""
     noisy_share: torch.Tensor
-    """Weight of x_t in it."""
+    """Weight of x_t in the same mean, fp32 (timesteps,)."""
 
     @property
     def train_timesteps(self) -> int:
@@ -175,22 +181,22 @@ class EpsilonPrediction:
 
     @classmethod
     def from_betas(cls, betas: torch.Tensor) -> "EpsilonPrediction":
-        """Make the tables; everything is computed in fp64 and rounded once."""
+        """Build the tables. Everything is computed in fp64 and rounded once."""
         beta = betas.double()
-        total = (1 - beta).cumprod(0)
-        before = torch.cat([torch.ones(1, dtype=torch.float64), total[:-1]])
-        variance = beta * (1 - before) / (1 - total)
+        cumprod = (1 - beta).cumprod(0)
+        previous = torch.cat([torch.ones(1, dtype=torch.float64), cumprod[:-1]])
+        variance = beta * (1 - previous) / (1 - cumprod)
         # It is zero at t = 0, where its logarithm would be -inf.
         variance[0] = variance[1]
-        wide = (
-            total.sqrt(),
-            (1 - total).sqrt(),
+        tables = (
+            cumprod.sqrt(),
+            (1 - cumprod).sqrt(),
             beta.log(),
             variance.log(),
-            before.sqrt() * beta / (1 - total),
-            (1 - beta).sqrt() * (1 - before) / (1 - total),
+            previous.sqrt() * beta / (1 - cumprod),
+            (1 - beta).sqrt() * (1 - previous) / (1 - cumprod),
         )
-        return cls(*(values.float() for values in wide))
+        return cls(*(values.float() for values in tables))
 
     def add_noise(
         self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
@@ -207,20 +213,25 @@ class EpsilonPrediction:
         timesteps: torch.Tensor,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return each sample's term of the bound in bits per dimension, fp32 (B,): a gradient for `fraction` alone.
+        """Each sample's term of the bound in bits per dimension, fp32 (B,). Only `fraction` gets a gradient.
 
-        `weights` are those of `mean_squared_error`.
+        Args:
+            prediction: Predicted noise.
+            fraction: The network's output for the variance: -1 is the smallest log variance, 1 the largest.
+            weights: As in `mean_squared_error`.
 
-        `fraction` is the network's, -1 for the smallest and 1 for the largest log variance. At t = 0 it is
-        the negative log-likelihood of `clean` in bins of 2/255, elsewhere a Kullback-Leibler divergence.
+        At t = 0 the term is the negative log-likelihood of `clean` in bins of 2/255, elsewhere a Kullback-Leibler
+        divergence.
         """
-        at = (_at(table, timesteps, clean) for table in self._tables)
-        alpha, sigma, high, low, clean_share, noisy_share = at
+        tables = (_at(table, timesteps, clean) for table in self._tables)
+        alpha, sigma, high, low, clean_share, noisy_share = tables
         share = (fraction.float() + 1) / 2
         log_variance = share * high + (1 - share) * low
+        # x_0 from the predicted noise; detached, because this loss trains only the variance.
         guess = (noisy.float() - sigma * prediction.detach().float()) / alpha
         mean = clean_share * guess + noisy_share * noisy.float()
         error = clean_share * (clean.float() - guess)  # of the mean
+        # Divergence of the posterior (variance exp(low)) from the prediction (variance exp(log_variance)).
         divergence = 0.5 * (
             log_variance
             - low
@@ -230,6 +241,7 @@ class EpsilonPrediction:
         )
         likelihood = _binned_log_likelihood(clean.float(), mean, 0.5 * log_variance)
         nats = torch.where(timesteps.view_as(alpha) == 0, -likelihood, divergence)
+        # From nats to bits.
         return _weighted_mean(nats, weights) / math.log(2)
 
     @property
@@ -252,13 +264,13 @@ def _at(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor) -> tor
 def _binned_log_likelihood(
     x: torch.Tensor, mean: torch.Tensor, log_deviation: torch.Tensor
 ) -> torch.Tensor:
-    """Return log P of the bin of 8-bit pixels around x under a normal distribution; the outermost are open.
+    """Log probability of the 8-bit pixel bin around x under a normal distribution. The outermost bins are open.
 
-    No probability counts as less than 1e-12, as in the code that DiT was trained with. That code, and OpenDiT's,
-    approximates the normal CDF by a tanh: their losses at t = 0 are 0.6 to 1.4 % from this one.
+    Probabilities are clamped at 1e-12, as in the code that DiT was trained with. That code, and OpenDiT's,
+    approximates the normal CDF with a tanh: their losses at t = 0 differ from this one by 0.6 to 1.4 %.
     """
     inverse, distance = (-log_deviation).exp(), x - mean
-    # By symmetry in the lower tail, where differences of small numbers keep their digits.
+    # Computed in the lower tail, by symmetry: there, differences of small numbers keep their precision.
     near = torch.special.ndtr((1 / 255 - distance.abs()) * inverse)
     far = torch.special.ndtr((-1 / 255 - distance.abs()) * inverse)
     above = torch.special.ndtr((1 / 255 - distance) * inverse)

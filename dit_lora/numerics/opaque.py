@@ -1,6 +1,6 @@
-"""Modules that compute as one, because a kernel stands for what is inside them at the moment.
+"""Modules that run as a single fused kernel, so that their submodules are not called.
 
-Their parts are not called. To observe a part would make the whole give way to it, and change what is observed.
+A hook on a submodule would make the module fall back to its unfused form, and so change what is observed.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,23 +13,23 @@ ONLY_COUNTS = "_dit_lora_only_counts"
 
 
 def set_whole(module: nn.Module, is_whole: Callable[[], bool] | None) -> None:
-    """Say when this module computes as one; None for never. Kept beside its parameters, saved nowhere."""
+    """Set the test for whether this module runs as one kernel now; None removes it. It is not saved with the model."""
     module.__dict__.pop(_WHOLE, None)
     if is_whole is not None:
         module.__dict__[_WHOLE] = is_whole
 
 
 def whole_test(module: nn.Module) -> Callable[[], bool] | None:
-    """Return what `set_whole` was given for this module; None if it never computes as one."""
+    """The test that `set_whole` has set for this module; None without one."""
     is_whole: Callable[[], bool] | None = module.__dict__.get(_WHOLE)
     return is_whole
 
 
 def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what `named_modules` does, without the parts of modules that compute as one now."""
+    """Iterate over `named_modules`, without the submodules of modules that run as one kernel now."""
     parts: list[str] = []
     for name, module in model.named_modules():
-        # Modules come in the order of the tree: the parts of the last whole follow it at once.
+        # Modules come depth first: the submodules of the last fused module follow it directly.
         if any(name.startswith(part) for part in parts[-1:]):
             continue
         yield name, module

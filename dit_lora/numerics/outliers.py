@@ -1,8 +1,8 @@
-"""Tells an element that memory has altered from weights that a learning rate has driven away.
+"""Distinguish elements corrupted in memory from weights that a high learning rate has driven away.
 
-A learning rate that is too high moves all elements of a tensor; a flipped bit moves one. So an element is taken as
-altered where it is far beyond the rest of its own tensor, beyond what the tensor reached in the last snapshot, and
-beyond what tensors of its kind reach.
+A learning rate that is too high moves all elements of a tensor; a flipped bit moves one. So an element counts as
+corrupted if it is far larger than the rest of its tensor, than the tensor's peak in the last snapshot, and than
+tensors of the same kind.
 """
 
 from collections import defaultdict
@@ -17,58 +17,67 @@ from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import has_values, read_scalars
 
 _FAR = 1e3
-"""Factor beyond the largest of the others. Moments of gradients differ by less between elements of a tensor."""
+"""Factor over the largest other element. Gradient moments within a tensor differ by less."""
 _NOTHING = 1e-30
-"""Peaks up to this move no weight. Vanishing gradients reach it, and some of their elements round to 0 earlier."""
+"""Peaks up to this are ignored: they move no weight. Moments get this small if gradients vanish."""
 _FEW = 200
-"""At most one element in so many is taken as altered, and at least one of any tensor."""
+"""At most one element in this many counts as corrupted, but always at least one per tensor."""
 
 
 def altered(now: Mapping[str, Tensor], before: Mapping[str, float]) -> list[str]:
-    """Describe the tensors of which a few finite elements were altered.
+    """Describe the tensors in which a few finite elements were corrupted in memory.
 
-    `now` are weights, moments and averages by name, `before` the `peaks` that they had in the last snapshot; a name
-    that it lacks is compared with the others alone.
+    Args:
+        now: Weights, moments and averages by name.
+        before: Their peaks in the last snapshot; a name that is missing is compared only with the other tensors.
     """
-    tensors = {n: local(t.detach()) for n, t in now.items() if local(t).numel() > 1}
+    tensors = {
+        name: local(tensor.detach()) for name, tensor in now.items() if local(tensor).numel() > 1
+    }
     peaks = read_scalars(stacked_peaks(tensors))
     usual = _usual(peaks)
     squares = of_all(lambda record: record.squares)
     descriptions = []
     for name, peak in peaks.items():
         # Second moments are squares, and so is the factor between them.
-        far = _FAR**2 if name.endswith(squares) else _FAR
-        others = max(before.get(name, 0.0), usual[_kind(name)])
-        if not max(far * others, _NOTHING) < peak < float("inf"):
+        factor = _FAR**2 if name.endswith(squares) else _FAR
+        reference = max(before.get(name, 0.0), usual[_kind(name)])
+        if not max(factor * reference, _NOTHING) < peak < float("inf"):
             continue
         magnitudes = tensors[name].abs().flatten().float()
-        # Where more than a few are large, memory has not done it.
-        few = max(1, len(magnitudes) // _FEW)
-        rest = float(magnitudes.topk(few + 1).values[-1])
-        if peak > far * rest:
-            count = int((magnitudes > far * max(rest, others)).sum())
+        # If more than a few are large, it is not memory corruption.
+        max_corrupted = max(1, len(magnitudes) // _FEW)
+        largest_usual = float(magnitudes.topk(max_corrupted + 1).values[-1])
+        if peak > factor * largest_usual:
+            count = int((magnitudes > factor * max(largest_usual, reference)).sum())
             descriptions.append(
-                f"{name}: {count} of {len(magnitudes)} elements reach {peak:.3g}, the others {rest:.3g}"
+                f"{name}: {count} of {len(magnitudes)} elements reach {peak:.3g}, the others {largest_usual:.3g}"
             )
     return descriptions
 
 
 def stacked_peaks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor's largest magnitude, an fp32 scalar where the tensor is; the host reads nothing."""
-    named = {n: local(t.detach()) for n, t in tensors.items() if has_values(t) and local(t).numel()}
+    """The largest magnitude of each tensor: an fp32 scalar on its device, without a synchronization."""
+    named = {
+        name: local(tensor.detach())
+        for name, tensor in tensors.items()
+        if has_values(tensor) and local(tensor).numel()
+    }
     peaks = torch._foreach_norm(list(named.values()), float("inf")) if named else ()
     return {name: peak.float() for name, peak in zip(named, peaks, strict=True)}
 
 
 def _kind(name: str) -> str:
-    """Return what tells weights, averages and each moment apart in a name such as `adapter/block.weight/exp_avg`."""
+    """The kind of a tensor by its name, such as `exp_avg` for `adapter/block.weight/exp_avg`: `ema`, `weight` or a
+    moment.
+    """
     if name.startswith("ema/"):
         return "ema"
     return name.rpartition("/")[2] if "/" in name else "weight"
 
 
 def _usual(peaks: Mapping[str, float]) -> dict[str, float]:
-    """Return the median of the largest magnitudes of each kind; of one tensor alone, nothing is usual."""
+    """The median peak of each kind; 0 for a kind with fewer than three tensors."""
     kinds: defaultdict[str, list[float]] = defaultdict(list)
     for name, peak in peaks.items():
         kinds[_kind(name)].append(peak)

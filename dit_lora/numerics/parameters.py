@@ -5,5 +5,5 @@ from torch import nn
 
 
 def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the trainable parameters by name, detached."""
+    """The trainable parameters by name, detached."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

@@ -8,19 +8,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Precision(NamedTuple):
-    """The dtype of frozen weights and compute; trainable weights are fp32 whatever it is."""
+    """The dtype of frozen weights and compute. Trainable weights are always fp32."""
 
     dtype: torch.dtype
     reason: str
 
     @property
     def mixed(self) -> str:
-        """Accelerate's name for it: the one owner of autocast is Accelerate."""
+        """Accelerate's `mixed_precision` for this dtype: only Accelerate enables autocast."""
         return "bf16" if self.dtype is torch.bfloat16 else "no"
 
 
 def choose_precision(asked: str, device: torch.device) -> Precision:
-    """Return the dtype for `model.dtype` on a device: `auto` is bf16 where the device computes in it."""
+    """Choose the dtype for `model.dtype` on a device. `auto` is bf16 if the device computes in bf16 natively, else
+    fp32.
+    """
     if asked != "auto":
         return Precision(DTYPES[asked], f"asked for by model.dtype={asked}")
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):

@@ -1,8 +1,8 @@
-"""Frozen weights stored in fewer bits than they are computed with, and what a guard must see of them.
+"""Linear layers with quantized frozen weights (NF4, int8, fp8), and iteration over the values that a guard checks.
 
-The product with such a weight keeps nothing wide for its backward pass: Diffusers' layerwise casting and torchao's
-weight-only int8 save the wide copy that they compute with, so that without checkpointing all of them are in memory
-at once. Inputs stay as they are: LLM.int8() (arXiv 2208.07339) rounds them too, and its integers hide a NaN.
+The matrix product saves only the quantized weight for backward. Diffusers' layerwise casting and torchao's weight-only
+int8 save the dequantized copy, so that without checkpointing all copies are in memory at once. Inputs are not
+quantized: LLM.int8() (arXiv 2208.07339) quantizes them too, and its integers hide a NaN.
 """
 
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ _BLOCK = 64  # weights that share a scale in NF4, as QLoRA has it (arXiv 2305.14
 
 
 class NarrowLinear(nn.Linear):
-    """A frozen linear layer with 4 or 8 bits a weight and fp32 scales; computes in its input's dtype.
+    """A frozen linear layer with 4 or 8 bits per weight and fp32 scales; computes in its input's dtype.
 
-    `weight` holds codes. `nf4`: two of bitsandbytes' codes a byte, (out * in / 2, 1), and a scale for each 64 weights.
-    `int8`, and `fp8` (e4m3): (out, in), and a scale a row that makes its largest weight the largest code; of `fp8` the
-    bits as uint8, which every backend of torch.distributed can send.
+    `weight` holds codes. `nf4`: two of bitsandbytes' codes per byte, (out * in / 2, 1), and a scale for each 64
+    weights. `int8` and `fp8` (e4m3): (out, in), and a scale per row that maps the row's largest weight to the largest
+    code. fp8 codes are stored as uint8 bits, which every backend of torch.distributed can send.
     """
 
     def __init__(self, wide: nn.Linear, kind: Kind) -> None:
-        # The constructor of nn.Linear would allocate the wide weight again.
+        # The constructor of nn.Linear would allocate a full-precision weight again.
         nn.Module.__init__(self)
         self.in_features, self.out_features = wide.in_features, wide.out_features
         self.kind: Kind = kind
@@ -50,7 +50,7 @@ class NarrowLinear(nn.Linear):
         return product
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight, (out, in), as the product takes it."""
+        """The dequantized weight, (out, in), as the product uses it."""
         shape = (self.out_features, self.in_features)
         return widened(self.weight, self.scale, dtype, self.kind, shape)
 
@@ -59,49 +59,52 @@ class NarrowLinear(nn.Linear):
 
 
 def narrowed(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Return codes and fp32 scales of a finite weight (out, in), as `NarrowLinear` keeps them; rounded to the
-    nearest.
+    """Quantize a finite weight (out, in) to codes and fp32 scales in the layout of `NarrowLinear`.
+
+    Rounds to the nearest code.
     """
     if kind == "nf4":
         from bitsandbytes.functional import quantize_4bit
 
         codes, state = quantize_4bit(weight.contiguous(), blocksize=_BLOCK, quant_type="nf4")
         return codes, state.absmax
-    wide = weight.float()
-    scale = wide.abs().amax(dim=1) / _LARGEST[kind]
-    # A row of zeros has the scale 0, and codes 0 whatever they are divided by.
-    codes = wide / torch.where(scale == 0, 1.0, scale)[:, None]
+    values = weight.float()
+    scale = values.abs().amax(dim=1) / _LARGEST[kind]
+    # A row of zeros has scale 0 and codes 0: divide by 1 instead of 0.
+    codes = values / torch.where(scale == 0, 1.0, scale)[:, None]
     if kind == "int8":
         return codes.round_().to(torch.int8), scale
     return codes.to(_FP8).view(torch.uint8), scale
 
 
 def narrowed_bytes(shape: torch.Size, kind: Kind) -> int:
-    """Return bytes of a weight's codes and scales."""
+    """Bytes of a quantized weight: its codes and scales."""
     count = shape.numel()
     if kind == "nf4":
+        # Half a byte per weight, and an fp32 scale per block.
         return -(-count // 2) + 4 * -(-count // _BLOCK)
+    # One byte per weight, and an fp32 scale per row.
     return count + 4 * shape[0]
 
 
 def widened(
     codes: Tensor, scale: Tensor, dtype: torch.dtype, kind: Kind, shape: tuple[int, int]
 ) -> Tensor:
-    """Return the inverse of `narrowed`, in `dtype`, with one rounding."""
+    """Dequantize: the inverse of `narrowed`, in `dtype`, with one rounding."""
     if kind == "nf4":
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        made = torch.Size(shape)
-        state = QuantState(scale, shape=made, dtype=dtype, blocksize=_BLOCK, quant_type="nf4")
-        wide: Tensor = dequantize_4bit(codes, state)
-        return wide
+        size = torch.Size(shape)
+        state = QuantState(scale, shape=size, dtype=dtype, blocksize=_BLOCK, quant_type="nf4")
+        weight: Tensor = dequantize_4bit(codes, state)
+        return weight
     # Both kinds of codes are exact in bf16.
     values = codes.view(_FP8) if kind == "fp8" else codes
     return values.to(dtype).mul_(scale[:, None])
 
 
 class _Product(torch.autograd.Function):
-    """Computes x @ weight.T + bias, saving the codes alone."""
+    """Computes x @ weight.T + bias and saves only the quantized weight for backward."""
 
     @staticmethod
     def forward(
@@ -121,22 +124,23 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         codes, scale = ctx.saved_tensors
         (grad,) = gradients
+        # Only x gets a gradient: the weight and the bias are frozen.
         return grad @ widened(codes, scale, grad.dtype, ctx.kind, ctx.shape), *[None] * 5
 
 
 def weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter by name, this rank's part of it, and what bitsandbytes' own layers keep beside theirs.
+    """Yield every parameter by name (this rank's shard), plus the quantization constants of bitsandbytes' layers.
 
-    fp8 codes come as floats; of a 4-bit weight also `absmax`, the scales of its blocks, of an 8-bit one `SCB`.
+    fp8 codes come as floats. A 4-bit weight comes with `absmax`, the scales of its blocks, an 8-bit one with `SCB`.
     """
-    seen = set()
+    yielded = set()
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         for key, parameter in module.named_parameters(recurse=False):
-            # Parameters that modules share come once.
-            if id(parameter) in seen:
+            # Yield parameters that modules share only once.
+            if id(parameter) in yielded:
                 continue
-            seen.add(id(parameter))
+            yielded.add(id(parameter))
             values = local(parameter.detach())
             is_fp8 = isinstance(module, NarrowLinear) and module.kind == "fp8" and key == "weight"
             yield prefix + key, values.view(_FP8) if is_fp8 else values
@@ -145,7 +149,7 @@ def weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _constants(module: Any, parameter: Tensor) -> dict[str, Tensor]:
-    """Return what bitsandbytes' Linear4bit and Linear8bitLt keep beside a parameter; empty if it is not theirs."""
+    """The quantization constants that bitsandbytes' Linear4bit and Linear8bitLt keep; empty for other parameters."""
     constants, four_bits = {}, getattr(parameter, "quant_state", None)
     if four_bits is not None:
         constants["absmax"] = four_bits.absmax

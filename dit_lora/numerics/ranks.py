@@ -1,4 +1,4 @@
-"""Says how many ranks there are, and gathers what each has, by torch's own process group: Accelerate is not needed."""
+"""The number of ranks, and object gathering over torch's process group, without Accelerate."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,12 +30,12 @@ def process_index() -> int:
 
 
 def gather_object(own: list[T]) -> list[T]:
-    """Return the items of every rank's list, in the order of ranks. Collective."""
+    """Concatenate the lists of all ranks, in rank order. Collective."""
     if process_count() == 1:
         return list(own)
-    of_ranks: list[list[T]] = [[] for _ in range(process_count())]
-    distributed.all_gather_object(of_ranks, own)
-    return [item for of_rank in of_ranks for item in of_rank]
+    lists: list[list[T]] = [[] for _ in range(process_count())]
+    distributed.all_gather_object(lists, own)
+    return [item for items in lists for item in items]
 
 
 def _spread() -> bool:

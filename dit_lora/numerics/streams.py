@@ -1,8 +1,8 @@
 """Named random streams: every draw is a function of (seed, stream, sample, epoch), never of history.
 
-A sample's name and the epoch give its *draw number*, and each sample draws from generators of its own, seeded
-from that. So a micro-batch can be replayed alone, a resumed run draws what the uninterrupted one would have
-drawn, and neither the split of a batch over micro-steps and ranks nor another sample's absence changes a draw.
+A sample's name and the epoch give its *draw number*, which seeds generators for this sample only. So a single
+micro-batch can be replayed, a resumed run draws the numbers of the uninterrupted one, and neither the split of a
+batch over micro-steps and ranks nor the absence of another sample changes a draw.
 """
 
 import hashlib
@@ -16,15 +16,16 @@ Draws = Mapping[str, Callable[[Sequence[torch.Generator]], torch.Tensor]]
 
 
 def fold(seed: int, stream: str, *place: int | str) -> int:
-    """Return a 63-bit seed for one stream at one place, from a hash of all arguments."""
+    """A 63-bit seed for one stream: a hash of all arguments."""
     text = "/".join([str(seed), stream, *map(str, place)])
+    # 63 bits, so that the seed fits a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator(seed: int, stream: str, *place: int | str) -> torch.Generator:
-    """Return a CPU generator at the start of one stream at one place.
+    """A CPU generator seeded for one stream.
 
-    On the CPU whatever the device of training, so that a GPU run can be replayed on a CPU.
+    It is always on the CPU, so that a GPU run can be replayed on a CPU.
     """
     # PyTorch's CPU generator uses the low 32 bits of its seed.
     return torch.Generator("cpu").manual_seed(fold(seed, stream, *place) & 0xFFFFFFFF)
@@ -39,32 +40,34 @@ class Drawn:
     tensors: Mapping[str, torch.Tensor]
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Drawn":
-        """Return the same draws with every tensor changed, as to another place in memory."""
+        """A copy with `change` applied to every tensor, for instance to move them to another device."""
         return replace(self, tensors={name: change(t) for name, t in self.tensors.items()})
 
     def single(self, index: int) -> "Drawn":
-        """Return the draws of one of the samples."""
-        own = self.each(lambda tensor: tensor[index : index + 1])
-        return replace(own, draws=(self.draws[index],))
+        """The draws of the sample at this index."""
+        sample = self.each(lambda tensor: tensor[index : index + 1])
+        return replace(sample, draws=(self.draws[index],))
 
 
 class Streams:
     """The generators of one micro-batch: `streams("noise")` gives one fresh generator per sample.
 
-    `ahead` holds numbers drawn in advance. They are used if seed and draw numbers agree, and drawn again otherwise.
+    `ahead` holds numbers drawn in advance. They are used if seed and draw numbers match, and drawn again otherwise.
     """
 
     def __init__(self, seed: int, draws: Sequence[int], ahead: Drawn | None = None) -> None:
         self.seed = seed
         self.draws = tuple(draws)
-        is_own = ahead is not None and (ahead.seed, ahead.draws) == (self.seed, self.draws)
-        self._ahead = ahead.tensors if ahead is not None and is_own else {}
+        is_valid = ahead is not None and (ahead.seed, ahead.draws) == (self.seed, self.draws)
+        self._ahead = ahead.tensors if ahead is not None and is_valid else {}
 
     def __call__(self, stream: str) -> list[torch.Generator]:
         return [generator(self.seed, stream, draw) for draw in self.draws]
 
     def drawn(self, draws: Draws, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the draws on a device: those that were made ahead, and the others drawn now, with the same bits."""
+        """The random numbers of all streams on a device, from `ahead` if it has them and drawn now otherwise. The bits
+        are equal either way.
+        """
         return {
             name: moved(self._ahead[name] if name in self._ahead else draw(self(name)), device)
             for name, draw in draws.items()
@@ -72,19 +75,17 @@ class Streams:
 
 
 def moved(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return draws on a device without making the host wait for what is queued there: a GPU takes them from pinned
-    memory.
-    """
+    """Move draws to a device without a synchronization; a GPU reads them from pinned memory."""
     if device.type == "cuda" and not draws.is_cuda:
         draws = draws.pin_memory()
     return draws.to(device, non_blocking=True)
 
 
 def normal(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """Return fp32 standard normal noise of shape (B, *shape), on the CPU, each row from its own generator."""
+    """Standard normal noise, fp32 (B, *shape) on the CPU, each row from its own generator."""
     return torch.stack([torch.randn(tuple(shape), generator=row) for row in generators])
 
 
 def integers(low: int, high: int, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """Return int64 draws of shape (B,), uniform over low..high-1, each from its own generator."""
+    """Uniform int64 draws from low..high-1, of shape (B,), each from its own generator."""
     return torch.cat([torch.randint(low, high, (1,), generator=row) for row in generators])

@@ -39,7 +39,8 @@ def recipe_page() -> str:
     lines = [
         "# Recipe reference",
         "",
-        "Every key that a recipe may have, from the classes that read it. On the command line a key is written with dots:",
+        "Every key that a recipe may have, from the classes that read it. On the command line a key is written with "
+        "dots:",
         "`train.steps=2000`. Unknown keys and wrong types are refused, all at once. `schema.json` beside the",
         "recipes is the same as JSON Schema, with which editors complete and check recipes.",
         "",

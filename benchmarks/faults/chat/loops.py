@@ -161,14 +161,14 @@ def _zero_in_our_run(fault: Fault, world: World) -> Observation:
         save_file(weights, path, metadata={"format": "pt"})
     world.accelerator.wait_for_everyone()
     usual = world.observe(f"{fault.name}, usual", None)
-    seen = world.observe(fault.name, None, (("model.path", str(folder)),))
-    before, after = (_connector_norm(seen_run.folder) for seen_run in (usual, seen))
-    error = seen.error
+    observation = world.observe(fault.name, None, (("model.path", str(folder)),))
+    before, after = (_connector_norm(seen_run.folder) for seen_run in (usual, observation))
+    error = observation.error
     if not error and not after > _MORE * before:
         error = CheckFailedError(f"the connector's gradient norm is {after:g}, without {before:g}")
-    if not error and (same := _constant_queries(world)):
-        error = CheckFailedError(f"{same} new queries are constant")
-    return replace(seen, error=error)
+    if not error and (num_constant := _constant_queries(world)):
+        error = CheckFailedError(f"{num_constant} new queries are constant")
+    return replace(observation, error=error)
 
 
 def _connector_norm(folder: Path) -> float:

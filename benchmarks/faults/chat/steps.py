@@ -114,19 +114,19 @@ def _rotten(fault: Fault, world: World) -> Observation:
     """Compare a run whose clip rots with one that leaves the same sample out at the same step."""
     folder = world.root / "rotten_clips"
     world.copy_data(folder)
-    seen = world.observe(fault.name, _rots(folder / world.target_clip), clips=folder)
+    observation = world.observe(fault.name, _rots(folder / world.target_clip), clips=folder)
     loses_its_loss = losses(times(math.nan), target_rows, When("from", 3))
-    other = world.observe(f"{fault.name}, left out", loses_its_loss)
-    if seen.error is None and not equal(seen.adapter, other.adapter or {}):
-        return replace(seen, error=CheckFailedError("not the run that left the sample out"))
-    return seen
+    without_clip = world.observe(f"{fault.name}, left out", loses_its_loss)
+    if observation.error is None and not equal(observation.adapter, without_clip.adapter or {}):
+        return replace(observation, error=CheckFailedError("not the run that left the sample out"))
+    return observation
 
 
 def _expert(what: str, key: str, need: str = "experts") -> Fault:
     """Return the fault of a part of the model that gives NaN for one sample: named, though only the loss shows it."""
     name, module = f"chat:NaN from the {what} for one sample", f"{{experts[{key}]}}"
-    words = ("first nan in the forward",)
-    expected = Expected("data", "quarantine", words, True, module, "without")
+    message_parts = ("first nan in the forward",)
+    expected = Expected("data", "quarantine", message_parts, True, module, "without")
     return Fault(name, "op", "every time", expected, op_of_target(divided, module), needs=(need,))
 
 

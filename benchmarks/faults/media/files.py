@@ -56,8 +56,8 @@ def damaged_in_the_middle(path: Path) -> None:
     """Make a fifth of the coded frames random bytes."""
     encode(path, moving(path.stem), options=_SHARP)
     data, start, end = content(path)
-    first, last = start + (end - start) * 2 // 5, start + (end - start) * 3 // 5
-    data[first:last] = np.random.default_rng(0).bytes(last - first)
+    damage_start, damage_end = start + (end - start) * 2 // 5, start + (end - start) * 3 // 5
+    data[damage_start:damage_end] = np.random.default_rng(0).bytes(damage_end - damage_start)
     path.write_bytes(data)
 
 

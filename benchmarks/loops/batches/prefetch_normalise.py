@@ -10,12 +10,12 @@ FAULTS = "nan_sample nan_target inf_gradient nan_moment nan_weight nan_loss late
 
 
 def prefetched(loader, mean, std):
-    first = True
+    is_first = True
     for next_inputs, next_targets in loader:
         next_inputs = next_inputs.float().sub(mean).div(std)
-        if not first:
+        if not is_first:
             yield inputs, targets  # noqa: F821
-        first = False
+        is_first = False
         inputs, targets = next_inputs, next_targets
     yield inputs, targets
 

@@ -17,8 +17,8 @@ class Net(nn.Module):
         self.head = nn.Linear(6, 3)
 
     def forward(self, x, hidden=None):
-        out, hidden = self.rnn(x, hidden)
-        return self.head(out), hidden
+        output, hidden = self.rnn(x, hidden)
+        return self.head(output), hidden
 
 
 torch.manual_seed(0)

@@ -17,17 +17,17 @@ class Lion(torch.optim.Optimizer):
     def step(self, closure=None):
         loss = closure() if closure is not None else None
         for group in self.param_groups:
-            first, second = group["betas"]
+            beta1, beta2 = group["betas"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self.state[p]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(p)
-                update = state["exp_avg"] * first + p.grad * (1 - first)
+                update = state["exp_avg"] * beta1 + p.grad * (1 - beta1)
                 p.data.mul_(1 - group["lr"] * group["weight_decay"])
                 p.data.add_(update.sign_(), alpha=-group["lr"])
-                state["exp_avg"].mul_(second).add_(p.grad, alpha=1 - second)
+                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
         return loss
 
 

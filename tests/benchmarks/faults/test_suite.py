@@ -54,7 +54,8 @@ def test_every_fault_is_named_and_recovered_and_no_file_is_poisoned(
     assert totals(results)["poisoned_files"] == 0
 
 
-# One of each way in which a family's own modules, latents and draws matter; `python -m benchmarks.faults --model` has all.
+# One fault for each way in which a family's modules, latents and draws matter. `python -m benchmarks.faults --model`
+# runs all of them.
 CORE = (
     "NaN in a cached latent_mean",
     "NaN in the noise of one draw",
