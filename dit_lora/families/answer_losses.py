@@ -44,6 +44,7 @@ def with_answer_losses(model: nn.Module) -> nn.Module:
             f"{type(model).__name__}: its forward is wrapped already; call with_answer_losses before "
             "hooks, offload and Accelerate's prepare"
         )
+    # Both checks run before anything is patched: a model that cannot be supported stays as it is.
     _trunk_and_head(model)
     _require_linear_logits(model)
     model.__dict__[_MARK] = True
@@ -68,8 +69,10 @@ def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
                 "answer losses need answer_positions, answer_labels and all other inputs by name"
             )
         trunk, head = _trunk_and_head(model)
+        # Run only the trunk: logits are computed below, for the answer positions only.
         hidden = trunk(**kwargs, use_cache=False)[0]
         samples = torch.arange(len(hidden), device=hidden.device)[:, None]
+        # (B, L, D) -> (B, A, D)
         answers = hidden[samples, answer_positions]
         return next_token_losses(answers, answer_labels, head, chunk=CHUNK)
 
@@ -105,6 +108,7 @@ class _Hidden:
 def _require_linear_logits(model: Any) -> None:
     """Raise unless the stock forward's logits equal the output layer applied to the hidden states, bit for bit."""
     trunk, head = _trunk_and_head(model)
+    # PEFT wraps an adapted output layer and keeps the original in `base_layer`.
     base = getattr(head, "base_layer", head)
     if not isinstance(base, nn.Linear):
         raise DitLoraError(f"{type(model).__name__}: its output layer is a {type(base).__name__}")
@@ -116,6 +120,7 @@ def _require_linear_logits(model: Any) -> None:
     # Make logits large enough for a soft cap to show: a cap of 30 changes logits of 1 by less than bf16 resolves.
     states = states * (100 / head(states).abs().amax())
     before = trunk.__dict__.get("forward")
+    # Let the trunk return these states, whatever the input, to see what the model does with them.
     trunk.__dict__["forward"] = lambda *args, **kwargs: _Hidden(states)
     try:
         logits = model(input_ids=torch.zeros(1, 3, dtype=torch.long, device=weight.device)).logits

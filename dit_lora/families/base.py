@@ -280,6 +280,7 @@ class Sampler(Opened):
         **arguments: Any,
     ) -> Any:
         """Load the stock pipeline in `dtype`, except components of `in_fp32`; `arguments` go to its constructor."""
+        # Diffusers' from_pretrained accepts one dtype, or a dict of dtypes by component.
         dtypes: Any = dtype
         if self.in_fp32:
             dtypes = {**dict.fromkeys(self.in_fp32, torch.float32), "default": dtype}
@@ -333,6 +334,7 @@ class Sampler(Opened):
             output_type="np",
         )
         frames = output.images if self.output == "images" else output.frames[0]
+        # The pipeline returns floats from 0 to 1.
         return torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
 
     def generate_with_sound(
@@ -393,6 +395,7 @@ class Checkpoint(Encoders, Denoiser, Sampler):
             raise DitLoraError(
                 f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both"
             )
+        # Sampling with the other expert's adapter only makes sense if there are two experts.
         of_experts = ("validation.other_expert",) if self.parts else ()
         refuse_options(recipe, (*self.takes, *of_experts))
         problems = wrong_references(recipe, self.references)

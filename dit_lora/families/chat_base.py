@@ -115,7 +115,7 @@ class ChatCheckpoint(ABC):
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The model's arguments for a batch.
 
-        Tokens are padded on the right and there is no `attention_mask`, because causal attention never reaches the
+        Padding is on the right and `attention_mask` is left out, because causal attention never reaches the
         padding.
 
         Args:
@@ -141,6 +141,7 @@ class ChatCheckpoint(ABC):
             answer_labels=batch["labels"],
         )
         pixels = batch.get("pixels")
+        # A batch has media of one kind: no pixels, one frame, or several frames.
         kind: Kind = "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
         return LossOutput(losses, torch.full_like(losses, KINDS.index(kind), dtype=torch.int64))
 
@@ -197,6 +198,7 @@ def greedy_answer(
             top_k=None,
             repetition_penalty=1.0,
         )
+    # `generate` returns the prompt followed by the new tokens.
     new = tokens[0, given["input_ids"].shape[1] :]
     answer = tokenizer.decode(new, skip_special_tokens=True)
     # The last token may contain text after `end`.

@@ -83,6 +83,7 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
     ) -> torch.Tensor:
         """Conditioning mask (B, S, 1): 1 at the tokens of the first frame of samples that keep their image, else 0."""
         frames, height, width = batch["latent_mean"].shape[2:]
+        # (B,) and (S,) combine to (B, S, 1).
         has_picture = self.has_picture(batch, given)
         is_first_frame = (
             torch.arange(frames * height * width, device=has_picture.device) < height * width
@@ -96,6 +97,7 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
         given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Timestep of every token (B, S): 0 at the image's tokens."""
+        # (B, 1) * (B, S): the mask is 1 at the image's tokens, which sets their timestep to 0.
         return timesteps[:, None] * (1 - self.known(batch, given).squeeze(-1))
 
     def with_picture(

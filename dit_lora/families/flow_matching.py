@@ -45,6 +45,7 @@ class FlowCheckpoint(Checkpoint):
             for name, value in asked.model_dump(exclude={"shift"}).items()
             if value is not None
         }
+        # The recipe may only narrow the range in which this component is used, such as an expert's.
         low, high = (
             max(overrides.get("t_min", 0), levels.t_min),
             min(overrides.get("t_max", 1), levels.t_max),
@@ -97,6 +98,7 @@ class FlowCheckpoint(Checkpoint):
             "noise": partial(normal, size),
             "timestep": lambda rows: self.objective.sigmas(normal((), rows), shift),
         }
+        # A batch with logvar has a posterior to sample from; otherwise latents are used as they are.
         posterior = {"posterior": partial(normal, size)} if "latent_logvar" in batch else {}
         return {**posterior, **noise_draws}
 
@@ -128,6 +130,7 @@ class FlowCheckpoint(Checkpoint):
         )
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
+        # The transformer takes timesteps, sigmas scaled to the range of the scheduler.
         timesteps = sigmas * self.train_timesteps
         prediction = self.drawn_prediction(transformer, noisy, timesteps, batch, draws)
         target = objective.target(clean, noise)
@@ -144,6 +147,7 @@ class FlowCheckpoint(Checkpoint):
         masked = self.masked(batch)
         if known is None or masked is None:
             return masked if known is None else 1 - known
+        # Latents that are given clean get no loss, inside or outside of the mask.
         return masked * (1 - known)
 
     def drawn_prediction(

@@ -29,4 +29,5 @@ def loss_weights(
     if mask is None:
         return None
     weights = floor + (1 - floor) * mask
+    # (B, H, W) -> (B, 1, ..., 1, H, W), with as many dimensions as `like`.
     return weights.view(len(mask), *[1] * (like.ndim - 3), *mask.shape[-2:])

@@ -103,6 +103,7 @@ class NoisePrediction(Checkpoint):
         noisy = self.objective.add_noise(clean, noise, timesteps)
         output = self.predict(transformer, noisy, timesteps, batch).float()
         channels = clean.shape[1]
+        # The channels after the noise, if any, interpolate the variance between its bounds.
         prediction, fraction = output[:, :channels], output[:, channels:]
         weights = loss_weights(batch, self.mask_floor, clean)
         losses = mean_squared_error(prediction, noise, weights)

@@ -61,6 +61,7 @@ def with_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]
 def part_of(model: ModelConfig, path: Path) -> str:
     """The component to train by `model.part`; `both` gives the first. Raises `DitLoraError` if it is missing."""
     second = read_component_config(path).get("transformer_2")
+    # An absent component is missing from the index, or is [null, null].
     has_two = isinstance(second, list) and None not in second
     if model.part in ("transformer_2", "both") and not has_two:
         raise DitLoraError(
@@ -84,6 +85,7 @@ def require_whole_weights(model: ModelConfig, path: Path, *components: str) -> N
             problems.append(f"{component}: no .safetensors file")
         for file in files:
             try:
+                # Opening checks the header against the file's size, so a truncated file fails here.
                 with safe_open(file, framework="pt"):
                     pass
             except (OSError, SafetensorError) as error:

@@ -12,6 +12,7 @@ from dit_lora.numerics.streams import moved
 def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
     """Posterior of a clip, uint8 (frames, 3, height, width), as it is cached: mean and logvar, each (C, F, H, W)."""
     video = (pixels.to(vae.device).float() / 127.5 - 1).to(vae.dtype)
+    # (F, 3, H, W) -> (1, 3, F, H, W)
     posterior = vae.encode(video.transpose(0, 1)[None]).latent_dist
     return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
 

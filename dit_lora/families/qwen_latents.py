@@ -71,6 +71,7 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         """The random tensors of flow matching, with noise for packed latents (S, P)."""
+        # The second dimension is time, a single frame.
         channels, _, height, width = batch["latent_mean"].shape[1:]
         square = PACKED**2
         return {
@@ -117,6 +118,7 @@ def qwen_latents_fields(model: ModelConfig, transformer_class: Any) -> dict[str,
     fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
     transformer = with_defaults(transformer_class, fields["transformer_config"])
     vae = with_defaults(AutoencoderKLQwenImage, fields["vae_config"])
+    # A token holds all channels of a square of latents.
     channels = PACKED**2 * vae["z_dim"]
     if transformer["in_channels"] != channels:
         raise DitLoraError(

@@ -122,6 +122,7 @@ def scaled_size(height: int, width: int, side: int | None) -> tuple[int, int]:
     """Height and width scaled to at most `side` squared pixels, keeping their ratio. No limit if `side` is None."""
     if side is None or height * width <= side * side:
         return height, width
+    # Scale the area to side**2, so each side by the square root of the ratio.
     scale = side / (height * width) ** 0.5
     return max(1, round(height * scale)), max(1, round(width * scale))
 

@@ -12,6 +12,7 @@ def wrong_multiples(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
     problems = []
     for name, (value, step) in sizes.items():
         below = value // step * step
+        # Below the first multiple, the only valid neighbour is the step itself.
         nearest = f"{below} and {below + step}" if below else str(step)
         if value % step:
             problems.append(

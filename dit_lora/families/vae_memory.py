@@ -83,6 +83,7 @@ class VaeMemory:
         # A video VAE takes (B, C, F, H, W), an image VAE no frames.
         of_video = any(isinstance(module, nn.Conv3d) for module in vae.modules())
         frame = torch.empty((1, 3, *((1,) if of_video else ()), height, width), device="meta")
+        # Compare the latents' shape of the whole frame with that of its tiles.
         vae.disable_tiling()
         shapes = [_latent_shape(vae, frame)]
         if self.tiling:

@@ -56,6 +56,7 @@ def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
         )
         for component in _lacking(path) if model.family not in CHAT_FAMILIES else ():
             (path / component).mkdir(exist_ok=True)
+            # An empty file satisfies the check for weight files. Models are built from their configs.
             save_file({}, path / component / "model.safetensors")
         yield model.model_copy(update={"path": str(path)})
 
@@ -87,6 +88,7 @@ def from_configs() -> Iterator[list[nn.Module]]:
     replacements: dict[Any, Any] = {ModelMixin: of_diffusers, PreTrainedModel: of_transformers}
     originals: dict[Any, Any] = {kind: vars(kind)["from_pretrained"] for kind in replacements}
     for kind, function in replacements.items():
+        # Patch the base classes, so that every model class of both libraries is covered.
         kind.from_pretrained = classmethod(function)
     try:
         yield built

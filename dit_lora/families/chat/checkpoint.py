@@ -161,6 +161,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
             from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
             return DEFAULT_CHAT_TEMPLATE
+        # Older checkpoints store the processor's template in this file. A .jinja file takes precedence.
         older = self.path / "chat_template.json"
         if older.is_file() and not (self.path / "chat_template.jinja").is_file():
             return read_typed(older, ChatTemplateFile)["chat_template"]
@@ -201,6 +202,7 @@ def _name_dtype(model: nn.Module) -> None:
     """
     model_class = type(model)
     dtype_property = property(lambda self: self.get_input_embeddings().weight.dtype)
+    # Swap in a subclass with the same name, because `dtype` is a property of the class.
     model.__class__ = type(
         model_class.__name__,
         (model_class,),

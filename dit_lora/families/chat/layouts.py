@@ -140,6 +140,7 @@ class LlavaNextVideoLayout(SquareFrames):
         if shape.frames > 1:
             return self.video_token * (shape.frames * (grid // self.pool) ** 2)
         height, width = self._canvas(shape.height, shape.width)
+        # Size of the feature grid of all tiles together.
         rows, columns = height // self.side * grid, width // self.side * grid
         # Features of the padding are removed, and each row ends with a learned newline feature: unpad_image.
         if shape.width / shape.height > columns / rows:
@@ -148,6 +149,7 @@ class LlavaNextVideoLayout(SquareFrames):
         else:
             new = int(round(shape.width * (rows / shape.height), 7))
             columns -= (columns - new) // 2 * 2
+        # The whole image, the unpadded tiles, and one newline feature per row.
         return self.image_token * (grid**2 + rows * columns + rows)
 
     def inputs(
@@ -159,6 +161,7 @@ class LlavaNextVideoLayout(SquareFrames):
         size = (picture.shape[-2], picture.shape[-1])
         canvas, inside = self._canvas(*size), self._image_size(*size, size)
         top, left = (canvas[0] - inside[0]) // 2, (canvas[1] - inside[1]) // 2
+        # Center the scaled picture on a black canvas that splits into whole tiles.
         padded = picture.new_zeros(len(picture), 3, *canvas)
         padded[..., top : top + inside[0], left : left + inside[1]] = resized(picture, *inside)
         views = [
@@ -300,6 +303,7 @@ class InternVLLayout(SquareFrames):
 
     def _grid(self, height: int, width: int, most: int) -> tuple[int, int]:
         """Rows and columns with the nearest aspect ratio. Ties go to the largest that the picture fills by half."""
+        # Smaller grids come first, so that a tie can replace them by a larger one.
         best, nearest = (1, 1), math.inf
         grids = [(rows, cols) for cols in range(1, most + 1) for rows in range(1, most // cols + 1)]
         for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):

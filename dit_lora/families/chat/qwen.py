@@ -106,12 +106,14 @@ class QwenLayout:
         return _between(self.video_token if frames > 1 else self.image_token)
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+        # After merging, each step x step square of pixels is one token, and `size` frames share theirs.
         step, size = self.patch * self.merge, self.frames_per_patch
         count = (shape.height // step) * (shape.width // step)
         if shape.frames == 1:
             return _between(self.image_token * count)
         if not self.timestamps:
             return _between(self.video_token * (-(-shape.frames // size) * count))
+        # Repeat the last time, as the last frame is repeated to fill its group.
         padded = [*seconds, *[seconds[-1]] * (-shape.frames % size)]
         # Mean time of the first and last frame of each group: Qwen3VLProcessor._calculate_timestamps.
         times = [(padded[at] + padded[at + size - 1]) / 2 for at in range(0, len(padded), size)]
@@ -130,6 +132,7 @@ class QwenLayout:
             merge=self.merge,
             frames_per_patch=self.frames_per_patch,
         )
+        # Time, height and width in patches. Frames are rounded up to whole groups.
         grid = (-(-frames // self.frames_per_patch), height // self.patch, width // self.patch)
         # 0 for text, 1 for images, 2 for videos: ProcessorMixin.create_mm_token_type_ids.
         types = (input_ids == self.image_id).int() + 2 * (input_ids == self.video_id).int()
@@ -143,6 +146,7 @@ class QwenLayout:
                 raise DitLoraError(
                     "the batch has no `seconds`, by which Qwen2.5-VL counts the positions of frames"
                 )
+            # (B,), the mean time between frames.
             apart = (seconds[:, -1] - seconds[:, 0]) / (frames - 1)
             model_inputs["second_per_grid_ts"] = self.frames_per_patch * apart
         return model_inputs

@@ -67,6 +67,7 @@ def resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
 def tiles(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Cut (B, 3, H, W) into tiles of this size, row by row: (B, V, 3, height, width)."""
     rows, columns = pixels.shape[-2] // height, pixels.shape[-1] // width
+    # (B, 3, rows, height, columns, width) -> (B, rows, columns, 3, height, width) -> (B, V, 3, height, width)
     cut = pixels.reshape(len(pixels), 3, rows, height, columns, width)
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
 
@@ -105,6 +106,8 @@ def patches(frames: torch.Tensor, *, side: int, merge: int, frames_per_patch: in
         merge,
         side,
     )
+    # Order: group of frames, rows and columns of merged squares, then row and column inside the square. Each patch is
+    # flattened as (colours, frames, side, side).
     return grid.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9).flatten(6).flatten(1, 5)
 
 

@@ -115,8 +115,10 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         """Predict with a latent of the randomly chosen image encoding, or with zeros if the image is dropped."""
         mean, logvar = batch["image_latent_mean"], batch["image_latent_logvar"]
         rows = torch.arange(len(mean), device=mean.device)
+        # Index of the image's encoding per sample; 0 is the clean one.
         pick = given.get("image_noise", 0 * rows)
         latent = drawn(mean[rows, pick], logvar[rows, pick], given["image_posterior"])
+        # A dropped image becomes zeros.
         has_image = given["image_dropout"].view(-1, 1, 1, 1, 1)
         return self._with_image(transformer, noisy, timesteps, batch, latent * has_image)
 
@@ -142,12 +144,15 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         scale = self.vae_config["scaling_factor"]
         # Image latents of 1.5 are divided by the scaling factor instead of multiplied, as its VAE's config says.
         inverted = self.vae_config.get("invert_scale_latents", False)
+        # (B, C, 1, H, W) -> (B, 1, C, H, W)
         image = image_BCFHW.transpose(1, 2) * (1 / scale if inverted else scale)
         image_channels = torch.zeros_like(noisy_BFCHW)
+        # Only the first latent frame has the image; the other frames stay zero.
         image_channels[:, :1] = image
         prompt_embeds = batch["prompt_embeds"]
         has_offset = self.transformer_config["ofs_embed_dim"] is not None
         arguments = {"ofs": prompt_embeds.new_full((1,), OFFSET)} if has_offset else {}
+        # (B, F, 2 C, H, W)
         hidden = torch.cat([noisy_BFCHW, image_channels], dim=2)
         return self._call(transformer, hidden, timesteps, prompt_embeds, **arguments)
 

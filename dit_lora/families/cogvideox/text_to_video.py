@@ -151,6 +151,7 @@ class CogVideoXCheckpoint(Checkpoint):
         clean_BCFHW = drawn(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
         padding = self.padding(clean_BCFHW.shape[2])
         clean_BCFHW = torch.cat([clean_BCFHW[:, :, :1]] * padding + [clean_BCFHW], dim=2)
+        # The transformer takes (B, F, C, H, W).
         clean = clean_BCFHW.transpose(1, 2) * self.vae_config["scaling_factor"]
         noise, timesteps = draws["noise"].transpose(1, 2), draws["timestep"]
 
@@ -158,6 +159,7 @@ class CogVideoXCheckpoint(Checkpoint):
         prediction = self._drawn_prediction(transformer, noisy, timesteps, batch, draws)
         target = self.objective.target(clean, noise, timesteps)
         weights = loss_weights(batch, self.mask_floor, clean)
+        # Leave out the repeated first frames, whose output the pipeline drops.
         losses = mean_squared_error(prediction[:, padding:], target[:, padding:], weights)
         return LossOutput(losses, timesteps)
 

@@ -50,18 +50,20 @@ class ClassTable:
         return [row for row in range(self.count + 1) if row != self.null]
 
     def row(self, name: str) -> int | None:
-        """Row of a class by its name or one of its synonyms; None if there is no such class.
+        """Row of a class by its name or one of its synonyms; None if no class has it.
 
         If no class has a number as its name, a number selects a row. Of equal names the last wins, as in DiTPipeline.
         """
         if name == "":
             return self.null
+        # Synonyms can be used too, but a complete name takes precedence over them.
         parts = {part.strip(): row for row, value in self._named() for part in value.split(",")}
         labels = parts | {value: row for row, value in self._named()}
         if name in labels:
             return labels[name]
         if name.isdecimal() and not any(label.isdecimal() for label in labels):
             return int(name) if int(name) in self.rows() else None
+        # Several synonyms of one class, in any order, still name that class.
         rows = {labels.get(part.strip()) for part in name.split(",")}
         return rows.pop() if len(rows) == 1 else None
 
@@ -89,6 +91,7 @@ class ClassTable:
 
     def grown(self, weight: torch.Tensor, old: "ClassTable") -> torch.Tensor:
         """The label table for these classes, from that of the old ones. New classes start as the null class."""
+        # (classes + 1, width), initially all copies of the null class.
         rows = weight[old.null].repeat(self.count + 1, 1)
         rows[old.rows()] = weight[old.rows()]
         return rows
@@ -261,6 +264,7 @@ def initialise(transformer: Any) -> None:
             nn.init.xavier_uniform_(module.weight)
             _zero(module.bias)
     patches = transformer.pos_embed.proj
+    # Initialise the patch convolution like a linear layer, (width, channels * patch * patch).
     nn.init.xavier_uniform_(patches.weight.view(len(patches.weight), -1))
     _zero(patches.bias)
     tables = embedders(transformer)

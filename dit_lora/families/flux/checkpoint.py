@@ -215,6 +215,7 @@ class FluxCheckpoint(FlowCheckpoint):
         References follow the noisy latents in the sequence, clean and at the same timestep.
         """
         dtype = batch["prompt_embeds"].dtype  # the dtype of the pipeline's latents
+        # (B, S, P), followed by the tokens of each reference.
         tokens = [noisy, *(packed(reference.float()) for reference in latents_of(batch))]
         guidance = None
         if self.guidance is not None:
@@ -321,6 +322,7 @@ class FluxKontextCheckpoint(FluxCheckpoint):
             ids = FluxPipeline._prepare_latent_image_ids(
                 len(text), height, width, torch.device("cpu"), text.dtype
             )
+            # The first position axis tells the reference (1) from the image (0).
             ids[..., 0] = 1
             positions["img_ids"] = torch.cat([positions["img_ids"], moved(ids, text.device)])
         return positions

@@ -197,11 +197,13 @@ class Flux2Checkpoint(FluxCheckpoint):
 
     def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         text, latents = batch["prompt_embeds"], batch["latent_mean"]
+        # Every second latent in both directions has the size of the packed grid, which is all the method reads.
         positions = [Flux2Pipeline._prepare_latent_ids(latents[..., ::2, ::2])]
         # The method takes the references of one sample and reads only their sizes.
         references = [latent[:1, :, ::2, ::2] for latent in latents_of(batch)]
         if references:
             reference_positions = Flux2Pipeline._prepare_image_ids(references)
+            # The positions are the same for every sample of a batch.
             positions.append(reference_positions.expand(len(text), -1, -1))
         ids = {
             "txt_ids": Flux2Pipeline._prepare_text_ids(text),

@@ -103,6 +103,7 @@ class LatteCheckpoint(NoisePrediction):
         Each sample attends only to its own text. The pipeline truncates a prompt to its length; here a batch is
         truncated to its longest caption, and an attention bias masks the padding of the others.
         """
+        # Truncate to the longest caption of the batch; no mask is left if all have that length.
         embeddings, mask = cut_text(batch["prompt_embeds"], batch["prompt_mask"])
         bias = None if mask is None else text_bias(mask, embeddings)
         if bias is not None:  # spatial blocks have one row per frame

@@ -108,7 +108,9 @@ def _require_fitting(model: ModelConfig, fields: Mapping[str, Any]) -> None:
     transformer, vae, connectors, audio = (
         fields[name] for name in ("transformer_config", "vae_config", "connectors", "audio_vae")
     )
+    # The transformer computes positions with these factors, so they must be the VAE's.
     temporal, *sides = transformer["vae_scale_factors"]
+    # A sound token holds all channels of a quarter of the mel bins.
     channels, sounds = vae["latent_channels"], audio["latent_channels"] * (audio["mel_bins"] // 4)
     expected: dict[str, Any] = {
         "in_channels": channels,

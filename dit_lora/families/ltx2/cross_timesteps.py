@@ -31,6 +31,7 @@ def own_timesteps_in_cross_attention(transformer: nn.Module) -> Iterator[None]:
         transformer: The LTX-2 transformer, also inside DDP or another wrapper with a `module`.
     """
     model: Any = transformer
+    # Unwrap DDP and similar wrappers.
     while not _is_transformer(model):
         model = model.module
     own_timesteps: dict[str, torch.Tensor] = {}

@@ -45,6 +45,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
     def downscale(self, shape: VideoShape) -> int:
         """The pipeline's `reference_downscale_factor`: the smallest that satisfies `data.reference_resolution`."""
         factor, side = 1, self.reference_resolution
+        # The smallest integer factor that brings the reference down to `side` squared pixels.
         while side is not None and shape.height * shape.width > (side * factor) ** 2:
             factor += 1
         return factor
@@ -59,6 +60,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         Otherwise the reference's positions would not match the video's.
         """
         problems, factor = super().wrong_shape(shape), self.downscale(shape)
+        # The reference, `factor` times smaller, must have whole tokens too.
         step = self.side_step * factor
         if problems or not (shape.height % step or shape.width % step):
             return problems
@@ -119,6 +121,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         return {
             **call,
             "hidden_states": torch.cat([tokens, behind], dim=1),
+            # Timesteps per token: the step's for the video, 0 for the clean reference.
             "timestep": torch.cat(
                 [token_timesteps, token_timesteps.new_zeros(rows, behind.shape[1])], dim=1
             ),
@@ -140,6 +143,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         positions = LTX2AudioVideoRotaryPosEmbed.prepare_video_coords(
             rope, 1, frames, height, width, torch.device("cpu"), fps=self.frame_rate
         )
+        # Axes 1 and 2 are height and width: spread the smaller reference over the video's area.
         positions[:, 1:] *= factor
         return positions
 
@@ -188,6 +192,7 @@ class _Encoder:
             dtype=torch.float32,
             device=next(vae.parameters()).device,
         )
+        # The method packs exactly once, so `keep` has seen one tensor.
         (latents,) = frames
         return latents[0]
 

@@ -83,6 +83,7 @@ def log_mel(waveform: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
         norm="slaney",
         mel_scale="slaney",
     )
+    # (channels, bins, T) -> (channels, T, bins), then the filters reduce bins to M.
     mel = spectrum.mT @ torch.from_numpy(filters).to(spectrum)
     return mel.clamp(min=_LEAST).log()
 

@@ -259,6 +259,7 @@ class LTX2Checkpoint(HearingCheckpoint):
         noisy = objective.add_noise(clean, draws["noise"], sigmas)
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
+        # Sound has its own noise and noise levels.
         sound, levels = batch["audio_latent_mean"].float(), draws["audio_timestep"]
         heard = {
             **batch,
@@ -269,6 +270,7 @@ class LTX2Checkpoint(HearingCheckpoint):
         video, audio = self.velocities(transformer, noisy, timesteps, heard, draws)
         target = objective.target(clean, draws["noise"])
         losses = mean_squared_error(video, target, self._weights(batch, conditioning_mask))
+        # Each term is a mean, so video and sound have equal weight whatever their numbers of tokens.
         losses = losses + mean_squared_error(audio, objective.target(sound, draws["audio_noise"]))
         return LossOutput(losses, objective.reported(sigmas))
 
@@ -313,6 +315,7 @@ class LTX2Checkpoint(HearingCheckpoint):
         mask = None if mask is None else moved(mask.long(), text.device)
         if audio is None:
             channels = self.transformer_config["audio_in_channels"]
+            # A placeholder of one sound token, which the video does not attend to.
             audio = noisy.new_zeros(len(noisy), 1, channels)
             of_sound = of_sound[:, :1]
         call: dict[str, Any] = {
@@ -341,6 +344,7 @@ class LTX2Checkpoint(HearingCheckpoint):
         )
         with cross_timesteps:
             video, sound = transformer(**self.in_context(call, batch))
+        # Drop the output for tokens that `in_context` added.
         return video[:, : noisy.shape[1]], sound
 
     def in_context(self, call: dict[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:

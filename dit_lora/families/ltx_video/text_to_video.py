@@ -199,6 +199,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
             num_frames=frames,
             height=height,
             width=width,
+            # Seconds per latent frame, and pixels per latent.
             rope_interpolation_scale=(self.temporal_factor / self.frame_rate, spatial, spatial),
             return_dict=False,
         )[0]

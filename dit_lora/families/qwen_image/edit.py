@@ -201,6 +201,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         timestep.
         """
         references = latents_of(batch)
+        # (B, S, P), followed by the tokens of each reference.
         hidden = torch.cat(
             [noisy, *(self.packed(reference.float()) for reference in references)], dim=1
         )
@@ -209,6 +210,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
             for reference in references
         ]
         prediction = self.call(transformer, hidden, timesteps, batch, [self.grid(batch), *grids])
+        # Keep the output for the noisy tokens only.
         return prediction[:, : noisy.shape[1]]
 
     def pipeline(

@@ -211,7 +211,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaCheckpoi
 def trained_in_fp16(path: Path, model: ModelConfig) -> bool:
     """True if the transformer was trained in fp16, by its files, their dtype, the index or the published name.
 
-    The name is the last test, for a published checkpoint of which only the fp32 file was downloaded.
+    The name is the last test, for a published checkpoint whose fp32 file was the only one downloaded.
     """
     files = sorted((path / "transformer").glob("*.safetensors"))
     return (

@@ -86,6 +86,7 @@ class SD3Checkpoint(FlowCheckpoint):
         script adapts them anyway. Since it names only `attn.`, it skips the `attn2` that 3.5 medium introduced.
         """
         config = self.transformer_config
+        # Without the last block.
         blocks = range(config["num_layers"] - 1)
         queries = [f"transformer_blocks.{i}.attn.add_q_proj" for i in blocks]
         second = ("to_q", "to_k", "to_v", "to_out.0") if config["dual_attention_layers"] else ()

@@ -18,6 +18,7 @@ def template_limit(
     pipeline = pipeline_class(
         scheduler=None, vae=None, text_encoder=probe, tokenizer=tokenizer, transformer=None
     )
+    # The padding that an empty caption leaves is the number of tokens a caption can have.
     pipeline.encode_prompt("", device=probe.device, max_sequence_length=max_tokens, **arguments)
     return TextLimit(tokenizer, probe.pads)
 

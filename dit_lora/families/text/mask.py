@@ -27,6 +27,7 @@ def cut_text(
         faster backends.
     """
     is_text = mask == 1
+    # Columns in which at least one caption has text.
     columns = is_text.any(0).nonzero().flatten()
     # Prefer a slice, which does not copy. Only padding in the middle of captions needs a copy.
     if len(columns) == 0 or int(columns[-1]) == len(columns) - 1:
@@ -45,6 +46,7 @@ def text_bias(mask: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor | No
     is_text = mask == 1
     if bool(is_text.all()):
         return None
+    # (B, T), then (B, 1, T) for all queries.
     bias = torch.where(is_text, 0.0, MASKED).to(embeddings.dtype)
     return moved(bias[:, None], embeddings.device)
 

@@ -38,7 +38,7 @@ def qwen3(layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
 
 
 def byte_tokenizer(special: tuple[str, ...], end: str) -> Qwen2Tokenizer:
-    """A tokenizer of single bytes and the special tokens, the first of which is padding. Nothing is trained."""
+    """A tokenizer of single bytes and special tokens; the first special token is padding. Nothing is trained."""
     vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
     none: Any = None  # an unknown token would enlarge the vocabulary
     tokenizer = Qwen2Tokenizer(

@@ -113,6 +113,7 @@ class VideoChat2Checkpoint(ChatCheckpoint):
             mean, std = (
                 pixels.new_tensor(statistic, dtype=torch.float32) for statistic in (_MEAN, _STD)
             )
+            # (B, F, 3, H, W), normalised per color channel.
             scaled = (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
             inputs["pixel_values"] = scaled
         return inputs | {

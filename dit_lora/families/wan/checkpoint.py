@@ -40,8 +40,9 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoin
     )
     fields["vae_config"] = with_defaults(AutoencoderKLWan, fields["vae_config"])
     task, kind = _kind(model, index)
-    needs_image_encoder = task == "i2v" and not index.get("expand_timesteps")
-    _require_fitting(model, index, fields, beside=needs_image_encoder)
+    # TI2V-5B (`expand_timesteps`) puts the image into the latents; the others use extra channels.
+    has_condition_channels = task == "i2v" and not index.get("expand_timesteps")
+    _require_fitting(model, index, fields, beside=has_condition_channels)
     clip = ("image_encoder",) if _is_there(index, "image_encoder") else ()
     second = ("transformer_2",) if _is_there(index, "transformer_2") else ()
     require_whole_weights(model, path, "vae", "text_encoder", *clip, *second)

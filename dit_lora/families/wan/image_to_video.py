@@ -154,6 +154,7 @@ class WanImageCheckpoint(WanCheckpoint):
             latents=first,  # given latents, so that the method draws none
             last_image=last[0] if last else None,
         )
+        # The method returns latents and condition. Take the only sample of the condition.
         return condition[1][0]
 
     def _clip(self, device: torch.device) -> Embed:
@@ -200,6 +201,7 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         frames = batch["latent_mean"].shape[2]
         is_first_frame = torch.arange(frames, device=batch["latent_mean"].device) == 0
         has_picture = self.has_picture(batch, given)
+        # (B, 1, 1, 1, 1) and (1, 1, F, 1, 1) combine to (B, 1, F, 1, 1).
         return (has_picture.view(-1, 1, 1, 1, 1) & is_first_frame.view(1, 1, -1, 1, 1)).float()
 
     def drawn_prediction(
@@ -243,6 +245,8 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         """Run the transformer with one timestep per token, as the pipeline does: 0 where latents are given clean."""
         _, patch_height, patch_width = self.transformer_config["patch_size"]
         tokens = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
+        # (B, F), 0 at frames that are given clean.
         by_frame = (1 - self.known(batch, given)).flatten(1) * timesteps[:, None]
+        # (B, F, tokens per frame) -> (B, S)
         by_token = by_frame[:, :, None].expand(-1, -1, tokens).flatten(1)
         return self.call(transformer, noisy, by_token, batch)

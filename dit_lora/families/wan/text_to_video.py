@@ -77,6 +77,7 @@ class WanCheckpoint(FlowCheckpoint):
             self.vae_config[f"scale_factor_{axis}"] for axis in ("spatial", "temporal")
         )
         ends = {
+            # The first latent frame is one frame; each further one is `temporal` frames.
             "frames": (shape.frames, (max_positions * patches[0] - 1) * temporal + 1),
             "height": (shape.height, max_positions * patches[1] * spatial),
             "width": (shape.width, max_positions * patches[2] * spatial),
@@ -183,6 +184,7 @@ class WanCheckpoint(FlowCheckpoint):
         prompt_embeds = batch["prompt_embeds"]
         image_embeds = batch.get("image_embeds")
         if image_embeds is not None:
+            # (B, images, P, width) -> (B * images, P, width), as the transformer expects.
             image_embeds = image_embeds.flatten(0, -3).to(prompt_embeds.dtype)
         return transformer(
             hidden_states=hidden.to(prompt_embeds.dtype),

@@ -195,6 +195,7 @@ class ZImageCheckpoint(FlowCheckpoint):
             own_tokens(embeddings, batch["prompt_attention_mask"]),
             return_dict=False,
         )[0]
+        # The network's time and velocity are reversed.
         return -torch.stack(outputs).squeeze(2)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
