@@ -1,4 +1,4 @@
-"""The model families; `FAMILIES` maps the names used in recipes to the modules of their facts."""
+"""The model families. `FAMILIES` maps the family names used in recipes to the modules that describe them."""
 
 import importlib
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from dit_lora.errors import DitLoraError
 from dit_lora.families.no_hub_kernel import keep_from_hub
 
-keep_from_hub()  # before any family, and with it Diffusers and PEFT, is imported
+keep_from_hub()  # must run before a family imports Diffusers and PEFT
 
 DIFFUSION_FAMILIES = {
     "cogvideox": "dit_lora.families.cogvideox",
@@ -26,27 +26,37 @@ DIFFUSION_FAMILIES = {
     "wan": "dit_lora.families.wan",
     "z_image": "dit_lora.families.z_image",
 }
-"""They have the contract of `families.base`."""
+"""Families whose checkpoints implement the contract of `families.base`."""
 CHAT_FAMILIES = {
     "videochat2": "dit_lora.families.videochat2",
     "chat": "dit_lora.families.chat",
 }
-"""They have the contract of `families.chat_base`."""
+"""Families whose checkpoints implement the contract of `families.chat_base`."""
 FAMILIES = DIFFUSION_FAMILIES | CHAT_FAMILIES
 
 
 def get_family(name: str) -> Any:
-    """The family of that name, a `DiffusionFamily` or a `ChatFamily`, imported when asked for."""
+    """Import and return a family by its name in recipes.
+
+    Args:
+        name: A key of `FAMILIES`.
+
+    Returns:
+        A `DiffusionFamily` or a `ChatFamily`.
+
+    Raises:
+        DitLoraError: No family has this name.
+    """
     if name not in FAMILIES:
         raise DitLoraError(f"no family {name!r}; model.family is one of {', '.join(FAMILIES)}")
     return importlib.import_module(FAMILIES[name]).FAMILY
 
 
 def every_family() -> Mapping[str, Any]:
-    """Each family by its name; their facts are read in milliseconds."""
+    """All families by name. This imports only their descriptions, which takes milliseconds and no torch."""
     return {name: get_family(name) for name in FAMILIES}
 
 
 def default_recipes() -> dict[str, str]:
-    """The recipe that each family's name stands for."""
+    """The default recipe of each family, which users select by the family's name."""
     return {name: family.default_recipe for name, family in every_family().items()}

@@ -1,4 +1,4 @@
-"""Next-token losses of the answers alone, out of a Transformers model's own forward.
+"""Next-token loss of the answer tokens, computed with a Transformers model's own forward pass.
 
 Shapes: B batch, L tokens, A answer tokens (padded), D width.
 """
@@ -15,17 +15,27 @@ from dit_lora.errors import DitLoraError
 from dit_lora.numerics.objectives import next_token_losses
 
 CHUNK = 512
-"""Rows of logits at a time: 0.1 GiB of fp32 at 32,000 tokens of vocabulary, 0.3 GiB at 150,000."""
+"""Rows of logits computed at a time: 0.1 GiB of fp32 with a vocabulary of 32,000 tokens, 0.3 GiB with 150,000."""
 _MARK = "_answer_losses"
 
 
 def with_answer_losses(model: nn.Module) -> nn.Module:
-    """The same model, whose forward, given answers, returns the mean loss of each sample's answers, fp32 (B,).
+    """Patch a causal language model so that its forward can return the mean loss of each sample's answer, fp32 (B,).
 
-    Given `answer_positions` and `answer_labels`, int64 (B, A): which hidden state predicts each token, and the token,
-    or -100. Equal to the stock loss of each sample alone, without logits of other positions. All else is passed to
-    the model's trunk, by name. Without answers, in `generate` too, the stock forward runs. Raises `DitLoraError` for a
-    model whose logits are more than a linear layer of its trunk's output, such as soft-capped or scaled ones.
+    The new forward takes `answer_positions` and `answer_labels`, both int64 (B, A). The first says which hidden state
+    predicts each answer token; the second holds the token, or -100 for padding. The result equals the stock loss of
+    each sample on its own, but logits of other positions are not computed. All other arguments must be passed by name
+    and go to the model's trunk. Without answers, also in `generate`, the stock forward runs.
+
+    Args:
+        model: A Transformers causal language model, not yet wrapped by hooks, offload or `Accelerator.prepare`.
+
+    Returns:
+        The same model, patched in place. Patching twice has no effect.
+
+    Raises:
+        DitLoraError: The forward is already wrapped, or the logits are not a plain linear layer of the trunk's output
+            (soft-capped or scaled logits, for example).
     """
     if _MARK in model.__dict__:
         return model
@@ -34,10 +44,11 @@ def with_answer_losses(model: nn.Module) -> nn.Module:
             f"{type(model).__name__}: its forward is wrapped already; call with_answer_losses before "
             "hooks, offload and Accelerate's prepare"
         )
+    # Both checks run before anything is patched: a model that cannot be supported stays as it is.
     _trunk_and_head(model)
     _require_linear_logits(model)
     model.__dict__[_MARK] = True
-    # A bound method: a deep copy of the model gets its own, and Accelerate wraps its function.
+    # Use a bound method: a deep copy of the model binds its own, and Accelerate wraps the underlying function.
     model.__dict__["forward"] = MethodType(_forward(type(model).forward), model)
     return model
 
@@ -58,8 +69,10 @@ def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
                 "answer losses need answer_positions, answer_labels and all other inputs by name"
             )
         trunk, head = _trunk_and_head(model)
+        # Run only the trunk: logits are computed below, for the answer positions only.
         hidden = trunk(**kwargs, use_cache=False)[0]
         samples = torch.arange(len(hidden), device=hidden.device)[:, None]
+        # (B, L, D) -> (B, A, D)
         answers = hidden[samples, answer_positions]
         return next_token_losses(answers, answer_labels, head, chunk=CHUNK)
 
@@ -67,7 +80,7 @@ def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _trunk_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
-    """Splits a model into what makes hidden states (B, L, D) of the inputs, and what makes logits of those."""
+    """Split a model into the trunk, which computes hidden states (B, L, D), and the output layer (logits)."""
     trunk = getattr(model, "base_model", None)
     head = model.get_output_embeddings() if isinstance(trunk, nn.Module) else None
     if trunk is model or not isinstance(trunk, nn.Module) or not isinstance(head, nn.Module):
@@ -79,7 +92,7 @@ def _trunk_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
 
 
 class _Hidden:
-    """A trunk's output, with nothing in it but the last hidden states."""
+    """Stand-in for a trunk's output that has only the last hidden states."""
 
     def __init__(self, states: torch.Tensor) -> None:
         self.last_hidden_state = states
@@ -93,8 +106,9 @@ class _Hidden:
 
 @torch.no_grad()
 def _require_linear_logits(model: Any) -> None:
-    """Raise unless the stock forward's logits of some hidden states are its output layer's, bit for bit."""
+    """Raise unless the stock forward's logits equal the output layer applied to the hidden states, bit for bit."""
     trunk, head = _trunk_and_head(model)
+    # PEFT wraps an adapted output layer and keeps the original in `base_layer`.
     base = getattr(head, "base_layer", head)
     if not isinstance(base, nn.Linear):
         raise DitLoraError(f"{type(model).__name__}: its output layer is a {type(base).__name__}")
@@ -103,9 +117,10 @@ def _require_linear_logits(model: Any) -> None:
     weight = base.weight
     states = torch.randn(1, 3, base.in_features, generator=torch.Generator().manual_seed(0))
     states = states.to(weight.device, weight.dtype)
-    # Large enough for a cap to show; a cap of 30 changes logits of 1 by less than bf16 resolves.
+    # Make logits large enough for a soft cap to show: a cap of 30 changes logits of 1 by less than bf16 resolves.
     states = states * (100 / head(states).abs().amax())
     before = trunk.__dict__.get("forward")
+    # Let the trunk return these states, whatever the input, to see what the model does with them.
     trunk.__dict__["forward"] = lambda *args, **kwargs: _Hidden(states)
     try:
         logits = model(input_ids=torch.zeros(1, 3, dtype=torch.long, device=weight.device)).logits

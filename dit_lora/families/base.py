@@ -1,9 +1,9 @@
-"""The contract of diffusion families: all that training knows of an opened checkpoint, in three roles.
+"""The contract of diffusion families: all that training needs from an opened checkpoint, split into three roles.
 
-A checkpoint holds facts and pure functions. It has no optimizer, no loop and no logging, so that no family can
-lose the guard. `Encoders` make what is cached of a sample, the `Denoiser` is what trains, the `Sampler` makes
-videos with it; who needs one role takes one. A family's `Checkpoint` is all three, and writes only what is
-peculiar to it.
+A checkpoint holds facts and pure functions. It has no optimizer, training loop or logging, so no family can bypass the
+guard. `Encoders` compute the tensors that are cached per sample, the `Denoiser` is the model that trains, and the
+`Sampler` generates videos with it. Code that needs one role asks for that role. A family's `Checkpoint` implements all
+three and contains only what is specific to the family.
 
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
@@ -36,19 +36,23 @@ Tensors = dict[str, torch.Tensor]
 TensorSpec = dict[str, tuple[torch.Size, torch.dtype]]
 """Shapes and dtypes of tensors by name."""
 TextEncoder = Callable[[Sequence[str]], Tensors]
-"""Captions (or class names) to the tensors that condition the model, each (B, ...)."""
+"""Encodes captions (or class names) into the tensors that condition the model, each (B, ...)."""
 
 
 class VideoEncoder(Protocol):
-    """Pixels to the tensors that the cache keeps for a sample."""
+    """Encodes pixels into the tensors that are cached for a sample."""
 
     def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-        """`pixels` uint8 (frames, 3, height, width), an image being one frame; `image` uint8 (3, height, width)
-        is a first image that the sample has of its own."""
+        """Encode one sample.
+
+        Args:
+            pixels: uint8 (frames, 3, height, width); an image is one frame.
+            image: uint8 (3, height, width), a separate first image of the sample. None if it has none.
+        """
 
 
 class Trained(Protocol):
-    """A checkpoint as the loop knows it."""
+    """The part of a checkpoint that the training loop uses."""
 
     @property
     def path(self) -> Path: ...
@@ -62,101 +66,111 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class TextLimit:
-    """The part of a caption that a text encoder reads."""
+    """How much of a caption the text encoder reads."""
 
     tokenizer: Any
     max_tokens: int
-    """Number of tokens with the special ones; the text beyond them is cut off."""
+    """Maximum number of tokens, special tokens included. Text beyond it is truncated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened(ABC):
-    """The facts that all roles share: where the checkpoint is, its configs, and the shapes that it takes."""
+    """The facts that all roles share: the checkpoint's path, its configs and the shapes it supports."""
 
     path: Path
     transformer_config: Mapping[str, Any]
-    """The transformer's config, changed by `model.from_scratch` and filled up with its family's defaults."""
+    """The transformer's config: the class's defaults, updated by the file and by `model.from_scratch`."""
     vae_config: Mapping[str, Any]
     from_scratch: Mapping[str, Any] | None = None
-    """`model.from_scratch`."""
+    """`model.from_scratch`: config changes of a transformer with random weights. None to load the weights."""
     reference_resolution: int | None = None
-    """`data.reference_resolution`: side of a square with as many pixels as a reference has at most."""
+    """`data.reference_resolution`: references are scaled to at most this value squared, in pixels. None for no limit.
+    """
     part: str = "transformer"
-    """The component that trains: `transformer_2` is a second expert, for the lower noise levels."""
+    """The component that is trained. `transformer_2` is the second expert, for the lower noise levels."""
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """The names of several denoisers by their components, such as `transformer`: `high_noise`; empty for one."""
+        """Names of the experts by component, such as `{"transformer": "high_noise"}`. Empty with one denoiser."""
         return {}
 
     @property
     def references(self) -> References | None:
-        """The references that it takes; None if it takes none."""
+        """The references that the model accepts; None if it accepts none."""
         return None
 
     @property
     @abstractmethod
     def side_step(self) -> int:
-        """Height and width come in multiples of this many pixels."""
+        """Height and width must be multiples of this number of pixels."""
 
     @abstractmethod
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        """Say what the VAE or the patches cannot take of this shape, each with the nearest that works."""
+        """One message per problem of this shape (VAE stride, patch size), each with the nearest valid value."""
 
     def refusal(self, shape: VideoShape) -> str | None:
-        """Return why the checkpoint cannot take this shape; None if it can."""
-        wrong = self.wrong_shape(shape)
-        return listed(f"{self.path.name} cannot take this shape", wrong) if wrong else None
+        """Error message for a shape that the checkpoint cannot process; None if it can."""
+        problems = self.wrong_shape(shape)
+        return listed(f"{self.path.name} cannot take this shape", problems) if problems else None
 
     def check_shape(self, shape: VideoShape) -> None:
-        """Raise `DitLoraError` with the refusal of a shape that does not fit."""
+        """Raise `DitLoraError` if the checkpoint cannot process this shape."""
         refusal = self.refusal(shape)
         if refusal is not None:
             raise DitLoraError(refusal)
 
 
 class Encoders(Opened):
-    """The role of what is cached of a sample, and of what that depends on."""
+    """The role that computes a sample's cached tensors, and the keys under which they are cached."""
 
     transform: ClassVar[str]
-    """Name of the way that pixels are encoded; part of each sample's cache key, so changed whenever they would be encoded otherwise."""
+    """Version of the pixel encoding. It is part of a sample's cache key, so it must change when the encoding does."""
     after_text_encoder: ClassVar[Mapping[str, Any]] = {}
-    """Classes of Diffusers' that captions pass after the text encoder, by folder."""
+    """Diffusers classes that process captions after the text encoder, by the name of their folder."""
 
     @property
     def sound_format(self) -> SoundFormat | None:
-        """The sound that is encoded beside the video; None if none is trained."""
+        """Format of the audio that is encoded with the video; None if no sound is trained."""
         return None
 
     def text_facts(self) -> Mapping[str, Any]:
-        """Return what embeddings depend on besides caption and dtype: files (`Path`) and values."""
+        """Cache key of the text embedding: every input other than caption and dtype. Paths are hashed by content."""
         return {"text_encoder": self.path / "text_encoder", "tokenizer": self.path / "tokenizer"}
 
     def video_facts(self) -> Mapping[str, Any]:
-        """Return what a clip's cached tensors depend on besides pixels and dtype: files (`Path`) and values."""
+        """Cache key of a clip's tensors: every input other than pixels and dtype. Paths are hashed by content."""
         return {"vae": self.path / "vae", "transform": self.transform}
 
     @abstractmethod
     def text_limit(self) -> TextLimit | None:
-        """Load the tokenizer; None where samples have classes in place of captions."""
+        """Load the tokenizer and the maximum caption length. None if samples have classes instead of captions."""
 
     @abstractmethod
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        """Return what one caption's tensors of `load_text_encoder` of that dtype are, known from the configs."""
+        """Shapes and dtypes of one caption's tensors from `load_text_encoder(dtype, ...)`, read from the configs."""
 
     @abstractmethod
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load what conditions the model on a caption; "" is what caption dropout puts in place."""
+        """Load the encoder that turns captions into conditions. Caption dropout replaces a caption with ""."""
 
     @abstractmethod
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Load the VAE: it keeps `latent_mean`, with `latent_logvar` where the latent is drawn from the two."""
+        """Load the VAE as an encoder of samples.
+
+        Args:
+            dtype: Requested dtype of the VAE. Families whose VAE needs fp32 ignore it.
+            device: Device to encode on.
+            memory: Tiling and slicing of the VAE.
+
+        Returns:
+            An encoder whose tensors include `latent_mean`, and `latent_logvar` if the VAE gives a posterior.
+        """
 
 
 class Objective(Protocol):
-    """The quantity that the network is trained to predict."""
+    """The quantity that the network is trained to predict, such as noise or velocity."""
 
     @property
     def train_timesteps(self) -> int: ...
@@ -164,39 +178,48 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Denoiser(Opened):
-    """The role of what trains: the transformer, and its losses."""
+    """The role that is trained: the transformer and its loss."""
 
     objective: Objective
     mask_floor: float = 0.0
-    """Weight of the loss where a mask is black."""
+    """Weight of the loss where a loss mask is black (`data.mask_floor`)."""
     transformer_class: ClassVar[Any]
 
     @property
     def train_timesteps(self) -> int:
-        """Timesteps are drawn from 0 to this minus one."""
+        """Number of timesteps: training samples them from `range(train_timesteps)`."""
         return self.objective.train_timesteps
 
     @property
     def drawn_timesteps(self) -> range:
-        """The whole timesteps among which a step's are."""
+        """The integer timesteps that training samples from."""
         return range(self.train_timesteps)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        """Load the frozen transformer in `dtype` from the start, on the CPU.
+        """Load the frozen transformer on the CPU, in `dtype` from the start.
 
-        With `model.from_scratch`, random weights drawn from torch's generator.
+        With `model.from_scratch` its weights are random instead, drawn from torch's default generator.
         """
         return load_or_init(self.transformer_class, self.path, dtype, self.from_scratch, self.part)
 
     @abstractmethod
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        """Return what `losses` draws for a cached batch; the shapes of its tensors are known, not their values."""
+        """Describe the random tensors that `losses` uses for a cached batch. Only the batch's shapes matter."""
 
     @abstractmethod
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
-        """Return per-sample losses of a cached batch, fp32; every draw is one of `draws`, by `streams.drawn`."""
+        """Compute the loss of each sample of a cached batch.
+
+        Args:
+            transformer: The model that is trained, possibly wrapped.
+            batch: Cached tensors by name, each (B, ...).
+            streams: Random number streams. Every random tensor is one of `draws` and is drawn with `streams.drawn`.
+
+        Returns:
+            The losses, fp32 (B,), and the timesteps they were taken at.
+        """
 
     @abstractmethod
     def predict(
@@ -206,41 +229,44 @@ class Denoiser(Opened):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the prediction for noisy latents of a cached batch: one call, as the pipeline's."""
+        """Run the transformer once on noisy latents of a cached batch, exactly as the stock pipeline calls it."""
 
     def context_tokens(self, shape: VideoShape) -> tuple[int, int]:
-        """Count text and video tokens of a sample in the transformer, for ranks that share them."""
+        """Count a sample's text and video tokens in the transformer, for context-parallel ranks that split them.
+
+        Raises `DitLoraError` for families without a rule to split their tokens.
+        """
         raise DitLoraError(f"{self.path.name}: no rule says which tokens its ranks could share")
 
 
 class Sampler(Opened):
-    """The role of what makes videos: the stock pipeline, and how it is called."""
+    """The role that generates videos: the stock pipeline and its arguments."""
 
     output: ClassVar[str] = "frames"
-    """The field of the pipeline's output: `frames` of videos, or `images`."""
+    """The field of the pipeline's output: `frames` for videos, or `images`."""
     guided_batch: ClassVar[int] = 2
-    """Samples in one call of the transformer for one video with guidance."""
+    """Batch size of one transformer call when a single video is sampled with guidance."""
     guided_above: ClassVar[float] = 1.0
-    """The largest `guidance_scale` at which the pipeline predicts nothing for an empty prompt."""
+    """Classifier-free guidance runs only if `guidance_scale` is above this value."""
 
     @property
     @abstractmethod
     def pipeline_class(self) -> Any:
-        """The stock Diffusers pipeline of this checkpoint."""
+        """The stock Diffusers pipeline class of this checkpoint."""
 
     @property
     def in_fp32(self) -> tuple[str, ...]:
-        """The components of the pipeline that stay in fp32 whatever the rest of it is in."""
+        """Components of the pipeline that stay in fp32 regardless of the pipeline's dtype."""
         return ()
 
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
-        """Load the stock pipeline, around `transformer` if given; without text encoder unless `text`."""
+        """Load the stock pipeline, with `transformer` in it if given, and without text encoders if `text` is false."""
         return self._load_pipeline(dtype, transformer, text)
 
     def place(self, pipeline: Any, device: torch.device) -> None:
-        """Put a whole pipeline on a device; with two experts, a GPU holds one of its models at a time."""
+        """Move a whole pipeline to a device. With two experts, a GPU holds one of the pipeline's models at a time."""
         if self.parts and device.type == "cuda":
             pipeline.enable_model_cpu_offload(device=device)
         else:
@@ -253,7 +279,8 @@ class Sampler(Opened):
         text: bool,
         **arguments: Any,
     ) -> Any:
-        """Load it in a dtype, but for what stays `in_fp32`; `arguments` are its constructor's."""
+        """Load the stock pipeline in `dtype`, except components of `in_fp32`; `arguments` go to its constructor."""
+        # Diffusers' from_pretrained accepts one dtype, or a dict of dtypes by component.
         dtypes: Any = dtype
         if self.in_fp32:
             dtypes = {**dict.fromkeys(self.in_fp32, torch.float32), "default": dtype}
@@ -267,33 +294,38 @@ class Sampler(Opened):
 
     @abstractmethod
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        """Return the pipeline's arguments for a prompt as text, or as its text encoder's tensors with those of ""."""
+        """Pipeline arguments for a prompt.
+
+        Args:
+            prompt: The text, or its tensors from the text encoder.
+            empty: The tensors of "", used as the negative prompt. None without guidance.
+        """
 
     @abstractmethod
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
-        """Return the pipeline's arguments for a shape, and others that it is always called with."""
+        """Pipeline arguments for a shape, and those that every call needs."""
 
     def settings(self, how: Sampling) -> dict[str, Any]:
-        """Return further arguments that the pipeline is called with at these settings; over those of `arguments`."""
+        """Further pipeline arguments for these sampling settings. They override those of `arguments`."""
         return {}
 
     @property
     def pictures(self) -> tuple[str, ...]:
-        """The pictures that it starts from, as `Sampling` and the pipeline name them: `image`, `last_image`."""
+        """Images that a video starts or ends with, by pipeline argument (`image`, `last_image`). Empty if none."""
         return ()
 
     def reference_arguments(self, how: Sampling) -> dict[str, Any]:
-        """Return the pipeline's arguments for the references of one sample to make."""
+        """Pipeline arguments for the references of one sample."""
         pictures = read_references(self.path.name, self.references, how.references)
-        fitting = [scaled(one, self.reference_resolution) for one in pictures]
+        fitting = [scaled(picture, self.reference_resolution) for picture in pictures]
         return {"image": fitting} if fitting else {}
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
-        """Make one video, or an image of one frame: uint8 (frames, height, width, 3)."""
-        given = {"image": how.image, "last_image": how.last_image}
-        made = pipeline(
+        """Generate one video, or an image as one frame: uint8 (frames, height, width, 3)."""
+        files = {"image": how.image, "last_image": how.last_image}
+        output = pipeline(
             **conditions,
-            **read_pictures(self.path.name, self.pictures, given, how.shape),
+            **read_pictures(self.path.name, self.pictures, files, how.shape),
             **self.reference_arguments(how),
             **self.arguments(how.shape) | self.settings(how),
             num_inference_steps=how.inference_steps,
@@ -301,24 +333,25 @@ class Sampler(Opened):
             generator=torch.Generator("cpu").manual_seed(how.seed),
             output_type="np",
         )
-        frames = made.images if self.output == "images" else made.frames[0]
+        frames = output.images if self.output == "images" else output.frames[0]
+        # The pipeline returns floats from 0 to 1.
         return torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
 
     def generate_with_sound(
         self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling
     ) -> tuple[torch.Tensor, Sound | None]:
-        """Make a video as `generate` does, and the sound that it was trained with, if any."""
+        """Generate a video as `generate` does, and its sound if the checkpoint was trained with sound, else None."""
         return self.generate(pipeline, conditions, how), None
 
 
 class Checkpoint(Encoders, Denoiser, Sampler):
-    """One opened checkpoint of a family, in all roles; `Family.open` makes it, for a recipe or as it is stored."""
+    """An opened checkpoint of a family, in all three roles. `Family.open` creates it, as stored or for a recipe."""
 
     takes: ClassVar[tuple[str, ...]] = ()
-    """The options of `refuse_options` that mean something for it."""
+    """Options that this checkpoint supports, of those that `refuse_options` rejects by default."""
 
     def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """Load the stock pipeline with its text encoder alone, whose `encode_prompt` encodes captions as it does."""
+        """Load the stock pipeline with only its text encoder, so that `encode_prompt` works as in sampling."""
         return load_pretrained(
             self.pipeline_class,
             self.path,
@@ -330,54 +363,55 @@ class Checkpoint(Encoders, Denoiser, Sampler):
 
     @property
     def class_names(self) -> Sequence[str] | None:
-        """The names of the classes that its files have; None where it has no classes."""
+        """Names of the classes in the checkpoint's files; None if it is not class-conditional."""
         return None
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
-        """Return the names of the layers that get an adapter by default: the family's `defaults`, and what its config adds."""
+        """Names of the layers that are adapted by default: the family's `defaults`, plus config-dependent ones."""
         return tuple(defaults)
 
     def header(self) -> dict[str, Any]:
-        """Return what an adapter's header says of its training beside what every one says."""
+        """Family-specific training metadata, stored in an adapter's header in addition to the common fields."""
         side = self.reference_resolution
         return {} if side is None else {"reference_resolution": side}
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
-        """Return the checkpoint with what a header says that `header` gave, to compare its output or to sample."""
+        """The checkpoint with the settings that `header` stored in an adapter, to compare its output or to sample."""
         side = made.get("reference_resolution", self.reference_resolution)
         return replace(self, reference_resolution=side)
 
     def notes(self, recipe: Recipe) -> list[str]:
-        """Return lines about this checkpoint that are said when a run begins."""
+        """Messages about this checkpoint that are printed when a run begins."""
         if not self.parts:
             return []
         name, low, high = self.parts[self.part], self.drawn_timesteps[0], self.drawn_timesteps[-1]
         return [f"expert: {name.replace('_', ' ')} ({self.part}), timesteps {low} to {high}"]
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Return the checkpoint with what it needs of a recipe; raise where shape or options do not apply to it."""
+        """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
         self.check_shape(VideoShape.of(recipe.data))
         if self.parts and recipe.model.part is None:
             experts = " or ".join(f"{part} ({name})" for part, name in self.parts.items())
             raise DitLoraError(
                 f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both"
             )
+        # Sampling with the other expert's adapter only makes sense if there are two experts.
         of_experts = ("validation.other_expert",) if self.parts else ()
         refuse_options(recipe, (*self.takes, *of_experts))
-        wrong = wrong_references(recipe, self.references)
-        if wrong:
-            raise DitLoraError(listed(f"{self.path.name} cannot use this recipe", wrong))
+        problems = wrong_references(recipe, self.references)
+        if problems:
+            raise DitLoraError(listed(f"{self.path.name} cannot use this recipe", problems))
         side, floor = recipe.data.reference_resolution, recipe.data.mask_floor
         return replace(self, reference_resolution=side, mask_floor=floor)
 
     def index_changes(self) -> dict[str, Any]:
-        """Return what a pipeline trained from this says otherwise in its model_index.json; an adapter's header has it too."""
+        """Changes to model_index.json in a pipeline trained from this checkpoint. Adapter headers store them too."""
         return {}
 
     def config_changes(self) -> dict[str, Any]:
-        """Return what its transformer's config says otherwise than the files', with what `index_changes` describes."""
+        """Changes to the transformer's config that belong to `index_changes`."""
         return {}
 
     def as_trained(self, index: Mapping[str, Any]) -> Self:
-        """Return the checkpoint as one that `index_changes` describes."""
+        """The checkpoint with the changes of `index_changes` applied."""
         return self

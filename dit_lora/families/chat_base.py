@@ -1,7 +1,7 @@
 """The contract of a chat family: a model that reads text, images and videos, and answers.
 
-As with `families.base`: facts and pure functions, no optimizer, no loop. What samples are made of is in
-`dit_lora.data.chat`; a family says how its model wants them.
+As in `families.base`, a checkpoint holds facts and pure functions, no optimizer and no training loop.
+`dit_lora.data.chat` builds the samples; a family describes the format its model needs.
 
 Shapes: B batch, L tokens (padded), A answer tokens (padded), F frames, H and W pixels.
 """
@@ -26,23 +26,23 @@ from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Draws, Streams
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""The kinds of media, in the order that losses are told apart by."""
+"""The kinds of media. A loss is reported under the index of its kind."""
 Fit = Literal["stretch", "cover"]
-"""The way a frame becomes its shape: squeezed into it, or scaled to cover it and cropped at the centre."""
+"""How a frame gets its size: stretched to it (aspect ratio not kept), or scaled to cover it and center-cropped."""
 
 
 @dataclass(frozen=True)
 class Viewing:
-    """The part of an image or a video that the model is shown."""
+    """How much of an image or a video the model sees."""
 
     frames: int
-    """Number of frames of a video."""
+    """Number of frames sampled from a video."""
     height: int
-    """Pixels; of each tile, where there are tiles."""
+    """Height in pixels, of each tile if images are tiled."""
     width: int
     tiles: int | None = None
     timestamps: bool | None = None
-    """True if the prompt says at which seconds the frames are; None to do as the model was trained."""
+    """True if the prompt contains the frame times. None for the model's default."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Viewing":
@@ -52,38 +52,38 @@ class Viewing:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCheckpoint(ABC):
-    """One opened checkpoint of a chat family."""
+    """An opened checkpoint of a chat family."""
 
     path: Path
     config: Any
-    """The model's config, as Transformers reads it."""
+    """The model's config, as Transformers loads it."""
     tokenizer: Any
-    """The language model's."""
+    """The language model's tokenizer."""
     how: Viewing
     fit: Fit = "stretch"
 
     @property
     @abstractmethod
     def model_class(self) -> Any:
-        """The class of Transformers' kind that `load_model` loads."""
+        """The Transformers class that `load_model` loads."""
 
     @property
     def pad_token_id(self) -> int:
-        """The token that pads the others; the model never looks at it."""
+        """The padding token. Padding is on the right, where a causal model never attends to it."""
         pad_id = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad_id is None else pad_id
 
     @abstractmethod
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Return the checkpoint as a recipe trains it; raises if it cannot do what the recipe asks for."""
+        """The checkpoint with the recipe's settings. Raises `DitLoraError` if it does not support them."""
 
     @abstractmethod
     def viewing(self, how: Viewing) -> Self:
-        """Return the checkpoint with that much shown to it; raises if its vision encoder cannot take it."""
+        """The checkpoint with these viewing settings. Raises `DitLoraError` if its vision encoder rejects them."""
 
     @abstractmethod
     def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
-        """Pixels that the model sees of a picture of height x width as stored; None of kind `text`."""
+        """Size in pixels at which the model sees a picture stored as height x width. None if `kind` is `text`."""
 
     @abstractmethod
     def render(
@@ -94,35 +94,46 @@ class ChatCheckpoint(ABC):
         *,
         answered: bool = True,
     ) -> Rendered:
-        """Tokens of a conversation about media of that shape, its frames at these seconds.
+        """Tokenize a conversation.
 
-        Unless `answered`, up to where the model has to answer the last turn.
+        Args:
+            conversation: The turns and their media.
+            shape: Shape of the media as the model sees them; None for text.
+            seconds: Times of the frames, in seconds.
+            answered: If false, stop where the model has to answer the last turn.
         """
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
-        """Load the frozen model in `dtype` from the start, on the CPU; it takes `answer_labels` (objectives)."""
+        """Load the frozen model on the CPU, in `dtype` from the start.
+
+        Its forward accepts `answer_positions` and `answer_labels` (see `with_answer_losses`).
+        """
         model = load_pretrained(self.model_class, self.path, dtype=dtype, use_safetensors=True)
         return with_answer_losses(model.requires_grad_(False))
 
     @abstractmethod
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's arguments for a batch with `input_ids` (B, L), `pixels` uint8 (B, F, 3, H, W) unless of kind
-        text, and, where `render` gives instructions, `instruction_ids` and `instruction_mask` (B, I).
+        """The model's arguments for a batch.
 
-        Tokens are padded on the right, and no `attention_mask` is made: what is causal never looks there.
+        Padding is on the right and `attention_mask` is left out, because causal attention never reaches the
+        padding.
+
+        Args:
+            batch: `input_ids` (B, L); `pixels` uint8 (B, F, 3, H, W) unless the batch is text; and
+                `instruction_ids` and `instruction_mask` (B, I) if `render` returns instructions.
         """
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        """Return nothing: what is drawn for a conversation is in its tokens and frames already."""
+        """No random tensors: all randomness of a conversation is already in its tokens and frames."""
         return {}
 
     def losses(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
-        """Return the mean next-token loss of each sample's answers, fp32 (B,); for timesteps, indices into `KINDS`.
+        """Mean next-token loss of each sample's answer, fp32 (B,). The reported timesteps are indices into `KINDS`.
 
-        Beside what `inputs` takes, `labels` (B, A) are the answer tokens (or -100) and `answer_positions` (B, A)
-        the positions that predict them.
+        In addition to the tensors for `inputs`, the batch has `labels` (B, A), the answer tokens or -100, and
+        `answer_positions` (B, A), the positions that predict them.
         """
         losses = model(
             **self.inputs(batch),
@@ -130,22 +141,23 @@ class ChatCheckpoint(ABC):
             answer_labels=batch["labels"],
         )
         pixels = batch.get("pixels")
+        # A batch has media of one kind: no pixels, one frame, or several frames.
         kind: Kind = "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
         return LossOutput(losses, torch.full_like(losses, KINDS.index(kind), dtype=torch.int64))
 
     @property
     def answer_end(self) -> str | None:
-        """Return the text that ends an answer; None where the checkpoint's own end of text does."""
+        """Text that ends an answer; None if answers end with the tokenizer's end-of-text token."""
         return None
 
     @abstractmethod
     def prompt_tensors(self, rendered: Rendered) -> dict[str, torch.Tensor]:
-        """Return the tensors (1, ...) of one prompt that `inputs` takes beside `input_ids` and `pixels`."""
+        """Tensors (1, ...) of one prompt that `inputs` needs in addition to `input_ids` and `pixels`."""
 
     def answer(
         self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
     ) -> str:
-        """Return what the model says next, greedily; `pixels` uint8 (F, 3, H, W)."""
+        """Generate the model's answer to a prompt with greedy decoding; `pixels` uint8 (F, 3, H, W)."""
         prompt = {"input_ids": torch.tensor([rendered.ids]), **self.prompt_tensors(rendered)}
         if pixels is not None:
             prompt["pixels"] = pixels[None]
@@ -162,15 +174,20 @@ def greedy_answer(
     *,
     end: str | None = None,
 ) -> str:
-    """Return what the model says after a prompt (1, L), one likeliest token after the other, until it ends.
+    """Generate the answer to a prompt (1, L) with greedy decoding.
 
-    It ends with the checkpoint's own end of text, or with `end` where a prompt's format has another.
+    Args:
+        model: The language model.
+        tokenizer: Its tokenizer.
+        given: The model's arguments for the prompt.
+        max_tokens: Maximum number of new tokens.
+        end: Text that ends the answer, if the prompt format has its own. The end-of-text token always ends it.
     """
     generate: Any = model.generate
     stop = {"stop_strings": [end], "tokenizer": tokenizer} if end else {}
     with torch.no_grad():
-        # What a checkpoint's generation_config.json has for sampling, and its penalty, is set back.
-        said = generate(
+        # Reset the sampling options and the repetition penalty of the checkpoint's generation_config.json.
+        tokens = generate(
             **given,
             **stop,
             attention_mask=torch.ones_like(given["input_ids"]),
@@ -181,7 +198,8 @@ def greedy_answer(
             top_k=None,
             repetition_penalty=1.0,
         )
-    new = said[0, given["input_ids"].shape[1] :]
+    # `generate` returns the prompt followed by the new tokens.
+    new = tokens[0, given["input_ids"].shape[1] :]
     answer = tokenizer.decode(new, skip_special_tokens=True)
-    # The last token may go on after the end.
+    # The last token may contain text after `end`.
     return (answer.partition(end)[0] if end else answer).strip()

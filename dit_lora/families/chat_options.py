@@ -1,4 +1,4 @@
-"""Options of a recipe that mean something for diffusion and nothing for a model that answers."""
+"""Rejects recipe options that apply to diffusion models but not to chat models."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,25 +8,26 @@ from dit_lora.errors import DitLoraError, listed
 
 
 def refuse_options_of_diffusion(recipe: Recipe, takes: Sequence[str] = ()) -> None:
-    """Raise one error that lists every option the recipe sets and no chat family has: all but those in `takes`.
+    """Raise one `DitLoraError` that lists all options set in the recipe that chat models do not support.
 
-    `chat.tiles` is among them, as most have no tiles of their own.
+    Options in `takes` are allowed. `chat.tiles` is rejected by default, because most chat models have no tiles.
     """
-    wrong = [
-        f"{name}: {why}"
-        for name, (is_set, why) in _given(recipe).items()
+    problems = [
+        f"{name}: {reason}"
+        for name, (is_set, reason) in _given(recipe).items()
         if is_set and name not in takes
     ]
-    if wrong:
+    if problems:
         raise DitLoraError(
             listed(
-                f"family {recipe.model.family} has nothing that these apply to; remove them", wrong
+                f"family {recipe.model.family} has nothing that these apply to; remove them",
+                problems,
             )
         )
 
 
 def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
-    """Return, for each option that a chat model lacks, if it is set and what the model has in its place."""
+    """For each option that chat models lack: whether the recipe sets it, and the reason to show."""
     data, train, chat = recipe.data, recipe.train, recipe.chat
     sources = data.all_sources
     captions = "the annotation file has questions and answers"
@@ -34,23 +35,23 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
     return {
         "data.classes": (data.classes is not None, captions),
         "data.caption_column": (
-            data.caption_column is not None or any(one.caption_column for one in sources),
+            data.caption_column is not None or any(source.caption_column for source in sources),
             captions,
         ),
-        "data.image_column": (any(one.image_column for one in sources), captions),
+        "data.image_column": (any(source.image_column for source in sources), captions),
         "data.reference_columns, reference_folders": (
-            any(one.reference_columns or one.reference_folders for one in sources),
+            any(source.reference_columns or source.reference_folders for source in sources),
             "nothing is made from references",
         ),
         "data.mask_column, mask_folder, alpha_mask": (
-            any(one.has_masks for one in sources),
+            any(source.has_masks for source in sources),
             "the loss is that of answers",
         ),
         "data.reference_resolution": (data.reference_resolution is not None, shapes),
         "validation.references": (bool(recipe.validation.references), "nothing is made from them"),
-        "data.sources.caption": (any(one.caption is not None for one in sources), captions),
+        "data.sources.caption": (any(source.caption is not None for source in sources), captions),
         "data.sources.generate": (
-            any(one.generate is not None for one in sources),
+            any(source.generate is not None for source in sources),
             "no video is made",
         ),
         "data.caption_dropout": (data.caption_dropout > 0, "there is no guidance"),

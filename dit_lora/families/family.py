@@ -1,7 +1,7 @@
-"""The facts about a family, known before a checkpoint is opened and read without importing torch.
+"""Descriptions of the families, available before a checkpoint is opened and without importing torch.
 
-A family's package `dit_lora.families.<name>` is its facts and nothing more. They name two modules: one for what its checkpoints
-do, imported when one is opened, and one that builds its tiny twins, imported when one is built.
+A family's package `dit_lora.families.<name>` contains only this description. It names two modules: the one that opens
+checkpoints and the one that builds tiny random checkpoints. Each is imported on first use.
 """
 
 import importlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class License:
-    """A licence in the Hub's terms: an identifier of its list, or `other` with a name and a link."""
+    """A licence as on the Hub: an identifier from its list, or `other` with a name and a link."""
 
     id: str
     name: str | None = None
@@ -32,30 +32,31 @@ class License:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The facts of one family. What has a default here is left out where the default is true."""
+    """The description of one family. Fields with a default are only set where they differ."""
 
     name: str
     checkpoint_module: str
-    """The module with `open_checkpoint`, imported when a checkpoint is opened."""
+    """Module with `open_checkpoint`, imported when a checkpoint is opened."""
     tiny_module: str
-    """The module with `build_tiny`, imported when a tiny twin is built."""
+    """Module with `build_tiny`, imported when a tiny checkpoint is built."""
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
-    """Default names of the linear layers that get an adapter, as PEFT matches them; as Diffusers names attention's."""
+    """Default names of the linear layers that get an adapter, matched as in PEFT. The default is Diffusers' attention.
+    """
     group_patterns: Mapping[str, tuple[str, ...]]
-    """Patterns of base parameter names for the `connector` and `backbone` groups."""
+    """Patterns of base parameter names for the `connector` and `backbone` parameter groups."""
     tiny_variants: tuple[str, ...]
-    """The tiny variants that `dit-lora tiny` builds."""
+    """Variants of the tiny checkpoint that `dit-lora tiny` can build."""
     default_recipe: str
-    """The recipe that the family's name stands for: its smallest."""
+    """The recipe that the family's name selects: the one of its smallest model."""
     licenses: Mapping[str, License] = field(default_factory=dict)
-    """Licences of bases by patterns of Hub ids, of which the first that fits counts; each base's own page is the source."""
+    """Licences of base models by pattern of Hub id. The first match counts; the source is each model's own page."""
     masked_attention: bool = False
-    """True if its model may give PyTorch's attention a mask."""
+    """True if the model may pass a mask to PyTorch's attention."""
     called_alone: tuple[str, ...] = ()
-    """Parts of blocks that the model calls by themselves too, outside of their block."""
+    """Submodules of blocks that the model also calls directly, outside their block."""
 
     def build_tiny(self, variant: str, folder: "Path", seed: int) -> None:
-        """Write a complete random checkpoint, small enough for tests; equal bytes for equal seeds."""
+        """Write a complete random checkpoint that is small enough for tests. Equal seeds give equal bytes."""
         import torch
 
         if variant not in self.tiny_variants:
@@ -66,10 +67,12 @@ class Family:
             builder.build_tiny(variant, folder)
 
     def license_of(self, base: str | None) -> License | None:
-        """Return the licence of a base by its Hub id; None where it is not known here."""
+        """The licence of a base model by its Hub id; None if it is unknown."""
         if base is None:
             return None
-        licence = next((one for ids, one in self.licenses.items() if fnmatchcase(base, ids)), None)
+        licence = next(
+            (license for ids, license in self.licenses.items() if fnmatchcase(base, ids)), None
+        )
         if licence is None or licence.id != "other" or licence.link is not None:
             return licence
         return replace(licence, link=f"https://huggingface.co/{base}/blob/main/LICENSE.txt")
@@ -77,16 +80,16 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionFamily(Family):
-    """A family whose checkpoints have the contract of `families.base`."""
+    """A family whose checkpoints implement the contract of `families.base`."""
 
     pipeline_names: tuple[str, ...]
-    """The `_class_name` of the pipelines whose checkpoints it trains."""
+    """Pipeline classes (`_class_name` of model_index.json) whose checkpoints the family trains."""
     pipeline_packages: tuple[str, ...] = ()
-    """Packages that its stock pipeline imports beside those that every one needs."""
+    """Packages that the stock pipeline imports in addition to those that all pipelines need."""
     comfyui: LayerNames = UNKNOWN
-    """ComfyUI's names of the layers, or why it has none."""
+    """ComfyUI's names of the layers, or the reason why there are none."""
     kohya: bool = False
-    """True if VideoX-Fun reads LoRA files in kohya's layout for it."""
+    """True if VideoX-Fun loads LoRA files in kohya's layout for this family."""
 
     def open(
         self,
@@ -95,10 +98,15 @@ class DiffusionFamily(Family):
         *,
         index: "Mapping[str, Any] | None" = None,
     ) -> "Checkpoint":
-        """Read a checkpoint's configs, no weights; refuse one of another family.
+        """Read a checkpoint's configs, without its weights.
 
-        It is as `recipe` trains it; without one as it is stored, or as it was trained where an adapter's header
-        has `index` changes. Raises `DitLoraError` if it cannot train what the recipe asks for.
+        Args:
+            model: The `model` section of a recipe.
+            recipe: If given, the checkpoint gets the recipe's settings. Otherwise it is as stored.
+            index: `index_changes` from an adapter's header: the checkpoint is as it was when that adapter was trained.
+
+        Raises:
+            DitLoraError: The checkpoint belongs to another family, or cannot train as the recipe asks.
         """
         stored: Checkpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(
             self, model
@@ -109,18 +117,23 @@ class DiffusionFamily(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFamily(Family):
-    """A family whose checkpoints have the contract of `families.chat_base`."""
+    """A family whose checkpoints implement the contract of `families.chat_base`."""
 
     lora_within: tuple[str, ...]
-    """The submodules in which `lora_targets` are looked for, such as the language model."""
+    """Submodules in which `lora_targets` are searched, such as the language model."""
     masked_attention: bool = True
     tells_times: bool = True
-    """True if its models are told when frames are, whatever `chat.timestamps` is left at."""
+    """True if the models are told the frame times even if `chat.timestamps` is not set."""
 
     def open(self, model: "ModelConfig", recipe: "Recipe | None" = None) -> "ChatCheckpoint":
-        """Read a checkpoint's configs and tokenizer, no weights; refuse one of another family.
+        """Read a checkpoint's config and tokenizer, without its weights.
 
-        It is as `recipe` trains it, else with as much shown to it as its config says.
+        Args:
+            model: The `model` section of a recipe.
+            recipe: If given, the checkpoint gets the recipe's settings. Otherwise it sees as much as its config says.
+
+        Raises:
+            DitLoraError: The checkpoint belongs to another family, or cannot train as the recipe asks.
         """
         stored: ChatCheckpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(
             model

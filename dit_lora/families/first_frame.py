@@ -1,4 +1,7 @@
-"""Base of image-to-video families whose picture is the first latent frame itself, clean and told by its tokens' timestep, 0."""
+"""Base of image-to-video families whose image replaces the first latent frame.
+
+The image's tokens are clean and have timestep 0, which tells the network that they are not noisy.
+"""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -16,34 +19,37 @@ from dit_lora.numerics.streams import Draws
 
 @dataclass(frozen=True, kw_only=True)
 class FirstFrameCheckpoint(FlowCheckpoint):
-    """A checkpoint that can do without the picture, of which a share of the samples is trained so."""
+    """A checkpoint that also works without an image: a share of the samples trains as text-to-video."""
 
     image_dropout: float = 0.0
     takes: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.takes, "data.image_dropout")
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Take `data.image_dropout`, the share of samples that are trained as text-to-video."""
+        """Apply `data.image_dropout`, the share of samples that train as text-to-video."""
         return replace(super().for_recipe(recipe), image_dropout=recipe.data.image_dropout)
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        own: Draws = {
+        image_draws: Draws = {
             "image_dropout": lambda rows: (
                 torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
             )
         }
-        return {**super().draws(batch), **own}
+        return {**super().draws(batch), **image_draws}
 
     def has_picture(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return true for each sample whose picture is given, (B,); for all where nothing is drawn."""
+        """True for each sample that keeps its image, bool (B,).
+
+        All are true if `given`, the random tensors of the step, contains no image dropout.
+        """
         latents = batch["latent_mean"]
         return given.get("image_dropout", latents.new_ones(len(latents), dtype=torch.bool))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokensCheckpoint(FirstFrameCheckpoint):
-    """A checkpoint of packed latents (B, S, C), a token a latent, of which the first frame's are the picture's.
+    """A checkpoint of packed latents (B, S, C), one token per latent, where the first frame's tokens hold the image.
 
     Shapes: B batch, C channels, S tokens of F latent frames, H and W latent size.
     """
@@ -62,24 +68,27 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
     def picture_tokens(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return the picture in the place of every frame (B, S, C), normalised; `given` are the draws, if any."""
+        """The image's normalised latents, repeated for every frame (B, S, C). `given` holds the random tensors."""
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Refuse prompts without their pictures."""
+        """Raise `DitLoraError` if validation prompts have no images."""
         fitting = super().for_recipe(recipe)
-        wrong = wrong_pictures(recipe.validation, self.pictures)
-        if wrong:
-            raise DitLoraError(listed(f"{self.path.name} is image-to-video", wrong))
+        problems = wrong_pictures(recipe.validation, self.pictures)
+        if problems:
+            raise DitLoraError(listed(f"{self.path.name} is image-to-video", problems))
         return fitting
 
     def known(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return (B, S, 1): 1 at the tokens of the first frame of samples whose picture is given."""
+        """Conditioning mask (B, S, 1): 1 at the tokens of the first frame of samples that keep their image, else 0."""
         frames, height, width = batch["latent_mean"].shape[2:]
-        kept = self.has_picture(batch, given)
-        first = torch.arange(frames * height * width, device=kept.device) < height * width
-        return (kept.view(-1, 1, 1) & first.view(1, -1, 1)).float()
+        # (B,) and (S,) combine to (B, S, 1).
+        has_picture = self.has_picture(batch, given)
+        is_first_frame = (
+            torch.arange(frames * height * width, device=has_picture.device) < height * width
+        )
+        return (has_picture.view(-1, 1, 1) & is_first_frame.view(1, -1, 1)).float()
 
     def token_timesteps(
         self,
@@ -87,7 +96,8 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
         batch: Mapping[str, torch.Tensor],
         given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return a timestep for every token (B, S): 0 where the picture is."""
+        """Timestep of every token (B, S): 0 at the image's tokens."""
+        # (B, 1) * (B, S): the mask is 1 at the image's tokens, which sets their timestep to 0.
         return timesteps[:, None] * (1 - self.known(batch, given).squeeze(-1))
 
     def with_picture(
@@ -96,6 +106,6 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
         batch: Mapping[str, torch.Tensor],
         given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return tokens (B, S, C) with the picture's in front where it is given."""
+        """Tokens (B, S, C) with the first frame replaced by the image's tokens, for samples that keep their image."""
         picture = self.picture_tokens(batch, given)
         return torch.where(self.known(batch, given) > 0, picture, tokens)

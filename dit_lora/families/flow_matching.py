@@ -1,4 +1,4 @@
-"""Base of the families that are trained by flow matching: noise levels, noising, target and loss, which they share.
+"""Base of the flow-matching families: noise levels, noising, target and loss.
 
 Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 """
@@ -38,43 +38,51 @@ class FlowCheckpoint(Checkpoint):
         return replace(fitting, objective=objective)
 
     def _scheduled(self, asked: TimestepsConfig) -> FlowMatching:
-        """Return the objective with what a recipe says otherwise; raise where it leaves nothing to draw."""
-        own, levels = self.objective, self.objective.levels
-        given = {
+        """The objective with the recipe's `train.timesteps`. Raises `DitLoraError` if no noise level is left."""
+        stored_objective, levels = self.objective, self.objective.levels
+        overrides = {
             name: value
             for name, value in asked.model_dump(exclude={"shift"}).items()
             if value is not None
         }
+        # The recipe may only narrow the range in which this component is used, such as an expert's.
         low, high = (
-            max(given.get("t_min", 0), levels.t_min),
-            min(given.get("t_max", 1), levels.t_max),
+            max(overrides.get("t_min", 0), levels.t_min),
+            min(overrides.get("t_max", 1), levels.t_max),
         )
-        if low >= high or low > given.get("t_min", low) or high < given.get("t_max", high):
+        if low >= high or low > overrides.get("t_min", low) or high < overrides.get("t_max", high):
             raise DitLoraError(
-                f"train.timesteps: t_min={given.get('t_min', low):g}, t_max={given.get('t_max', high):g} is not within "
-                f"the noise levels that {self.part} of {self.path.name} is used at: from {levels.t_min:g} on and below "
-                f"{levels.t_max:g}"
+                f"train.timesteps: t_min={overrides.get('t_min', low):g}, t_max={overrides.get('t_max', high):g} is "
+                f"not within the noise levels that {self.part} of {self.path.name} is used at: from {levels.t_min:g} "
+                f"on and below {levels.t_max:g}"
             )
-        if given.get("density", levels.density) != levels.density:
-            # What the family says of its own density means nothing to another.
+        if overrides.get("density", levels.density) != levels.density:
+            # The parameters of the family's density do not apply to another density.
             levels = NoiseLevels(t_min=levels.t_min, t_max=levels.t_max)
         if asked.shift == "tokens":
-            self.mu(torch.Size([1, 64, 64]))  # raises where the pipeline has none
-        shift = own.shift if asked.shift is None else asked.shift
+            self.mu(torch.Size([1, 64, 64]))  # raises if the pipeline does not shift by size
+        shift = stored_objective.shift if asked.shift is None else asked.shift
         shift = None if shift == "tokens" else shift
-        objective = replace(own, shift=shift, levels=replace(levels, **given))
+        objective = replace(stored_objective, shift=shift, levels=replace(levels, **overrides))
         if shift is not None:
-            objective.sigmas(torch.zeros(1))  # raises where the range has no draw
+            objective.sigmas(torch.zeros(1))  # raises if the range is too narrow to sample from
         return objective
 
     def mu(self, size: torch.Size) -> float:
-        """Return the shift's logarithm that the pipeline computes for latents of this size, (C, F, H, W) or (C, H, W)."""
+        """Logarithm of the noise-level shift that the pipeline computes for latents of this size.
+
+        Args:
+            size: Latent size without the batch, (C, F, H, W) or (C, H, W).
+
+        Raises:
+            DitLoraError: The pipeline does not shift by size.
+        """
         raise DitLoraError(
             f"train.timesteps: shift=tokens: the pipeline of {self.path.name} does not shift by size; give a number"
         )
 
     def shift_of(self, size: torch.Size) -> float:
-        """Return the shift of noise levels for latents of this size, without the batch."""
+        """Shift of the noise levels for latents of this size, given without the batch dimension."""
         return math.exp(self.mu(size)) if self.objective.shift is None else self.objective.shift
 
     @property
@@ -83,49 +91,54 @@ class FlowCheckpoint(Checkpoint):
         return range(math.floor(levels.t_min * steps), math.ceil(levels.t_max * steps))
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        """Noise, noise levels in the place of timesteps, and latents where the VAE gives a distribution."""
+        """Random tensors of a training step: noise, noise levels (`timestep`) and the posterior's noise, if any."""
         size = batch["latent_mean"].shape[1:]
         shift = self.shift_of(size)
-        drawn: Draws = {
+        noise_draws: Draws = {
             "noise": partial(normal, size),
             "timestep": lambda rows: self.objective.sigmas(normal((), rows), shift),
         }
+        # A batch with logvar has a posterior to sample from; otherwise latents are used as they are.
         posterior = {"posterior": partial(normal, size)} if "latent_logvar" in batch else {}
-        return {**posterior, **drawn}
+        return {**posterior, **noise_draws}
 
     @abstractmethod
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return a batch's latents as the network is trained on them, fp32; `given` are its draws."""
+        """A batch's latents as the network is trained on them, fp32. `given` holds the random tensors of `draws`."""
 
     def known(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | None:
-        """Return 1 where the network is given clean latents and 0 where it is to find them; None where it is given none.
+        """Conditioning mask: 1 where latents are given clean, 0 where they are denoised. None without conditioning.
 
-        Broadcast to the latents. Given ones stay clean, and no loss is taken there.
+        It broadcasts to the latents. Clean latents get no noise and no loss.
         """
         return None
 
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
-        """Velocity losses at drawn noise levels; noising, target and loss are fp32."""
-        given = streams.drawn(self.draws(batch), batch["latent_mean"].device)
-        objective, clean = self.objective, self.clean_latents(batch, given)
-        noise, sigmas = given["noise"], given["timestep"]
-        noisy, known = objective.add_noise(clean, noise, sigmas), self.known(batch, given)
-        if known is not None:
-            noisy = torch.where(known > 0, clean, noisy)
+        """Velocity loss of each sample at random noise levels. Noising, target and loss are in fp32."""
+        draws = streams.drawn(self.draws(batch), batch["latent_mean"].device)
+        objective, clean = self.objective, self.clean_latents(batch, draws)
+        noise, sigmas = draws["noise"], draws["timestep"]
+        noisy, conditioning_mask = (
+            objective.add_noise(clean, noise, sigmas),
+            self.known(batch, draws),
+        )
+        if conditioning_mask is not None:
+            noisy = torch.where(conditioning_mask > 0, clean, noisy)
+        # The transformer takes timesteps, sigmas scaled to the range of the scheduler.
         timesteps = sigmas * self.train_timesteps
-        prediction = self.drawn_prediction(transformer, noisy, timesteps, batch, given)
+        prediction = self.drawn_prediction(transformer, noisy, timesteps, batch, draws)
         target = objective.target(clean, noise)
-        losses = mean_squared_error(prediction, target, self._weights(batch, known))
+        losses = mean_squared_error(prediction, target, self._weights(batch, conditioning_mask))
         return LossOutput(losses, objective.reported(sigmas))
 
     def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return what the data's masks weigh each of `clean_latents` by, broadcast to them; None without masks."""
+        """Loss weights from the data's masks, broadcastable to `clean_latents`; None without masks."""
         return loss_weights(batch, self.mask_floor, batch["latent_mean"])
 
     def _weights(
@@ -134,6 +147,7 @@ class FlowCheckpoint(Checkpoint):
         masked = self.masked(batch)
         if known is None or masked is None:
             return masked if known is None else 1 - known
+        # Latents that are given clean get no loss, inside or outside of the mask.
         return masked * (1 - known)
 
     def drawn_prediction(
@@ -144,5 +158,5 @@ class FlowCheckpoint(Checkpoint):
         batch: Mapping[str, torch.Tensor],
         given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return a training step's prediction: that of `predict`, unless the family draws something for it."""
+        """The prediction of a training step: `predict`, unless the family needs more random tensors (`given`)."""
         return self.predict(transformer, noisy, timesteps, batch)

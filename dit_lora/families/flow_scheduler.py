@@ -1,4 +1,4 @@
-"""The scheduler that flow-matching pipelines share, Diffusers' Euler one: its config, and what follows from it."""
+"""Config of Diffusers' FlowMatchEulerDiscreteScheduler, which the flow-matching pipelines share."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,10 @@ from dit_lora.families.opening import read_component_config
 
 
 def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
-    """Return the config of a checkpoint's scheduler; refuse one of another kind, or that shifts otherwise."""
+    """Read a checkpoint's scheduler config, filled with the class's defaults.
+
+    Raises `DitLoraError` for another scheduler class, or one that shifts with another formula than `exponential`.
+    """
     stored = read_component_config(path, "scheduler")
     kind = FlowMatchEulerDiscreteScheduler
     if stored.get("_class_name") != kind.__name__:
@@ -31,7 +34,7 @@ def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
 
 
 def mu_by_tokens(scheduler: Mapping[str, Any], tokens: int) -> float:
-    """Return the shift's logarithm for this many image or video tokens, as pipelines compute it by such a scheduler's config."""
+    """Logarithm of the noise-level shift for this many image or video tokens, computed as the pipelines do."""
     return calculate_shift(
         tokens,
         scheduler["base_image_seq_len"],
@@ -42,12 +45,14 @@ def mu_by_tokens(scheduler: Mapping[str, Any], tokens: int) -> float:
 
 
 def require_steps(scheduler: Mapping[str, Any], steps: int, name: str) -> None:
-    """Refuse to sample in one step where the scheduler's config says `shift_terminal`: its timestep would be NaN.
+    """Raise `DitLoraError` for one-step sampling if the scheduler has `shift_terminal`: its timestep would be NaN.
 
-    It stretches the schedule so that its last step is there, and of one step the last is also the first, pure noise.
+    `shift_terminal` stretches the schedule so that its last step ends there. With a single step, the last step is also
+    the first, which is pure noise, so the stretch would divide zero by zero.
     """
     terminal = scheduler["shift_terminal"]
     if terminal and steps < 2:
         raise DitLoraError(
-            f"{name} must be 2 or more, as shift_terminal={terminal:g} of the scheduler gives NaN in one step; got {steps}"
+            f"{name} must be 2 or more, as shift_terminal={terminal:g} of the scheduler gives NaN in one step; got "
+            f"{steps}"
         )

@@ -1,4 +1,4 @@
-"""Masks of the loss: from a picture's pixels to weights of its latents.
+"""Loss masks: from the pixels of a mask image to loss weights of latents.
 
 Shapes: B batch, H and W latent size.
 """
@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 
 LOSS_MASK = "loss_mask"
-"""Name of a batch's tensor, fp32 (B, H, W) from 0 to 1; only data with masks has it."""
+"""Key of the mask in a batch, fp32 (B, H, W) from 0 to 1. Only data with masks has it."""
 
 
 def mask_of_latents(mask: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """Return a mask of pixels, (height, width), as the mean over each latent's pixels, fp32 (H, W), on the CPU."""
+    """Downscale a pixel mask (height, width) to latent size by averaging, fp32 (H, W), on the CPU."""
     size = latents.shape[-2:]
     return F.interpolate(mask[None, None].float(), size=size, mode="area")[0, 0]
 
@@ -21,7 +21,7 @@ def mask_of_latents(mask: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
 def loss_weights(
     batch: Mapping[str, torch.Tensor], floor: float, like: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return weights of latents (B, ..., H, W), broadcast to `like`: `floor` where a mask is 0, 1 where it is 1.
+    """Loss weights (B, ..., H, W), broadcastable to `like`: `floor` where the mask is 0, 1 where it is 1.
 
     None for data without masks.
     """
@@ -29,4 +29,5 @@ def loss_weights(
     if mask is None:
         return None
     weights = floor + (1 - floor) * mask
+    # (B, H, W) -> (B, 1, ..., 1, H, W), with as many dimensions as `like`.
     return weights.view(len(mask), *[1] * (like.ndim - 3), *mask.shape[-2:])

@@ -1,8 +1,8 @@
-"""bitsandbytes without the kernel that its CPU build fetches from the Hub, and runs, as it is imported.
+"""Imports bitsandbytes without the kernel that its CPU build downloads from the Hub and runs on import.
 
-It does where the package `kernels` is installed and the CPU computes in bf16, whatever is imported it for: PEFT and
-Diffusers import it wherever it is installed. Without the package, it warns. The kernel is for inference in 4 bits,
-which a run does not do.
+bitsandbytes does so if the package `kernels` is installed and the CPU supports bf16, and warns if the package is
+missing. PEFT and Diffusers import bitsandbytes whenever it is installed. The kernel is for 4-bit inference, which a
+run never does.
 """
 
 import logging
@@ -18,7 +18,7 @@ _MODULE = "bitsandbytes.backends.cpu.ops"
 
 
 class _Finder(MetaPathFinder):
-    """Finds the one module, and nothing of any other name."""
+    """Import finder for a single module of bitsandbytes; it ignores all other names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -30,7 +30,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Runs the module as its own loader does, while `kernels` cannot be imported."""
+    """Executes the module with its own loader while the package `kernels` is hidden."""
 
     def __init__(self, own: Loader) -> None:
         self._own = own
@@ -49,6 +49,6 @@ class _Loader(Loader):
 
 
 def keep_from_hub() -> None:
-    """Have it so for the rest of the process; done again, it changes nothing."""
+    """Install the import finder for the rest of the process. Calling it again has no effect."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -1,4 +1,4 @@
-"""Base of DiT, the video DiT and Latte: latents of an image VAE, and noise prediction on them.
+"""Base of DiT, the video DiT and Latte: noise prediction on latents of an image VAE.
 
 Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 """
@@ -26,17 +26,17 @@ from dit_lora.numerics.streams import Draws, Streams, integers, normal
 
 @dataclass(frozen=True, kw_only=True)
 class NoisePrediction(Checkpoint):
-    """A checkpoint that predicts noise, and perhaps its variance, on latents that an AutoencoderKL makes of each frame."""
+    """A checkpoint that predicts noise, and optionally its variance, on latents of an AutoencoderKL for each frame."""
 
     objective: EpsilonPrediction
     vlb: bool = True
-    """Train the variance, where the network has one."""
+    """Train the variance too, if the network predicts one (`train.vlb`)."""
     transform = "frames-1: pixels / 127.5 - 1, posterior mean and logvar of each frame, fp32"
     takes: ClassVar[tuple[str, ...]] = ("train.vlb",)
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels per latent, as the pipelines count them."""
+        """Pixels per latent along a side, as the pipelines compute it."""
         return 2 ** (len(self.vae_config["block_out_channels"]) - 1)
 
     @property
@@ -45,7 +45,7 @@ class NoisePrediction(Checkpoint):
 
     @property
     def learned(self) -> bool:
-        """True if the network has a variance to train."""
+        """True if the network predicts a variance that can be trained."""
         return learns_variance(self.path.name, self.transformer_config)
 
     def for_recipe(self, recipe: Recipe) -> Self:
@@ -60,12 +60,16 @@ class NoisePrediction(Checkpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior's mean and logvar, (C, F, H, W), so that each epoch draws afresh; the VAE is fp32."""
+        """Load the VAE in fp32. Samples keep the posterior's mean and logvar, (C, F, H, W).
+
+        Each epoch then samples new latents from the posterior.
+        """
         vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            # One frame at a time: memory of one image, and no frame's latent depends on the clip's length.
+            # Encode one frame at a time: this needs the memory of one image, and a latent does not depend on the
+            # clip's length.
             frames = [
                 vae.encode(frame[None].to(device).float() / 127.5 - 1).latent_dist
                 for frame in pixels
@@ -85,19 +89,21 @@ class NoisePrediction(Checkpoint):
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
-        """Squared error of the noise, plus the variance's bound in bits, at uniform timesteps; all fp32.
+        """Squared error of the noise, plus the variational bound of the variance in bits, in fp32.
 
-        `predict` gives the noise and, behind it, the variance's fraction.
+        Timesteps are uniform. `predict` returns the noise, followed by the variance's interpolation fraction along the
+        channels.
         """
-        given = streams.drawn(self.draws(batch), batch["latent_mean"].device)
-        noise, timesteps = given["noise"], given["timestep"]
-        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        # Older configs leave out AutoencoderKL's default.
+        draws = streams.drawn(self.draws(batch), batch["latent_mean"].device)
+        noise, timesteps = draws["noise"], draws["timestep"]
+        latents = drawn(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
+        # Older configs lack AutoencoderKL's default.
         clean = latents * self.vae_config.get("scaling_factor", 0.18215)
 
         noisy = self.objective.add_noise(clean, noise, timesteps)
         output = self.predict(transformer, noisy, timesteps, batch).float()
         channels = clean.shape[1]
+        # The channels after the noise, if any, interpolate the variance between its bounds.
         prediction, fraction = output[:, :channels], output[:, channels:]
         weights = loss_weights(batch, self.mask_floor, clean)
         losses = mean_squared_error(prediction, noise, weights)
@@ -109,7 +115,10 @@ class NoisePrediction(Checkpoint):
 
 
 def noise_objective(model: ModelConfig, path: Path) -> EpsilonPrediction:
-    """Return the objective of the betas of a folder's scheduler; refuse one that predicts something else."""
+    """The noise-prediction objective with the betas of a checkpoint's scheduler.
+
+    Raises `DitLoraError` if the scheduler's prediction type is not `epsilon`, or if its schedule ends in pure noise.
+    """
     scheduler: Any = DDIMScheduler.from_config(read_component_config(path, "scheduler"))
     if scheduler.config.prediction_type != "epsilon":
         raise DitLoraError(
@@ -125,11 +134,11 @@ def noise_objective(model: ModelConfig, path: Path) -> EpsilonPrediction:
 
 
 def learns_variance(name: str, transformer_config: Mapping[str, Any]) -> bool:
-    """Return true if the network has a second half of channels; raises on any other number of them."""
-    channels, out = transformer_config["in_channels"], transformer_config["out_channels"]
-    if out not in (channels, 2 * channels):
+    """True if the network has twice as many output as input channels. Raises `DitLoraError` unless once or twice."""
+    channels, out_channels = transformer_config["in_channels"], transformer_config["out_channels"]
+    if out_channels not in (channels, 2 * channels):
         raise DitLoraError(
             f"{name}: a transformer of {channels} channels gives as many, or twice as many with a learned "
-            f"variance; its config says out_channels={out}"
+            f"variance; its config says out_channels={out_channels}"
         )
-    return out == 2 * channels
+    return out_channels == 2 * channels

@@ -1,4 +1,4 @@
-"""Opens the folder of a Diffusers checkpoint: its index, its components' configs, their weights whole, the transformer."""
+"""Opens the folder of a Diffusers checkpoint: pipeline index, component configs, weight files and transformer."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -18,18 +18,18 @@ _BESIDE_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def local_checkpoint(model: ModelConfig) -> Path:
-    """Return the Diffusers folder of `model.path`, fetched from the Hub if it is not a local one."""
-    # Of its components alone: many a repository has the same weights in its root too, for other programs.
+    """Local Diffusers folder of `model.path`, downloaded from the Hub if it is not a local path."""
+    # Only the component folders: many repositories have the same weights at their top level too, for other programs.
     return model_folder(model, ("*/*.safetensors", *_BESIDE_WEIGHTS))
 
 
 def local_chat_checkpoint(model: ModelConfig) -> Path:
-    """Return the Transformers folder of `model.path`, whose weights lie in its root, fetched likewise."""
+    """Local Transformers folder of `model.path`, with weights at its top level; downloaded if not a local path."""
     return model_folder(model, ("model*.safetensors", *_BESIDE_WEIGHTS))
 
 
 def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict[str, Any]:
-    """Read the model_index.json of a folder; refuse one of another pipeline than the family's."""
+    """Read a folder's model_index.json. Raises `DitLoraError` if the pipeline is not one of `pipelines`."""
     index = read_component_config(path)
     pipeline_class = index.get("_class_name")
     if pipeline_class not in pipelines:
@@ -40,7 +40,7 @@ def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict
 
 
 def stored_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
-    """Return the fields of an opened checkpoint that most families read alike: all but the objective."""
+    """The fields of an opened checkpoint that most families read the same way: all except the objective."""
     scratch, part = model.from_scratch, part_of(model, path)
     return {
         "path": path,
@@ -52,15 +52,16 @@ def stored_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
 
 
 def with_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config over its class's defaults: files from before an option lack it."""
+    """Fill a config with its class's defaults: files written before an option existed lack it."""
     parameters = inspect.signature(model_class.__init__).parameters
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
     return defaults | dict(config)
 
 
 def part_of(model: ModelConfig, path: Path) -> str:
-    """Return the component that `model.part` names, the first of both; refuse a second one that the pipeline lacks."""
+    """The component to train by `model.part`; `both` gives the first. Raises `DitLoraError` if it is missing."""
     second = read_component_config(path).get("transformer_2")
+    # An absent component is missing from the index, or is [null, null].
     has_two = isinstance(second, list) and None not in second
     if model.part in ("transformer_2", "both") and not has_two:
         raise DitLoraError(
@@ -71,24 +72,26 @@ def part_of(model: ModelConfig, path: Path) -> str:
 
 
 def require_whole_weights(model: ModelConfig, path: Path, *components: str) -> None:
-    """Refuse a checkpoint of which one of these, or a transformer that is not drawn, lacks bytes of its weights.
+    """Raise `DitLoraError` if weight files of the transformer or of these components are missing or truncated.
 
-    All that is wrong is listed. Reads headers only, before anything is encoded with one half of a checkpoint.
+    All problems are listed. Only file headers are read, so this runs before any sample is encoded. With
+    `model.from_scratch` the transformer's files are not needed.
     """
-    wrong = []
+    problems = []
     transformer = (part_of(model, path),) if model.from_scratch is None else ()
     for component in (*transformer, *components):
         files = sorted((path / component).glob("*.safetensors"))
         if not files:
-            wrong.append(f"{component}: no .safetensors file")
+            problems.append(f"{component}: no .safetensors file")
         for file in files:
             try:
+                # Opening checks the header against the file's size, so a truncated file fails here.
                 with safe_open(file, framework="pt"):
                     pass
             except (OSError, SafetensorError) as error:
-                wrong.append(f"{component}/{file.name}: {error}")
-    if wrong:
-        raise DitLoraError(listed(f"{path} is not whole; fetch these files again", wrong))
+                problems.append(f"{component}/{file.name}: {error}")
+    if problems:
+        raise DitLoraError(listed(f"{path} is not whole; fetch these files again", problems))
 
 
 def load_or_init(
@@ -98,12 +101,23 @@ def load_or_init(
     scratch: Mapping[str, Any] | None,
     part: str = "transformer",
 ) -> Any:
-    """The frozen transformer of a checkpoint, or random by its config with `scratch` over it; on the CPU.
+    """Load the frozen transformer on the CPU, or build a random one if `scratch` is given.
 
-    Random weights are drawn from torch's generator in fp32 and then rounded; buffers stay as they are.
+    Random weights are drawn in fp32 from torch's default generator and then rounded to `dtype`; buffers stay as they
+    are.
+
+    Args:
+        model_class: The Diffusers model class.
+        path: Folder of the checkpoint.
+        dtype: Dtype of the weights.
+        scratch: `model.from_scratch`, config changes for a random model. None to load the weights.
+        part: The component, `transformer` or `transformer_2`.
+
+    Raises:
+        DitLoraError: `scratch` has an unknown option or an invalid value.
     """
     if scratch is None:
-        # dtype= and not .to(): .to() would round position tables as well.
+        # Pass dtype instead of calling .to(), which would also round position tables.
         return load_pretrained(
             model_class, path, subfolder=part, dtype=dtype, use_safetensors=True
         ).requires_grad_(False)
@@ -124,12 +138,12 @@ def load_or_init(
 
 
 def default_of(pipeline_class: Any, argument: str) -> Any:
-    """Return the default of an argument of a pipeline's own call."""
+    """Default value of an argument of the pipeline's `__call__`."""
     return inspect.signature(pipeline_class.__call__).parameters[argument].default
 
 
 def read_component_config(path: Path, component: str = "") -> dict[str, Any]:
-    """A component's config.json (`model_index.json` for the pipeline itself), as a dict."""
+    """A component's config.json as a dict; model_index.json if `component` is empty."""
     if not component:
         return read_config(path, "model_index.json", "Diffusers")
     name = "scheduler_config.json" if component == "scheduler" else "config.json"
@@ -137,7 +151,7 @@ def read_component_config(path: Path, component: str = "") -> dict[str, Any]:
 
 
 def read_config(path: Path, name: str, library: str) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint in the format of that library."""
+    """Read a JSON file of a checkpoint. Raises `DitLoraError`, naming the `library`, if it is missing or invalid."""
     file = path / name
     try:
         return read_typed(file, dict[str, Any])

@@ -1,4 +1,4 @@
-"""Pictures that a video begins and ends with: from files and pixels to what a pipeline takes, and what a recipe must give."""
+"""First and last images of a video: conversion for the pipeline, and checks of the images that a recipe gives."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,11 +16,11 @@ OPTIONS = {
     "image": ("first", "--image", "images"),
     "last_image": ("last", "--last-image", "last_images"),
 }
-"""A pipeline's argument: which picture it is, the option of `dit-lora sample`, the one of `validation`."""
+"""For each pipeline argument: which image it is, the option of `dit-lora sample`, and the field of `validation`."""
 
 
 def as_picture(pixels: torch.Tensor) -> Image.Image:
-    """Return uint8 (3, height, width) as the pipeline takes an image; of pixels without values, a black one."""
+    """Convert uint8 (3, height, width) to a PIL image. A fake tensor, which has no values, gives a black image."""
     if isinstance(pixels, FakeTensor):
         _, height, width = pixels.shape
         return Image.new("RGB", (width, height))
@@ -30,9 +30,16 @@ def as_picture(pixels: torch.Tensor) -> Image.Image:
 def read_pictures(
     model: str, wanted: Sequence[str], given: Mapping[str, Path | None], shape: VideoShape
 ) -> dict[str, Image.Image]:
-    """Return the pictures that a pipeline starts from, scaled and cropped to a video's size, by its arguments' names.
+    """Read the images that a pipeline starts from, scaled and cropped to the video's size, by argument name.
 
-    Raises `DitLoraError` if one is missing, and for one that it does not take.
+    Args:
+        model: Name of the model for messages.
+        wanted: Arguments that the pipeline needs, of `OPTIONS`.
+        given: File of each argument, or None.
+        shape: Shape of the video.
+
+    Raises:
+        DitLoraError: An image is missing, or one is given that the pipeline does not accept.
     """
     pictures = {}
     for name, (which, option, field) in OPTIONS.items():
@@ -52,15 +59,15 @@ def read_pictures(
 
 
 def wrong_pictures(validation: ValidationConfig, wanted: Sequence[str]) -> list[str]:
-    """Say which pictures of validation's prompts are missing, or too many."""
-    wrong = []
+    """One message per kind of image that validation prompts lack, or have although the model does not accept it."""
+    problems = []
     for name, (which, _, field) in OPTIONS.items():
         files: Sequence[str] = getattr(validation, field)
         if files and name not in wanted:
-            wrong.append(f"validation.{field}: it takes no {which} image; remove it")
+            problems.append(f"validation.{field}: it takes no {which} image; remove it")
         if name in wanted and len(files) != len(validation.prompts):
-            wrong.append(
+            problems.append(
                 f"validation.{field}: give one {which} image a prompt; got {len(files)} for "
                 f"{len(validation.prompts)} in validation.prompts"
             )
-    return wrong
+    return problems

@@ -1,4 +1,4 @@
-"""Latents with a mean and a log variance: what an autoencoder makes of a video, and draws from it."""
+"""Posteriors of autoencoders (mean and log variance): encoding, sampling and normalising latents."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,26 +10,27 @@ from dit_lora.numerics.streams import moved
 
 
 def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
-    """Return the posterior of uint8 (frames, 3, height, width), as the cache keeps it: two tensors (C, F, H, W)."""
+    """Posterior of a clip, uint8 (frames, 3, height, width), as it is cached: mean and logvar, each (C, F, H, W)."""
     video = (pixels.to(vae.device).float() / 127.5 - 1).to(vae.dtype)
+    # (F, 3, H, W) -> (1, 3, F, H, W)
     posterior = vae.encode(video.transpose(0, 1)[None]).latent_dist
     return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
 
 
 def encode_picture(vae: Any, pixels: torch.Tensor) -> Tensors:
-    """Return the posterior of one uint8 image (1, 3, height, width), as the cache keeps it: two tensors (C, H, W)."""
+    """Posterior of an image, uint8 (1, 3, height, width), as it is cached: mean and logvar, each (C, H, W)."""
     posterior = vae.encode((pixels.to(vae.device).float() / 127.5 - 1).to(vae.dtype)).latent_dist
     return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
 
 
 def rescaled(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
-    """Return latents shifted and scaled, the inverse of what pipelines with Stable Diffusion 3's autoencoder decode."""
+    """Shift and scale latents: the inverse of what pipelines with Stable Diffusion 3's VAE do before decoding."""
     shifted = latents - vae_config["shift_factor"]
     return shifted * vae_config["scaling_factor"]
 
 
 def normalised(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
-    """Return latents (B, C, F, H, W) normalised per channel, the inverse of what pipelines with Wan's autoencoder decode."""
+    """Normalise latents (B, C, F, H, W) per channel: the inverse of what pipelines with Wan's autoencoder do."""
     mean, deviation = (
         moved(torch.tensor(vae_config[name]), latents.device).view(1, -1, 1, 1, 1)
         for name in ("latents_mean", "latents_std")
@@ -38,5 +39,5 @@ def normalised(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Te
 
 
 def drawn(mean: torch.Tensor, logvar: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return latents (B, ...) in fp32, by standard normal noise of their shape."""
+    """Sample latents (B, ...) from a posterior in fp32, using standard normal `noise` of the same shape."""
     return mean.float() + torch.exp(0.5 * logvar.float()) * noise

@@ -1,8 +1,9 @@
-"""Base of the families that make images with Qwen-Image's autoencoder, a video autoencoder: their latents and noise levels.
+"""Base of the families that generate images with Qwen-Image's video autoencoder: latents and noise levels.
 
-Latents are normalised per channel, as Wan's are, and packed by the stock pipeline's own means.
+Latents are normalised per channel, like Wan's, and packed with the stock pipeline's own method.
 
-Shapes: B batch, C latent channels, H and W latent size (of one frame), S image tokens (H W / 4), P packed channels (4 C).
+Shapes: B batch, C latent channels, H and W latent size (of one frame), S image tokens (H W / 4), P packed channels (4
+C).
 """
 
 from collections.abc import Mapping
@@ -28,35 +29,35 @@ from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import Draws, normal
 
 PACKED = 2
-"""Side of the squares of latents that become one token."""
+"""Side of the square of latents that becomes one token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QwenLatentsCheckpoint(FlowCheckpoint):
-    """One checkpoint whose images are latents of `AutoencoderKLQwenImage`."""
+    """A checkpoint whose images are latents of `AutoencoderKLQwenImage`."""
 
     scheduler: Mapping[str, Any]
-    """The scheduler's config, filled up with its defaults."""
+    """The scheduler's config, filled with its class's defaults."""
     transform = "qwen-latents-1: pixels / 127.5 - 1, posterior mean and logvar of one frame, fp32"
     output = "images"
 
     @property
     def side_step(self) -> int:
-        # The pipelines' vae_scale_factor, and their packing.
+        # The pipelines' vae_scale_factor times their packing.
         return int(PACKED * 2 ** len(self.vae_config["temperal_downsample"]))
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        wrong = wrong_sides(shape, self.side_step)
+        problems = wrong_sides(shape, self.side_step)
         if shape.frames != 1:
-            wrong.append(
+            problems.append(
                 f"data.frames must be 1, {self.pipeline_class.__name__} makes images; got {shape.frames}"
             )
-        return wrong
+        return problems
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior's mean and logvar, (C, 1, H, W). It encodes in fp32 whatever `dtype` is."""
+        """Load the VAE. Samples keep the posterior's mean and logvar, (C, 1, H, W), in fp32 regardless of `dtype`."""
         vae = memory.load(AutoencoderKLQwenImage, self.path, torch.float32, device)
 
         @torch.no_grad()
@@ -69,7 +70,8 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         return mu_by_tokens(self.scheduler, size[-2] * size[-1] // PACKED**2)
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        """Return the draws of any flow matching, with noise for packed latents (S, P)."""
+        """The random tensors of flow matching, with noise for packed latents (S, P)."""
+        # The second dimension is time, a single frame.
         channels, _, height, width = batch["latent_mean"].shape[1:]
         square = PACKED**2
         return {
@@ -80,18 +82,18 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Drawn, normalised as the pipeline undoes it before it decodes, and packed: (B, S, P)."""
+        """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         return self.packed(normalised(latents, self.vae_config))
 
     def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Packed as the latents are, (B, S, P)."""
+        """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         latents = batch["latent_mean"]
         weights = loss_weights(batch, self.mask_floor, latents)
         return None if weights is None else self.packed(weights.expand_as(latents))
 
     def packed(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return latents (B, C, 1, H, W) in squares of two by two, (B, S, P), by the pipeline's own means."""
+        """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
         batch, channels, _, height, width = latents.shape
         packed: torch.Tensor = self.pipeline_class._pack_latents(
             latents, batch, channels, height, width
@@ -99,7 +101,7 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         return packed
 
     def grid(self, batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-        """Return the rows and columns of a batch's image tokens."""
+        """Rows and columns of a batch's image tokens."""
         height, width = batch["latent_mean"].shape[-2:]
         return height // PACKED, width // PACKED
 
@@ -108,18 +110,23 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
 
 
 def qwen_latents_fields(model: ModelConfig, transformer_class: Any) -> dict[str, Any]:
-    """Return the fields that these families' checkpoints share; refuse another scheduler, and channels that do not fit."""
+    """Read the fields that these families' checkpoints share.
+
+    Raises `DitLoraError` for another scheduler, or if the transformer's channels do not fit the VAE's.
+    """
     path = local_checkpoint(model)
     fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
     transformer = with_defaults(transformer_class, fields["transformer_config"])
     vae = with_defaults(AutoencoderKLQwenImage, fields["vae_config"])
+    # A token holds all channels of a square of latents.
     channels = PACKED**2 * vae["z_dim"]
     if transformer["in_channels"] != channels:
         raise DitLoraError(
-            f"{model.path}: the parts of this checkpoint do not fit: its transformer's in_channels must be {channels}, "
-            f"of {PACKED}x{PACKED} latents of its VAE's {vae['z_dim']} channels; got {transformer['in_channels']}"
+            f"{model.path}: the parts of this checkpoint do not fit: its transformer's in_channels must be "
+            f"{channels}, of {PACKED}x{PACKED} latents of its VAE's {vae['z_dim']} channels; got "
+            f"{transformer['in_channels']}"
         )
-    # With dynamic shifting the scheduler shifts by `mu` alone.
+    # With dynamic shifting, the scheduler's shift depends only on `mu`.
     shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
     return {
         **fields,

@@ -1,4 +1,4 @@
-"""References: pictures or clips that a sample is made from, which the model is given clean beside the noisy latents."""
+"""References: images or clips that condition a sample. The model gets their clean latents with the noisy ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,30 +19,30 @@ from dit_lora.families.pictures import as_picture
 Tensors = dict[str, torch.Tensor]
 REFERENCE = "reference"
 VideoEncoding = Callable[[torch.Tensor, torch.Tensor | None], Tensors]
-"""The call of a `VideoEncoder`."""
+"""The signature of `VideoEncoder.__call__`."""
 
 
 @dataclass(frozen=True)
 class References:
-    """The references that a checkpoint takes."""
+    """The references that a checkpoint accepts."""
 
     least: int
-    """Number that every sample has at least."""
+    """Minimum number of references per sample."""
     most: int | None
-    """Number that a sample has at most; None for any."""
+    """Maximum number of references per sample; None for no limit."""
     shape: Callable[[int, int, VideoShape], VideoShape]
-    """Shape that the VAE is given of a reference: of its own height and width, for a sample of that shape."""
+    """Computes the shape at which the VAE encodes a reference, from its height and width and the sample's shape."""
     refusal: Callable[[int, int], str | None] = lambda height, width: None
-    """Reason why the pipeline takes no reference of this height and width; None if it does."""
+    """Reason why the pipeline rejects a reference of this height and width; None if it accepts it."""
     clips: bool = False
-    """True if a reference of a clip is a clip, of as many frames."""
+    """True if the reference of a clip is a clip with as many frames."""
     in_text: bool = False
-    """True if a caption is encoded with the references."""
+    """True if captions are encoded together with the references."""
     scales: bool = True
-    """True if `data.reference_resolution` applies: the pipeline takes references of other sizes than its own."""
+    """True if `data.reference_resolution` applies: the pipeline accepts references at other sizes than its default."""
 
     def wrong_number(self, number: int) -> str | None:
-        """Return what is wrong with so many references of a sample; None if nothing is."""
+        """Message for an invalid number of references of a sample; None if it is valid."""
         if self.least <= number and (self.most is None or number <= self.most):
             return None
         takes = f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
@@ -50,26 +50,26 @@ class References:
         return f"it has {number} references, and this model takes {takes}"
 
     def assumed(self, shape: VideoShape, number: int) -> VideoShape:
-        """Return the shape with so many references of its own size, where the data is not here to tell."""
-        one = self.shape(shape.height, shape.width, shape)
-        return replace(shape, references=(one,) * max(self.least, number))
+        """The shape with this many references of the sample's own size, for data that is not on this machine."""
+        reference = self.shape(shape.height, shape.width, shape)
+        return replace(shape, references=(reference,) * max(self.least, number))
 
 
 @runtime_checkable
 class ReferenceEncoder(Protocol):
-    """A `VideoEncoder` of a family that takes references."""
+    """A `VideoEncoder` of a family that accepts references."""
 
     def references(self, given: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
-        """Encode uint8 (frames, 3, height, width) of each, at its own size; `shape` is the sample's, with theirs."""
+        """Encode references, each uint8 (frames, 3, height, width) at its own size. `shape` is the sample's."""
 
 
 @dataclass(frozen=True)
 class PictureEncoder:
-    """A `VideoEncoder` of pictures, and of references as pictures."""
+    """A `VideoEncoder` of images whose references are images."""
 
     encode: VideoEncoding
     encode_reference: Callable[[Image.Image], torch.Tensor]
-    """A reference, of at most `resolution` squared pixels, to its latents (C, H, W)."""
+    """Encodes a reference of at most `resolution` squared pixels to latents (C, H, W)."""
     resolution: int | None
 
     @torch.no_grad()
@@ -78,40 +78,40 @@ class PictureEncoder:
 
     @torch.no_grad()
     def references(self, given: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
-        pictures = (scaled(one, self.resolution) for one in as_pictures(given))
-        return named([self.encode_reference(one) for one in pictures])
+        pictures = (scaled(picture, self.resolution) for picture in as_pictures(given))
+        return named([self.encode_reference(picture) for picture in pictures])
 
 
 @runtime_checkable
 class EditTextEncoder(Protocol):
-    """A `TextEncoder` of a family whose captions are encoded with the references."""
+    """A `TextEncoder` of a family whose captions are encoded together with the references."""
 
     def with_references(
         self, caption: str, given: Sequence[torch.Tensor], shape: VideoShape
     ) -> Tensors:
-        """Encode one caption with uint8 (frames, 3, height, width) of each; each tensor is (1, ...)."""
+        """Encode one caption with its references, each uint8 (frames, 3, height, width), to tensors (1, ...)."""
 
 
 def as_pictures(given: Sequence[torch.Tensor]) -> list[Image.Image]:
-    """Return references of one frame, uint8 (1, 3, height, width), as pipelines take pictures."""
-    return [as_picture(one[0]) for one in given]
+    """Convert references of one frame, uint8 (1, 3, height, width), to PIL images."""
+    return [as_picture(clip[0]) for clip in given]
 
 
 def latents_of(batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the references' latents of a batch, `reference_0` and on."""
-    found: list[torch.Tensor] = []
-    while f"{REFERENCE}_{len(found)}" in batch:
-        found.append(batch[f"{REFERENCE}_{len(found)}"])
-    return found
+    """Latents of a batch's references: `reference_0`, `reference_1` and so on."""
+    latents: list[torch.Tensor] = []
+    while f"{REFERENCE}_{len(latents)}" in batch:
+        latents.append(batch[f"{REFERENCE}_{len(latents)}"])
+    return latents
 
 
 def named(latents: Sequence[torch.Tensor]) -> Tensors:
-    """Return references' latents by the names that they have in a batch."""
-    return {f"{REFERENCE}_{number}": one for number, one in enumerate(latents)}
+    """Latents of references, keyed as in a batch: `reference_0`, `reference_1` and so on."""
+    return {f"{REFERENCE}_{number}": latent for number, latent in enumerate(latents)}
 
 
 def scaled(image: Image.Image, side: int | None) -> Image.Image:
-    """Return a picture of at most `side` squared pixels, with its aspect kept; itself where it has no more."""
+    """Scale an image to at most `side` squared pixels, keeping its aspect ratio. Smaller images stay as they are."""
     width, height = scaled_size(image.height, image.width, side)[::-1]
     if (width, height) == image.size:
         return image
@@ -119,15 +119,16 @@ def scaled(image: Image.Image, side: int | None) -> Image.Image:
 
 
 def scaled_size(height: int, width: int, side: int | None) -> tuple[int, int]:
-    """Return height and width of at most `side` squared pixels, with their ratio kept."""
+    """Height and width scaled to at most `side` squared pixels, keeping their ratio. No limit if `side` is None."""
     if side is None or height * width <= side * side:
         return height, width
+    # Scale the area to side**2, so each side by the square root of the ratio.
     scale = side / (height * width) ** 0.5
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 
 def too_small(size: tuple[int, int], least: int) -> str | None:
-    """Return what is wrong with a reference of that height and width whose sides must have `least` pixels."""
+    """Message for a reference of this height and width with a side below `least` pixels; else None."""
     height, width = size
     if min(size) >= least:
         return None
@@ -137,7 +138,10 @@ def too_small(size: tuple[int, int], least: int) -> str | None:
 def read_references(
     model: str, takes: References | None, files: Sequence[Path]
 ) -> list[Image.Image]:
-    """Return the references of one sample to make, as pictures; raise `DitLoraError` for what the model does not take."""
+    """Read the references of one sample to generate, as PIL images.
+
+    Raises `DitLoraError` if the model does not accept them (`takes` is None) or accepts another number.
+    """
     if takes is None:
         if files:
             raise DitLoraError(f"{model} takes no references; leave --reference out")
@@ -149,60 +153,72 @@ def read_references(
 def read_clips(
     model: str, takes: References, files: Sequence[Path], shape: VideoShape, fps: float
 ) -> list[torch.Tensor]:
-    """Return the references of one sample to make, uint8 (frames, 3, height, width): of a clip, clips as training reads them.
+    """Read the references of one sample to generate, uint8 (frames, 3, height, width), as training reads them.
 
-    Raises `DitLoraError` for what the model does not take, and for a file that is too short.
+    Args:
+        model: Name of the model for messages.
+        takes: The references that the model accepts.
+        files: One file per reference. The reference of a clip must be a clip.
+        shape: Shape of the sample.
+        fps: Frames per second at which clips are read.
+
+    Raises:
+        DitLoraError: The number or kind of the references is wrong, or a clip is too short.
     """
     _require_number(model, takes, files)
     media = [MediaFile(file) for file in files]
-    pictures = [one.name for one in media if is_image(one)]
+    pictures = [file.name for file in media if is_image(file)]
     if shape.frames > 1 and pictures:
         raise DitLoraError(
             f"{model}: {', '.join(pictures)}: no clip; the reference of a clip is a clip, give one with --reference"
         )
-    return [read_reference(one, shape, fps) for one in media]
+    return [read_reference(file, shape, fps) for file in media]
 
 
 def _require_number(model: str, takes: References, files: Sequence[Path]) -> None:
-    wrong = takes.wrong_number(len(files))
-    if wrong is not None:
-        raise DitLoraError(f"{model}: {wrong}; give them with --reference")
+    problem = takes.wrong_number(len(files))
+    if problem is not None:
+        raise DitLoraError(f"{model}: {problem}; give them with --reference")
 
 
 def wrong_references(recipe: Recipe, takes: References | None) -> list[str]:
-    """Say what is wrong with a recipe's own references, and with its options about them."""
-    validation, data, wrong = recipe.validation, recipe.data, []
+    """One message per problem with a recipe's validation references and with its options about references."""
+    validation, data, problems = recipe.validation, recipe.data, []
     if data.reference_resolution is not None and (takes is None or not takes.scales):
-        why = "it takes none" if takes is None else "its pipeline scales them by itself"
-        wrong.append(f"data.reference_resolution: {why}; remove it")
+        reason = "it takes none" if takes is None else "its pipeline scales them by itself"
+        problems.append(f"data.reference_resolution: {reason}; remove it")
     if takes is None:
         if validation.references:
-            wrong.append("validation.references: it takes no references; remove it")
-        named = any(one.reference_columns or one.reference_folders for one in data.all_sources)
+            problems.append("validation.references: it takes no references; remove it")
+        named = any(
+            source.reference_columns or source.reference_folders for source in data.all_sources
+        )
         if named:
-            wrong.append(
+            problems.append(
                 "data.reference_columns, data.reference_folders: it takes no references; remove it"
             )
-        return wrong
+        return problems
     if takes.in_text and data.flip:
-        wrong.append(
+        problems.append(
             "data.flip: captions are encoded with the references, and a mirrored one would need another; remove it"
         )
     if len(validation.references) not in (0, len(validation.prompts)):
-        wrong.append(
+        problems.append(
             f"validation.references: give a list of files for each prompt; got {len(validation.references)} for "
             f"{len(validation.prompts)} in validation.prompts"
         )
-        return wrong
+        return problems
     for number, prompt in enumerate(validation.prompts):
         files = validation.references[number] if validation.references else ()
         fault = takes.wrong_number(len(files))
         if fault is not None:
-            wrong.append(f"validation.references of {prompt!r}: {fault}")
-        # A model of clips makes pictures too, from a clip's first frame.
+            problems.append(f"validation.references of {prompt!r}: {fault}")
+        # A model with reference clips also generates images, from the first frame of a clip.
         clips = takes.clips and data.frames > 1
-        other = [one for one in files if is_image(MediaFile(Path(one))) == clips]
-        if other and (clips or not takes.clips):
+        unfitting = [file for file in files if is_image(MediaFile(Path(file))) == clips]
+        if unfitting and (clips or not takes.clips):
             kind = "clip" if clips else "picture"
-            wrong.append(f"validation.references of {prompt!r}: no {kind}: {', '.join(other)}")
-    return wrong
+            problems.append(
+                f"validation.references of {prompt!r}: no {kind}: {', '.join(unfitting)}"
+            )
+    return problems

@@ -1,4 +1,4 @@
-"""Says what a diffusion family cannot take of a recipe: shapes, and options of other families."""
+"""Checks for shapes and options that a diffusion family does not support."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,32 +8,33 @@ from dit_lora.errors import DitLoraError
 
 
 def wrong_multiples(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Say which of the values, by their names in `data` and each beside its step, are no multiples of it."""
-    wrong = []
+    """One message per size that is not a multiple of its step. `sizes` maps names in `data` to (value, step)."""
+    problems = []
     for name, (value, step) in sizes.items():
         below = value // step * step
+        # Below the first multiple, the only valid neighbour is the step itself.
         nearest = f"{below} and {below + step}" if below else str(step)
         if value % step:
-            wrong.append(
+            problems.append(
                 f"data.{name} must be a multiple of {step}; got {value}, nearest {nearest}"
             )
-    return wrong
+    return problems
 
 
 def wrong_sides(shape: VideoShape, step: int) -> list[str]:
-    """Say what is wrong with height and width, which must be multiples of `step`."""
+    """One message per side (height, width) that is not a multiple of `step`."""
     return wrong_multiples({"height": (shape.height, step), "width": (shape.width, step)})
 
 
 def too_few_frames(frames: int, step: int) -> list[str]:
-    """Say if there is no latent frame of `step` frames behind a first one that is given."""
+    """Message if an image-to-video sample has no latent frame of `step` frames after the given first one."""
     if frames > step:
         return []
     return [f"data.frames must be {step + 1} or more, as the first is given; got {frames}"]
 
 
 def wrong_frames(frames: int, step: int) -> list[str]:
-    """Say what is wrong with a number of frames that must be a multiple of `step` and one more."""
+    """Message if the number of frames is not a multiple of `step` plus one."""
     if (frames - 1) % step == 0:
         return []
     below = (frames - 1) // step * step + 1
@@ -41,9 +42,11 @@ def wrong_frames(frames: int, step: int) -> list[str]:
 
 
 def beyond_positions(ends: Mapping[str, tuple[int, int]], option: str) -> list[str]:
-    """Say which of the values, by their names in `data`, are above their ends, the places where a table of positions stops.
+    """One message per size that exceeds the transformer's position table.
 
-    `option` is the transformer's, which says how long the table is.
+    Args:
+        ends: Names in `data`, each with (value, maximum).
+        option: The transformer's config option that sets the length of the table.
     """
     return [
         f"data.{name} can be {end} at most, where its positions end ({option}); got {value}"
@@ -53,11 +56,11 @@ def beyond_positions(ends: Mapping[str, tuple[int, int]], option: str) -> list[s
 
 
 def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
-    """Raise if the recipe sets options of other families: all but those in `takes`.
+    """Raise `DitLoraError` if the recipe sets options of other families, except those in `takes`.
 
     They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `data.sound`,
-    `validation.images`, `validation.last_images`, `validation.other_expert`, `model.task`, `train.guidance_scale`, `train.timesteps` and
-    `train.vlb`; `data.fps` of images; and what is for chat models.
+    `validation.images`, `validation.last_images`, `validation.other_expert`, `model.task`, `train.guidance_scale`,
+    `train.timesteps` and `train.vlb`; `data.fps` for images; and the options of chat models.
     """
     options = {
         "chat": recipe.chat is not None,
@@ -80,17 +83,17 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
         "train.timesteps": recipe.train.timesteps is not None,
         "train.vlb": recipe.train.vlb is not None,
     }
-    wrong = [name for name, is_set in options.items() if is_set and name not in takes]
-    if wrong:
+    problems = [name for name, is_set in options.items() if is_set and name not in takes]
+    if problems:
         raise DitLoraError(
-            f"{', '.join(wrong)}: family {recipe.model.family} has nothing that this applies to; remove it"
+            f"{', '.join(problems)}: family {recipe.model.family} has nothing that this applies to; remove it"
         )
 
 
 def refuse_in_context(model: ModelConfig) -> None:
-    """Raise for `model.task: ic_lora` of a family without reference clips."""
+    """Raise `DitLoraError` for `model.task: ic_lora` in a family without reference clips."""
     if model.task == "ic_lora":
         raise DitLoraError(
-            f"model.task: ic_lora: family {model.family} makes nothing from reference clips; leave it out, or take LTX-2 "
-            "(family ltx2)"
+            f"model.task: ic_lora: family {model.family} makes nothing from reference clips; leave it out, or take "
+            "LTX-2 (family ltx2)"
         )

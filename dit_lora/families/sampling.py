@@ -1,4 +1,4 @@
-"""The settings that one sample is made with."""
+"""The settings of one generated sample."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,17 +8,17 @@ from dit_lora.config.data import VideoShape
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings that one video is sampled with."""
+    """The settings of one generated video or image."""
 
     shape: VideoShape
     inference_steps: int
     guidance_scale: float
     seed: int
     image: Path | None = None
-    """The first frame, for families that start from an image."""
+    """The first frame, for image-to-video families."""
     last_image: Path | None = None
-    """The last frame, for those that are given one too."""
+    """The last frame, for families that also accept one."""
     references: tuple[Path, ...] = ()
-    """The references, for families that take some."""
+    """The references, for families that accept them."""
     fps: float | None = None
-    """Frames a second, for families that are told them."""
+    """Frames per second, for families that condition on it."""

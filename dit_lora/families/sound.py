@@ -1,4 +1,4 @@
-"""Sound of samples: what a family that trains it beside the video encodes."""
+"""Encoders for the sound of samples, for families that train it with the video."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ class SoundEncoder(Protocol):
     """A `VideoEncoder` of a family that trains sound."""
 
     def sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
-        """Encode float32 (channels, N) from -1 to 1, of so many samples a second."""
+        """Encode a waveform, float32 (channels, N) from -1 to 1, at `rate` samples per second."""
 
 
 @dataclass(frozen=True)
 class HearingEncoder:
-    """A `VideoEncoder` of clips, and of their sound."""
+    """A `VideoEncoder` of clips and their sound."""
 
     encode: VideoEncoding
     encode_sound: Callable[[torch.Tensor, int], Tensors]

@@ -1,6 +1,6 @@
-"""A recipe's checkpoint without its weights: configs from the folder or the Hub, models on the meta device.
+"""Opens a recipe's checkpoint without its weights: configs from the folder or the Hub, models on the meta device.
 
-Every family's own code opens it and builds it: a config stands for the weights where these are not there.
+The family's own code opens and builds the checkpoint; a config replaces the weights where they are missing.
 """
 
 import shutil
@@ -30,16 +30,17 @@ _CONFIGS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 @contextmanager
 def without_weights(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipe with a `model.path` as `configs_alone` makes it."""
+    """The recipe with a `model.path` from `configs_alone`."""
     with configs_alone(recipe.model) as model:
         yield recipe.model_copy(update={"model": model})
 
 
 @contextmanager
 def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
-    """The model with a local path whose configs are the checkpoint's; weights that are not there are empty.
+    """The model config with a local path to the checkpoint's configs. Missing weight files are replaced by empty ones.
 
-    Of a Hub id, the small files alone are fetched. Raises `DitLoraError` where neither is there.
+    For a Hub id, only the small files are downloaded. Raises `DitLoraError` if there is neither a folder nor a
+    repository.
     """
     folder = Path(model.path).expanduser()
     if not folder.is_dir():
@@ -47,26 +48,31 @@ def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
     elif model.family in CHAT_FAMILIES or not _lacking(folder):
         yield model
         return
-    with tempfile.TemporaryDirectory() as made:
-        path = Path(made) / Path(model.path).name  # of which some read what it was trained in
+    with tempfile.TemporaryDirectory() as temporary:
+        # Keep the folder's name: some families read the training dtype from it.
+        path = Path(temporary) / Path(model.path).name
         shutil.copytree(
             folder, path, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.ckpt", "*.pth")
         )
         for component in _lacking(path) if model.family not in CHAT_FAMILIES else ():
             (path / component).mkdir(exist_ok=True)
+            # An empty file satisfies the check for weight files. Models are built from their configs.
             save_file({}, path / component / "model.safetensors")
         yield model.model_copy(update={"path": str(path)})
 
 
 def _lacking(folder: Path) -> list[str]:
-    """Return the pipeline's models without weights: those that every one has, and whatever else has a config."""
+    """Pipeline components without weight files: those that every pipeline has, and all others with a config."""
     models = {*_WEIGHTS, *(config.parent.name for config in folder.glob("*/config.json"))}
     return sorted(name for name in models if not any((folder / name).glob("*.safetensors")))
 
 
 @contextmanager
 def from_configs() -> Iterator[list[nn.Module]]:
-    """Within it, Diffusers' and Transformers' `from_pretrained` build the model of the config, frozen; yields them."""
+    """Inside the context, `from_pretrained` of Diffusers and Transformers builds frozen models from configs.
+
+    Yields the list of the models built so far.
+    """
     built: list[nn.Module] = []
 
     def of_diffusers(
@@ -80,13 +86,14 @@ def from_configs() -> Iterator[list[nn.Module]]:
         return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
 
     replacements: dict[Any, Any] = {ModelMixin: of_diffusers, PreTrainedModel: of_transformers}
-    own: dict[Any, Any] = {kind: vars(kind)["from_pretrained"] for kind in replacements}
+    originals: dict[Any, Any] = {kind: vars(kind)["from_pretrained"] for kind in replacements}
     for kind, function in replacements.items():
+        # Patch the base classes, so that every model class of both libraries is covered.
         kind.from_pretrained = classmethod(function)
     try:
         yield built
     finally:
-        for kind, method in own.items():
+        for kind, method in originals.items():
             kind.from_pretrained = method
 
 
@@ -97,15 +104,13 @@ def _as_loaded(
         if not any(part in name.split(".") for part in fp32):
             parameter.data = parameter.data.to(dtype or torch.float32)
     set_method: Any = setattr
-    set_method(
-        model, "to", lambda *_, **__: model
-    )  # it is nowhere: a fake weight cannot be swapped
+    set_method(model, "to", lambda *_, **__: model)  # meta and fake weights cannot be moved
     built.append(model.requires_grad_(False).eval())
     return model
 
 
 def text_encoders(path: Path, dtype: torch.dtype) -> list[nn.Module]:
-    """Return the text encoders of a Diffusers folder that have a config, each of the class that it names."""
+    """Build the text encoders of a Diffusers folder that have a config, each of the class that the config names."""
     import transformers
 
     models = []
@@ -117,15 +122,18 @@ def text_encoders(path: Path, dtype: torch.dtype) -> list[nn.Module]:
 
 
 def _without_values(cls: Any, config: Any) -> Any:
-    """Build a model of Transformers'; there is nothing to draw, and some ways to draw it ask for values (Siglip's)."""
+    """Build a Transformers model without initialising its weights.
+
+    Some initialisations (Siglip's) read values, which tensors on the meta device do not have.
+    """
     with no_init_weights(), configs_without_kernels():
         model = cls._from_config(config)
-    model.tie_weights()  # which goes with drawing
+    model.tie_weights()  # skipped together with the initialisation
     return model
 
 
 def opened(recipe: Recipe) -> tuple[Any, Any]:
-    """Family and checkpoint of a recipe that `without_weights` gave; classes are the checkpoint's where data lack."""
+    """Family and checkpoint of a recipe from `without_weights`. Without its data, it has the checkpoint's classes."""
     family, is_chat = get_family(recipe.model.family), recipe.model.family in CHAT_FAMILIES
     if not data_is_here(recipe) and recipe.data.classes is None and not is_chat:
         recipe = _with_classes(recipe, family.open(recipe.model))
@@ -133,8 +141,8 @@ def opened(recipe: Recipe) -> tuple[Any, Any]:
 
 
 def data_is_here(recipe: Recipe) -> bool:
-    """Return true if every source is a file or folder of this machine."""
-    return all(Path(one.path).expanduser().exists() for one in recipe.data.all_sources)
+    """True if every data source is a file or folder on this machine."""
+    return all(Path(source.path).expanduser().exists() for source in recipe.data.all_sources)
 
 
 def _with_classes(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
@@ -146,6 +154,6 @@ def _with_classes(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
 
 
 def as_constructed(model: nn.Module) -> nn.Module:
-    """A model of `from_configs` that moves again, as any other does."""
+    """Let a model from `from_configs` be moved to a device again, like any other model."""
     model.__dict__.pop("to", None)
     return model.eval()

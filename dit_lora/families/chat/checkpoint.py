@@ -1,7 +1,7 @@
-"""Any video chat model of Transformers whose processor is known here: frames, placeholders and answers as it has them.
+"""Transformers video chat models: frames, placeholder tokens and answers in each model's own format.
 
-LLaVA-NeXT-Video (arXiv 2407.07895's models), Qwen2.5-VL, Qwen3-VL, SmolVLM2 and InternVL3 in their Transformers
-form. Pictures are prepared on the device, without torchvision.
+Supported are LLaVA-NeXT-Video (the models of arXiv 2407.07895), Qwen2.5-VL, Qwen3-VL, SmolVLM2 and InternVL3, in their
+Transformers versions. Pictures are preprocessed on the device, without torchvision.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.families.chat_options import refuse_options_of_diffusion
 from dit_lora.families.opening import local_chat_checkpoint, read_config
 
-_FRAMES = 8  # where no recipe says how many
+_FRAMES = 8  # default without a recipe
 LAYOUTS: Mapping[str, Callable[[Any, Path, Any], PictureLayout]] = {
     "llava_next_video": LlavaNextVideoLayout.of,
     "qwen2_5_vl": QwenLayout.of,
@@ -41,19 +41,19 @@ LAYOUTS: Mapping[str, Callable[[Any, Path, Any], PictureLayout]] = {
     "smolvlm": SmolVLMLayout.of,
     "internvl": InternVLLayout.of,
 }
-"""Layouts by the `model_type` of a checkpoint's config.json."""
+"""Layouts by the `model_type` in a checkpoint's config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRendered(Rendered):
-    """A conversation with the seconds of its frames, which some models count positions by."""
+    """A tokenized conversation with its frame times, from which some models compute positions."""
 
     seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template and the tokenizer that fills it in."""
+    """A chat template and the tokenizer that applies it."""
 
     tokenizer: Any
     text: str
@@ -71,7 +71,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoTextCheckpoint(ChatCheckpoint):
-    """One opened checkpoint of a Transformers video chat model."""
+    """An opened checkpoint of a Transformers video chat model."""
 
     layout: PictureLayout
 
@@ -84,10 +84,10 @@ class VideoTextCheckpoint(ChatCheckpoint):
         return self.viewing(Viewing.of(recipe))
 
     def viewing(self, how: Viewing) -> Self:
-        wrong = self.layout.wrong(how.height, how.width)
-        if wrong:
+        problems = self.layout.wrong(how.height, how.width)
+        if problems:
             raise DitLoraError(
-                f"data.height x data.width is {how.height}x{how.width}; for {self.config.model_type} give {wrong}"
+                f"data.height x data.width is {how.height}x{how.width}; for {self.config.model_type} give {problems}"
             )
         if how.tiles is not None:
             raise DitLoraError(
@@ -140,12 +140,12 @@ class VideoTextCheckpoint(ChatCheckpoint):
         return model
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the model's arguments of a batch; Qwen2.5-VL's videos also need the `seconds` of their frames, (B, F)."""
+        """The model's arguments for a batch. Qwen2.5-VL also needs the frame times of videos: `seconds`, (B, F)."""
         input_ids, pixels = batch["input_ids"], batch.get("pixels")
         if pixels is None:
             return {"input_ids": input_ids}
-        made = self.layout.inputs(input_ids, pixels, batch.get("seconds"))
-        return {"input_ids": input_ids, **made}
+        model_inputs = self.layout.inputs(input_ids, pixels, batch.get("seconds"))
+        return {"input_ids": input_ids, **model_inputs}
 
     def prompt_tensors(self, rendered: Rendered) -> dict[str, torch.Tensor]:
         if isinstance(rendered, TimedRendered) and rendered.seconds:
@@ -153,11 +153,15 @@ class VideoTextCheckpoint(ChatCheckpoint):
         return {}
 
     def _template(self, *, video: bool) -> str:
-        """Return the chat template that the processor would find: of SmolVLM's videos one of its own, else the processor's, else the tokenizer's."""
+        """The chat template that the processor would use.
+
+        SmolVLM has a separate one for videos. Otherwise the processor's comes first, then the tokenizer's.
+        """
         if video and self.config.model_type == "smolvlm":
             from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
             return DEFAULT_CHAT_TEMPLATE
+        # Older checkpoints store the processor's template in this file. A .jinja file takes precedence.
         older = self.path / "chat_template.json"
         if older.is_file() and not (self.path / "chat_template.jinja").is_file():
             return read_typed(older, ChatTemplateFile)["chat_template"]
@@ -170,7 +174,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
 
 
 def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
-    """Read config and tokenizer; refuse a model that has no layout here."""
+    """Read config and tokenizer. Raises `DitLoraError` for a model type without a layout."""
     path = local_chat_checkpoint(model)
     model_type = str(read_config(path, "config.json", "Transformers").get("model_type", "nameless"))
     if model_type not in LAYOUTS:
@@ -191,11 +195,16 @@ def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
 
 
 def _name_dtype(model: nn.Module) -> None:
-    """Let the model say the dtype of its token embeddings, not of its first weight: a vision encoder in training is fp32.
+    """Make the model's `dtype` that of its token embeddings, not of its first weight.
 
-    SmolVLM casts image features to its dtype and puts them among those embeddings (transformers,
-    models/smolvlm/modeling_smolvlm.py).
+    A vision encoder that trains is in fp32 and comes first. SmolVLM casts image features to `dtype` and puts them
+    among the embeddings (transformers, models/smolvlm/modeling_smolvlm.py).
     """
-    own = type(model)
-    said = property(lambda self: self.get_input_embeddings().weight.dtype)
-    model.__class__ = type(own.__name__, (own,), {"dtype": said, "__module__": own.__module__})
+    model_class = type(model)
+    dtype_property = property(lambda self: self.get_input_embeddings().weight.dtype)
+    # Swap in a subclass with the same name, because `dtype` is a property of the class.
+    model.__class__ = type(
+        model_class.__name__,
+        (model_class,),
+        {"dtype": dtype_property, "__module__": model_class.__module__},
+    )

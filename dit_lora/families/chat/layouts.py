@@ -1,7 +1,7 @@
-"""Tells model types apart: the size of pictures, the text that stands for them, the tensors made of them.
+"""Differences between the model types: sizes of pictures, their placeholder text, and the tensors made from them.
 
-Facts of each model's processor in Transformers, whose video processors need torchvision; these need torch alone. A
-video of one frame is an image.
+This reimplements the processors of Transformers. Its video processors need torchvision; these only need torch. A video
+of one frame is an image.
 
 Shapes: B batch, L tokens, F frames, V views of one picture, H and W pixels.
 """
@@ -35,37 +35,37 @@ HALF = (0.5, 0.5, 0.5)
 
 
 class PictureLayout(Protocol):
-    """The way one model type sees pictures."""
+    """How one model type processes pictures."""
 
     fit: ClassVar[Fit]
     timed: ClassVar[bool]
-    """True if the model is told at which seconds frames are, in words or by positions."""
+    """True if the model is told the frame times, in the prompt or through positions."""
 
     @property
     def native(self) -> int:
-        """Pixels a side that a recipe usually gives as data.height and data.width."""
+        """Pixels per side that recipes usually set as data.height and data.width."""
 
     def wrong(self, height: int, width: int) -> str | None:
-        """Return what data.height and data.width have to be, if these are not."""
+        """Valid values of data.height and data.width, as a message, if these are invalid; else None."""
 
     def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
-        """Pixels of pictures stored as height x width; `budget` is data.height and data.width."""
+        """Size at which the model sees pictures stored as height x width; `budget` is data.height and data.width."""
 
     def placeholder(self, frames: int) -> str:
-        """Return what the chat template puts where the picture or video is, and `expansion` replaces."""
+        """Text that the chat template puts in place of a picture or video. `expansion` replaces it."""
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
-        """The text, tokens of the model's features included, of a picture or video of that shape."""
+        """Text of a picture or video of this shape, including the tokens that stand for the model's features."""
 
     def inputs(
         self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
     ) -> Tensors:
-        """The model's arguments beside `input_ids` (B, L): of uint8 (B, F, 3, H, W), and seconds (B, F)."""
+        """The model's arguments except `input_ids` (B, L), from uint8 pixels (B, F, 3, H, W) and times (B, F)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SquareFrames(ABC):
-    """Base of layouts whose frames are squares of one size, and whose images are made of such squares."""
+    """Base of layouts with square frames of one size, and images that are tiled into such squares."""
 
     side: int
     image_token: str
@@ -94,22 +94,22 @@ class SquareFrames(ABC):
 
     @abstractmethod
     def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
-        """Return height and width of an image stored as height x width."""
+        """Height and width of an image stored as height x width, after scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaNextVideoLayout(SquareFrames):
-    """LLaVA-NeXT-Video: frames of 336x336, pooled by 2x2; images by tiles at the size that fits best (anyres).
+    """LLaVA-NeXT-Video: 336x336 frames, pooled by 2x2; images in tiles at the best fitting size (anyres).
 
-    An image takes three to six views whatever the budget, as its model knows no fewer: 1176 tokens and more.
-    Source: transformers/models/llava_next_video/processing_llava_next_video.py,
+    An image always takes three to six views, whatever the budget, because the model has no smaller sizes: at least
+    1176 tokens. Source: transformers/models/llava_next_video/processing_llava_next_video.py,
     llava_next/image_processing_pil_llava_next.py.
     """
 
     patch: int
     pool: int
     pinpoints: tuple[tuple[int, int], ...]
-    """Sizes, height and width, that images are tiled at."""
+    """Sizes (height, width) at which images are tiled."""
     video_token: str
     fit: ClassVar[Fit] = "cover"
 
@@ -140,14 +140,16 @@ class LlavaNextVideoLayout(SquareFrames):
         if shape.frames > 1:
             return self.video_token * (shape.frames * (grid // self.pool) ** 2)
         height, width = self._canvas(shape.height, shape.width)
+        # Size of the feature grid of all tiles together.
         rows, columns = height // self.side * grid, width // self.side * grid
-        # What padding brought is taken out again, and each row ends with a feature of its own: unpad_image.
+        # Features of the padding are removed, and each row ends with a learned newline feature: unpad_image.
         if shape.width / shape.height > columns / rows:
             new = int(round(shape.height * (columns / shape.width), 7))
             rows -= (rows - new) // 2 * 2
         else:
             new = int(round(shape.width * (rows / shape.height), 7))
             columns -= (columns - new) // 2 * 2
+        # The whole image, the unpadded tiles, and one newline feature per row.
         return self.image_token * (grid**2 + rows * columns + rows)
 
     def inputs(
@@ -159,6 +161,7 @@ class LlavaNextVideoLayout(SquareFrames):
         size = (picture.shape[-2], picture.shape[-1])
         canvas, inside = self._canvas(*size), self._image_size(*size, size)
         top, left = (canvas[0] - inside[0]) // 2, (canvas[1] - inside[1]) // 2
+        # Center the scaled picture on a black canvas that splits into whole tiles.
         padded = picture.new_zeros(len(picture), 3, *canvas)
         padded[..., top : top + inside[0], left : left + inside[1]] = resized(picture, *inside)
         views = [
@@ -174,7 +177,7 @@ class LlavaNextVideoLayout(SquareFrames):
         return select_best_resolution((height, width), list(self.pinpoints))
 
     def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
-        """Return the largest size of the picture's shape that its canvas holds: get_patch_output_size."""
+        """The largest size with the picture's aspect ratio that fits its canvas (get_patch_output_size)."""
         canvas = self._canvas(height, width)
         by_height, by_width = canvas[0] / height, canvas[1] / width
         if by_width < by_height:
@@ -184,17 +187,17 @@ class LlavaNextVideoLayout(SquareFrames):
 
 @dataclass(frozen=True, kw_only=True)
 class SmolVLMLayout(SquareFrames):
-    """SmolVLM2: square frames, each with its time; images in square tiles and as a whole.
+    """SmolVLM2: square frames, each with its time; images as square tiles plus the whole image.
 
-    Images are scaled so that their longer side is what data.height and data.width have room for, at most the
-    checkpoint's own. Their whole is scaled down bicubic, as Transformers does on a GPU, where Pillow has Lanczos.
-    Source: transformers/models/smolvlm/processing_smolvlm.py, image_processing_pil_smolvlm.py.
+    Images are scaled so that their longer side fits data.height and data.width, at most the checkpoint's limit. The
+    whole image is downscaled bicubically, as Transformers does on a GPU; its Pillow version uses Lanczos. Source:
+    transformers/models/smolvlm/processing_smolvlm.py, image_processing_pil_smolvlm.py.
     """
 
     longest: int
-    """Pixels of an image's longer side, at most."""
+    """Maximum length of an image's longer side, in pixels."""
     features: int
-    """Tokens of one tile."""
+    """Number of tokens per tile."""
     timed: ClassVar[bool] = True
 
     @classmethod
@@ -216,7 +219,7 @@ class SmolVLMLayout(SquareFrames):
         longest = min(self.longest, max(budget) // self.side * self.side)
         if longest <= self.side:
             return self.side, self.side
-        # As _resize_output_size_rescale_to_max_len and resize_for_vision_encoder one after the other.
+        # _resize_output_size_rescale_to_max_len followed by resize_for_vision_encoder.
         if width >= height:
             size = (_even(int(longest / (width / height))), longest)
         else:
@@ -226,23 +229,23 @@ class SmolVLMLayout(SquareFrames):
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         around, picture = "<fake_token_around_image>", self.image_token * self.features
-        whole = f"{around}<global-img>{picture}{around}"
+        overview = f"{around}<global-img>{picture}{around}"
         if shape.frames > 1:
-            frames = [f"\nFrame from {_minutes(second)}:{whole}" for second in seconds]
+            frames = [f"\nFrame from {_minutes(second)}:{overview}" for second in seconds]
             return (
                 f"You are provided the following series of {in_words(shape.frames)} frames from a "
                 f"{_hours(seconds[-1])} [H:MM:SS] video.\n{''.join(frames)}\n\n"
             )
         rows, columns = shape.height // self.side, shape.width // self.side
         if rows * columns == 1:
-            return whole
+            return overview
         lines = [
             "".join(
                 f"{around}<row_{row}_col_{column}>{picture}" for column in range(1, columns + 1)
             )
             for row in range(1, rows + 1)
         ]
-        return "\n".join(lines) + f"\n\n{whole}"
+        return "\n".join(lines) + f"\n\n{overview}"
 
     def inputs(
         self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
@@ -254,13 +257,13 @@ class SmolVLMLayout(SquareFrames):
 
 @dataclass(frozen=True, kw_only=True)
 class InternVLLayout(SquareFrames):
-    """InternVL3: frames of 448x448; images in as many such tiles as data.height x data.width holds, and as a whole.
+    """InternVL3: 448x448 frames; images in as many such tiles as data.height x data.width allows, and whole.
 
     Source: transformers/models/internvl/processing_internvl.py, got_ocr2/image_processing_pil_got_ocr2.py.
     """
 
     features: int
-    """Tokens of one tile."""
+    """Number of tokens per tile."""
     most_tiles: int
     fewest_tiles: int
 
@@ -299,7 +302,8 @@ class InternVLLayout(SquareFrames):
         return {"pixel_values": self.image(tiled_with_whole(pixels[:, 0], self.side)).flatten(0, 1)}
 
     def _grid(self, height: int, width: int, most: int) -> tuple[int, int]:
-        """Rows and columns whose shape is nearest; of equal ones the largest that the picture half fills."""
+        """Rows and columns with the nearest aspect ratio. Ties go to the largest that the picture fills by half."""
+        # Smaller grids come first, so that a tie can replace them by a larger one.
         best, nearest = (1, 1), math.inf
         grids = [(rows, cols) for cols in range(1, most + 1) for rows in range(1, most // cols + 1)]
         for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
@@ -313,7 +317,7 @@ class InternVLLayout(SquareFrames):
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:
-    """The text of a token that the model's config names; raises if the tokenizer has another there."""
+    """Text of a token id from the model's config. Raises `DitLoraError` if the tokenizer does not have this token."""
     text = tokenizer.convert_ids_to_tokens(token_id) if token_id < len(tokenizer) else None
     if not isinstance(text, str) or tokenizer.encode(text, add_special_tokens=False) != [token_id]:
         raise DitLoraError(
@@ -324,7 +328,7 @@ def token_text(tokenizer: Any, token_id: int) -> str:
 
 
 def in_words(number: int) -> str:
-    """A number from 0 to 999 in English, as num2words writes it, which SmolVLM's processor calls."""
+    """A number from 0 to 999 in English, as written by num2words, which SmolVLM's processor uses."""
     small = [
         "zero",
         "one",
@@ -349,8 +353,8 @@ def in_words(number: int) -> str:
     ]
     tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
     if number >= 100:
-        rest = f" and {in_words(number % 100)}" if number % 100 else ""
-        return f"{small[number // 100]} hundred{rest}"
+        remainder = f" and {in_words(number % 100)}" if number % 100 else ""
+        return f"{small[number // 100]} hundred{remainder}"
     if number >= 20:
         unit = f"-{small[number % 10]}" if number % 10 else ""
         return f"{tens[number // 10 - 2]}{unit}"

@@ -1,4 +1,4 @@
-"""Makes pictures as Qwen2.5-VL and Qwen3-VL see them: any size in steps of 28 or 32 pixels, two frames to a patch.
+"""Pictures of Qwen2.5-VL and Qwen3-VL: any size in steps of 28 or 32 pixels, two frames per patch.
 
 Shapes: B batch, L tokens, F frames, H and W pixels.
 """
@@ -19,7 +19,7 @@ from dit_lora.families.chat.views import Normalisation, patches, processor_confi
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """The number of pixels that a processor lets a picture (Qwen3-VL: a video's frames together) have."""
+    """Minimum and maximum number of pixels of a picture (Qwen3-VL: of all frames of a video together)."""
 
     fewest: int
     most: int
@@ -33,13 +33,13 @@ class PixelLimits:
 
 @dataclass(frozen=True)
 class QwenLayout:
-    """Qwen2.5-VL, or with `timestamps` Qwen3-VL, whose frames come in pairs with the time of each pair.
+    """Qwen2.5-VL, or with `timestamps` Qwen3-VL, whose frames come in pairs, each with its time.
 
-    A picture has at most data.height x data.width pixels, and no fewer than the checkpoint's least number if that is
-    not more. Qwen2.5-VL learns a video's pace from the seconds between its frames: `second_per_grid_ts`.
-    Source: transformers/models/qwen2_vl/video_processing_qwen2_vl.py, image_processing_pil_qwen2_vl.py,
+    A picture has at most data.height x data.width pixels, and at least the checkpoint's minimum, unless that is
+    larger. Qwen2.5-VL is told the pace of a video by the seconds between its frames: `second_per_grid_ts`. Source:
+    transformers/models/qwen2_vl/video_processing_qwen2_vl.py, image_processing_pil_qwen2_vl.py,
     qwen3_vl/video_processing_qwen3_vl.py, processing_qwen3_vl.py. As there, the `<|vision_start|>` and
-    `<|vision_end|>` of Qwen3-VL's chat template stay around those of its frames.
+    `<|vision_end|>` of Qwen3-VL's chat template are kept around those of its frames.
     """
 
     patch: int
@@ -73,7 +73,7 @@ class QwenLayout:
             video_token=token_text(tokenizer, config.video_token_id),
             image=Normalisation.of(image, mean, std),
             video=Normalisation.of(video, mean, std),
-            # The defaults of the processors' classes.
+            # Defaults of the processor classes.
             image_pixels=PixelLimits.of(image, (56 * 56, 28 * 28 * 1280)),
             video_pixels=PixelLimits.of(video, (128 * step**2, 768 * step**2)),
             timestamps=third,
@@ -88,7 +88,7 @@ class QwenLayout:
         return f"at least {step} pixels a side" if min(height, width) < step else None
 
     def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
-        """Raises for a picture that is more than 200 times as long as wide."""
+        """Size of a picture for the model. Raises `DitLoraError` if one side is more than 200 times the other."""
         if max(height, width) > 200 * min(height, width):
             raise DitLoraError(
                 f"a picture of {height}x{width} is too narrow; its sides may differ by a factor of 200"
@@ -96,22 +96,26 @@ class QwenLayout:
         limits, pictures = self.image_pixels, 1
         if frames > 1:
             limits, pictures = self.video_pixels, frames if self.timestamps else 1
-        most = min(limits.most, budget[0] * budget[1] * pictures)
-        sides = self._smart_size(height, width, pictures, min(limits.fewest, most), most)
+        max_pixels = min(limits.most, budget[0] * budget[1] * pictures)
+        sides = self._smart_size(
+            height, width, pictures, min(limits.fewest, max_pixels), max_pixels
+        )
         return VideoShape(frames, *sides)
 
     def placeholder(self, frames: int) -> str:
         return _between(self.video_token if frames > 1 else self.image_token)
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+        # After merging, each step x step square of pixels is one token, and `size` frames share theirs.
         step, size = self.patch * self.merge, self.frames_per_patch
         count = (shape.height // step) * (shape.width // step)
         if shape.frames == 1:
             return _between(self.image_token * count)
         if not self.timestamps:
             return _between(self.video_token * (-(-shape.frames // size) * count))
+        # Repeat the last time, as the last frame is repeated to fill its group.
         padded = [*seconds, *[seconds[-1]] * (-shape.frames % size)]
-        # The mean of the first and the last of each group: Qwen3VLProcessor._calculate_timestamps.
+        # Mean time of the first and last frame of each group: Qwen3VLProcessor._calculate_timestamps.
         times = [(padded[at] + padded[at + size - 1]) / 2 for at in range(0, len(padded), size)]
         frames = (f"<{time:.1f} seconds>{_between(self.video_token * count)}" for time in times)
         return _between("".join(frames))
@@ -128,10 +132,11 @@ class QwenLayout:
             merge=self.merge,
             frames_per_patch=self.frames_per_patch,
         )
+        # Time, height and width in patches. Frames are rounded up to whole groups.
         grid = (-(-frames // self.frames_per_patch), height // self.patch, width // self.patch)
         # 0 for text, 1 for images, 2 for videos: ProcessorMixin.create_mm_token_type_ids.
         types = (input_ids == self.image_id).int() + 2 * (input_ids == self.video_id).int()
-        made = {
+        model_inputs = {
             name: cut.flatten(0, 1),
             f"{kind}_grid_thw": sent([grid] * batch, pixels.device),
             "mm_token_type_ids": types,
@@ -141,20 +146,21 @@ class QwenLayout:
                 raise DitLoraError(
                     "the batch has no `seconds`, by which Qwen2.5-VL counts the positions of frames"
                 )
+            # (B,), the mean time between frames.
             apart = (seconds[:, -1] - seconds[:, 0]) / (frames - 1)
-            made["second_per_grid_ts"] = self.frames_per_patch * apart
-        return made
+            model_inputs["second_per_grid_ts"] = self.frames_per_patch * apart
+        return model_inputs
 
     def _smart_size(
         self, height: int, width: int, pictures: int, fewest: int, most: int
     ) -> tuple[int, int]:
-        """The nearest multiples of a step, scaled if all pictures together have too many or too few pixels."""
+        """Nearest multiples of the step, scaled if all pictures together have too many or too few pixels."""
         step = self.patch * self.merge
         if pictures > 1 and min(height, width) < step:
             scale = max(step / height, step / width)
             height, width = int(height * scale), int(width * scale)
         rows, columns = round(height / step), round(width / step)
-        # Pairs of frames count here and single frames below, as there.
+        # Count pairs of frames here, but single frames below, as Transformers does.
         pairs = round(pictures / self.frames_per_patch) * self.frames_per_patch
         volume = (pairs if pictures > 1 else 1) * rows * columns * step**2
         if volume > most:

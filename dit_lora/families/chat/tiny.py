@@ -1,6 +1,6 @@
-"""Tiny video chat checkpoints of Transformers' own model types with random weights; see `tiny` for what they promise.
+"""Tiny random video chat checkpoints of Transformers' own model types; see `tiny` for their guarantees.
 
-Frames are 56 pixels a side and four features each (Qwen: any size; SmolVLM2: 32 pixels). Text is bytes.
+Frames have 56 pixels per side and four features each (Qwen: any size; SmolVLM2: 32 pixels). Text is encoded as bytes.
 """
 
 import json
@@ -58,22 +58,22 @@ _TILE_TOKENS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for colu
 
 
 class Variant(NamedTuple):
-    """The parts that one checkpoint is made of."""
+    """The parts of one tiny checkpoint."""
 
     special: tuple[str, ...]
-    """Tokens of their own; the first is padding."""
+    """Special tokens; the first is the padding token."""
     end: str
     """The token that ends an answer."""
     named: dict[str, str]
-    """Tokens that the stock processor asks the tokenizer for by name."""
+    """Tokens that the stock processor reads from the tokenizer by name."""
     template: str
     config: Callable[[Callable[[str], int], dict[str, Any]], PreTrainedConfig]
     files: dict[str, dict[str, Any]]
-    """The settings that pictures are prepared with, as the published checkpoints' files say it."""
+    """Processor settings by file, as in the files of the published checkpoints."""
 
 
 def build_tiny(name: str, out: Path) -> None:
-    """Write `out`: config, weights, tokenizer, chat template and the processors' configs."""
+    """Write a checkpoint to `out`: config, weights, tokenizer, chat template and the processors' configs."""
     tokenizer, model = tiny_chat(name)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -83,19 +83,19 @@ def build_tiny(name: str, out: Path) -> None:
 
 
 def tiny_chat(name: str, words: Sequence[str] = ()) -> tuple[Qwen2Tokenizer, Any]:
-    """Return a variant's tokenizer and model; each of `words` is one token to it, as those of a vocabulary that was trained."""
+    """Build a variant's tokenizer and model. Each of `words` becomes one token, as in a trained vocabulary."""
     variant = VARIANTS[name]
     tokenizer = _tokenizer(variant)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
-    of: Callable[[str], int] = tokenizer.convert_tokens_to_ids  # type: ignore[assignment]
+    token_id: Callable[[str], int] = tokenizer.convert_tokens_to_ids  # type: ignore[assignment]
     ends = {
         "bos_token_id": None,
-        "eos_token_id": of(variant.end),
-        "pad_token_id": of(variant.special[0]),
+        "eos_token_id": token_id(variant.end),
+        "pad_token_id": token_id(variant.special[0]),
     }
-    config = variant.config(of, {**_TEXT, **ends, "vocab_size": len(tokenizer)})
+    config = variant.config(token_id, {**_TEXT, **ends, "vocab_size": len(tokenizer)})
     model: Any = built_from(AutoModelForImageTextToText, config).eval()
-    # A trained model's biases are not zeros, nor its norms' weights ones.
+    # Perturb biases and norm weights: those of a trained model are not zeros and ones.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -105,9 +105,9 @@ def tiny_chat(name: str, words: Sequence[str] = ()) -> tuple[Qwen2Tokenizer, Any
 
 
 def _tokenizer(variant: Variant) -> Qwen2Tokenizer:
-    """Every byte, and the special tokens; nothing is trained."""
+    """A tokenizer of single bytes and the special tokens. Nothing is trained."""
     vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
-    none: Any = None  # an unknown token would be one more
+    none: Any = None  # an unknown token would enlarge the vocabulary
     tokenizer = Qwen2Tokenizer(
         vocab=vocab,
         merges=[],
@@ -219,11 +219,11 @@ def _vision_ids(of: Callable[[str], int]) -> dict[str, Any]:
 
 
 def _chatml(image: str, video: str, system: str = "") -> str:
-    """Qwen's and InternVL's format; a picture's text comes where the picture is in the message."""
-    first = f"<|im_start|>system\n{system}<|im_end|>\n"
+    """The chat template of Qwen and InternVL. A picture's text comes where the picture is in the message."""
+    default_system = f"<|im_start|>system\n{system}<|im_end|>\n"
     default = (
         "{% if messages[0]['role'] != 'system' %}"
-        + json.dumps(first).join(("{{ ", " }}"))
+        + json.dumps(default_system).join(("{{ ", " }}"))
         + "{% endif %}"
     )
     return (
@@ -238,7 +238,7 @@ def _chatml(image: str, video: str, system: str = "") -> str:
     )
 
 
-# LLaVA's for Mistral: `[INST] <video>\nquestion [/INST] answer</s>`.
+# LLaVA's template for Mistral: `[INST] <video>\nquestion [/INST] answer</s>`.
 _INST = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ ' ' + message['content'][0]['text'] + '</s>' }}{% elif message['role'] != 'user' %}"
@@ -387,4 +387,4 @@ VARIANTS: dict[str, Variant] = {
         ),
     ),
 }
-"""One of each model type that the family `chat` trains."""
+"""One variant for each model type that the family `chat` trains."""

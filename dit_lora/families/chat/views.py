@@ -1,4 +1,4 @@
-"""Decoded frames as the tensors that vision towers take: normalised, tiled, cut into patches.
+"""Decoded frames as tensors for vision towers: normalised, tiled, cut into patches.
 
 Shapes: B batch, F frames, V views of one picture, H and W pixels.
 """
@@ -17,7 +17,7 @@ from dit_lora.errors import DitLoraError
 
 @dataclass(frozen=True)
 class Normalisation:
-    """`(pixel / 255 - mean) / std`, a value for each of the three colours."""
+    """`(pixel / 255 - mean) / std`, with one mean and std per color channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -26,55 +26,56 @@ class Normalisation:
     def of(
         cls, processor: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]
     ) -> "Normalisation":
-        """A checkpoint's own, or these."""
+        """The values of a checkpoint's processor config, or these defaults."""
         own_mean, own_std = processor.get("image_mean") or mean, processor.get("image_std") or std
         return cls(tuple(own_mean), tuple(own_std))
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """fp32 of uint8 (..., 3, H, W)."""
+        """Normalise uint8 (..., 3, H, W) to fp32."""
         mean = sent(self.mean, pixels.device)[:, None, None]
         std = sent(self.std, pixels.device)[:, None, None]
-        # Transformers' video processors fold the division by 255 into both.
+        # Like Transformers' video processors, fold the division by 255 into mean and std.
         return (pixels.float() - mean * 255) / (std * 255)
 
 
 def sent(values: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Return values of the host on a device; `torch.tensor(values, device=...)` waits for all that is queued there."""
+    """Copy host values to a device without waiting for queued work, unlike `torch.tensor(values, device=...)`."""
     return torch.tensor(values).to(device, non_blocking=True)
 
 
 def processor_config(path: Path, kind: str) -> dict[str, Any]:
-    """Return what a checkpoint's files say of how an `image` or a `video` is prepared; {} if nothing.
+    """The checkpoint's config of how an `image` or a `video` is preprocessed; {} if it has none.
 
-    As Transformers looks for it (video_processing_utils.py, get_video_processor_dict): nested in
-    processor_config.json, else in a file of its own, and a video's else in the image's.
+    Searched as Transformers does (video_processing_utils.py, get_video_processor_dict): nested in
+    processor_config.json, then in a separate file, and for videos finally in the image config.
     """
     nested = _read(path / "processor_config.json").get(f"{kind}_processor")
-    own = "preprocessor_config.json" if kind == "image" else "video_preprocessor_config.json"
-    if nested or (path / own).is_file():
-        return nested or _read(path / own)
+    name = "preprocessor_config.json" if kind == "image" else "video_preprocessor_config.json"
+    if nested or (path / name).is_file():
+        return nested or _read(path / name)
     return {} if kind == "image" else processor_config(path, "image")
 
 
 def resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """uint8 (B, 3, H, W) in another size: bicubic, antialiased, rounded, as Pillow and torchvision do it."""
+    """Resize uint8 (B, 3, H, W): bicubic, antialiased and rounded, as Pillow and torchvision do."""
     if pixels.shape[-2:] == (height, width):
         return pixels
-    made = F.interpolate(pixels.float(), (height, width), mode="bicubic", antialias=True)
-    return made.round().clamp(0, 255).to(torch.uint8)
+    scaled = F.interpolate(pixels.float(), (height, width), mode="bicubic", antialias=True)
+    return scaled.round().clamp(0, 255).to(torch.uint8)
 
 
 def tiles(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """(B, 3, H, W) cut into tiles of that size, row by row: (B, V, 3, height, width)."""
+    """Cut (B, 3, H, W) into tiles of this size, row by row: (B, V, 3, height, width)."""
     rows, columns = pixels.shape[-2] // height, pixels.shape[-1] // width
+    # (B, 3, rows, height, columns, width) -> (B, rows, columns, 3, height, width) -> (B, V, 3, height, width)
     cut = pixels.reshape(len(pixels), 3, rows, height, columns, width)
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
 
 
 def tiled_with_whole(pixels: torch.Tensor, side: int) -> torch.Tensor:
-    """(B, 3, H, W) as square tiles and, after them, the whole picture as one tile; (B, V, 3, side, side).
+    """Cut (B, 3, H, W) into square tiles and append the whole picture as one tile: (B, V, 3, side, side).
 
-    A picture of one tile is that tile alone.
+    A picture with a single tile gives only that tile.
     """
     cut = tiles(pixels, side, side)
     if cut.shape[1] == 1:
@@ -83,10 +84,11 @@ def tiled_with_whole(pixels: torch.Tensor, side: int) -> torch.Tensor:
 
 
 def patches(frames: torch.Tensor, *, side: int, merge: int, frames_per_patch: int) -> torch.Tensor:
-    """(B, F, 3, H, W) as patches of several frames each, (B, patches, 3 * frames_per_patch * side**2).
+    """Cut (B, F, 3, H, W) into patches of several frames: (B, patches, 3 * frames_per_patch * side**2).
 
-    Neighbours that the model merges, `merge` x `merge`, follow each other. Repeats the last frame where F is no
-    multiple. As Transformers' Qwen2VLVideoProcessor.patchify, and for one frame as its image processor's.
+    Neighbours that the model merges, `merge` x `merge`, follow each other. The last frame is repeated if F is not a
+    multiple of `frames_per_patch`. Equal to Transformers' Qwen2VLVideoProcessor.patchify, and for one frame to its
+    image processor.
     """
     missing = -frames.shape[1] % frames_per_patch
     if missing:
@@ -104,6 +106,8 @@ def patches(frames: torch.Tensor, *, side: int, merge: int, frames_per_patch: in
         merge,
         side,
     )
+    # Order: group of frames, rows and columns of merged squares, then row and column inside the square. Each patch is
+    # flattened as (colours, frames, side, side).
     return grid.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9).flatten(6).flatten(1, 5)
 
 

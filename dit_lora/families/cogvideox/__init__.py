@@ -1,4 +1,4 @@
-"""CogVideoX: text-to-video and image-to-video, versions 1.0 and 1.5, whichever the checkpoint's configs say."""
+"""CogVideoX 1.0 and 1.5, text-to-video and image-to-video; the checkpoint's configs say which."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
@@ -12,7 +12,7 @@ FAMILY = DiffusionFamily(
     name="cogvideox",
     checkpoint_module="dit_lora.families.cogvideox.checkpoint",
     tiny_module="dit_lora.families.cogvideox.tiny",
-    # The default targets are what CogVideo's and Diffusers' own trainers adapt (finetune/schemas/args.py).
+    # The default targets are those of CogVideo's and Diffusers' own trainers (finetune/schemas/args.py).
     group_patterns={
         "connector": (
             "patch_embed.*",

@@ -1,4 +1,4 @@
-"""CogVideoX: text-to-video and image-to-video, versions 1.0 and 1.5, whichever the checkpoint's configs say."""
+"""Opens CogVideoX checkpoints, 1.0 and 1.5, text-to-video and image-to-video; their configs say which."""
 
 import inspect
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _KINDS = {
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> CogVideoXCheckpoint:
-    """Read the configs; refuse another pipeline, channels that do not fit, and a scheduler of another objective."""
+    """Read the configs. Raises `DitLoraError` for another pipeline or objective, or channels that do not fit."""
     path = local_checkpoint(model)
     kind = _KINDS[read_index(model, path, family.pipeline_names)["_class_name"]]
     transformer = _transformer_config(path, model)
@@ -49,8 +49,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> CogVideoXChe
 
 
 def _transformer_config(path: Path, model: ModelConfig) -> dict[str, Any]:
-    """The checkpoint's, over the class's defaults (1.0's files say nothing of what came later), with what
-    `model.from_scratch` changes."""
+    """The transformer's config: class defaults, updated by the file and by `model.from_scratch`.
+
+    Version 1.0's files lack options that were added later.
+    """
     parameters = inspect.signature(CogVideoXTransformer3DModel.__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
     config = read_component_config(path, "transformer")
@@ -68,17 +70,17 @@ def _require_channels(
     vae: Mapping[str, Any],
     kind: type[CogVideoXCheckpoint],
 ) -> None:
-    """Latents go in (beside an image's, if it starts from one) and latents come out."""
+    """Check that the transformer's inputs and outputs are latents; for image-to-video, inputs twice as many."""
     latents = vae["latent_channels"]
     inputs = latents * (2 if issubclass(kind, CogVideoXImageCheckpoint) else 1)
-    wanted = {"in_channels": inputs, "out_channels": latents}
-    wrong = [
+    expected = {"in_channels": inputs, "out_channels": latents}
+    problems = [
         f"{name} must be {value}; got {transformer[name]}"
-        for name, value in wanted.items()
+        for name, value in expected.items()
         if transformer[name] != value
     ]
-    if wrong:
+    if problems:
         name = kind.pipeline_class.__name__
         raise DitLoraError(
-            listed(f"{model.path}: the transformer of a {name} with this VAE", wrong)
+            listed(f"{model.path}: the transformer of a {name} with this VAE", problems)
         )

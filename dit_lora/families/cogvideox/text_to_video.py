@@ -1,7 +1,7 @@
 """CogVideoX text-to-video: 2B (sincos positions), 5B (RoPE) and 1.5 (patches over time too).
 
-Positions, prompts and denoising are the stock pipeline's own code, called here, so that training and
-inference cannot drift apart (diffusers/pipelines/cogvideo/pipeline_cogvideox.py).
+Positions, prompts and denoising call the stock pipeline's own code, so training and inference cannot diverge
+(diffusers/pipelines/cogvideo/pipeline_cogvideox.py).
 
 Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W latent size.
 """
@@ -36,7 +36,7 @@ from dit_lora.numerics.streams import Draws, Streams, integers, normal
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXCheckpoint(Checkpoint):
-    """One CogVideoX text-to-video checkpoint."""
+    """A CogVideoX text-to-video checkpoint."""
 
     objective: VPrediction
     pipeline_class: ClassVar[Any] = CogVideoXPipeline
@@ -45,7 +45,7 @@ class CogVideoXCheckpoint(Checkpoint):
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels per latent, as the pipeline counts them."""
+        """Pixels per latent along a side, as the pipeline computes it."""
         return 2 ** (len(self.vae_config["block_out_channels"]) - 1)
 
     @property
@@ -66,8 +66,8 @@ class CogVideoXCheckpoint(Checkpoint):
     def wrong_shape(self, shape: VideoShape) -> list[str]:
         """Frames must be 8n + 1; height and width multiples of VAE factor x patch size (16).
 
-        Not 4n + 1: the VAE decodes latent frames two at a time and only an odd one out as the first, so the 4
-        latents of 13 frames come back as 16 (autoencoder_kl_cogvideox.py, `_decode`).
+        4n + 1 frames do not work: the VAE decodes latent frames in pairs and allows only an odd first one, so the 4
+        latents of 13 frames decode to 16 (autoencoder_kl_cogvideox.py, `_decode`).
         """
         return [
             *wrong_sides(shape, self.side_step),
@@ -76,12 +76,12 @@ class CogVideoXCheckpoint(Checkpoint):
         ]
 
     def _beyond_positions(self, shape: VideoShape) -> list[str]:
-        """Say what the transformer has no positions for."""
+        """One message per size for which the transformer has no positions."""
         config, factor = self.transformer_config, self.spatial_factor
         requested = {"frames": shape.frames, "height": shape.height, "width": shape.width}
         sizes = {name: config[f"sample_{name}"] * factor for name in ("height", "width")}
         if config["use_learned_positional_embeddings"]:
-            # Of another length, Diffusers computes sincos positions anew and leaves the learned ones out.
+            # For other lengths, Diffusers recomputes sincos positions and ignores the learned ones.
             learned = {"frames": config["sample_frames"], **sizes}
             return [
                 f"data.{name} must be {value}, which its learned positions are for; got {requested[name]}"
@@ -91,9 +91,9 @@ class CogVideoXCheckpoint(Checkpoint):
         if config["patch_size_t"] is None:
             return []
         return [
-            f"data.{name} can be {most} at most, where its positions end; got {requested[name]}"
-            for name, most in sizes.items()
-            if requested[name] > most
+            f"data.{name} can be {max_size} at most, where its positions end; got {requested[name]}"
+            for name, max_size in sizes.items()
+            if requested[name] > max_size
         ]
 
     def text_facts(self) -> Mapping[str, Any]:
@@ -104,7 +104,7 @@ class CogVideoXCheckpoint(Checkpoint):
         return {"prompt_embeds": (torch.Size(size), dtype)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """T5 as the pipeline uses it: padded to `max_text_seq_length`, no attention mask."""
+        """Load T5 as the pipeline uses it: padded to `max_text_seq_length`, without an attention mask."""
         pipeline = self.text_pipeline(dtype, device)
 
         @torch.no_grad()
@@ -122,7 +122,7 @@ class CogVideoXCheckpoint(Checkpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior's mean and logvar, (C, F, H, W), so that each epoch draws afresh."""
+        """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W); each epoch draws new latents."""
         vae = memory.load(AutoencoderKLCogVideoX, self.path, dtype, device)
 
         @torch.no_grad()
@@ -142,31 +142,33 @@ class CogVideoXCheckpoint(Checkpoint):
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
-        """v-prediction losses at uniform timesteps; noising, target and loss are fp32.
+        """v-prediction loss of each sample at uniform timesteps; noising, target and loss are in fp32.
 
-        Where patches span two latent frames, the first one is repeated in front as CogVideo trains 1.5; the
-        pipeline drops what it makes of it, and no loss is taken there (CogVideo's own trainer does take one).
+        If patches span two latent frames, the first frame is repeated in front, as CogVideo trains 1.5. The pipeline
+        drops the output for it, so it gets no loss here (CogVideo's own trainer does include it).
         """
-        given = streams.drawn(self.draws(batch), batch["latent_mean"].device)
-        clean_BCFHW = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
+        draws = streams.drawn(self.draws(batch), batch["latent_mean"].device)
+        clean_BCFHW = drawn(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
         padding = self.padding(clean_BCFHW.shape[2])
         clean_BCFHW = torch.cat([clean_BCFHW[:, :, :1]] * padding + [clean_BCFHW], dim=2)
+        # The transformer takes (B, F, C, H, W).
         clean = clean_BCFHW.transpose(1, 2) * self.vae_config["scaling_factor"]
-        noise, timesteps = given["noise"].transpose(1, 2), given["timestep"]
+        noise, timesteps = draws["noise"].transpose(1, 2), draws["timestep"]
 
         noisy = self.objective.add_noise(clean, noise, timesteps)
-        prediction = self._drawn_prediction(transformer, noisy, timesteps, batch, given)
+        prediction = self._drawn_prediction(transformer, noisy, timesteps, batch, draws)
         target = self.objective.target(clean, noise, timesteps)
         weights = loss_weights(batch, self.mask_floor, clean)
+        # Leave out the repeated first frames, whose output the pipeline drops.
         losses = mean_squared_error(prediction[:, padding:], target[:, padding:], weights)
         return LossOutput(losses, timesteps)
 
     def padding(self, frames: int) -> int:
-        """Latent frames that the pipeline puts in front of these, so that patches fit."""
+        """Number of latent frames that the pipeline adds in front so that temporal patches fit."""
         return -frames % (self.transformer_config["patch_size_t"] or 1)
 
     def context_tokens(self, shape: VideoShape) -> tuple[int, int]:
-        """Text and video tokens that a sample of this shape has in the transformer."""
+        """Number of text and video tokens of a sample of this shape in the transformer."""
         frames = (shape.frames - 1) // self.temporal_factor + 1
         frames += self.padding(frames)
         area = (shape.height // self.side_step) * (shape.width // self.side_step)
@@ -180,7 +182,7 @@ class CogVideoXCheckpoint(Checkpoint):
         batch: Mapping[str, torch.Tensor],
         given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """A training step's prediction; nothing but noise and timestep is drawn for it."""
+        """The prediction of a training step, which needs no random tensors other than noise and timestep."""
         return self.predict(transformer, noisy, timesteps, batch)
 
     def predict(
@@ -190,7 +192,7 @@ class CogVideoXCheckpoint(Checkpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The network's velocity for noisy latents; one call equals one of the stock pipeline's."""
+        """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
         return self._call(transformer, noisy_BFCHW, timesteps, batch["prompt_embeds"])
 
     def _call(
@@ -230,7 +232,7 @@ class CogVideoXCheckpoint(Checkpoint):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not self.transformer_config["use_rotary_positional_embeddings"]:
             return None
-        # The pipeline's method, on the two attributes of a pipeline that it reads.
+        # Call the pipeline's method on a stand-in with the two attributes that it reads.
         facts = SimpleNamespace(
             transformer=SimpleNamespace(config=SimpleNamespace(**self.transformer_config)),
             vae_scale_factor_spatial=self.spatial_factor,

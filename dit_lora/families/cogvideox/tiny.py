@@ -1,4 +1,4 @@
-"""Tiny CogVideoX pipelines, one of each published kind, native at 9x64x96 (1.5: any shape)."""
+"""Tiny CogVideoX pipelines, one of each published kind. Their native shape is 9x64x96 (1.5: any shape)."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from dit_lora.families.tiny.text import TEXT_WIDTH, t5_encoder, t5_tokenizer
 _LATENT_CHANNELS = 4
 _ROTARY = {"use_rotary_positional_embeddings": True}
 _FROM_IMAGE = {"in_channels": 2 * _LATENT_CHANNELS}
-# 1.5 reads positions off a table of 300 x 300 latents; this one ends at 160 pixels. 224 tokens, as its card says.
+# 1.5 has a position table of 300 x 300 latents; this one ends at 160 pixels. Its card says 224 tokens.
 _VERSION_1_5 = {
     **_ROTARY,
     "patch_size_t": 2,
@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write the pipeline of that variant, with weights from torch's generator."""
+    """Write a variant's pipeline with weights from torch's default generator."""
     changes = VARIANTS[variant]
     rotary = "use_rotary_positional_embeddings" in changes
     kind = CogVideoXImageToVideoPipeline if variant.endswith("i2v") else CogVideoXPipeline
@@ -68,7 +68,7 @@ def _transformer(changes: dict[str, Any]) -> CogVideoXTransformer3DModel:
     }
     transformer: Any = CogVideoXTransformer3DModel(**{**common, **changes})
     if changes.get("use_learned_positional_embeddings"):
-        table = transformer.patch_embed.pos_embedding  # begins as sincos
+        table = transformer.patch_embed.pos_embedding  # initialised with sincos positions
         table += 0.1 * torch.randn(table.shape)
     return transformer
 
@@ -86,8 +86,8 @@ def _vae(scaling_factor: float, inverted: bool) -> AutoencoderKLCogVideoX:
         invert_scale_latents=inverted,
     )
     vae.eval()
-    # A trained VAE's posterior is narrow and its latents have unit variance after scaling; a random one's
-    # is as wide as its latents, which would leave nothing to learn.
+    # A trained VAE has a narrow posterior and latents of unit variance after scaling. A random one's posterior is as
+    # wide as its latents, which would leave nothing to learn.
     head = vae.encoder.conv_out.conv
     with torch.no_grad():
         head.weight[:_LATENT_CHANNELS] *= 2.5 / scaling_factor

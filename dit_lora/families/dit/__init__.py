@@ -19,9 +19,9 @@ FAMILY = DiffusionFamily(
     },
     pipeline_names=("DiTPipeline",),
     default_recipe="dit/xl2_256_lora",
-    # Its page states none; LICENSE.txt of facebookresearch/DiT does.
+    # Its page states no licence; LICENSE.txt of facebookresearch/DiT does.
     licenses={"facebook/DiT-XL-2-*": License("cc-by-nc-4.0")},
-    called_alone=("transformer_blocks.0.norm1.emb",),  # the head embeds time and class by it
+    called_alone=("transformer_blocks.0.norm1.emb",),  # the head embeds timestep and class with it
     comfyui=no_names("ComfyUI has no DiT with class labels"),
     tiny_variants=("dit-tiny",),
 )

@@ -1,7 +1,7 @@
-"""DiT, class-conditional images: noise prediction with a learned variance on an AutoencoderKL's latents.
+"""DiT, class-conditional images: noise prediction with a learned variance on latents of an AutoencoderKL.
 
-A caption is a class's name; the empty caption is the null class. The label tables hold the checkpoint's classes
-and, behind them, those that the data adds (`dit_classes`).
+A caption is the name of a class; the empty caption is the null class. The label tables hold the checkpoint's classes,
+followed by new ones from the data (`dit_classes`).
 
 Shapes: B batch, C latent channels, H and W latent size.
 """
@@ -46,10 +46,10 @@ from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 @dataclass(frozen=True, kw_only=True)
 class DiTCheckpoint(ClassCheckpoint):
-    """One DiT checkpoint, with the classes that it is trained on."""
+    """A DiT checkpoint with the classes it is trained on."""
 
     connector: Sequence[str]
-    """The patterns of the group `connector` where a recipe names none."""
+    """Patterns of the `connector` group if the recipe sets none."""
     transform = "dit-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
     transformer_class: ClassVar[Any] = DiTTransformer2DModel
     count_key = "num_embeds_ada_norm"
@@ -57,30 +57,30 @@ class DiTCheckpoint(ClassCheckpoint):
 
     @property
     def pipeline_class(self) -> Any:
-        """Diffusers' own; of less than 1000 classes, one that knows their null row."""
+        """Diffusers' pipeline, or for fewer than 1000 classes a subclass that uses their null row."""
         return StockPipeline if self.classes.count >= STOCK_NULL else DiTPipeline
 
     @property
     def side_step(self) -> int:
-        """The one size that the position table is for."""
+        """The only side length that the position table supports."""
         return self.transformer_config["sample_size"] * self.spatial_factor
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        """One frame, square, of the size that the position table is for."""
+        """One square frame of the size that the position table supports."""
         size = self.side_step
-        wrong = [
+        problems = [
             f"data.{name} must be {size}; got {value}"
             for name, value in (("height", shape.height), ("width", shape.width))
             if value != size
         ]
         if shape.frames != 1:
-            wrong.append(f"data.frames must be 1, for images; got {shape.frames}")
-        return wrong
+            problems.append(f"data.frames must be 1, for images; got {shape.frames}")
+        return problems
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior's mean and logvar of the one frame, (C, H, W)."""
+        """Load the VAE. Samples keep the posterior's mean and logvar of their frame, (C, H, W)."""
         encode_frames = super().load_video_encoder(dtype, device, memory)
 
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
@@ -105,7 +105,7 @@ class DiTCheckpoint(ClassCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Noise, and behind it the variance's fraction if learned: (B, C or 2 C, H, W)."""
+        """Predict the noise, followed by the variance's fraction if it is learned: (B, C or 2 C, H, W)."""
         return transformer(
             noisy.to(next(transformer.parameters()).dtype),
             timestep=timesteps,
@@ -121,7 +121,7 @@ class DiTCheckpoint(ClassCheckpoint):
         return self._load_pipeline(dtype, transformer, True, id2label=dict(self.classes.names))
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        """Rows of the label tables; the pipeline has a null class of its own."""
+        """Rows of the label tables. The pipeline adds the null class itself."""
         if isinstance(prompt, str):
             return {"class_labels": [self.row(prompt)]}
         return {"class_labels": prompt["class_labels"].tolist()}
@@ -130,26 +130,26 @@ class DiTCheckpoint(ClassCheckpoint):
         return {}
 
     def require_rows_train(self, recipe: Recipe, new: Sequence[str]) -> None:
-        """They do in the group `connector`, if its modules are said to be the label tables."""
+        """They train if the `connector` group includes the label tables and has no weight decay."""
         group = recipe.optim.groups.connector
         patterns = (group.modules or self.connector) if group else ()
-        what = f"the data has {len(new)} classes that {Path(recipe.model.path).name} has not"
+        problem = f"the data has {len(new)} classes that {Path(recipe.model.path).name} has not"
         if group is None or not any(fnmatch.fnmatchcase(TABLE.format(0), p) for p in patterns):
             remedy = (
                 "their rows of the label tables must train: give optim.groups.connector with modules: "
                 f"['{TABLE.format('*').removesuffix('.embedding_table.weight')}.*'], or correct their names"
             )
-            raise DitLoraError(listed(f"{what}; {remedy}; they are", new))
+            raise DitLoraError(listed(f"{problem}; {remedy}; they are", new))
         decay = group.weight_decay if group.weight_decay is not None else recipe.optim.weight_decay
         if decay > 0:
             raise DitLoraError(
-                f"{what}, and optim.groups.connector has a weight decay of {decay:g}, which would wear off the "
+                f"{problem}, and optim.groups.connector has a weight decay of {decay:g}, which would wear off the "
                 "rows of all the classes that are not in the data; set its weight_decay to 0"
             )
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> DiTCheckpoint:
-    """Read the configs of a DiT in Diffusers' format; refuse another pipeline, and torn weights."""
+    """Read the configs of a DiT in Diffusers' format. Raises `DitLoraError` for another pipeline or broken weights."""
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
     fields = stored_fields(model, path)

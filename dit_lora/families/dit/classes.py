@@ -1,7 +1,7 @@
-"""The classes of a DiT: names, rows of its label tables, and where the null class is; a checkpoint that has some.
+"""The classes of a DiT (names, rows of its label tables, the null class), and a checkpoint conditioned on them.
 
-A table of n classes has n + 1 rows. The null class is row n, but never beyond 1000: Diffusers' DiTPipeline
-guides with row 1000 whatever the table, so classes that are added to ImageNet's 1000 go behind it.
+A table of n classes has n + 1 rows. The null class is row n, but at most row 1000: Diffusers' DiTPipeline always
+guides with row 1000, so classes that are added to ImageNet's 1000 come after it.
 """
 
 import difflib
@@ -30,14 +30,14 @@ TABLE = "transformer_blocks.{}.norm1.emb.class_embedder.embedding_table.weight"
 
 @dataclass(frozen=True)
 class ClassTable:
-    """`count` classes, of which some have names; a row's value may hold several, separated by commas."""
+    """A table of `count` classes, some of them named. A name may hold several synonyms, separated by commas."""
 
     count: int
     names: Mapping[int, str]
 
     @classmethod
     def of_names(cls, names: Sequence[str], count: int | None = None) -> Self:
-        """The first classes of a table that has no other."""
+        """A new table with these classes first."""
         table = cls(max(count or 0, len(names)), {})
         return cls(table.count, dict(zip(table.rows(), names, strict=False)))
 
@@ -46,37 +46,39 @@ class ClassTable:
         return min(self.count, STOCK_NULL)
 
     def rows(self) -> list[int]:
-        """Return the rows of the classes, in order: around the null row."""
+        """Rows of the classes, in order, without the null row."""
         return [row for row in range(self.count + 1) if row != self.null]
 
     def row(self, name: str) -> int | None:
-        """Return the row of a name, of one of its synonyms, or of a row's number where no class has a number for a name.
+        """Row of a class by its name or one of its synonyms; None if no class has it.
 
-        As in DiTPipeline, the last of equal names wins.
+        If no class has a number as its name, a number selects a row. Of equal names the last wins, as in DiTPipeline.
         """
         if name == "":
             return self.null
+        # Synonyms can be used too, but a complete name takes precedence over them.
         parts = {part.strip(): row for row, value in self._named() for part in value.split(",")}
         labels = parts | {value: row for row, value in self._named()}
         if name in labels:
             return labels[name]
         if name.isdecimal() and not any(label.isdecimal() for label in labels):
             return int(name) if int(name) in self.rows() else None
+        # Several synonyms of one class, in any order, still name that class.
         rows = {labels.get(part.strip()) for part in name.split(",")}
         return rows.pop() if len(rows) == 1 else None
 
     def extended(self, names: Sequence[str]) -> Self:
-        """Return the classes with new ones at the end; the rows of the old ones stay."""
+        """The table with new classes appended; the rows of the old classes stay the same."""
         wider = type(self)(self.count + len(names), {})
         rows = wider.rows()[self.count :]
         return replace(wider, names={**self.names, **dict(zip(rows, names, strict=True))})
 
     def labels(self) -> dict[str, str]:
-        """Return the classes as model_index.json's `id2label`."""
+        """The classes as `id2label` of model_index.json."""
         return {str(row): value for row, value in self._named()}
 
     def near(self, name: str) -> list[str]:
-        """Names to choose from: all of a short table, else the nearest."""
+        """Names to suggest for an unknown name: all of a short table, else the most similar."""
         values = [value for _, value in self._named()]
         if len(values) <= 50:
             return values
@@ -88,7 +90,8 @@ class ClassTable:
         return hashlib.sha256(json.dumps([self.count, self.labels()]).encode()).hexdigest()
 
     def grown(self, weight: torch.Tensor, old: "ClassTable") -> torch.Tensor:
-        """The label table for these classes from that of the old ones; new classes start as the null class."""
+        """The label table for these classes, from that of the old ones. New classes start as the null class."""
+        # (classes + 1, width), initially all copies of the null class.
         rows = weight[old.null].repeat(self.count + 1, 1)
         rows[old.rows()] = weight[old.rows()]
         return rows
@@ -99,36 +102,36 @@ class ClassTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassCheckpoint(NoisePrediction):
-    """A checkpoint that is conditioned on classes: a caption is a class's name, and "" the null class."""
+    """A class-conditional checkpoint: a caption is the name of a class, and "" the null class."""
 
     stored: ClassTable
-    """The classes of the files."""
+    """The classes in the checkpoint's files."""
     classes: ClassTable
-    """The classes that it is trained on."""
+    """The classes that are trained."""
     count_key: ClassVar[str]
-    """The name that the number of classes has in the transformer's config."""
+    """Option of the transformer's config that holds the number of classes."""
     takes: ClassVar[tuple[str, ...]] = ("data.classes", "train.vlb")
 
     @abstractmethod
     def require_rows_train(self, recipe: Recipe, new: Sequence[str]) -> None:
-        """Raise unless the rows of new classes, which are base weights, train in mode `lora`."""
+        """Raise `DitLoraError` unless the rows of new classes, which are base weights, train in mode `lora`."""
 
     @abstractmethod
     def grow(self, transformer: Any) -> None:
-        """Give the label tables of a loaded transformer, and its config, the classes that are trained on."""
+        """Extend the label tables and the config of a loaded transformer to the classes that are trained."""
 
     @property
     def class_names(self) -> Sequence[str]:
         return tuple(self.stored.labels().values())
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Take the classes of the data: new ones are added, from scratch they are all there is."""
+        """Apply the classes of the data: new ones are appended; with `model.from_scratch` they are the only ones."""
         fitting = super().for_recipe(recipe)
         classes = self._classes_for(recipe, class_names(recipe.data, recipe.cache_dir))
         absent = unknown(recipe.validation.prompts, classes)
         if absent:
-            what = f"validation.prompts: no class {', '.join(map(repr, absent))}; there are"
-            raise DitLoraError(listed(what, classes.near(absent[0])))
+            problem = f"validation.prompts: no class {', '.join(map(repr, absent))}; there are"
+            raise DitLoraError(listed(problem, classes.near(absent[0])))
         return fitting.with_classes(classes)
 
     def with_classes(self, classes: ClassTable) -> Self:
@@ -145,7 +148,7 @@ class ClassCheckpoint(NoisePrediction):
         return {"class_labels": (torch.Size(()), torch.int64)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Names of classes to rows of the label tables, int64 (B,); "" is the null class."""
+        """Maps names of classes to rows of the label tables, int64 (B,); "" is the null class."""
         return lambda names: {"class_labels": torch.tensor([self.row(name) for name in names])}
 
     def load_transformer(self, dtype: torch.dtype) -> Any:
@@ -169,7 +172,7 @@ class ClassCheckpoint(NoisePrediction):
         return self.with_classes(self.stored.extended(added))
 
     def row(self, name: str) -> int:
-        """The row of a class by its name; raises with the nearest names where there is none."""
+        """Row of a class by its name. Raises `DitLoraError` with similar names if there is none."""
         row = self.classes.row(name)
         if row is None:
             nearest = self.classes.near(name)
@@ -178,13 +181,13 @@ class ClassCheckpoint(NoisePrediction):
 
     def _classes_for(self, recipe: Recipe, names: Sequence[str]) -> ClassTable:
         if self.from_scratch is not None:
-            asked = self.from_scratch.get(self.count_key)
-            if asked is not None and asked < len(names):
+            count = self.from_scratch.get(self.count_key)
+            if count is not None and count < len(names):
                 raise DitLoraError(
-                    f"model.from_scratch.{self.count_key} is {asked}, and the data has {len(names)} "
+                    f"model.from_scratch.{self.count_key} is {count}, and the data has {len(names)} "
                     "classes; leave it out to have as many"
                 )
-            return type(self.stored).of_names(names, asked)
+            return type(self.stored).of_names(names, count)
         new = unknown(names, self.stored)
         if new and recipe.train.mode == "lora":
             self.require_rows_train(recipe, new)
@@ -192,31 +195,31 @@ class ClassCheckpoint(NoisePrediction):
 
 
 def names_of(index: Mapping[str, Any]) -> dict[int, str]:
-    """The names of classes by their rows, as a model_index.json has them."""
+    """Names of the classes by row, from model_index.json."""
     return {int(row): name for row, name in (index.get("id2label") or {}).items()}
 
 
 def unknown(names: Iterable[str], classes: ClassTable) -> list[str]:
-    """The names without a row, each once, sorted."""
+    """Names without a row, each once, sorted."""
     return sorted({name for name in names if classes.row(name) is None})
 
 
 class DiTPipeline(StockPipeline):
-    """Diffusers' DiTPipeline, which guides with the null row of a table of less than 1000 classes too.
+    """Diffusers' DiTPipeline, except that guidance also works with a table of fewer than 1000 classes.
 
-    It has the stock name, so that what it saves says so.
+    It keeps the stock class name, so that saved pipelines refer to Diffusers' class.
     """
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own: Any = self
-        with _null_row(own.transformer):
-            return StockPipeline.__call__(own, *args, **kwargs)
+        pipeline: Any = self
+        with _null_row(pipeline.transformer):
+            return StockPipeline.__call__(pipeline, *args, **kwargs)
 
 
 @contextmanager
 def _null_row(transformer: Any) -> Iterator[None]:
-    """Within it, the stock null row is the table's own."""
+    """Inside the context, label 1000 (Diffusers' null class) selects the table's own null row."""
     null = min(transformer.config.num_embeds_ada_norm, STOCK_NULL)
 
     def own(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -228,21 +231,21 @@ def _null_row(transformer: Any) -> Iterator[None]:
 
 
 def embedders(transformer: Any) -> list[Any]:
-    """Timestep and label embedders, one of each a block."""
+    """The timestep and label embedder of each block."""
     return [block.norm1.emb for block in transformer.transformer_blocks]
 
 
 def keep_labels(transformer: Any) -> None:
-    """No block drops labels by itself while training: `data.caption_dropout` drops a sample's label in all.
+    """Disable the blocks' own label dropout: `data.caption_dropout` drops a sample's label in all blocks at once.
 
-    Diffusers' LabelEmbedding draws for each block, so that one call would mix a label with the null class.
+    Diffusers' LabelEmbedding draws separately in each block, so one call would mix a label with the null class.
     """
     for embedder in embedders(transformer):
         embedder.class_embedder.dropout_prob = 0.0
 
 
 def grow(transformer: Any, classes: ClassTable, old: ClassTable) -> None:
-    """Give every block's label table, and the config, these classes."""
+    """Extend every block's label table, and the config, to these classes."""
     for embedder in embedders(transformer):
         labels = embedder.class_embedder
         weight = classes.grown(labels.embedding_table.weight.data, old)
@@ -252,27 +255,28 @@ def grow(transformer: Any, classes: ClassTable, old: ClassTable) -> None:
 
 
 def initialise(transformer: Any) -> None:
-    """Start as DiT does (arXiv 2212.09748, section 3.2): every block the identity, the output zero.
+    """Initialise weights as DiT does (arXiv 2212.09748, section 3.2): blocks are the identity and the output is zero.
 
-    Linear layers are Xavier-uniform with zero biases, embedders N(0, 0.02) and alike in all blocks.
+    Linear layers are Xavier-uniform with zero biases. Embedders are N(0, 0.02) and equal in all blocks.
     """
     for module in transformer.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             _zero(module.bias)
     patches = transformer.pos_embed.proj
+    # Initialise the patch convolution like a linear layer, (width, channels * patch * patch).
     nn.init.xavier_uniform_(patches.weight.view(len(patches.weight), -1))
     _zero(patches.bias)
-    own = embedders(transformer)
-    first = own[0]
+    tables = embedders(transformer)
+    reference = tables[0]
     for weight in (
-        first.timestep_embedder.linear_1.weight,
-        first.timestep_embedder.linear_2.weight,
-        first.class_embedder.embedding_table.weight,
+        reference.timestep_embedder.linear_1.weight,
+        reference.timestep_embedder.linear_2.weight,
+        reference.class_embedder.embedding_table.weight,
     ):
         nn.init.normal_(weight, std=0.02)
-    for other in own[1:]:
-        other.load_state_dict(first.state_dict())
+    for table in tables[1:]:
+        table.load_state_dict(reference.state_dict())
     outputs = (transformer.proj_out_1, transformer.proj_out_2)
     modulations = (block.norm1.linear for block in transformer.transformer_blocks)
     for linear in (*outputs, *modulations):

@@ -10,12 +10,12 @@ from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
 from dit_lora.files import read_json
 from dit_lora.models.video_dit_base import iddpm_scheduler
 
-# A few of ImageNet's, at their places; the others are named by number.
+# A few of ImageNet's classes, at their indices; the others are named by number.
 _NAMES = {1: "goldfish, Carassius auratus", 281: "tabby, tabby cat", 285: "Egyptian cat"}
 
 
 def build_tiny(_variant: str, out: Path, classes: int = 1000) -> None:
-    """Write a DiT-XL-like pipeline of 32x32 pixels, with a learned variance and a name for every class."""
+    """Write a pipeline like DiT-XL for 32x32 pixels, with a learned variance and a name for every class."""
     transformer = DiTTransformer2DModel(
         num_attention_heads=2,
         attention_head_dim=16,
@@ -30,14 +30,14 @@ def build_tiny(_variant: str, out: Path, classes: int = 1000) -> None:
         transformer=transformer, vae=tiny_vae(), scheduler=iddpm_scheduler()
     )
     pipeline.save_pretrained(out, safe_serialization=True)
-    # save_pretrained forgets the names that the pipeline was given.
+    # save_pretrained does not save the names that were passed to the pipeline.
     index = read_json(out / "model_index.json")
     index["id2label"] = {str(row): _NAMES.get(row, f"class {row}") for row in range(classes)}
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def tiny_vae() -> AutoencoderKL:
-    """8 pixels a latent, 4 channels, scaled by 0.18215, as Stable Diffusion's."""
+    """A VAE like Stable Diffusion's: 8 pixels per latent, 4 channels, scaling factor 0.18215."""
     vae: Any = AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -49,8 +49,8 @@ def tiny_vae() -> AutoencoderKL:
         scaling_factor=0.18215,
     )
     vae.eval()
-    # A trained VAE's posterior is narrow and its latents have unit variance after scaling; a random one's
-    # is as wide as its latents, which would leave nothing to learn.
+    # A trained VAE has a narrow posterior and latents of unit variance after scaling. A random one's posterior is as
+    # wide as its latents, which would leave nothing to learn.
     with torch.no_grad():
         vae.quant_conv.weight[:4] *= 8.0
         vae.quant_conv.weight[4:] *= 0.1

@@ -1,4 +1,4 @@
-"""FLUX.1: dev, whose guidance is an input, schnell, and Kontext, which edits a picture."""
+"""FLUX.1: dev (guidance is an input), schnell, and Kontext, which edits an image."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
@@ -8,7 +8,7 @@ FAMILY = DiffusionFamily(
     checkpoint_module="dit_lora.families.flux.checkpoint",
     tiny_module="dit_lora.families.flux.tiny",
     # The layers that Diffusers' train_dreambooth_lora_flux.py adapts: attention of both kinds of blocks, and both
-    # streams' feed-forward. `proj_out` is not among them: the single blocks' layer and the head share that name.
+    # streams' feed-forward. `proj_out` is excluded, because the single blocks' layer and the head share that name.
     lora_targets=(
         "attn.to_q",
         "attn.to_k",
@@ -36,7 +36,7 @@ FAMILY = DiffusionFamily(
     pipeline_names=("FluxPipeline", "FluxKontextPipeline"),
     default_recipe="flux/dev",
     licenses={
-        "black-forest-labs/FLUX.1-schnell": License("apache-2.0"),  # its card
+        "black-forest-labs/FLUX.1-schnell": License("apache-2.0"),  # from its card
         **{
             base: License(
                 "other",

@@ -1,10 +1,10 @@
-"""FLUX.1, dev, schnell and Kontext: flow matching on packed latents, conditioned by T5 and by CLIP's pooled output.
+"""FLUX.1 dev, schnell and Kontext: flow matching on packed latents, conditioned on T5 and CLIP's pooled output.
 
-Prompts, packing, positions, the shift by resolution and denoising are the stock pipeline's own code, called here
-(diffusers/pipelines/flux/pipeline_flux.py). FLUX.2 is another of these: `flux2.checkpoint` has what it does otherwise.
+Prompts, packing, positions, the shift by resolution and denoising call the stock pipeline's own code
+(diffusers/pipelines/flux/pipeline_flux.py). FLUX.2 is derived from these classes in `flux2.checkpoint`.
 
-Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size, S image tokens (H W / 4),
-P packed channels (4 C).
+Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size, S image tokens (H W / 4), P
+packed channels (4 C).
 """
 
 import inspect
@@ -61,19 +61,19 @@ from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import Draws, moved, normal
 
-# The value that is said to switch guidance off: sd-scripts (docs/flux_train_network.md) and musubi-tuner
-# (flux_kontext_train_network.py) train with it; Diffusers' scripts take 3.5, which is for sampling.
+# The value that is meant to switch guidance off: sd-scripts (docs/flux_train_network.md) and musubi-tuner
+# (flux_kontext_train_network.py) train with it. Diffusers' scripts use 3.5, which is a sampling value.
 TRAINED_GUIDANCE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FluxCheckpoint(FlowCheckpoint):
-    """One FLUX.1 text-to-image checkpoint."""
+    """A FLUX.1 text-to-image checkpoint."""
 
     scheduler: Mapping[str, Any]
-    """The scheduler's config, filled up with its defaults."""
+    """The scheduler's config, filled with its class's defaults."""
     guidance: float | None
-    """Value of the guidance embedding in training; None where the transformer has none."""
+    """Value of the guidance embedding in training; None if the transformer has none."""
     pipeline_class: ClassVar[Any] = FluxPipeline
     transformer_class: ClassVar[Any] = FluxTransformer2DModel
     transform = "flux-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
@@ -89,47 +89,47 @@ class FluxCheckpoint(FlowCheckpoint):
 
     @property
     def side_step(self) -> int:
-        # The pipeline's vae_scale_factor, and its packing by two.
+        # The pipeline's vae_scale_factor times its packing by two.
         return 2 * 2 ** (len(self.vae_config["block_out_channels"]) - 1)
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        wrong = wrong_sides(shape, self.side_step)
+        problems = wrong_sides(shape, self.side_step)
         if shape.frames != 1:
-            wrong.append(f"data.frames must be 1, FLUX makes images; got {shape.frames}")
-        return wrong
+            problems.append(f"data.frames must be 1, FLUX makes images; got {shape.frames}")
+        return problems
 
     def for_recipe(self, recipe: Recipe) -> Self:
         fitting = super().for_recipe(recipe)
-        given = recipe.train.guidance_scale
-        if given is None:
+        guidance = recipe.train.guidance_scale
+        if guidance is None:
             return fitting
         if self.guidance is None:
             raise DitLoraError(
                 f"train.guidance_scale: {self.path.name} has no guidance embedding (guidance_embeds in its "
-                f"transformer's config is false); got {given:g}, leave it out"
+                f"transformer's config is false); got {guidance:g}, leave it out"
             )
-        return replace(fitting, guidance=given)
+        return replace(fitting, guidance=guidance)
 
     def header(self) -> dict[str, Any]:
-        own = {} if self.guidance is None else {"guidance_scale": self.guidance}
-        return super().header() | own
+        guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
+        return super().header() | guidance
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
         guidance = made.get("guidance_scale", self.guidance)
         return replace(super().with_header(made), guidance=guidance)
 
     def notes(self, recipe: Recipe) -> list[str]:
-        said = super().notes(recipe)
+        notes = super().notes(recipe)
         if self.guidance is not None:
-            return [*said, f"guidance: trained at an embedded guidance of {self.guidance:g}"]
+            return [*notes, f"guidance: trained at an embedded guidance of {self.guidance:g}"]
         return [
-            *said,
-            f"distilled: {self.path.name} takes no guidance, as FLUX.1-schnell, which makes images in one to four steps: "
-            "what trains on it may lose that. FLUX.1-dev is the usual base",
+            *notes,
+            f"distilled: {self.path.name} takes no guidance, as FLUX.1-schnell, which makes images in one to four "
+            "steps: what trains on it may lose that. FLUX.1-dev is the usual base",
         ]
 
     def text_limit(self) -> TextLimit:
-        """Return T5's; CLIP, which gives one vector, reads 77 tokens."""
+        """The limit of T5. CLIP, which gives a single vector, reads 77 tokens."""
         return text_limit(self.path, self.text_tokens, folder="tokenizer_2")
 
     def text_facts(self) -> Mapping[str, Any]:
@@ -144,12 +144,12 @@ class FluxCheckpoint(FlowCheckpoint):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """T5 and CLIP as the pipeline uses them: T5's pads are seen, by T5 and by the transformer."""
+        """Load T5 and CLIP as the pipeline uses them: T5 and the transformer attend to T5's padding."""
         pipeline = self.text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
-            # One by one: a caption's tensors do not depend on its neighbours.
+            # One by one: a caption's tensors must not depend on the others in its batch.
             encoded = [
                 pipeline.encode_prompt(
                     prompt=caption,
@@ -170,7 +170,7 @@ class FluxCheckpoint(FlowCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior's mean and logvar, (C, H, W). It encodes in fp32 whatever `dtype` is."""
+        """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
         vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
 
         @torch.no_grad()
@@ -183,7 +183,7 @@ class FluxCheckpoint(FlowCheckpoint):
         return mu_by_tokens(self.scheduler, size[-2] * size[-1] // 4)
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        """Return the draws of any flow matching, with noise for packed latents (S, P)."""
+        """The random tensors of flow matching, with noise for packed latents (S, P)."""
         channels, height, width = batch["latent_mean"].shape[1:]
         return {
             **super().draws(batch),
@@ -193,12 +193,12 @@ class FluxCheckpoint(FlowCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Drawn, normalised as the pipeline undoes it before it decodes, and packed: (B, S, P)."""
+        """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         return packed(rescaled(latents, self.vae_config))
 
     def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Packed as the latents are, (B, S, P)."""
+        """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         latents = batch["latent_mean"]
         weights = loss_weights(batch, self.mask_floor, latents)
         return None if weights is None else packed(weights.expand_as(latents))
@@ -210,18 +210,19 @@ class FluxCheckpoint(FlowCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the velocity of packed latents (B, S, P); one call equals one of the stock pipeline's.
+        """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline.
 
-        References stand behind the noisy latents, clean and at the same timestep.
+        References follow the noisy latents in the sequence, clean and at the same timestep.
         """
-        dtype = batch["prompt_embeds"].dtype  # in which the pipeline has its latents
-        tokens = [noisy, *(packed(one.float()) for one in latents_of(batch))]
+        dtype = batch["prompt_embeds"].dtype  # the dtype of the pipeline's latents
+        # (B, S, P), followed by the tokens of each reference.
+        tokens = [noisy, *(packed(reference.float()) for reference in latents_of(batch))]
         guidance = None
         if self.guidance is not None:
             guidance = torch.full([1], self.guidance, device=noisy.device).expand(len(noisy))
         return transformer(
             hidden_states=torch.cat(tokens, dim=1).to(dtype),
-            # Rounded before it is divided, as the pipeline does: in bf16 the network sees 8 bits of it.
+            # Round before dividing, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
             timestep=timesteps.to(dtype) / 1000,
             guidance=guidance,
             encoder_hidden_states=batch["prompt_embeds"],
@@ -230,12 +231,12 @@ class FluxCheckpoint(FlowCheckpoint):
         )[0][:, : noisy.shape[1]]
 
     def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the transformer's arguments that depend on sizes, and CLIP's vector."""
+        """The transformer's arguments that depend on sizes, and CLIP's pooled vector."""
         text, latents = batch["prompt_embeds"], batch["latent_mean"]
         height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
         return {
             "pooled_projections": batch["pooled_prompt_embeds"],
-            # As encode_prompt makes them: zeros, in the dtype of the text.
+            # As in encode_prompt: zeros, in the dtype of the text.
             "txt_ids": torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
             "img_ids": moved(
                 FluxPipeline._prepare_latent_image_ids(
@@ -248,11 +249,11 @@ class FluxCheckpoint(FlowCheckpoint):
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
-        without = {} if text else dict.fromkeys(self.text_components)
-        return self._load_pipeline(dtype, transformer, text, **without)
+        components = {} if text else dict.fromkeys(self.text_components)
+        return self._load_pipeline(dtype, transformer, text, **components)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        # Guidance is an input of the network: nothing is predicted for "".
+        # Guidance is an input of the network, so there is no prediction for "".
         return {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
@@ -264,13 +265,13 @@ class FluxCheckpoint(FlowCheckpoint):
         return self.default_of("max_sequence_length")
 
     def default_of(self, argument: str) -> Any:
-        """Return the default of an argument of the pipeline's own call."""
+        """Default value of an argument of the pipeline's `__call__`."""
         return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
 
 
 @dataclass(frozen=True, kw_only=True)
 class FluxKontextCheckpoint(FluxCheckpoint):
-    """FLUX.1-Kontext, which makes a picture from another one (diffusers/pipelines/flux/pipeline_flux_kontext.py)."""
+    """FLUX.1-Kontext, which edits a reference image (diffusers/pipelines/flux/pipeline_flux_kontext.py)."""
 
     pipeline_class: ClassVar[Any] = FluxKontextPipeline
 
@@ -279,7 +280,7 @@ class FluxKontextCheckpoint(FluxCheckpoint):
         return References(1, 1, self._reference_shape, self._wrong_reference)
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
-        """Return one of the pipeline's preferred sizes; with `data.reference_resolution`, as much of its own as fits."""
+        """One of the pipeline's preferred sizes, or the reference's own size within `data.reference_resolution`."""
         step = self.side_step
         if self.reference_resolution is None:
             ratio = width / height
@@ -298,7 +299,7 @@ class FluxKontextCheckpoint(FluxCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior of the picture, and of its reference the normalised mode, (C, H, W); in fp32."""
+        """Load the VAE in fp32. Samples keep the image's posterior and the reference's normalised mode, (C, H, W)."""
         vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
         pipeline: Any = SimpleNamespace(vae=vae)
         processor = VaeImageProcessor(vae_scale_factor=self.side_step)
@@ -321,12 +322,13 @@ class FluxKontextCheckpoint(FluxCheckpoint):
             ids = FluxPipeline._prepare_latent_image_ids(
                 len(text), height, width, torch.device("cpu"), text.dtype
             )
+            # The first position axis tells the reference (1) from the image (0).
             ids[..., 0] = 1
             positions["img_ids"] = torch.cat([positions["img_ids"], moved(ids, text.device)])
         return positions
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
-        # Left to itself, the pipeline makes a picture of a megapixel, whatever is asked for.
+        # By default, the pipeline generates one megapixel, whatever height and width are passed.
         return {
             **super().arguments(shape),
             "max_area": shape.height * shape.width,
@@ -335,13 +337,13 @@ class FluxKontextCheckpoint(FluxCheckpoint):
 
 
 def packed(latents: torch.Tensor) -> torch.Tensor:
-    """Return latents (B, C, H, W) in squares of two by two, (B, S, P), by the pipeline's own means."""
+    """Pack latents (B, C, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
     batch, channels, height, width = latents.shape
     return FluxPipeline._pack_latents(latents, batch, channels, height, width)
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> FluxCheckpoint:
-    """Read the configs; refuse another pipeline, another scheduler, torn weights."""
+    """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
     require_whole_weights(model, path, "vae", "text_encoder", "text_encoder_2")
@@ -351,7 +353,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> FluxCheckpoi
 
 
 def flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[str, Any]:
-    """Return the fields that FLUX.1's and FLUX.2's checkpoints share."""
+    """The fields that checkpoints of FLUX.1 and FLUX.2 share."""
     fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
     parameters = inspect.signature(transformer_class.__init__).parameters
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}

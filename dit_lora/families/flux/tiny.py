@@ -1,4 +1,4 @@
-"""Tiny FLUX.1 pipelines with random weights: dev and Kontext shift by resolution and take guidance, schnell does neither."""
+"""Tiny random FLUX.1 pipelines. Dev and Kontext shift by resolution and take guidance; schnell does neither."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ LATENT_CHANNELS = 4
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write the pipeline of that variant, with weights from torch's generator."""
+    """Write a variant's pipeline with weights from torch's default generator."""
     dev, kontext = variant != "flux-schnell", variant == "flux-kontext"
     kind = FluxKontextPipeline if kontext else FluxPipeline
     clip, t5 = clip_tokenizer(), t5_tokenizer()
@@ -46,7 +46,7 @@ def build_tiny(variant: str, out: Path) -> None:
             axes_dims_rope=(4, 6, 6),
             guidance_embeds=dev,
         ),
-        # The published checkpoints' values (diffusers: scripts/convert_flux_to_diffusers.py has none of its own).
+        # The published checkpoints' values (Diffusers' scripts/convert_flux_to_diffusers.py has none).
         scheduler=FlowMatchEulerDiscreteScheduler(
             shift=3.0 if dev else 1.0, use_dynamic_shifting=dev
         ),
@@ -57,7 +57,7 @@ def build_tiny(variant: str, out: Path) -> None:
 def picture_vae(
     scaling_factor: float = 0.3611, shift_factor: float = 0.1159, width: float = 8.0
 ) -> AutoencoderKL:
-    """Return a small autoencoder of images, by default with the two factors of FLUX.1's; `width` fits its latents to them."""
+    """A small image autoencoder, by default with FLUX.1's scaling and shift; `width` scales its latents to match."""
     vae: Any = AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -75,7 +75,10 @@ def picture_vae(
 
 
 def narrow_posterior(encoder: Any, channels: int, width: float = 8.0) -> None:
-    """Make a random encoder's posterior narrow, as a trained one's: it would be as wide as its latents, which leaves nothing to learn."""
+    """Make a random encoder's posterior as narrow as a trained one's.
+
+    Otherwise the posterior would be as wide as the latents, which leaves nothing to learn.
+    """
     head = encoder.conv_out
     with torch.no_grad():
         head.weight[:channels] *= width

@@ -1,4 +1,4 @@
-"""FLUX.2 text-to-image: klein-base, of 4B and 9B, and dev, whose guidance is an input."""
+"""FLUX.2 text-to-image: klein-base (4B and 9B), and dev, which takes guidance as an input."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
@@ -9,8 +9,8 @@ FAMILY = DiffusionFamily(
     name="flux2",
     checkpoint_module="dit_lora.families.flux2.checkpoint",
     tiny_module="dit_lora.families.flux2.tiny",
-    # As Diffusers' train_dreambooth_lora_flux2_klein.py, with the single blocks' `attn.to_out`, which the checkpoint
-    # lists one by one.
+    # The targets of Diffusers' train_dreambooth_lora_flux2_klein.py. The checkpoint adds the single blocks'
+    # `attn.to_out` one by one.
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj"),
     group_patterns={
         "connector": (
@@ -27,15 +27,15 @@ FAMILY = DiffusionFamily(
     },
     pipeline_names=("Flux2KleinPipeline", "Flux2Pipeline"),
     default_recipe="flux2/klein_base_4b",
-    # Each base's own card.
+    # From the card of each model.
     licenses={
         "black-forest-labs/FLUX.2-klein-base-4B": License("apache-2.0"),
         "black-forest-labs/FLUX.2-klein-4B": License("apache-2.0"),
         "black-forest-labs/FLUX.2-klein*9B": _NON_COMMERCIAL,
         "black-forest-labs/FLUX.2-dev": _NON_COMMERCIAL,
     },
-    # ComfyUI's map has Diffusers' names (comfy/utils.py at 09708ea, flux_to_diffusers), with their prefix; of FLUX.2's own
-    # layers it has the single blocks' two.
+    # ComfyUI's map has Diffusers' names (comfy/utils.py at 09708ea, flux_to_diffusers), with their prefix. Of the
+    # layers that only FLUX.2 has, it contains the two of the single blocks.
     comfyui=LayerNames(
         prefix="transformer.",
         alpha=False,

@@ -1,10 +1,10 @@
-"""FLUX.2, from text and any number of references: klein-base, conditioned by Qwen3, and dev, by Mistral 3 and an embedded guidance.
+"""FLUX.2, from text and any number of references: klein-base (Qwen3), and dev (Mistral 3, embedded guidance).
 
-It is FLUX.1's flow matching on packed latents. Prompts, packing, normalisation, positions, the shift and denoising are the
-stock pipelines' own code, called here (diffusers/pipelines/flux2/pipeline_flux2.py, pipeline_flux2_klein.py).
+Like FLUX.1, it is flow matching on packed latents. Prompts, packing, normalisation, positions, the shift and denoising
+call the stock pipelines' own code (diffusers/pipelines/flux2/pipeline_flux2.py, pipeline_flux2_klein.py).
 
-Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size, S image tokens (H W / 4),
-P packed channels (4 C).
+Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size, S image tokens (H W / 4), P
+packed channels (4 C).
 """
 
 import math
@@ -51,17 +51,19 @@ from dit_lora.families.text.chat_template import template_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import moved
 
-# What the pipelines ask of references (Flux2ImageProcessor.check_image_input), and scale larger ones down to by default.
+# The pipelines' limits for references (Flux2ImageProcessor.check_image_input), and the size to which they scale larger
+# ones by default.
 _LEAST_SIDE, _MOST_RATIO, _MOST_PIXELS = 64, 8, 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flux2Checkpoint(FluxCheckpoint):
-    """One FLUX.2 checkpoint as dev is.
+    """A FLUX.2 dev checkpoint, and the base of klein's.
 
-    Noise levels are shifted along FLUX.1's line, which FLUX.2's scheduler config has too: mu is 0.5 at 256 tokens and 1.15 at
-    4,096. musubi-tuner trains at it (`flux2_shift`, training/trainer_base.py). The pipeline's own mu for 50 steps is 2.02 at
-    1024x1024, which would leave 2 % of the draws below a noise level of 0.5 in place of 12 %.
+    Noise levels are shifted along FLUX.1's line, which FLUX.2's scheduler config contains too: mu is 0.5 at 256 tokens
+    and 1.15 at 4,096. musubi-tuner trains with the same line (`flux2_shift`, training/trainer_base.py). The pipeline's
+    own mu for 50 steps is 2.02 at 1024x1024; with it, only 2 % of the noise levels would be below 0.5, instead of 12
+    %.
     """
 
     pipeline_class: ClassVar[Any] = Flux2Pipeline
@@ -73,18 +75,20 @@ class Flux2Checkpoint(FluxCheckpoint):
     system_message: ClassVar[str | None] = SYSTEM_MESSAGE
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
-        """Return the family's, and the single blocks' output layers one by one.
+        """The family's targets, plus the output layer of each single block by its full name.
 
-        Those are linear layers named `to_out`, as the double blocks' lists are: the plain name would name both.
+        Those output layers are linear layers called `to_out`. In the double blocks `to_out` is a list, so the short
+        name would match both.
         """
         single = range(self.transformer_config["num_single_layers"])
         return (*defaults, *(f"single_transformer_blocks.{i}.attn.to_out" for i in single))
 
     @property
     def max_reference_pixels(self) -> int:
-        """Pixels that larger references are scaled down to: the pipeline's 1024x1024, or `data.reference_resolution` squared if larger.
+        """Maximum number of pixels of a reference: larger ones are scaled down.
 
-        Black Forest Labs' own code keeps up to 2024x2024 pixels of a single reference and 1024x1024 of each of several.
+        It is the pipeline's 1024x1024, or `data.reference_resolution` squared if that is larger. Black Forest Labs'
+        own code allows 2024x2024 pixels for a single reference and 1024x1024 for each of several.
         """
         return max(_MOST_PIXELS, (self.reference_resolution or 0) ** 2)
 
@@ -93,7 +97,7 @@ class Flux2Checkpoint(FluxCheckpoint):
         return References(0, None, self._reference_shape, self._wrong_reference)
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
-        """Return its own size in whole squares, where it is no larger than `max_reference_pixels`."""
+        """The reference's own size, rounded down to `side_step`; scaled down if it exceeds `max_reference_pixels`."""
         height, width = scaled_size(height, width, self.reference_resolution)
         if height * width > self.max_reference_pixels:
             # Flux2ImageProcessor._resize_to_target_area
@@ -103,14 +107,14 @@ class Flux2Checkpoint(FluxCheckpoint):
         return VideoShape(1, height // step * step, width // step * step)
 
     def _wrong_reference(self, height: int, width: int) -> str | None:
-        """Say what the pipeline's `check_image_input` would."""
+        """The error of the pipeline's `check_image_input`, or None."""
         height, width = scaled_size(height, width, self.reference_resolution)
         if max(height, width) > _MOST_RATIO * min(height, width):
             return f"it is {width} x {height}, and one side may be {_MOST_RATIO} times the other"
         return too_small((height, width), _LEAST_SIDE)
 
     def text_limit(self) -> TextLimit:
-        """Return the room that the chat template leaves a caption."""
+        """Number of caption tokens that fit in the chat template."""
         return template_limit(self.pipeline_class, self._tokenizer(), self.text_tokens)
 
     def text_facts(self) -> Mapping[str, Any]:
@@ -136,12 +140,15 @@ class Flux2Checkpoint(FluxCheckpoint):
         ).to(device)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """The pipeline's language model, hidden states of three layers side by side; its pads are seen by the transformer."""
+        """Load the language model; embeddings are hidden states of three layers, concatenated.
+
+        The transformer attends to the padding, as in the pipeline.
+        """
         pipeline = self.text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
-            # One by one: a caption's tensors do not depend on its neighbours.
+            # One by one: a caption's tensors must not depend on the others in its batch.
             encoded = [
                 pipeline.encode_prompt(
                     prompt=caption,
@@ -158,9 +165,9 @@ class Flux2Checkpoint(FluxCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the normalised mode of the posterior, (C, H, W), of pictures as of references.
+        """Load the VAE. Images and references are kept as the normalised mode of the posterior, (C, H, W).
 
-        It encodes in fp32 whatever `dtype` is: in bf16 the VAE's statistics would be rounded.
+        It encodes in fp32 regardless of `dtype`, because bf16 would round the VAE's statistics.
         """
         vae = memory.load(AutoencoderKLFlux2, self.path, torch.float32, device)
         pipeline: Any = SimpleNamespace(vae=vae, _patchify_latents=Flux2Pipeline._patchify_latents)
@@ -185,20 +192,22 @@ class Flux2Checkpoint(FluxCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Packed, (B, S, P): they are normalised already."""
+        """Packed latents, (B, S, P). The cached ones are already normalised."""
         return packed(batch["latent_mean"].float())
 
     def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         text, latents = batch["prompt_embeds"], batch["latent_mean"]
-        places = [Flux2Pipeline._prepare_latent_ids(latents[..., ::2, ::2])]
-        # The method takes the references of one sample, and asks for their sizes alone.
-        references = [one[:1, :, ::2, ::2] for one in latents_of(batch)]
+        # Every second latent in both directions has the size of the packed grid, which is all the method reads.
+        positions = [Flux2Pipeline._prepare_latent_ids(latents[..., ::2, ::2])]
+        # The method takes the references of one sample and reads only their sizes.
+        references = [latent[:1, :, ::2, ::2] for latent in latents_of(batch)]
         if references:
-            own = Flux2Pipeline._prepare_image_ids(references)
-            places.append(own.expand(len(text), -1, -1))
+            reference_positions = Flux2Pipeline._prepare_image_ids(references)
+            # The positions are the same for every sample of a batch.
+            positions.append(reference_positions.expand(len(text), -1, -1))
         ids = {
             "txt_ids": Flux2Pipeline._prepare_text_ids(text),
-            "img_ids": torch.cat(places, dim=1),
+            "img_ids": torch.cat(positions, dim=1),
         }
         return {name: moved(tensor, text.device) for name, tensor in ids.items()}
 
@@ -208,12 +217,13 @@ class Flux2Checkpoint(FluxCheckpoint):
         tokenizer = self._tokenizer() if text else None
         pipeline = self._load_pipeline(dtype, transformer, text, tokenizer=tokenizer)
         if self.max_reference_pixels > _MOST_PIXELS:
-            # The pipeline's limit is a constant of its call: samples get references as large as training.
+            # The pipeline's limit is hard-coded in `__call__`. Replace its resize so that samples use references as
+            # large as in training.
             pipeline.image_processor._resize_to_target_area = self._resize_reference
         return pipeline
 
     def _resize_reference(self, picture: Image.Image, target_area: int) -> Image.Image:
-        """Replacement of the pipeline's `_resize_to_target_area` with this checkpoint's limit."""
+        """Replaces the pipeline's `_resize_to_target_area`, with this checkpoint's limit."""
         return Flux2ImageProcessor._resize_if_exceeds_area(picture, self.max_reference_pixels)
 
     @property
@@ -221,30 +231,31 @@ class Flux2Checkpoint(FluxCheckpoint):
         return tuple(self.default_of("text_encoder_out_layers"))
 
     def _tokenizer(self) -> Any:
-        """Load the tokenizer alone: dev's is published within a processor of pictures, which needs torchvision."""
+        """Load only the tokenizer: dev publishes it inside an image processor, which needs torchvision."""
         return load_pretrained(AutoTokenizer, self.path / "tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KleinCheckpoint(Flux2Checkpoint):
-    """One FLUX.2 klein checkpoint."""
+    """A FLUX.2 klein checkpoint."""
 
     distilled: bool
-    """`is_distilled` of model_index.json: it makes images in four steps."""
+    """`is_distilled` of model_index.json: the checkpoint samples in four steps."""
     pipeline_class: ClassVar[Any] = Flux2KleinPipeline
     system_message = None
 
     def for_recipe(self, recipe: Recipe) -> Self:
         if self.distilled and not recipe.lora.under:
             raise DitLoraError(
-                f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it undoes "
-                "that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B, whose adapter loads into both, and "
-                "sample from this one with validation.model; or give an adapter that undoes it in lora.under"
+                f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
+                "undoes that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B, whose adapter loads "
+                "into both, and sample from this one with validation.model; or give an adapter that undoes it in "
+                "lora.under"
             )
         return super().for_recipe(recipe)
 
     def notes(self, recipe: Recipe) -> list[str]:
-        # Not FLUX.1's: its base has no embedded guidance and is no distilled one either.
+        # Skip FLUX.1's notes: klein-base has no guidance embedding either, but is not distilled.
         return super(FluxCheckpoint, self).notes(recipe)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
@@ -255,7 +266,7 @@ class KleinCheckpoint(Flux2Checkpoint):
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Flux2Checkpoint:
-    """Read the configs; refuse another pipeline, another scheduler, torn weights."""
+    """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
     require_whole_weights(model, path, "vae", "text_encoder")

@@ -1,6 +1,6 @@
-"""Tiny FLUX.2 pipelines with random weights: klein with Qwen3, dev with Mistral 3 and an embedded guidance.
+"""Tiny random FLUX.2 pipelines: klein with Qwen3, dev with Mistral 3 and an embedded guidance.
 
-Text is bytes, and the text encoders are as deep as the layers that the pipelines read ask for.
+Text is encoded as bytes. The text encoders are deep enough for the layers that the pipelines read.
 """
 
 from pathlib import Path
@@ -19,7 +19,8 @@ from transformers import Mistral3Config, Mistral3ForConditionalGeneration, Qwen3
 from dit_lora.families.flux.tiny import LATENT_CHANNELS, narrow_posterior
 from dit_lora.families.tiny.chat_text import SIZES, WIDTH, byte_tokenizer, ends, qwen3
 
-# Published ones have 36 (Qwen3 4B and 8B) and 40 (Mistral Small 3); the pipelines read up to 27 and 30.
+# Published models have 36 (Qwen3 4B and 8B) and 40 layers (Mistral Small 3); the pipelines read up to layers 27 and
+# 30.
 _QWEN_LAYERS, _MISTRAL_LAYERS = 28, 31
 _MISTRAL_TOKENS = (
     *("<pad>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
@@ -33,7 +34,7 @@ _MISTRAL_TEMPLATE = (
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write the pipeline of that variant, with weights from torch's generator."""
+    """Write a variant's pipeline with weights from torch's default generator."""
     klein = variant == "flux2-klein"
     kind = Flux2KleinPipeline if klein else Flux2Pipeline
     tokenizer, encoder = _qwen() if klein else _mistral()
@@ -63,7 +64,7 @@ def _qwen() -> tuple[Any, Any]:
 
 
 def _mistral() -> tuple[Any, Any]:
-    # Published with Pixtral's processor, which holds such a tokenizer, and needs torchvision for pictures.
+    # Published with Pixtral's processor, which contains such a tokenizer and needs torchvision for images.
     tokenizer = byte_tokenizer(_MISTRAL_TOKENS, end="</s>")
     tokenizer.chat_template = _MISTRAL_TEMPLATE
     config = Mistral3Config(

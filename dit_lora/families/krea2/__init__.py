@@ -1,4 +1,4 @@
-"""Krea 2 text-to-image: Raw, which trains, and Turbo, distilled from it, which makes pictures with what was trained."""
+"""Krea 2 text-to-image: Raw, for training, and the distilled Turbo, which samples with adapters trained on Raw."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
@@ -21,8 +21,8 @@ FAMILY = DiffusionFamily(
     name="krea2",
     checkpoint_module="dit_lora.families.krea2.checkpoint",
     tiny_module="dit_lora.families.krea2.tiny",
-    # What Krea advises for long runs (diffusers: examples/dreambooth/README_krea2.md), in the blocks and in the fusion of
-    # the text encoder's layers; its script's longer list is in the recipe.
+    # Krea's recommendation for long runs (diffusers: examples/dreambooth/README_krea2.md), in the blocks and in the
+    # fusion of the text encoder's layers. The longer list of its script is in the recipe.
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "to_gate"),
     group_patterns={
         "connector": (
@@ -38,9 +38,10 @@ FAMILY = DiffusionFamily(
     pipeline_names=("Krea2Pipeline",),
     default_recipe="krea2/raw",
     licenses={"krea/Krea-2-*": _LICENSE},
-    masked_attention=True,  # of captions
-    # The published model's own names, which ComfyUI's is built with and Diffusers' loader converts, where there is no
-    # `.alpha`. Of Diffusers' names ComfyUI's map has those of two and two blocks of the fusion.
+    masked_attention=True,  # masks the padding of captions
+    # The published model's own names, which ComfyUI uses and Diffusers' loader converts; that loader accepts no
+    # `.alpha`. ComfyUI's map also has Diffusers' names, but for the fusion only those of its first two blocks of each
+    # kind.
     comfyui=LayerNames(
         renamed={
             **{

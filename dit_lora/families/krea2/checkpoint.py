@@ -1,6 +1,6 @@
-"""Krea 2 text-to-image: Qwen-Image's latents, conditioned by layers of Qwen3-VL side by side.
+"""Krea 2 text-to-image: latents of Qwen-Image's autoencoder, conditioned on several layers of Qwen3-VL.
 
-Prompts, packing, positions, the shift and denoising are the stock pipeline's own code, called here
+Prompts, packing, positions, the shift and denoising call the stock pipeline's own code
 (diffusers/pipelines/krea2/pipeline_krea2.py).
 
 Shapes: B batch, T text tokens, L layers of the text encoder, D their width, S image tokens, P packed channels.
@@ -28,27 +28,27 @@ from dit_lora.families.text.chat_template import template_limit
 from dit_lora.families.text.mask import cut_text
 from dit_lora.numerics.streams import moved
 
-DISTILLED_MU = 1.15  # Krea2Pipeline.__call__, where `is_distilled`
+DISTILLED_MU = 1.15  # Krea2Pipeline.__call__, if `is_distilled`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Krea2Checkpoint(QwenLatentsCheckpoint):
-    """One Krea 2 checkpoint, Raw or Turbo."""
+    """A Krea 2 checkpoint, Raw or Turbo."""
 
     distilled: bool
-    """`is_distilled` of model_index.json: it makes images in eight steps, without guidance."""
+    """`is_distilled` of model_index.json: the checkpoint samples in eight steps without guidance."""
     layers: tuple[int, ...]
-    """The hidden states of the text encoder that the transformer takes, by their place (0 is the embedding's output)."""
+    """Indices of the text encoder's hidden states that condition the transformer (0 is the embedding's output)."""
     pipeline_class: ClassVar[Any] = Krea2Pipeline
     transformer_class: ClassVar[Any] = Krea2Transformer2DModel
-    guided_batch = 1  # a second call
-    guided_above = 0.0  # its scale is the paper's minus one
+    guided_batch = 1  # guidance is a second call
+    guided_above = 0.0  # its guidance scale is the paper's minus one
 
     def for_recipe(self, recipe: Recipe) -> Self:
         if self.distilled and not recipe.lora.under:
             raise DitLoraError(
-                f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it undoes "
-                "that; train krea/Krea-2-Raw, whose adapter loads into both, and sample from this one with "
+                f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
+                "undoes that; train krea/Krea-2-Raw, whose adapter loads into both, and sample from this one with "
                 "validation.model; or give an adapter that undoes it in lora.under"
             )
         return super().for_recipe(recipe)
@@ -58,7 +58,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
 
     @property
     def text_tokens(self) -> int:
-        """Number of tokens of every caption, pads and the template's end among them: the pipeline's default."""
+        """Number of tokens of every caption, including padding and the template's end: the pipeline's default."""
         tokens: int = (
             inspect.signature(Krea2Pipeline.__call__).parameters["max_sequence_length"].default
         )
@@ -79,12 +79,12 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Qwen3-VL as the pipeline uses it: pads in the middle, before the template's end, at no position of their own."""
+        """Load Qwen3-VL as the pipeline uses it: padding comes before the template's end and takes up no positions."""
         pipeline = self.text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
-            # One by one: a caption's tensors do not depend on its neighbours.
+            # One by one: a caption's tensors must not depend on the others in its batch.
             encoded = [
                 pipeline.encode_prompt(caption, device=device, max_sequence_length=self.text_tokens)
                 for caption in captions
@@ -95,8 +95,8 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
         return encode
 
     def packed(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return latents (B, C, 1, H, W) in squares of two by two, (B, S, P), by the pipeline's own means."""
-        # A method of the pipeline's instance, which asks it for one number.
+        """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
+        # An instance method of the pipeline, which reads only `patch_size`.
         pipeline: Any = SimpleNamespace(patch_size=PACKED)
         batch, channels, _, height, width = latents.shape
         packed: torch.Tensor = Krea2Pipeline._pack_latents(
@@ -111,16 +111,16 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the velocity of packed latents (B, S, P); one call equals one of the stock pipeline's.
+        """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline.
 
-        The pipeline's text is as long as a caption can be; here it is as long as the batch's longest.
+        The pipeline pads text to the maximum caption length; here it is cut to the longest caption of the batch.
         """
         text, mask = cut_text(batch["prompt_embeds"], batch["prompt_embeds_mask"])
         dtype, device = text.dtype, text.device
         prediction: torch.Tensor = transformer(
             hidden_states=noisy.to(dtype),
             encoder_hidden_states=text,
-            # Divided before it is rounded, as the pipeline does: in bf16 the network sees 8 bits of it.
+            # Divide before rounding, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
             timestep=(timesteps / self.train_timesteps).to(dtype),
             position_ids=Krea2Pipeline.prepare_position_ids(
                 text.shape[1], *self.grid(batch), device
@@ -138,30 +138,32 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Krea2Checkpoint:
-    """Read the configs; refuse another pipeline, another scheduler, parts that do not fit, torn weights."""
+    """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights."""
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
     require_whole_weights(model, path, "vae", "text_encoder")
     fields = qwen_latents_fields(model, Krea2Transformer2DModel)
     layers = _layers(index)
-    taken = fields["transformer_config"]["num_text_layers"]
-    wrong = []
-    if len(layers) != taken:
-        wrong.append(
-            f"text_encoder_select_layers must be {taken}, as many as its transformer takes (num_text_layers); "
+    num_layers = fields["transformer_config"]["num_text_layers"]
+    problems = []
+    if len(layers) != num_layers:
+        problems.append(
+            f"text_encoder_select_layers must be {num_layers}, as many as its transformer takes (num_text_layers); "
             f"got {len(layers)}"
         )
     if index.get("patch_size", PACKED) != PACKED:
-        wrong.append(f"patch_size must be {PACKED}; got {index['patch_size']}")
-    if wrong:
-        raise DitLoraError(listed(f"{model.path}: the parts of this checkpoint do not fit", wrong))
+        problems.append(f"patch_size must be {PACKED}; got {index['patch_size']}")
+    if problems:
+        raise DitLoraError(
+            listed(f"{model.path}: the parts of this checkpoint do not fit", problems)
+        )
     return Krea2Checkpoint(
         **fields, distilled=bool(index.get("is_distilled", False)), layers=layers
     )
 
 
 def _layers(index: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the places of the hidden states that a model_index.json names; without, those that the pipeline takes."""
+    """Indices of the hidden states that model_index.json selects, or the pipeline's default."""
     nothing: Any = None
     pipeline: Any = Krea2Pipeline(
         scheduler=nothing,

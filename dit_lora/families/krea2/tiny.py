@@ -1,4 +1,4 @@
-"""A tiny Krea 2 Raw with random weights. Text is bytes, but for the words of the pipeline's template."""
+"""A tiny random Krea 2 Raw. Text is encoded as bytes, except the words of the pipeline's template."""
 
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,25 @@ _OF_PICTURES = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
-# One token each, as in Qwen's vocabulary: the pipeline counts on 34 before the prompt, and on 5 after it.
+# One token each, as in Qwen's vocabulary: the pipeline assumes 34 tokens before the prompt and 5 after it.
 _WORDS = (
     *("system", "user", "assistant", "Describe", " the", " image", " by", " detailing", " color"),
     *(" shape", " size", " texture", " quantity", " text", " spatial", " relationships", " of"),
     *(" objects", " and", " background"),
 )
-# Published ones have 36 layers, of which every third from 2 to 35 is taken.
+# Published models have 36 layers and use every third from 2 to 35.
 _LAYERS, _SELECTED = 5, (1, 2, 4)
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write the pipeline, with weights from torch's generator."""
+    """Write the pipeline with weights from torch's default generator."""
     tokenizer = byte_tokenizer((*_TOKENS, *_OF_PICTURES.values(), *_WORDS), end="<|im_end|>")
     pipeline: Any = Krea2Pipeline(
         tokenizer=tokenizer,
         text_encoder=_text_encoder(tokenizer),
         vae=qwen_image_vae(),
         transformer=_transformer(),
-        # As the pipeline expects it.
+        # The options that the pipeline expects.
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, max_image_seq_len=6400
         ),
@@ -94,7 +94,8 @@ def _transformer() -> Any:
     )
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
-            # Zeros, as they begin, would hide their order, and that norms multiply by one more.
+            # The initial zeros would hide the order of these parameters, and that norms multiply by one plus the
+            # weight.
             if "norm" in name or name.endswith("scale_shift_table"):
                 parameter.normal_(std=0.3)
     return transformer

@@ -17,7 +17,7 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*", "temporal_transformer_blocks.*"),
     },
-    masked_attention=True,  # of captions
+    masked_attention=True,  # masks the padding of captions
     pipeline_names=("LattePipeline",),
     default_recipe="latte/latte1_lora",
     licenses={"maxin-cn/Latte-1": License("apache-2.0")},

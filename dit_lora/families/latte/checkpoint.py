@@ -1,8 +1,8 @@
-"""Latte text-to-video (Latte-1): noise prediction with a learned variance, space and time attended in turn.
+"""Latte text-to-video (Latte-1): noise prediction with a learned variance; attention alternates over space and time.
 
 Text, token masks and denoising are those of the stock pipeline (diffusers/pipelines/latte/pipeline_latte.py).
-Diffusers has the text model alone: Latte's class-conditional and unconditional checkpoints (UCF101, SkyTimelapse,
-FaceForensics, Taichi) have no Diffusers class and are not trained here; family `video_dit` is for classes.
+Diffusers has only the text model: Latte's class-conditional and unconditional checkpoints (UCF101, SkyTimelapse,
+FaceForensics, Taichi) have no Diffusers class and are not supported. Use the family `video_dit` for classes.
 
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
@@ -36,20 +36,20 @@ TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
 
 @dataclass(frozen=True, kw_only=True)
 class LatteCheckpoint(NoisePrediction):
-    """One Latte text-to-video checkpoint."""
+    """A Latte text-to-video checkpoint."""
 
     pipeline_class: ClassVar[Any] = LattePipeline
     transformer_class: ClassVar[Any] = LatteTransformer3DModel
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        """Frames as the temporal position table has, or one; height and width multiples of 16."""
-        wrong = wrong_sides(shape, self.side_step)
+        """Frames must match the temporal position table, or be 1; height and width must be multiples of 16."""
+        problems = wrong_sides(shape, self.side_step)
         frames = self.transformer_config["video_length"]
         if shape.frames not in (1, frames):
-            wrong.append(
+            problems.append(
                 f"data.frames must be {frames}, as its config's video_length, or 1 for images; got {shape.frames}"
             )
-        return wrong
+        return problems
 
     def text_limit(self) -> TextLimit:
         return text_limit(self.path, TEXT_TOKENS)
@@ -65,10 +65,9 @@ class LatteCheckpoint(NoisePrediction):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """T5 as the pipeline uses it: all 120 tokens, padding too, and a mask of those that are text.
+        """Load T5 as the pipeline uses it: all 120 tokens with padding, and a mask of the text tokens.
 
-        Captions are taken as they are, in lower case: the pipeline's `clean_caption` does something only
-        where ftfy and bs4 are installed.
+        Captions are only lower-cased: the pipeline's `clean_caption` has no effect unless ftfy and bs4 are installed.
         """
         pipeline = self.text_pipeline(dtype, device)
 
@@ -99,14 +98,15 @@ class LatteCheckpoint(NoisePrediction):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Noise, and behind it the variance's fraction: (B, 2 C, F, H, W).
+        """Predict the noise, followed by the variance's fraction: (B, 2 C, F, H, W).
 
-        Each sample attends to its own text alone. The pipeline cuts one prompt to its length; several are
-        cut to the longest, and a bias leaves out what the shorter ones lack.
+        Each sample attends only to its own text. The pipeline truncates a prompt to its length; here a batch is
+        truncated to its longest caption, and an attention bias masks the padding of the others.
         """
+        # Truncate to the longest caption of the batch; no mask is left if all have that length.
         embeddings, mask = cut_text(batch["prompt_embeds"], batch["prompt_mask"])
         bias = None if mask is None else text_bias(mask, embeddings)
-        if bias is not None:  # spatial blocks: one row a frame
+        if bias is not None:  # spatial blocks have one row per frame
             bias = bias.repeat_interleave(noisy_BCFHW.shape[2], dim=0)
         return transformer(
             hidden_states=noisy_BCFHW.to(embeddings.dtype),
@@ -117,13 +117,16 @@ class LatteCheckpoint(NoisePrediction):
         )[0]
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        """Return the embeddings as the pipeline makes them: the text's own tokens, and as many of the empty prompt, padding too."""
+        """Embeddings as the pipeline makes them: a prompt without padding, and as many tokens of the empty prompt."""
         if isinstance(prompt, str):
             return {"prompt": prompt, "clean_caption": False}
-        kept = int(prompt["prompt_mask"].sum())
-        arguments = {"prompt_embeds": prompt["prompt_embeds"][:, :kept], "negative_prompt": None}
+        num_tokens = int(prompt["prompt_mask"].sum())
+        arguments = {
+            "prompt_embeds": prompt["prompt_embeds"][:, :num_tokens],
+            "negative_prompt": None,
+        }
         if empty:
-            arguments["negative_prompt_embeds"] = empty["prompt_embeds"][:, :kept]
+            arguments["negative_prompt_embeds"] = empty["prompt_embeds"][:, :num_tokens]
         return arguments
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
@@ -136,7 +139,7 @@ class LatteCheckpoint(NoisePrediction):
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LatteCheckpoint:
-    """Read the configs; refuse another pipeline, torn weights, and a transformer without a variance."""
+    """Read the configs. Raises `DitLoraError` for another pipeline, broken weights or a model without a variance."""
     path = local_checkpoint(model)
     read_index(model, path, family.pipeline_names)
     require_whole_weights(model, path, "vae", "text_encoder")
@@ -148,6 +151,6 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LatteCheckpo
             f"{model.path}: LattePipeline takes the first half of what its transformer gives as the noise, "
             f"so out_channels must be {2 * config['in_channels']}; got {config['out_channels']}"
         )
-    # Left out of older files: the model's own default.
+    # Older files lack this option: use the model's default.
     config.setdefault("video_length", 16)
     return LatteCheckpoint(**fields, objective=noise_objective(model, path))

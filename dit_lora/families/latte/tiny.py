@@ -11,7 +11,7 @@ from dit_lora.models.video_dit_base import iddpm_scheduler
 
 
 def build_tiny(_variant: str, out: Path) -> None:
-    """Write a Latte-1-like pipeline, native at 4 frames of 32x32."""
+    """Write a pipeline like Latte-1; its native shape is 4 frames of 32x32."""
     tokenizer = t5_tokenizer()
     pipeline: Any = LattePipeline(
         tokenizer=tokenizer,

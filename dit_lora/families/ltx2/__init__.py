@@ -1,4 +1,4 @@
-"""LTX-2 and LTX-2.3: text-to-video, image-to-video and video-to-video in context (IC-LoRA), without sound or with it."""
+"""LTX-2 and LTX-2.3: text-to-video, image-to-video and video-to-video (IC-LoRA), with or without sound."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
@@ -21,8 +21,8 @@ _MODULATIONS = {
     "av_cross_attn_audio_v2a_gate": "av_ca_v2a_gate_adaln_single",
 }
 _EMBEDDING = "emb.timestep_embedder"
-# The inverse of Diffusers' _convert_non_diffusers_ltx2_lora_to_diffusers (loaders/lora_conversion_utils.py), whose loader
-# refuses `.alpha` tensors.
+# The inverse of Diffusers' _convert_non_diffusers_ltx2_lora_to_diffusers (loaders/lora_conversion_utils.py), whose
+# loader rejects `.alpha` tensors.
 _COMFYUI = {
     **{f"transformer_blocks.*.{name}": f"transformer_blocks.*.{name}" for name in OF_BLOCKS},
     **{
@@ -41,7 +41,8 @@ FAMILY = DiffusionFamily(
     name="ltx2",
     checkpoint_module="dit_lora.families.ltx2.checkpoint",
     tiny_module="dit_lora.families.ltx2.tiny",
-    # Of the video alone, as the trainer's guide says for it; a checkpoint that trains sound too has all attention's.
+    # Only the video's layers, as the trainer's guide says. With sound, the checkpoint selects the layers of all
+    # attentions.
     lora_targets=tuple(f"{attn}.{layer}" for attn in ("attn1", "attn2") for layer in ATTENTION),
     group_patterns={
         "connector": (

@@ -1,4 +1,4 @@
-"""Opens LTX-2 checkpoints, 2.0 and 2.3; which generation one is, its configs say, and nothing else asks."""
+"""Opens LTX-2 checkpoints, 2.0 and 2.3. Their configs say which generation they are; nothing else depends on it."""
 
 import inspect
 from collections.abc import Mapping
@@ -37,7 +37,10 @@ _TASKS = {
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoint:
-    """Read the configs; refuse LTX-2.5, parts that contradict each other, another scheduler and torn weights."""
+    """Read the configs.
+
+    Raises `DitLoraError` for LTX-2.5, contradicting parts, another scheduler or broken weight files.
+    """
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
     fields = stored_fields(model, path)
@@ -53,30 +56,30 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoi
     _require_fitting(model, fields)
     require_whole_weights(model, path, "vae", "audio_vae", "vocoder", "connectors", "text_encoder")
     scheduler = flow_scheduler(model, path)
-    own = _TASKS.get(index["_class_name"], "t2v")
-    task = model.task or own
+    stored_task = _TASKS.get(index["_class_name"], "t2v")
+    task = model.task or stored_task
     return _kind(task)(
         **fields,
         scheduler=scheduler,
         objective=_objective(scheduler),
-        task_given=task != own,
+        task_given=task != stored_task,
     )
 
 
 def _kind(task: str) -> type[LTX2Checkpoint]:
-    """Return what does a task; all pipelines take the same files."""
+    """The checkpoint class for a task. All tasks use the same files."""
     if task == "t2v":
         return LTX2Checkpoint
     if task == "ic_lora":
         return LTX2InContextCheckpoint
-    # Not before: it needs PyAV, as the pipeline does for its picture alone.
+    # Import late: it needs PyAV, which the pipeline needs only for images too.
     from dit_lora.families.ltx2.image_to_video import LTX2ImageCheckpoint
 
     return LTX2ImageCheckpoint
 
 
 def _filled(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config over its class's defaults."""
+    """Fill a config with its class's defaults."""
     parameters = inspect.signature(model_class.__init__).parameters.values()
     return {p.name: p.default for p in parameters if p.name != "self"} | dict(config)
 
@@ -84,7 +87,7 @@ def _filled(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_newer(
     model: ModelConfig, index: Mapping[str, Any], transformer: Mapping[str, Any]
 ) -> None:
-    """Raise for LTX-2.5: another text encoder, no biases in the feed-forward, keyframes told by an embedding."""
+    """Raise for LTX-2.5, which has another text encoder, no feed-forward biases and an embedding for keyframes."""
     encoder = (index.get("text_encoder") or [None, None])[1]
     signs = {
         f"its text encoder is {encoder}": encoder != Gemma3ForConditionalGeneration.__name__,
@@ -92,22 +95,24 @@ def _refuse_newer(
         "use_keyframes_abs_pos_embedding is true": transformer["use_keyframes_abs_pos_embedding"],
         "use_prompt_adaln_single is false": not transformer["use_prompt_adaln_single"],
     }
-    found = [words for words, is_there in signs.items() if is_there]
-    if found:
+    signs_present = [sign for sign, is_there in signs.items() if is_there]
+    if signs_present:
         raise DitLoraError(
-            f"{model.path} is no LTX-2 or LTX-2.3 ({', '.join(found)}), as LTX-2.5 is none, which is not trained here yet; "
-            "give Lightricks/LTX-2 or diffusers/LTX-2.3-Diffusers"
+            f"{model.path} is no LTX-2 or LTX-2.3 ({', '.join(signs_present)}), as LTX-2.5 is none, which is not "
+            "trained here yet; give Lightricks/LTX-2 or diffusers/LTX-2.3-Diffusers"
         )
 
 
 def _require_fitting(model: ModelConfig, fields: Mapping[str, Any]) -> None:
-    """Refuse latents, patches and text that do not fit."""
+    """Raise `DitLoraError` if latent channels, patches or text projections of the components do not fit together."""
     transformer, vae, connectors, audio = (
         fields[name] for name in ("transformer_config", "vae_config", "connectors", "audio_vae")
     )
+    # The transformer computes positions with these factors, so they must be the VAE's.
     temporal, *sides = transformer["vae_scale_factors"]
+    # A sound token holds all channels of a quarter of the mel bins.
     channels, sounds = vae["latent_channels"], audio["latent_channels"] * (audio["mel_bins"] // 4)
-    wanted: dict[str, Any] = {
+    expected: dict[str, Any] = {
         "in_channels": channels,
         "out_channels": channels,
         "audio_in_channels": sounds,
@@ -116,28 +121,30 @@ def _require_fitting(model: ModelConfig, fields: Mapping[str, Any]) -> None:
         "audio_sampling_rate": audio["sample_rate"],
         "audio_hop_length": audio["mel_hop_length"],
     }
-    wrong = [
+    problems = [
         f"transformer: {name} must be {value}; got {transformer[name]}"
-        for name, value in wanted.items()
+        for name, value in expected.items()
         if transformer[name] != value
     ]
     ratios = vae["spatial_compression_ratio"], vae["temporal_compression_ratio"]
     if (None not in ratios and {*sides} != {ratios[0]}) or ratios[1] not in (None, temporal):
-        wrong.append(
+        problems.append(
             f"transformer: vae_scale_factors {[temporal, *sides]} are not the VAE's, {ratios[1]} and {ratios[0]}"
         )
     projected = transformer["use_prompt_embeddings"]
     if projected == connectors["per_modality_projections"]:
-        wrong.append(
+        problems.append(
             f"connectors: per_modality_projections {connectors['per_modality_projections']} with the transformer's "
             f"use_prompt_embeddings {projected}: one of them projects the text, as in 2.3 or as in 2.0"
         )
-    if wrong:
-        raise DitLoraError(listed(f"{model.path}: the parts of this checkpoint do not fit", wrong))
+    if problems:
+        raise DitLoraError(
+            listed(f"{model.path}: the parts of this checkpoint do not fit", problems)
+        )
 
 
 def _objective(scheduler: Mapping[str, Any]) -> FlowMatching:
-    """Flow matching at the vendor's stretched logit-normal noise levels, shifted by the number of tokens."""
+    """Flow matching with the vendor's stretched logit-normal noise levels, shifted by the number of tokens."""
     shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
     levels = NoiseLevels(density="stretched_logit_normal")
     return FlowMatching(shift, scheduler["num_train_timesteps"], levels)

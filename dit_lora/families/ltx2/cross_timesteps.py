@@ -1,9 +1,10 @@
 """Timesteps of the attention between LTX-2's video and sound.
 
-In the vendor's model, scale and shift of that attention depend on the timesteps of the modality's own tokens, and its gate on
-the other modality's noise level (Lightricks/LTX-2, ltx-core, transformer_args.py, `_prepare_cross_attention_timestep`, since
-28 May 2026; ComfyUI does the same). Diffusers 0.42.1 with `use_cross_timestep=True` takes the other modality's noise level
-for all three. Both agree when the two noise levels are equal and no token is conditioned; in training they differ.
+In the vendor's model, scale and shift of that attention depend on the timesteps of the modality's own tokens, and its
+gate on the other modality's noise level (Lightricks/LTX-2, ltx-core, transformer_args.py,
+`_prepare_cross_attention_timestep`, since 28 May 2026; ComfyUI does the same). Diffusers 0.42.1 with
+`use_cross_timestep=True` takes the other modality's noise level for all three. Both agree when the two noise levels
+are equal and no token is conditioned; in training they differ.
 """
 
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ def own_timesteps_in_cross_attention(transformer: nn.Module) -> Iterator[None]:
         transformer: The LTX-2 transformer, also inside DDP or another wrapper with a `module`.
     """
     model: Any = transformer
+    # Unwrap DDP and similar wrappers.
     while not _is_transformer(model):
         model = model.module
     own_timesteps: dict[str, torch.Tensor] = {}

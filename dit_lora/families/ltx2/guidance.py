@@ -1,4 +1,4 @@
-"""LTX-2's guidances: the pipeline has four of the video and four of its sound."""
+"""LTX-2's guidance: the pipeline has four kinds for the video and four for its sound."""
 
 from typing import Any
 
@@ -14,11 +14,15 @@ _NONE = {
 
 
 def guidances(scale: float, *, perturbed: bool) -> dict[str, Any]:
-    """Return the pipeline's arguments beside `guidance_scale`: its own defaults, all or none.
+    """Pipeline arguments for all guidance other than `guidance_scale`: the pipeline's defaults, or all off.
 
-    Above 1, that is the video's, in the space of clean latents, beside the pipeline's defaults for sound, modalities and
-    perturbed attention; else there is one call a step, as distilled checkpoints want. Without `perturbed` attention (2.0) its
-    call would be the same once more.
+    Above 1, the pipeline's defaults for sound, modalities and perturbed attention apply. Otherwise each step is a
+    single call, as distilled checkpoints need.
+
+    Args:
+        scale: The video's classifier-free guidance, in the space of clean latents.
+        perturbed: True if the transformer has perturbed attention. Without it (2.0), its extra call would only
+            repeat another one.
     """
     if scale <= 1:
         return dict(_NONE)

@@ -1,4 +1,4 @@
-"""Sound of an LTX-2 checkpoint: what its samples' sound is encoded as, and what is made of it again."""
+"""Sound of an LTX-2 checkpoint: its format, its encoder and its training settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,16 +15,16 @@ from dit_lora.families.sound import HearingEncoder
 
 @dataclass(frozen=True, kw_only=True)
 class HearingCheckpoint(FlowCheckpoint):
-    """A checkpoint that may train sound beside video."""
+    """A checkpoint that can train sound together with video."""
 
     audio_vae: Mapping[str, Any]
     """The audio VAE's config."""
     sound: bool = False
-    """True if sound is trained beside the video (`data.sound`)."""
+    """True if sound is trained with the video (`data.sound`)."""
 
     @property
     def sound_format(self) -> SoundFormat | None:
-        """The audio VAE's, where sound is trained."""
+        """The audio VAE's sample rate and channels; None if sound is not trained."""
         config = self.audio_vae
         return SoundFormat(config["sample_rate"], config["in_channels"]) if self.sound else None
 
@@ -35,11 +35,11 @@ class HearingCheckpoint(FlowCheckpoint):
         return {**facts, "audio_vae": self.path / "audio_vae", "audio_transform": SOUND_TRANSFORM}
 
     def load_audio_encoder(self, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
-        """Load the audio VAE; it encodes in fp32 whatever `dtype` is."""
+        """Load the audio VAE. It encodes in fp32 regardless of `dtype`."""
         return audio_encoder(self.path, device)
 
     def hearing(self, encode: VideoEncoder, device: torch.device) -> VideoEncoder:
-        """Return an encoder of clips that encodes their sound too, where that is trained."""
+        """Extend an encoder of clips so that it also encodes their sound, if sound is trained."""
         return HearingEncoder(encode, audio_encoder(self.path, device)) if self.sound else encode
 
     def header(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""LTX-2 image-to-video: the picture is the first latent frame, clean, with a timestep of 0 for its tokens and no loss there.
+"""LTX-2 image-to-video: the image is the first latent frame, clean, at timestep 0 and without loss.
 
-The picture's latents are made by the stock pipeline's own methods (diffusers/pipelines/ltx2/pipeline_ltx2_image2video.py),
-compressed as a video's frame before, as it does.
+The stock pipeline's own methods encode the image (diffusers/pipelines/ltx2/pipeline_ltx2_image2video.py). As there, it
+is first compressed like a frame of a video.
 
 Shapes: B batch, C latent channels, F latent frames, H and W latent size, S video tokens (F H W).
 """
@@ -33,7 +33,7 @@ IMAGE_TRANSFORM = f"ltx2-i2v-1: H.264 at CRF {_CRF}, the pipeline's preprocessin
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
-    """One LTX-2 or LTX-2.3 checkpoint as image-to-video."""
+    """An LTX-2 or LTX-2.3 checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTX2ImageToVideoPipeline
     takes: ClassVar[tuple[str, ...]] = (*LTX2Checkpoint.takes, *FirstTokensCheckpoint.takes)
@@ -48,7 +48,7 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """The clip's latents, and `image_latents` (C, 1, H, W), those of its picture; both normalised, in fp32."""
+        """Load the VAE in fp32. Samples keep the clip's latents and its image's (C, 1, H, W), both normalised."""
         vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
         processor = VideoProcessor(vae_scale_factor=vae.spatial_compression_ratio)
 
@@ -62,7 +62,7 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
         return self.hearing(encode, device)
 
     def _latents(self, vae: Any, image: torch.Tensor) -> torch.Tensor:
-        """Return what the pipeline puts in front (C, 1, H, W), by its own method: of one frame, the picture is all."""
+        """The image's latents (C, 1, H, W), made by the pipeline's own method for a video of one frame."""
         facts: Any = SimpleNamespace(
             vae=vae,
             vae_spatial_compression_ratio=vae.spatial_compression_ratio,
@@ -82,7 +82,8 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
             num_frames=1,
             dtype=torch.float32,
             device=image.device,
-            generator=torch.Generator().manual_seed(0),  # it draws noise, and leaves none
+            # Required by the method, but with a single frame none of the noise remains.
+            generator=torch.Generator().manual_seed(0),
         )
         grid = (side // vae.spatial_compression_ratio for side in (height, width))
         return self.pipeline_class._unpack_latents(tokens, 1, *grid)[0]
@@ -90,7 +91,7 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The clip's own, with the picture's in front where it is given."""
+        """The clip's latents, with the first frame replaced by the image for samples that keep it."""
         return self.with_picture(super().clean_latents(batch, given), batch, given)
 
     def predict(
@@ -100,7 +101,7 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the velocity behind the picture's tokens; one call equals one of the stock pipeline's."""
+        """Predict the velocity with the image's tokens in the first frame; equal to one call of the stock pipeline."""
         return super().predict(transformer, self.with_picture(noisy, batch, {}), timesteps, batch)
 
     def picture_tokens(

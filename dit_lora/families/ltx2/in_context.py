@@ -1,10 +1,10 @@
-"""LTX-2 in context, as an IC-LoRA is trained: a reference clip's latents stand behind the video's, as tokens with places of their own.
+"""LTX-2 in context (IC-LoRA training): a reference clip's latents follow the video's as further tokens.
 
-They are clean, with a timestep of 0 and no loss there. Clips are made ready, placed and denoised by the stock pipeline
-(diffusers/pipelines/ltx2/pipeline_ltx2_ic_lora.py). Noise levels depend on the video's own tokens alone, as in the vendor's
-trainer (training_strategies/video_to_video.py).
+The reference's tokens have positions of their own. They are clean, at timestep 0 and without loss. The stock pipeline
+preprocesses, positions and denoises them (diffusers/pipelines/ltx2/pipeline_ltx2_ic_lora.py). Noise levels depend only
+on the number of the video's tokens, as in the vendor's trainer (training_strategies/video_to_video.py).
 
-Shapes: B batch, C latent channels, F latent frames, H and W latent size, S video tokens (F H W), R tokens of the reference.
+Shapes: B batch, C latent channels, F latent frames, H and W latent size, S video tokens (F H W), R reference tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from dit_lora.numerics.streams import moved
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2InContextCheckpoint(LTX2Checkpoint):
-    """One LTX-2 or LTX-2.3 checkpoint that makes a video from a reference clip."""
+    """An LTX-2 or LTX-2.3 checkpoint that generates a video from a reference clip."""
 
     pipeline_class: ClassVar[Any] = LTX2InContextPipeline
     trained: VideoShape | None = None
@@ -43,8 +43,9 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         return References(1, 1, self._reference_shape, clips=True)
 
     def downscale(self, shape: VideoShape) -> int:
-        """Return the pipeline's `reference_downscale_factor`: the least that `data.reference_resolution` leaves."""
+        """The pipeline's `reference_downscale_factor`: the smallest that satisfies `data.reference_resolution`."""
         factor, side = 1, self.reference_resolution
+        # The smallest integer factor that brings the reference down to `side` squared pixels.
         while side is not None and shape.height * shape.width > (side * factor) ** 2:
             factor += 1
         return factor
@@ -54,37 +55,43 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         return VideoShape(shape.frames, shape.height // factor, shape.width // factor)
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        """Refuse sides that the downscale does not divide into whole tokens: the reference's places would not be the video's."""
-        wrong, factor = super().wrong_shape(shape), self.downscale(shape)
+        """Also reject sides that the downscale factor does not divide into whole tokens.
+
+        Otherwise the reference's positions would not match the video's.
+        """
+        problems, factor = super().wrong_shape(shape), self.downscale(shape)
+        # The reference, `factor` times smaller, must have whole tokens too.
         step = self.side_step * factor
-        if wrong or not (shape.height % step or shape.width % step):
-            return wrong
+        if problems or not (shape.height % step or shape.width % step):
+            return problems
         return [
             f"data.reference_resolution {self.reference_resolution} makes references {factor} times smaller than "
             f"{shape.width} x {shape.height}, whose sides must then be multiples of {step}"
         ]
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Check the shape with `data.reference_resolution` too."""
+        """Check the shape again with `data.reference_resolution` applied."""
         fitting = super().for_recipe(recipe)
         shape = VideoShape.of(recipe.data)
         fitting.check_shape(shape)
         return replace(fitting, trained=shape)
 
     def header(self) -> dict[str, Any]:
-        """Say too how many times smaller references were, by the name that other programs look for."""
-        said = super().header()
-        return said if self.trained is None else {**said, DOWNSCALE: self.downscale(self.trained)}
+        """Add the downscale factor of references, under the name that other programs read."""
+        header = super().header()
+        return (
+            header if self.trained is None else {**header, DOWNSCALE: self.downscale(self.trained)}
+        )
 
     def notes(self, recipe: Recipe) -> list[str]:
         factor = self.downscale(VideoShape.of(recipe.data))
-        said = f"references: one clip a sample, with reference_downscale_factor={factor} in the pipeline"
-        return [*super().notes(recipe), said]
+        note = f"references: one clip a sample, with reference_downscale_factor={factor} in the pipeline"
+        return [*super().notes(recipe), note]
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """The clip's latents, and those of its reference; both normalised, in fp32."""
+        """Load the VAE in fp32. Samples keep the normalised latents of the clip and of its reference."""
         vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
         if not self.sound:
             return _Encoder(self, vae)
@@ -94,32 +101,37 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         return {**super().arguments(shape), DOWNSCALE: self.downscale(shape)}
 
     def reference_arguments(self, how: Sampling) -> dict[str, Any]:
-        """Return the clip, read as a training sample's is: the pipeline scales it down by itself."""
+        """The reference clip, read as in training; the pipeline scales it down."""
         fps = how.fps or self.frame_rate
         clips = read_clips(self.path.name, self.references, how.references, how.shape, fps)
-        given = [LTX2ReferenceCondition(frames=_pictures(clip)) for clip in clips]
-        return {"reference_conditions": given}
+        conditions = [LTX2ReferenceCondition(frames=_pictures(clip)) for clip in clips]
+        return {"reference_conditions": conditions}
 
     def in_context(self, call: dict[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the transformer's arguments with the reference's tokens behind the video's (B, S + R, C)."""
+        """The transformer's arguments with the reference's tokens after the video's, (B, S + R, C)."""
         latents, tokens, timesteps = latents_of(batch), call["hidden_states"], call["timestep"]
-        given = [self.pipeline_class._pack_latents(one.float()) for one in latents]
-        behind = torch.cat(given, dim=1).to(tokens.dtype)
-        places = [self._places(batch["latent_mean"], 1)]
-        # Their own sizes say how many times smaller they are.
+        reference_tokens = [self.pipeline_class._pack_latents(latent.float()) for latent in latents]
+        behind = torch.cat(reference_tokens, dim=1).to(tokens.dtype)
+        positions = [self._places(batch["latent_mean"], 1)]
+        # The latents' widths tell how many times smaller the references are.
         width = batch["latent_mean"].shape[-1]
-        places += [self._places(one, width // one.shape[-1]) for one in latents]
+        positions += [self._places(latent, width // latent.shape[-1]) for latent in latents]
         rows = len(tokens)
-        own = timesteps[:, None].expand(-1, tokens.shape[1])
+        token_timesteps = timesteps[:, None].expand(-1, tokens.shape[1])
         return {
             **call,
             "hidden_states": torch.cat([tokens, behind], dim=1),
-            "timestep": torch.cat([own, own.new_zeros(rows, behind.shape[1])], dim=1),
-            "video_coords": moved(torch.cat(places, dim=2), tokens.device).expand(rows, -1, -1, -1),
+            # Timesteps per token: the step's for the video, 0 for the clean reference.
+            "timestep": torch.cat(
+                [token_timesteps, token_timesteps.new_zeros(rows, behind.shape[1])], dim=1
+            ),
+            "video_coords": moved(torch.cat(positions, dim=2), tokens.device).expand(
+                rows, -1, -1, -1
+            ),
         }
 
     def _places(self, latents: torch.Tensor, factor: int) -> torch.Tensor:
-        """Return where tokens begin and end in seconds and the video's pixels, (1, 3, F H W, 2); by the transformer's own rule."""
+        """Start and end of tokens in seconds and in the video's pixels, (1, 3, F H W, 2), as in the transformer."""
         config = self.transformer_config
         rope: Any = SimpleNamespace(
             patch_size=config["patch_size"],
@@ -128,11 +140,12 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
             causal_offset=config["causal_offset"],
         )
         frames, height, width = latents.shape[-3:]
-        places = LTX2AudioVideoRotaryPosEmbed.prepare_video_coords(
+        positions = LTX2AudioVideoRotaryPosEmbed.prepare_video_coords(
             rope, 1, frames, height, width, torch.device("cpu"), fps=self.frame_rate
         )
-        places[:, 1:] *= factor
-        return places
+        # Axes 1 and 2 are height and width: spread the smaller reference over the video's area.
+        positions[:, 1:] *= factor
+        return positions
 
 
 @dataclass(frozen=True)
@@ -148,20 +161,20 @@ class _Encoder:
 
     @torch.no_grad()
     def references(self, given: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
-        return named([self._latents(one, shape) for one in given])
+        return named([self._latents(clip, shape) for clip in given])
 
     def _latents(self, clip: torch.Tensor, shape: VideoShape) -> torch.Tensor:
-        """Return what the pipeline puts behind the video (C, F, H, W), by its own method."""
+        """The reference's latents (C, F, H, W), made by the pipeline's own method."""
         vae, pipeline = self.vae, self.checkpoint.pipeline_class
-        ratio, kept = vae.spatial_compression_ratio, []
+        ratio, frames = vae.spatial_compression_ratio, []
 
         def keep(latents: torch.Tensor, *_sizes: int) -> torch.Tensor:
-            kept.append(latents)
+            frames.append(latents)
             return pipeline._pack_latents(latents)
 
         facts: Any = SimpleNamespace(
             vae=vae,
-            # As its constructor makes it.
+            # The same as in the pipeline's constructor.
             video_processor=VideoProcessor(vae_scale_factor=ratio, resample="bilinear"),
             transformer_spatial_patch_size=1,
             transformer_temporal_patch_size=1,
@@ -179,13 +192,14 @@ class _Encoder:
             dtype=torch.float32,
             device=next(vae.parameters()).device,
         )
-        (latents,) = kept
+        # The method packs exactly once, so `keep` has seen one tensor.
+        (latents,) = frames
         return latents[0]
 
 
 @dataclass(frozen=True)
 class _HearingEncoder(_Encoder):
-    """Encodes the clips' own sound too."""
+    """Also encodes the sound of clips."""
 
     encode_sound: AudioEncoder
 
@@ -194,12 +208,12 @@ class _HearingEncoder(_Encoder):
 
 
 class _NoPlaces:
-    """Stands in the place of the transformer's rope where a reference is encoded: a batch finds places when it is used."""
+    """Replaces the transformer's RoPE while a reference is encoded: positions are computed per batch instead."""
 
     def prepare_video_coords(self, **_sizes: Any) -> torch.Tensor:
         return torch.zeros(1, 3, 0, 2)
 
 
 def _pictures(clip: torch.Tensor) -> list[Any]:
-    """Return uint8 (frames, 3, height, width) as the pipeline takes frames."""
+    """Convert uint8 (frames, 3, height, width) to the PIL images that the pipeline takes as frames."""
     return [as_picture(frame) for frame in clip]

@@ -1,10 +1,13 @@
-"""Layers of LTX-2's blocks by name: of the video, and of its sound."""
+"""Names of the layers in LTX-2's blocks, for video and for sound."""
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-"""Layers of every attention: with sound, all of them are adapted (Lightricks/LTX-2, ltx-trainer, docs/configuration-reference.md)."""
+"""Adapted layers of an attention. With sound, all attentions are adapted.
+
+Source: Lightricks/LTX-2, ltx-trainer, docs/configuration-reference.md.
+"""
 SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 
 
@@ -20,12 +23,12 @@ OF_BLOCKS = (*_layers(("attn1", "attn2"), "ff"), *_OF_SOUND)
 
 
 def refuse_what_hears(recipe: Recipe) -> None:
-    """Raise `DitLoraError` if layers of sound would train where no sound is: no gradient reaches them."""
+    """Raise `DitLoraError` if layers for sound would train without sound: they get no gradient."""
     groups = recipe.optim.groups
     if recipe.train.mode == "full" or groups.connector is not None or groups.backbone is not None:
         raise DitLoraError(
-            "train.mode: full and optim.groups.connector or backbone train the layers of sound too, which get no gradient "
-            "without it; set data.sound: true, or train an adapter alone"
+            "train.mode: full and optim.groups.connector or backbone train the layers of sound too, which get no "
+            "gradient without it; set data.sound: true, or train an adapter alone"
         )
     deaf = [
         target
@@ -34,6 +37,6 @@ def refuse_what_hears(recipe: Recipe) -> None:
     ]
     if deaf:
         raise DitLoraError(
-            f"lora.targets: {', '.join(deaf)} adapts layers of sound too, which get no gradient without it; name the video's "
-            f"(attn1.to_q, attn2.to_q, ff.net.2), or set data.sound: true"
+            f"lora.targets: {', '.join(deaf)} adapts layers of sound too, which get no gradient without it; name the "
+            f"video's (attn1.to_q, attn2.to_q, ff.net.2), or set data.sound: true"
         )

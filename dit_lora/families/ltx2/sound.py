@@ -1,8 +1,8 @@
 """LTX-2's sound: from a waveform to the latents that the transformer is trained on.
 
-Diffusers has the audio VAE's encoder, but not the mel spectrogram that it takes, as its pipelines only decode. Source of
-that: Lightricks/LTX-2, ltx-core, model/audio_vae/ops.py (AudioProcessor: torchaudio's MelSpectrogram with Slaney's scale
-and norm, of magnitudes, then the logarithm) and model_configurator.py (its 1,024 points).
+Diffusers has the audio VAE's encoder, but not the mel spectrogram that it takes, because its pipelines only decode.
+The spectrogram follows Lightricks/LTX-2, ltx-core, model/audio_vae/ops.py (AudioProcessor: torchaudio's MelSpectrogram
+with Slaney's scale and norm, of magnitudes, then the logarithm) and model_configurator.py (its 1,024 points).
 
 Shapes: N samples, T columns of the spectrogram, M mel bins, L tokens of sound, W their width.
 """
@@ -19,28 +19,28 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors
 
-_POINTS = 1024  # of the Fourier transform and its window
+_POINTS = 1024  # size of the Fourier transform and its window
 _LEAST = 1e-5
 SOUND_TRANSFORM = "ltx2-sound-1: log mel of 1,024 points, posterior mean, normalised by the VAE's own statistics, fp32"
 
 
 class AudioEncoder(Protocol):
-    """Sound to the tensors that the cache keeps for a sample."""
+    """Encodes sound into the tensors that are cached for a sample."""
 
     def __call__(self, waveform: torch.Tensor, rate: int) -> Tensors:
-        """`waveform` (channels, N) in floating point from -1 to 1, at that many samples a second."""
+        """Encode a floating point `waveform` (channels, N) from -1 to 1, at `rate` samples per second."""
 
 
 def audio_tokens(config: Mapping[str, Any], seconds: float) -> int:
-    """Count the tokens that the pipeline gives a video of that length (pipeline_ltx2.py, __call__)."""
+    """Number of sound tokens that the pipeline uses for a video of this length (pipeline_ltx2.py, __call__)."""
     per_second = config["sample_rate"] / config["mel_hop_length"] / 4  # LATENT_DOWNSAMPLE_FACTOR
     return round(seconds * per_second)
 
 
 def audio_encoder(path: Path, device: torch.device) -> AudioEncoder:
-    """Load the audio VAE of a checkpoint: it keeps `audio_latent_mean`, normalised tokens (L, W).
+    """Load a checkpoint's audio VAE. Samples keep `audio_latent_mean`, normalised tokens (L, W).
 
-    It encodes in fp32, as the vendor's trainer, which takes the posterior's mean too.
+    It encodes in fp32 and keeps the posterior's mean, like the vendor's trainer.
     """
     vae: Any = load_pretrained(
         AutoencoderKLLTX2Audio,
@@ -54,7 +54,7 @@ def audio_encoder(path: Path, device: torch.device) -> AudioEncoder:
     @torch.no_grad()
     def encode_audio(waveform: torch.Tensor, rate: int) -> Tensors:
         _check(waveform, rate, config)
-        # As many tokens as samples have: the spectrogram has a column at either end.
+        # The spectrogram has an extra column at either end: keep as many tokens as the pipeline uses.
         tokens = audio_tokens(config, waveform.shape[1] / rate)
         mel = log_mel(waveform.to(device).float(), config)
         latents = vae.encode(mel[None]).latent_dist.mode()
@@ -68,7 +68,7 @@ def audio_encoder(path: Path, device: torch.device) -> AudioEncoder:
 
 
 def log_mel(waveform: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
-    """Return the logarithm of the mel spectrogram (channels, T, M) of a waveform (channels, N), T = N // hop + 1."""
+    """Logarithm of the mel spectrogram, (channels, T, M) with T = N // hop + 1, of a waveform (channels, N)."""
     rate, hop = config["sample_rate"], config["mel_hop_length"]
     window = torch.hann_window(_POINTS, device=waveform.device)
     spectrum = torch.stft(
@@ -83,19 +83,20 @@ def log_mel(waveform: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
         norm="slaney",
         mel_scale="slaney",
     )
+    # (channels, bins, T) -> (channels, T, bins), then the filters reduce bins to M.
     mel = spectrum.mT @ torch.from_numpy(filters).to(spectrum)
     return mel.clamp(min=_LEAST).log()
 
 
 def _check(waveform: torch.Tensor, rate: int, config: Mapping[str, Any]) -> None:
-    """Raise `DitLoraError` for a waveform that this audio VAE does not take."""
-    channels, wanted = config["in_channels"], config["sample_rate"]
+    """Raise `DitLoraError` if the audio VAE does not accept this waveform."""
+    channels, expected_rate = config["in_channels"], config["sample_rate"]
     fits = waveform.ndim == 2 and len(waveform) == channels and waveform.is_floating_point()
-    if not fits or rate != wanted:
+    if not fits or rate != expected_rate:
         raise DitLoraError(
-            f"LTX-2's audio VAE takes a waveform ({channels}, samples) in floating point at {wanted} samples a second; got "
-            f"{tuple(waveform.shape)} in {str(waveform.dtype).removeprefix('torch.')} at {rate}; resample it, and give "
-            "one channel twice"
+            f"LTX-2's audio VAE takes a waveform ({channels}, samples) in floating point at {expected_rate} samples "
+            f"a second; got {tuple(waveform.shape)} in {str(waveform.dtype).removeprefix('torch.')} at {rate}; "
+            "resample it, and give one channel twice"
         )
     if waveform.shape[1] <= _POINTS // 2:
         raise DitLoraError(

@@ -1,11 +1,11 @@
-"""LTX-2 text-to-video: flow matching on tokens of video, and of sound where that is trained too.
+"""LTX-2 text-to-video: flow matching on tokens of video, and of sound if it is trained too.
 
-Prompts, packing, normalisation, the shift and denoising are the stock pipeline's own code, called here
-(diffusers/pipelines/ltx2/pipeline_ltx2.py). Without sound, video does not attend to it: a training step is the call that
-the pipeline makes for its modality guidance, `isolate_modalities`.
+Prompts, packing, normalisation, the shift and denoising call the stock pipeline's own code
+(diffusers/pipelines/ltx2/pipeline_ltx2.py). Without sound, the video does not attend to any: a training step is the
+call that the pipeline makes for its modality guidance, `isolate_modalities`.
 
-Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W latent size, S video tokens (F H W),
-L tokens of sound and A their width.
+Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W latent size, S video tokens (F H W), L
+tokens of sound and A their width.
 """
 
 import inspect
@@ -50,21 +50,21 @@ from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput, mean_squared_error
 from dit_lora.numerics.streams import Draws, Streams, moved, normal
 
-PIPELINE_MULTIPLE = 32  # check_inputs of both pipelines, whatever the autoencoder
+PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any autoencoder
 
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2Checkpoint(HearingCheckpoint):
-    """One LTX-2 or LTX-2.3 checkpoint as text-to-video."""
+    """An LTX-2 or LTX-2.3 checkpoint for text-to-video."""
 
     scheduler: Mapping[str, Any]
-    """The scheduler's config, filled up with its defaults."""
+    """The scheduler's config, filled with its class's defaults."""
     connectors: Mapping[str, Any]
     """The connectors' config."""
     fps: float | None = None
-    """Frames a second: positions are in seconds. None for the pipeline's default."""
+    """Frames per second: positions are in seconds. None for the pipeline's default."""
     task_given: bool = False
-    """True where the recipe chose another task than the checkpoint's own pipeline has."""
+    """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = LTX2Pipeline
     transformer_class: ClassVar[Any] = LTX2VideoTransformer3DModel
     after_text_encoder: ClassVar[Mapping[str, Any]] = {"connectors": LTX2TextConnectors}
@@ -75,7 +75,7 @@ class LTX2Checkpoint(HearingCheckpoint):
 
     @property
     def distilled(self) -> bool:
-        """Return true if it makes videos in few steps: its scheduler does not shift by size, as the base's does."""
+        """True if it generates videos in few steps: its scheduler does not shift by size, unlike the base model's."""
         return not self.scheduler["use_dynamic_shifting"]
 
     @property
@@ -84,11 +84,11 @@ class LTX2Checkpoint(HearingCheckpoint):
 
     @property
     def text_tokens(self) -> int:
-        """The number of tokens of every caption: the pipeline's default."""
+        """Number of tokens of every caption: the pipeline's default."""
         return self.default_of("max_sequence_length")
 
     def default_of(self, argument: str) -> Any:
-        """Return the default of an argument of the pipeline's own call."""
+        """Default value of an argument of the pipeline's `__call__`."""
         return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
 
     @property
@@ -97,19 +97,22 @@ class LTX2Checkpoint(HearingCheckpoint):
         return lcm(PIPELINE_MULTIPLE, *sides)
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        """Frames are 8n + 1: the pipeline drops those beyond, without a word."""
+        """Frames must be 8n + 1: the pipeline silently drops the rest."""
         temporal = self.transformer_config["vae_scale_factors"][0]
         return [*wrong_sides(shape, self.side_step), *wrong_frames(shape.frames, temporal)]
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Take frames a second, which positions depend on, and sound; refuse a distilled base, and what would get no gradient."""
+        """Apply frames per second, which set positions, and sound.
+
+        Raises `DitLoraError` for a distilled base model and for layers that would get no gradient.
+        """
         fitting = super().for_recipe(recipe)
         data = recipe.data
         if self.distilled and not recipe.lora.under:
             raise DitLoraError(
-                f"{self.path.name} is step-distilled (its scheduler does not shift by size), and training on it undoes that; "
-                "train its base, whose adapter loads into both, and sample from this one with validation.model; or give an "
-                "adapter that undoes it in lora.under"
+                f"{self.path.name} is step-distilled (its scheduler does not shift by size), and training on it "
+                "undoes that; train its base, whose adapter loads into both, and sample from this one with "
+                "validation.model; or give an adapter that undoes it in lora.under"
             )
         steps = recipe.validation.inference_steps
         require_steps(self.scheduler, steps, "validation.inference_steps")
@@ -118,7 +121,7 @@ class LTX2Checkpoint(HearingCheckpoint):
         return replace(fitting, fps=data.fps, sound=data.sound)
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
-        """Return attention's layers of the video alone, or with sound all of them."""
+        """The video's attention layers, or all attention layers if sound is trained."""
         return ATTENTION if self.sound else tuple(defaults)
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
@@ -126,23 +129,24 @@ class LTX2Checkpoint(HearingCheckpoint):
         return replace(super().with_header(made), fps=fps)
 
     def notes(self, recipe: Recipe) -> list[str]:
-        said = super().notes(recipe)
+        notes = super().notes(recipe)
         if self.sound:
             return [
-                *said,
+                *notes,
                 "sound: trained beside the video, at noise levels of its own; samples have it",
             ]
         return [
-            *said,
-            "sound: not trained (data.sound). Video does not attend to sound in training, and does in the pipeline, whose "
-            "sound is left out of samples",
+            *notes,
+            "sound: not trained (data.sound). Video does not attend to sound in training, and does in the pipeline, "
+            "whose sound is left out of samples",
         ]
 
     def text_limit(self) -> TextLimit:
         return text_limit(self.path, self.text_tokens)
 
     def text_facts(self) -> Mapping[str, Any]:
-        # What is cached passed the connectors, which differ between 2.0 and 2.3 beside one text encoder.
+        # The cached tensors come from the connectors, which differ between 2.0 and 2.3 although the text encoder is
+        # the same.
         folder = self.path / "connectors"
         return {**super().text_facts(), "connectors": folder, "tokens": self.text_tokens}
 
@@ -162,22 +166,22 @@ class LTX2Checkpoint(HearingCheckpoint):
         return int(heads * width)
 
     def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """Load the pipeline with its text encoder and connectors alone."""
-        others = dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
+        """Load the pipeline with only its text encoder and connectors."""
+        components = dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
         return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **others
+            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **components
         ).to(device)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Gemma and the connectors as the pipeline uses them."""
+        """Load Gemma and the connectors as the pipeline uses them."""
         return connected(self.text_pipeline(dtype, device), self.text_tokens, device)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior's mean, normalised, (C, F, H, W), which the vendor's trainer takes too.
+        """Load the VAE. Samples keep the posterior's normalised mean, (C, F, H, W), as in the vendor's trainer.
 
-        It encodes in fp32 whatever `dtype` is.
+        It encodes in fp32 regardless of `dtype`.
         """
         vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
 
@@ -188,13 +192,13 @@ class LTX2Checkpoint(HearingCheckpoint):
         return self.hearing(encode, device)
 
     def encoded(self, vae: Any, pixels: torch.Tensor) -> Tensors:
-        """Return a clip's latents as the cache keeps them, normalised by what the VAE's weights hold."""
+        """A clip's latents as they are cached, normalised with the statistics in the VAE's weights."""
         mean = encode_video(vae, pixels)["latent_mean"]
         factor = vae.config.scaling_factor
-        whole = self.pipeline_class._normalize_latents(
+        latents = self.pipeline_class._normalize_latents(
             mean[None], vae.latents_mean, vae.latents_std, factor
         )
-        return {"latent_mean": whole[0]}
+        return {"latent_mean": latents[0]}
 
     def mu(self, size: torch.Size) -> float:
         """Logarithm of the shift: the scheduler's line through 1,024 and 4,096 tokens, extended on both sides.
@@ -204,9 +208,9 @@ class LTX2Checkpoint(HearingCheckpoint):
         return mu_by_tokens(self.scheduler, prod(size[1:]))
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        """Return the draws of any flow matching, with noise for tokens (S, C); those of sound beside them.
+        """The random tensors of flow matching, with noise for tokens (S, C), and those of sound if it is trained.
 
-        Sound has a noise level of its own, by its own number of tokens, as in the vendor's trainer (flexible.py).
+        Sound has its own noise level, shifted by its own number of tokens, as in the vendor's trainer (flexible.py).
         """
         channels, *grid = batch["latent_mean"].shape[1:]
         video: Draws = {
@@ -230,11 +234,11 @@ class LTX2Checkpoint(HearingCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Packed, (B, S, C): they are normalised already."""
+        """Packed latents, (B, S, C). The cached ones are already normalised."""
         return LTX2Pipeline._pack_latents(batch["latent_mean"].float())
 
     def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Packed as the latents are, (B, S, C): of the video alone, as sound has no places in a picture."""
+        """Loss weights from masks, packed like the video's latents, (B, S, C). Sound is never masked."""
         latents = batch["latent_mean"]
         weights = loss_weights(batch, self.mask_floor, latents)
         return None if weights is None else LTX2Pipeline._pack_latents(weights.expand_as(latents))
@@ -242,29 +246,32 @@ class LTX2Checkpoint(HearingCheckpoint):
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
-        """Velocity losses; with sound, each sample's mean over its video and its mean over its sound, added up.
+        """Velocity loss of each sample; with sound, the sum of its mean over video and its mean over sound.
 
-        The vendor's trainer adds them so (flexible.py, compute_loss). Timesteps are the video's.
+        The vendor's trainer adds them in the same way (flexible.py, compute_loss). The reported timesteps are the
+        video's.
         """
         if not self.sound:
             return super().losses(transformer, batch, streams)
-        given = streams.drawn(self.draws(batch), batch["latent_mean"].device)
-        objective, sigmas = self.objective, given["timestep"]
-        clean, known = self.clean_latents(batch, given), self.known(batch, given)
-        noisy = objective.add_noise(clean, given["noise"], sigmas)
-        if known is not None:
-            noisy = torch.where(known > 0, clean, noisy)
-        sound, levels = batch["audio_latent_mean"].float(), given["audio_timestep"]
+        draws = streams.drawn(self.draws(batch), batch["latent_mean"].device)
+        objective, sigmas = self.objective, draws["timestep"]
+        clean, conditioning_mask = self.clean_latents(batch, draws), self.known(batch, draws)
+        noisy = objective.add_noise(clean, draws["noise"], sigmas)
+        if conditioning_mask is not None:
+            noisy = torch.where(conditioning_mask > 0, clean, noisy)
+        # Sound has its own noise and noise levels.
+        sound, levels = batch["audio_latent_mean"].float(), draws["audio_timestep"]
         heard = {
             **batch,
-            "audio_noisy": objective.add_noise(sound, given["audio_noise"], levels),
+            "audio_noisy": objective.add_noise(sound, draws["audio_noise"], levels),
             "audio_timestep": levels * self.train_timesteps,
         }
         timesteps = sigmas * self.train_timesteps
-        video, audio = self.velocities(transformer, noisy, timesteps, heard, given)
-        target = objective.target(clean, given["noise"])
-        losses = mean_squared_error(video, target, self._weights(batch, known))
-        losses = losses + mean_squared_error(audio, objective.target(sound, given["audio_noise"]))
+        video, audio = self.velocities(transformer, noisy, timesteps, heard, draws)
+        target = objective.target(clean, draws["noise"])
+        losses = mean_squared_error(video, target, self._weights(batch, conditioning_mask))
+        # Each term is a mean, so video and sound have equal weight whatever their numbers of tokens.
+        losses = losses + mean_squared_error(audio, objective.target(sound, draws["audio_noise"]))
         return LossOutput(losses, objective.reported(sigmas))
 
     def predict(
@@ -274,7 +281,7 @@ class LTX2Checkpoint(HearingCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the velocity of packed latents (B, S, C); one call equals one of the stock pipeline's."""
+        """Predict the velocity of packed latents (B, S, C); equal to one call of the stock pipeline."""
         return self.velocities(transformer, noisy, timesteps, batch, {})[0]
 
     def drawn_prediction(
@@ -295,19 +302,20 @@ class LTX2Checkpoint(HearingCheckpoint):
         batch: Mapping[str, torch.Tensor],
         given: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the velocities of video (B, S, C) and sound (B, L, A) in one call.
+        """Predict the velocities of video (B, S, C) and sound (B, L, A) in one call.
 
-        Of a batch without `audio_noisy` and `audio_timestep`, video alone: it attends to no sound, and the one token of
-        that, which the transformer has to be given, changes none of its bits.
+        A batch without `audio_noisy` and `audio_timestep` predicts only the video. The transformer requires at least
+        one sound token, but the video does not attend to it, so its value does not change a bit of the video.
         """
         text, mask = cut_text(batch["prompt_embeds"], batch["prompt_attention_mask"])
         of_sound, _ = cut_text(batch["audio_prompt_embeds"], batch["prompt_attention_mask"])
         frames, height, width = batch["latent_mean"].shape[2:]
         audio, audio_timesteps = batch.get("audio_noisy"), batch.get("audio_timestep")
-        alone = audio is None
+        without_audio = audio is None
         mask = None if mask is None else moved(mask.long(), text.device)
         if audio is None:
             channels = self.transformer_config["audio_in_channels"]
+            # A placeholder of one sound token, which the video does not attend to.
             audio = noisy.new_zeros(len(noisy), 1, channels)
             of_sound = of_sound[:, :1]
         call: dict[str, Any] = {
@@ -320,24 +328,27 @@ class LTX2Checkpoint(HearingCheckpoint):
             "sigma": timesteps,
             "audio_sigma": audio_timesteps,
             "encoder_attention_mask": mask,
-            "audio_encoder_attention_mask": None if alone else mask,
+            "audio_encoder_attention_mask": None if without_audio else mask,
             "num_frames": frames,
             "height": height,
             "width": width,
             "fps": self.frame_rate,
             "audio_num_frames": audio.shape[1],
-            "isolate_modalities": alone,
+            "isolate_modalities": without_audio,
             "use_cross_timestep": True,
             "return_dict": False,
         }
         # Without sound there is no attention between the modalities.
-        cross_timesteps = nullcontext() if alone else own_timesteps_in_cross_attention(transformer)
+        cross_timesteps = (
+            nullcontext() if without_audio else own_timesteps_in_cross_attention(transformer)
+        )
         with cross_timesteps:
             video, sound = transformer(**self.in_context(call, batch))
+        # Drop the output for tokens that `in_context` added.
         return video[:, : noisy.shape[1]], sound
 
     def in_context(self, call: dict[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the transformer's arguments with what stands behind the video's tokens."""
+        """The transformer's arguments with further tokens after the video's. There are none here."""
         return call
 
     def token_timesteps(
@@ -346,14 +357,14 @@ class LTX2Checkpoint(HearingCheckpoint):
         batch: Mapping[str, torch.Tensor],
         given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the timesteps that the video's tokens are told: one a sample (B,), or one a token (B, S)."""
+        """Timesteps of the video's tokens: one per sample (B,), or one per token (B, S)."""
         return timesteps
 
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
-        without = {} if text else {"connectors": None}
-        return self._load_pipeline(dtype, transformer, text, **without)
+        components = {} if text else {"connectors": None}
+        return self._load_pipeline(dtype, transformer, text, **components)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         return {"prompt": prompt} if isinstance(prompt, str) else encoded_prompt(prompt, empty)
@@ -367,11 +378,11 @@ class LTX2Checkpoint(HearingCheckpoint):
         }
 
     def settings(self, how: Sampling) -> dict[str, Any]:
-        """Return frames a second, and the guidances beside `guidance_scale`; refuse a single step where that gives NaN."""
+        """Frames per second and guidance. Raises `DitLoraError` for a single step if its timestep would be NaN."""
         require_steps(self.scheduler, how.inference_steps, f"{self.path.name}: inference steps")
-        given = {} if how.fps is None else {"frame_rate": float(how.fps)}
+        rate = {} if how.fps is None else {"frame_rate": float(how.fps)}
         perturbed = self.transformer_config["perturbed_attn"]
-        return given | guidances(how.guidance_scale, perturbed=perturbed)
+        return rate | guidances(how.guidance_scale, perturbed=perturbed)
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         with connectors_passed(pipeline, conditions, self._text_width("video")):
@@ -385,14 +396,14 @@ class LTX2Checkpoint(HearingCheckpoint):
         heard: list[torch.Tensor] = []
 
         def called(**arguments: Any) -> Any:
-            made = pipeline(**arguments)
-            heard.extend(made.audio)
-            return made
+            output = pipeline(**arguments)
+            heard.extend(output.audio)
+            return output
 
         with connectors_passed(pipeline, conditions, self._text_width("video")):
             video = super().generate(called, conditions, how)
         return video, Sound(heard[0], pipeline.vocoder.config.output_sampling_rate)
 
     def index_changes(self) -> dict[str, Any]:
-        """The pipeline, where another task was trained than the checkpoint's own."""
+        """The pipeline class, if another task than the checkpoint's was trained."""
         return {"_class_name": self.pipeline_class.__name__} if self.task_given else {}

@@ -1,4 +1,4 @@
-"""Tiny LTX-2 pipelines with random weights, of both generations: 2.0, and 2.3 with gates, modulated text and no projection of captions."""
+"""Tiny random LTX-2 pipelines of both generations: 2.0, and 2.3 with gates, modulated text, unprojected captions."""
 
 import string
 from pathlib import Path
@@ -19,13 +19,13 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GemmaToke
 LATENT_CHANNELS = 8
 _TEXT_WIDTH, _TEXT_LAYERS = 16, 2
 _MEL_BINS, _AUDIO_CHANNELS = 16, 4
-# A token of sound is all channels of a mel spectrogram's column, four times fewer bins: also the audio VAE's base width.
+# A sound token holds all channels of a column with a quarter of the mel bins. This is also the audio VAE's base width.
 AUDIO_WIDTH = _AUDIO_CHANNELS * _MEL_BINS // 4
 _WIDTH, _AUDIO_INNER = 32, 16
 _NEW = {"gated_attn": True, "cross_attn_mod": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ltx-2": {"caption_channels": _TEXT_WIDTH},
-    # As scripts/convert_ltx2_to_diffusers.py in Diffusers has it for 2.3.
+    # The options for 2.3 in Diffusers' scripts/convert_ltx2_to_diffusers.py.
     "ltx-2.3": {
         **_NEW,
         **{f"audio_{name}": value for name, value in _NEW.items()},
@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write the pipeline of that variant, with weights from torch's generator."""
+    """Write a variant's pipeline with weights from torch's default generator."""
     is_new, tokenizer = variant == "ltx-2.3", _tokenizer()
     pipeline: Any = LTX2Pipeline(
         tokenizer=tokenizer,
@@ -47,7 +47,7 @@ def build_tiny(variant: str, out: Path) -> None:
         vae=_vae(),
         audio_vae=_audio_vae(),
         vocoder=_vocoder(is_new),
-        # The published one's (scheduler/scheduler_config.json of LTX-2.3's Diffusers files).
+        # The options of the published scheduler (scheduler/scheduler_config.json of LTX-2.3's Diffusers files).
         scheduler=FlowMatchEulerDiscreteScheduler(
             base_shift=0.95,
             max_shift=2.05,
@@ -61,7 +61,7 @@ def build_tiny(variant: str, out: Path) -> None:
 
 
 def _tokenizer() -> GemmaTokenizer:
-    """Every printable ASCII character; nothing is trained."""
+    """A tokenizer of the printable ASCII characters. Nothing is trained."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     characters = [c for c in string.printable if not c.isspace()]
     vocab = {piece: index for index, piece in enumerate([*special, "▁", *characters])}
@@ -95,7 +95,7 @@ def _gemma(tokenizer: GemmaTokenizer) -> Gemma3ForConditionalGeneration:
             "patch_size": 14,
         },
         mm_tokens_per_image=4,
-        # A picture's marks are no tokens of this vocabulary, and captions have none.
+        # The vocabulary has no image tokens, and captions contain none.
         boi_token_index=len(tokenizer),
         eoi_token_index=len(tokenizer) + 1,
         image_token_index=len(tokenizer) + 2,
@@ -104,7 +104,7 @@ def _gemma(tokenizer: GemmaTokenizer) -> Gemma3ForConditionalGeneration:
 
 
 def _connectors(is_new: bool) -> LTX2TextConnectors:
-    """Registers stand in the place of pads, as in the published ones; 2.3's have gates and a width for each modality."""
+    """Registers replace padding, as in the published ones. Those of 2.3 have gates and one width per modality."""
     connectors: Any = LTX2TextConnectors(
         caption_channels=_TEXT_WIDTH,
         text_proj_in_factor=_TEXT_LAYERS + 1,
@@ -128,7 +128,7 @@ def _connectors(is_new: bool) -> LTX2TextConnectors:
 
 
 def _transformer(changes: dict[str, Any]) -> LTX2VideoTransformer3DModel:
-    """Heads of 16 and 8 elements, which are no multiple of 6: the first angles of the rotation stay 0."""
+    """Heads have 16 and 8 elements, not a multiple of 6, so the first rotation angles are 0."""
     return LTX2VideoTransformer3DModel(
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
@@ -147,7 +147,7 @@ def _transformer(changes: dict[str, Any]) -> LTX2VideoTransformer3DModel:
 
 
 def _vae() -> AutoencoderKLLTX2Video:
-    """It halves time and sides three times each, sides by another four, as the published one, at its least width."""
+    """Downscales time and sides by 8, and sides by 4 more, like the published VAE, at its smallest width."""
     vae: Any = AutoencoderKLLTX2Video(
         latent_channels=LATENT_CHANNELS,
         block_out_channels=(8, 8, 8, 8),

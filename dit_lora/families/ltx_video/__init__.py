@@ -1,4 +1,4 @@
-"""LTX-Video 0.9 and 0.9.1: text-to-video, and image-to-video by a clean first latent frame."""
+"""LTX-Video 0.9 and 0.9.1: text-to-video, and image-to-video with a clean first latent frame."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
@@ -36,7 +36,7 @@ FAMILY = DiffusionFamily(
     },
     pipeline_names=("LTXPipeline", "LTXImageToVideoPipeline"),
     default_recipe="ltx_video/0.9_t2v",
-    # Its card says other, and has this file beside the weights.
+    # Its card says `other`; the licence file is in the repository.
     licenses={
         "Lightricks/LTX-Video": License(
             "other",
@@ -45,8 +45,8 @@ FAMILY = DiffusionFamily(
         )
     },
     masked_attention=True,
-    # The published model's names (ComfyUI has its blocks' from it): Diffusers' script renamed these two layers alone, and its
-    # loader refuses `.alpha` tensors.
+    # The published model's names, from which ComfyUI takes those of its blocks. Diffusers' script renamed only these
+    # two layers, and its loader rejects `.alpha` tensors.
     comfyui=LayerNames(alpha=False, renamed={**{name: name for name in _SAME}, **_RENAMED}),
     tiny_variants=("ltx-video", "ltx-video-0.9.1"),
 )

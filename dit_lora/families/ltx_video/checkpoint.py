@@ -1,4 +1,4 @@
-"""Opens LTX-Video checkpoints, 0.9 and 0.9.1; both tasks are of the same files."""
+"""Opens LTX-Video checkpoints, 0.9 and 0.9.1. Both tasks use the same files."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ from dit_lora.numerics.objectives import FlowMatching
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoCheckpoint:
-    """Read the configs; refuse another pipeline or scheduler, parts that do not fit, and torn weights."""
+    """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights."""
     refuse_in_context(model)
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
@@ -33,32 +33,34 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoChec
     vae = with_defaults(AutoencoderKLLTXVideo, fields["vae_config"])
     _require_fitting(model, transformer, vae)
     shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
-    own = "i2v" if index["_class_name"] == LTXImageToVideoPipeline.__name__ else "t2v"
-    task = model.task or own
+    stored_task = "i2v" if index["_class_name"] == LTXImageToVideoPipeline.__name__ else "t2v"
+    task = model.task or stored_task
     kind = LTXVideoImageCheckpoint if task == "i2v" else LTXVideoCheckpoint
     return kind(
         **fields | {"transformer_config": transformer, "vae_config": vae},
         scheduler=scheduler,
         objective=FlowMatching(shift, scheduler["num_train_timesteps"]),
-        task_given=task != own,
+        task_given=task != stored_task,
     )
 
 
 def _require_fitting(
     model: ModelConfig, transformer: Mapping[str, Any], vae: Mapping[str, Any]
 ) -> None:
-    """Refuse channels that are not the latents', and patches of several, whose positions the pipelines get wrong."""
+    """Raise `DitLoraError` for wrong channels, and for patches above 1, whose positions the pipelines get wrong."""
     channels = vae["latent_channels"]
-    wanted = {
+    expected = {
         "in_channels": channels,
         "out_channels": channels,
         "patch_size": 1,
         "patch_size_t": 1,
     }
-    wrong = [
+    problems = [
         f"transformer: {name} must be {value}; got {transformer[name]}"
-        for name, value in wanted.items()
+        for name, value in expected.items()
         if transformer[name] != value
     ]
-    if wrong:
-        raise DitLoraError(listed(f"{model.path}: the parts of this checkpoint do not fit", wrong))
+    if problems:
+        raise DitLoraError(
+            listed(f"{model.path}: the parts of this checkpoint do not fit", problems)
+        )

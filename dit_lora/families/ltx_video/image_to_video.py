@@ -1,6 +1,7 @@
-"""LTX-Video image-to-video: the picture is the first latent frame, clean, told by its tokens' timestep, 0, and no loss is there.
+"""LTX-Video image-to-video: the image is the first latent frame, clean, at timestep 0 and without loss.
 
-As in the stock pipeline (diffusers/pipelines/ltx/pipeline_ltx_image2video.py) its latent is drawn from the picture's posterior.
+As in the stock pipeline (diffusers/pipelines/ltx/pipeline_ltx_image2video.py), the image's latent is sampled from its
+posterior.
 
 Shapes: B batch, C latent channels, F latent frames, H and W latent size, S video tokens (F H W).
 """
@@ -30,7 +31,7 @@ IMAGE_TRANSFORM = "ltx-video-i2v-1: the pipeline's preprocessing, posterior of o
 
 @dataclass(frozen=True, kw_only=True)
 class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
-    """One LTX-Video checkpoint as image-to-video."""
+    """An LTX-Video checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTXImageToVideoPipeline
     takes: ClassVar[tuple[str, ...]] = (*LTXVideoCheckpoint.takes, *FirstTokensCheckpoint.takes)
@@ -45,7 +46,7 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """The clip's tensors, and its picture's posterior, (C, 1, H, W)."""
+        """Load the VAE. Samples keep the clip's tensors and the posterior of its image, (C, 1, H, W)."""
         vae = memory.load(AutoencoderKLLTXVideo, self.path, torch.float32, device)
         processor = VideoProcessor(vae_scale_factor=self.spatial_factor)
 
@@ -62,14 +63,14 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
         return encode
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        """Return those of the clip, whether its picture is given, and the picture's latent."""
+        """Random tensors of the clip, plus the image's dropout and its latent."""
         picture: Draws = {"image_posterior": partial(normal, batch["image_latent_mean"].shape[1:])}
         return {**super().draws(batch), **picture}
 
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The clip's own, with the picture's in front where it is given."""
+        """The clip's latents, with the first frame replaced by the image for samples that keep it."""
         return self.with_picture(super().clean_latents(batch, given), batch, given)
 
     def drawn_prediction(
@@ -90,7 +91,7 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the velocity behind the picture's mean latent; one call equals one of the stock pipeline's."""
+        """Predict the velocity with the image's mean latent in front; equal to one call of the stock pipeline."""
         behind = self.with_picture(noisy, batch, {})
         return self.drawn_prediction(transformer, behind, timesteps, batch, {})
 
@@ -100,6 +101,6 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
         latent, noise = batch["image_latent_mean"].float(), given.get("image_posterior")
         if noise is not None:
             latent = drawn(latent, batch["image_latent_logvar"], noise)
-        # The pipeline leaves the VAE's scaling factor out here, which is 1.
+        # Like the pipeline, without the VAE's scaling factor, which is 1.
         frames = batch["latent_mean"].shape[2]
         return packed(normalised(latent, batch).expand(-1, -1, frames, -1, -1))

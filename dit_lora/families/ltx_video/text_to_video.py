@@ -1,9 +1,10 @@
-"""LTX-Video text-to-video: flow matching on packed latents, conditioned by T5, at positions in seconds.
+"""LTX-Video text-to-video: flow matching on packed latents, conditioned on T5, with positions in seconds.
 
-Prompts, packing, normalisation, the shift and denoising are the stock pipeline's own code, called here
+Prompts, packing, normalisation, the shift and denoising call the stock pipeline's own code
 (diffusers/pipelines/ltx/pipeline_ltx.py).
 
-Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size, S video tokens (F H W).
+Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size, S video tokens
+(F H W).
 """
 
 from collections.abc import Mapping
@@ -37,21 +38,21 @@ from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Draws, moved, normal
 
-PIPELINE_MULTIPLE = 32  # check_inputs of both pipelines, whatever the autoencoder
-# Advised for decoders that are told a timestep (diffusers' page on LTX-Video); the pipelines' defaults are 0.
+PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any autoencoder
+# Recommended for decoders with a timestep (Diffusers' page on LTX-Video); the pipelines' defaults are 0.
 _DECODING = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LTXVideoCheckpoint(FlowCheckpoint):
-    """One LTX-Video checkpoint as text-to-video."""
+    """An LTX-Video checkpoint for text-to-video."""
 
     scheduler: Mapping[str, Any]
-    """The scheduler's config, filled up with its defaults."""
+    """The scheduler's config, filled with its class's defaults."""
     fps: float | None = None
-    """Frames a second, of which positions are made; None for the pipeline's default."""
+    """Frames per second, from which positions are computed. None for the pipeline's default."""
     task_given: bool = False
-    """True where the recipe chose another task than the checkpoint's own pipeline has."""
+    """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = LTXPipeline
     transformer_class: ClassVar[Any] = LTXVideoTransformer3DModel
     transform = (
@@ -61,19 +62,21 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels to a side of a latent."""
+        """Pixels per latent along a side."""
         return self._factor("spatial_compression_ratio", self.vae_config["patch_size"])
 
     @property
     def temporal_factor(self) -> int:
-        """Frames to a latent, but for the first, which is one frame's."""
+        """Frames per latent frame, except the first, which is a single frame."""
         return self._factor("temporal_compression_ratio", self.vae_config["patch_size_t"])
 
     def _factor(self, name: str, patch: int) -> int:
-        # As AutoencoderKLLTXVideo computes what its config leaves out.
-        given = self.vae_config[name]
+        # If the config leaves the ratio out, compute it as AutoencoderKLLTXVideo does.
+        factor = self.vae_config[name]
         return int(
-            patch * 2 ** sum(self.vae_config["spatio_temporal_scaling"]) if given is None else given
+            patch * 2 ** sum(self.vae_config["spatio_temporal_scaling"])
+            if factor is None
+            else factor
         )
 
     @property
@@ -81,14 +84,14 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         return lcm(PIPELINE_MULTIPLE, self.spatial_factor)
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        """Frames are 8n + 1: the pipeline drops those beyond, without a word."""
+        """Frames must be 8n + 1: the pipeline silently drops the rest."""
         return [
             *wrong_sides(shape, self.side_step),
             *wrong_frames(shape.frames, self.temporal_factor),
         ]
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Take frames a second; refuse samples of a single step where that gives NaN."""
+        """Apply frames per second. Raises `DitLoraError` for one-step samples whose timestep would be NaN."""
         require_steps(
             self.scheduler, recipe.validation.inference_steps, "validation.inference_steps"
         )
@@ -112,7 +115,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """T5 as the pipeline uses it: it sees its pads, which the mask then hides from the transformer."""
+        """Load T5 as the pipeline uses it: T5 attends to its padding, which a mask then hides from the transformer."""
         pipeline = self.text_pipeline(dtype, device)
 
         def encode_one(caption: str) -> Tensors:
@@ -129,7 +132,10 @@ class LTXVideoCheckpoint(FlowCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior's mean and logvar, (C, F, H, W), and what normalises them. It encodes in fp32 whatever `dtype` is."""
+        """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), and the VAE's statistics.
+
+        It encodes in fp32 regardless of `dtype`.
+        """
         vae = memory.load(AutoencoderKLLTXVideo, self.path, torch.float32, device)
 
         @torch.no_grad()
@@ -139,7 +145,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         return encode
 
     def encoded(self, vae: Any, pixels: torch.Tensor) -> Tensors:
-        """Return a clip's posterior, and the VAE's means and deviations (2, C): they are weights of it, and in no config."""
+        """A clip's posterior and the VAE's means and deviations (2, C), which are in its weights but in no config."""
         statistics = torch.stack([vae.latents_mean, vae.latents_std])
         return {**encode_video(vae, pixels), "latent_statistics": statistics}
 
@@ -147,19 +153,19 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         return mu_by_tokens(self.scheduler, prod(size[1:]))
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
-        """Return the draws of any flow matching, with noise for packed latents (S, C)."""
+        """The random tensors of flow matching, with noise for packed latents (S, C)."""
         channels, *grid = batch["latent_mean"].shape[1:]
         return {**super().draws(batch), "noise": partial(normal, (prod(grid), channels))}
 
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Drawn, normalised as the pipeline undoes it before it decodes, and packed: (B, S, C)."""
+        """Latents sampled from the posterior, normalised and packed, (B, S, C): the inverse of decoding."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         return packed(normalised(latents, batch, self.vae_config["scaling_factor"]))
 
     def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Packed as the latents are, (B, S, C)."""
+        """Loss weights from masks, packed like the latents, (B, S, C); None without masks."""
         latents = batch["latent_mean"]
         weights = loss_weights(batch, self.mask_floor, latents)
         return None if weights is None else packed(weights.expand_as(latents))
@@ -171,7 +177,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the velocity of packed latents (B, S, C); one call equals one of the stock pipeline's."""
+        """Predict the velocity of packed latents (B, S, C); equal to one call of the stock pipeline."""
         return self.call(transformer, noisy, timesteps, batch)
 
     def call(
@@ -181,7 +187,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Call the network; `timesteps` (B,), or (B, S) where tokens have their own."""
+        """Run the transformer. `timesteps` is (B,), or (B, S) for one timestep per token."""
         text = batch["prompt_embeds"]
         frames, height, width = batch["latent_mean"].shape[2:]
         spatial = self.spatial_factor
@@ -193,6 +199,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
             num_frames=frames,
             height=height,
             width=width,
+            # Seconds per latent frame, and pixels per latent.
             rope_interpolation_scale=(self.temporal_factor / self.frame_rate, spatial, spatial),
             return_dict=False,
         )[0]
@@ -209,19 +216,22 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         }
 
     def settings(self, how: Sampling) -> dict[str, Any]:
-        """Return frames a second; refuse a single step, of which the scheduler makes NaN where it ends at a given level."""
+        """Frames per second. Raises `DitLoraError` for a single step if its timestep would be NaN."""
         require_steps(self.scheduler, how.inference_steps, f"{self.path.name}: inference steps")
         return {} if how.fps is None else {"frame_rate": how.fps}
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
-        """Make one video; 0.9.1's decoder draws noise of torch's own generator, which is seeded for it and left as it was."""
+        """Generate one video with torch's global generator seeded, and restore its state afterwards.
+
+        The decoder of 0.9.1 draws noise from that generator.
+        """
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(how.seed)
             return super().generate(pipeline, conditions, how)
 
     def index_changes(self) -> dict[str, Any]:
-        """Return the pipeline, where another task was trained than the checkpoint's own."""
+        """The pipeline class, if another task than the checkpoint's was trained."""
         return {"_class_name": self.pipeline_class.__name__} if self.task_given else {}
 
     @property
@@ -239,11 +249,11 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 def normalised(
     latents: torch.Tensor, batch: Mapping[str, torch.Tensor], scaling_factor: float = 1.0
 ) -> torch.Tensor:
-    """Return latents (B, C, F, H, W) by the VAE's statistics, which are the same in every row of a batch."""
+    """Normalise latents (B, C, F, H, W) with the VAE's statistics, which are the same in every row of a batch."""
     mean, deviation = batch["latent_statistics"][0]
     return LTXPipeline._normalize_latents(latents, mean, deviation, scaling_factor)
 
 
 def packed(latents: torch.Tensor) -> torch.Tensor:
-    """Return latents (B, C, F, H, W) as tokens (B, S, C), by the pipeline's own means."""
+    """Pack latents (B, C, F, H, W) into tokens (B, S, C) with the pipeline's own method."""
     return LTXPipeline._pack_latents(latents)

@@ -1,4 +1,4 @@
-"""Tiny LTX-Video pipelines with random weights: 0.9, and 0.9.1, whose decoder is told a timestep and draws noise."""
+"""Tiny random LTX-Video pipelines: 0.9, and 0.9.1, whose decoder takes a timestep and draws noise."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from diffusers import (
 from dit_lora.families.tiny.text import TEXT_WIDTH, t5_encoder, t5_tokenizer
 
 _LATENTS, _WIDTH = 8, 8
-# Decoders of the published ones (diffusers: scripts/convert_ltx_to_diffusers.py), of one layer a block.
+# Decoder options of the published models (diffusers: scripts/convert_ltx_to_diffusers.py), with one layer per block.
 _DECODERS: dict[str, dict[str, Any]] = {
     "ltx-video": {
         "decoder_block_out_channels": (_WIDTH,) * 4,
@@ -33,7 +33,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write the pipeline of that variant, with weights from torch's generator."""
+    """Write a variant's pipeline with weights from torch's default generator."""
     tokenizer = t5_tokenizer()
     pipeline: Any = LTXPipeline(
         tokenizer=tokenizer,
@@ -48,7 +48,7 @@ def build_tiny(variant: str, out: Path) -> None:
             cross_attention_dim=32,
             caption_channels=TEXT_WIDTH,
         ),
-        # As the published one.
+        # The options of the published scheduler.
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True,
             base_shift=0.95,
@@ -70,13 +70,14 @@ def _vae(decoder: dict[str, Any]) -> AutoencoderKLLTXVideo:
     )
     head = vae.encoder.conv_out.conv
     with torch.no_grad():
-        # A trained posterior is narrow; its one variance is the last channel. A random one leaves nothing to learn.
+        # The last channel is the log variance of all latents. Make the posterior narrow, as a trained one is: a random
+        # one would leave nothing to learn.
         head.weight[:-1] *= 3.0
         head.weight[-1] *= 0.1
         head.bias[-1] = -6.0
         vae.latents_mean.normal_(std=0.3)
         vae.latents_std.uniform_(0.5, 2.0)
         for name, scale in vae.named_parameters():
-            if "per_channel_scale" in name:  # zeros, as they begin, would hide the noise
+            if "per_channel_scale" in name:  # the initial zeros would hide the noise
                 scale.normal_(std=0.3)
     return vae.eval()

@@ -1,4 +1,4 @@
-"""Qwen-Image and Qwen-Image-2512, from text; Qwen-Image-Edit, -2509 and -2511, from pictures and what to change in them."""
+"""Qwen-Image and Qwen-Image-2512 (from text), and Qwen-Image-Edit, -2509 and -2511 (from images and a prompt)."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
@@ -7,7 +7,7 @@ FAMILY = DiffusionFamily(
     name="qwen_image",
     checkpoint_module="dit_lora.families.qwen_image.opened",
     tiny_module="dit_lora.families.qwen_image.tiny",
-    # The default targets are what Diffusers' train_dreambooth_lora_qwen_image.py adapts: attention of the image's stream.
+    # The default targets are those of Diffusers' train_dreambooth_lora_qwen_image.py: attention of the image stream.
     group_patterns={
         "connector": (
             "img_in.*",
@@ -19,10 +19,10 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
-    masked_attention=True,  # of captions
+    masked_attention=True,  # masks the padding of captions
     pipeline_names=("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"),
     default_recipe="qwen_image/base",
-    # Each one's card.
+    # From the card of each model.
     licenses={
         f"Qwen/{name}": License("apache-2.0")
         for name in (
@@ -33,8 +33,8 @@ FAMILY = DiffusionFamily(
             "Qwen-Image-Edit-2511",
         )
     },
-    # ComfyUI's model has Diffusers' names (comfy/ldm/qwen_image/model.py at 01f4512). Behind this prefix Diffusers reads
-    # them back with alpha, behind `transformer.` without alone (_convert_non_diffusers_qwen_lora_to_diffusers in
+    # ComfyUI's model has Diffusers' names (comfy/ldm/qwen_image/model.py at 01f4512). With this prefix Diffusers loads
+    # them with alpha, with `transformer.` only without (_convert_non_diffusers_qwen_lora_to_diffusers in
     # loaders/lora_conversion_utils.py).
     comfyui=LayerNames(),
     tiny_variants=("qwen-image", "qwen-image-edit", "qwen-image-edit-plus"),

@@ -1,6 +1,6 @@
-"""Qwen-Image text-to-image: flow matching on packed latents, conditioned by the last hidden state of Qwen2.5-VL.
+"""Qwen-Image text-to-image: flow matching on packed latents, conditioned on Qwen2.5-VL's last hidden state.
 
-Prompts, packing, the shift by resolution and denoising are the stock pipeline's own code, called here
+Prompts, packing, the shift by resolution and denoising call the stock pipeline's own code
 (diffusers/pipelines/qwenimage/pipeline_qwenimage.py).
 
 Shapes: B batch, T text tokens, D text width, H and W latent size, S image tokens (H W / 4), P packed channels.
@@ -34,7 +34,7 @@ from dit_lora.numerics.streams import moved
 
 @dataclass(frozen=True, kw_only=True)
 class QwenImageCheckpoint(QwenLatentsCheckpoint):
-    """One Qwen-Image text-to-image checkpoint."""
+    """A Qwen-Image text-to-image checkpoint."""
 
     pipeline_class: ClassVar[Any] = QwenImagePipeline
     transformer_class: ClassVar[Any] = QwenImageTransformer2DModel
@@ -48,13 +48,13 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
 
     @property
     def text_tokens(self) -> int:
-        """Number of tokens that captions are padded to: as many as the pipeline's call reads by default."""
+        """Number of tokens that captions are padded to: the default of the pipeline's `__call__`."""
         arguments = inspect.signature(self.pipeline_class.__call__).parameters
         tokens: int = arguments["max_sequence_length"].default
         return tokens
 
     def text_limit(self) -> TextLimit:
-        """Return the room of a caption; the tokens of the template before it are dropped, those behind it are cut first."""
+        """Number of caption tokens. Template tokens before the caption are dropped, those after it truncated first."""
         return text_limit(self.path, self.text_tokens)
 
     def text_facts(self) -> Mapping[str, Any]:
@@ -74,11 +74,11 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Qwen2.5-VL as the pipeline uses it, zeros behind each caption, and a mask of what is text."""
+        """Load Qwen2.5-VL as the pipeline uses it. Captions are padded with zeros and have a mask."""
         pipeline = self.text_pipeline(dtype, device)
 
         def encode_one(caption: str) -> Tensors:
-            # Alone, so that nothing is padded; then to the cache's length.
+            # Encode without other captions, so that nothing is padded, then pad to the cache's length.
             embeddings, _ = pipeline.encode_prompt(
                 caption, device=device, max_sequence_length=self.text_tokens
             )
@@ -93,7 +93,8 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         transformer: Any = super().load_transformer(dtype)
         rope = transformer.pos_embed
         if rope.pos_freqs.is_meta:
-            # Loaded without weights, to be counted: its tables are neither weights nor buffers, and are asked for values.
+            # The model is on the meta device. Its RoPE tables are neither weights nor buffers, and their values are
+            # needed.
             with torch.device("cpu"):
                 transformer.pos_embed = type(rope)(rope.theta, rope.axes_dim, rope.scale_rope)
         return transformer
@@ -105,7 +106,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the velocity of packed latents (B, S, P); one call equals one of the stock pipeline's."""
+        """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline."""
         return self.call(transformer, noisy, timesteps, batch, [self.grid(batch)])
 
     def call(
@@ -116,15 +117,15 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         batch: Mapping[str, torch.Tensor],
         grids: Sequence[tuple[int, int]],
     ) -> torch.Tensor:
-        """Call the network on tokens (B, S, P) of pictures with these rows and columns, the noisy one first."""
+        """Run the transformer on tokens (B, S, P) of images with these rows and columns, the noisy image first."""
         text, mask = cut_text(batch["prompt_embeds"], batch["prompt_mask"])
         shapes = [(1, *grid) for grid in grids]
         return transformer(
-            hidden_states=hidden.to(text.dtype),  # in which the pipeline has its latents
-            # Rounded before it is divided, as the pipeline does: in bf16 the network sees 8 bits of it.
+            hidden_states=hidden.to(text.dtype),  # the dtype of the pipeline's latents
+            # Round before dividing, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
             timestep=timesteps.to(text.dtype) / 1000,
             encoder_hidden_states=text,
-            # None where nothing is padded, as the pipeline gives it: attention then has more and faster backends.
+            # None if nothing is padded, as in the pipeline: attention then has more and faster backends.
             encoder_hidden_states_mask=None if mask is None else moved(mask, text.device),
             img_shapes=[shapes] * len(hidden),
             return_dict=False,
@@ -136,14 +137,14 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         return _embedded("", prompt) | (_embedded("negative_", empty) if empty else {})
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
-        """Make one image; the guidance scale is the pipeline's `true_cfg_scale`.
+        """Generate one image; the guidance scale is the pipeline's `true_cfg_scale`.
 
-        Its own `guidance_scale` is for an embedding that no published checkpoint has.
+        The pipeline's `guidance_scale` is for an embedding that no published checkpoint has.
         """
         require_steps(self.scheduler, how.inference_steps, f"{self.path.name}: inference steps")
 
         def called(*, guidance_scale: float, **arguments: Any) -> Any:
-            if guidance_scale <= 1:  # the pipeline warns of a prompt that it does not look at
+            if guidance_scale <= 1:  # the pipeline warns about a prompt that it does not use
                 arguments = {n: a for n, a in arguments.items() if not n.startswith("negative_")}
             return pipeline(**arguments, true_cfg_scale=guidance_scale)
 
@@ -151,15 +152,15 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
 
 
 def bare(pipeline_class: Any) -> Any:
-    """Return a pipeline without components, to be asked for the texts that it puts around prompts."""
+    """The pipeline without components, to read the prompt templates."""
     parameters = inspect.signature(pipeline_class.__init__).parameters
     return pipeline_class(**{name: None for name in parameters if name != "self"})
 
 
 def _embedded(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:
-    """Return the pipeline's arguments for embeddings, of the length that it would have made of the prompts."""
+    """Pipeline arguments for embeddings, cut to the length that the pipeline would have given the prompts."""
     embeddings, mask = cut_text(prompt["prompt_embeds"], prompt["prompt_mask"])
-    if mask is None:  # the pipeline warns where it is given none
+    if mask is None:  # the pipeline warns if the mask is missing
         mask = torch.ones(embeddings.shape[:2], dtype=torch.bool)
     return {
         f"{prefix}prompt_embeds": embeddings,

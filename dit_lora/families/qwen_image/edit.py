@@ -1,7 +1,8 @@
-"""Qwen-Image-Edit, of one picture, and Qwen-Image-Edit-2509 and -2511, of one to three.
+"""Qwen-Image-Edit (one image), and Qwen-Image-Edit-2509 and -2511 (one to three images).
 
-The network is Qwen-Image's, with the references' latents behind the noisy ones. Sizes, captions and latents are the stock
-pipelines' own code, called here (diffusers/pipelines/qwenimage/pipeline_qwenimage_edit.py, pipeline_qwenimage_edit_plus.py).
+The network is Qwen-Image's, with the references' latents after the noisy ones. Sizes, captions and latents come from
+the stock pipelines' own code (diffusers/pipelines/qwenimage/pipeline_qwenimage_edit.py,
+pipeline_qwenimage_edit_plus.py).
 """
 
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ _IMAGE = "<|image_pad|>"
 
 @dataclass(frozen=True, kw_only=True)
 class QwenImageEditCheckpoint(QwenImageCheckpoint):
-    """One Qwen-Image-Edit checkpoint."""
+    """A Qwen-Image-Edit checkpoint."""
 
     pipeline_class: ClassVar[Any] = QwenImageEditPipeline
     most_references: ClassVar[int] = 1
@@ -65,40 +66,40 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         )
 
     def _vae_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width that the VAE is given of a picture of this size."""
+        """Height and width at which the VAE encodes an image of this size."""
         scaled_width, scaled_height, _ = edit.calculate_dimensions(_AREA, width / height)
         return scaled_height, scaled_width
 
     def _text_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width that the text encoder's processor is given."""
+        """Height and width at which the text encoder's processor gets an image of this size."""
         return self._vae_size(height, width)
 
     @property
     def _text_area(self) -> int:
-        """Number of pixels that these are about."""
+        """Approximate number of pixels of an image for the text encoder."""
         return _AREA
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
         return VideoShape(1, *self._vae_size(height, width))
 
     def _shown(self, pictures: list[Image.Image]) -> Any:
-        """Return pictures as the pipeline has them where it encodes a prompt."""
+        """Images in the form in which the pipeline encodes them with a prompt."""
         return pictures[0]
 
     def _room(self, pictures: Any) -> int:
-        """Return the tokens that captions are padded to: the default of the pipeline's call for text, and the pictures' own.
+        """Number of tokens that captions are padded to: the pipeline's default for text, plus those of the images.
 
-        `pictures` prepares them.
+        `pictures` is the image processor.
         """
         return self.text_tokens + self.most_references * most_tokens(pictures, self._text_area)
 
     def _around(self, pictures: int) -> str:
-        """Return the prompt of an empty caption without the tokens of its pictures."""
-        own: str = bare(self.pipeline_class).prompt_template_encode
-        return own.format("").replace(_IMAGE, "")
+        """The prompt of an empty caption, without the tokens of its images."""
+        template: str = bare(self.pipeline_class).prompt_template_encode
+        return template.format("").replace(_IMAGE, "")
 
     def text_limit(self) -> TextLimit:
-        """Return the room that is left a caption beside as many pictures as there may be; the pipeline itself cuts none."""
+        """Number of caption tokens next to the maximum number of images. The pipeline itself truncates nothing."""
         tokenizer = load_processor(self.path).tokenizer
         around = len(tokenizer(self._around(self.most_references)).input_ids)
         dropped = bare(self.pipeline_class).prompt_template_encode_start_idx
@@ -110,7 +111,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
             **super().text_facts(),
             "tokens": self._room(pictures),
             "processor": self.path / "processor",
-            # Transformers has one of torchvision and one of Pillow, whose pixels differ.
+            # Transformers has one for torchvision and one for Pillow, whose pixels differ.
             "pictures": type(pictures).__name__,
         }
 
@@ -136,21 +137,27 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         ).to(device)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Qwen2.5-VL as the pipeline uses it, with the references, zeros behind, and a mask of what is text or picture."""
+        """Load Qwen2.5-VL as the pipeline uses it, for captions with references.
+
+        Captions are padded with zeros and have a mask of text and image tokens.
+        """
         pipeline = self.text_pipeline(dtype, device)
         room = self._room(pipeline.processor.image_processor)
         resize = pipeline.image_processor.resize
 
         def encode_one(caption: str, given: list[Image.Image]) -> Tensors:
-            pictures = [resize(one, *self._text_size(one.height, one.width)) for one in given]
+            pictures = [
+                resize(picture, *self._text_size(picture.height, picture.width))
+                for picture in given
+            ]
             embeddings, _ = pipeline.encode_prompt(
                 caption, image=self._shown(pictures), device=device
             )
             count = embeddings.shape[1]
             if count > room:
                 raise ClipError(
-                    f"its caption has {count} tokens with its pictures, and there is room for {room}; the pipeline cuts "
-                    "none: shorten it"
+                    f"its caption has {count} tokens with its pictures, and there is room for {room}; the pipeline "
+                    "cuts none: shorten it"
                 )
             mask = torch.arange(room, device=device) < count
             return {
@@ -163,7 +170,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior of the picture, and of its references the normalised mode, (C, 1, H, W); in fp32."""
+        """Load the VAE in fp32. Samples keep the image's posterior and references' normalised mode, (C, 1, H, W)."""
         vae: Any = memory.load(AutoencoderKLQwenImage, self.path, torch.float32, device)
         pipeline: Any = SimpleNamespace(vae=vae, latent_channels=vae.config.z_dim)
         processor = VaeImageProcessor(vae_scale_factor=self.side_step)
@@ -173,10 +180,10 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
             values = processor.preprocess(picture, *self._vae_size(picture.height, picture.width))
-            found = self.pipeline_class._encode_vae_image(
+            encoded = self.pipeline_class._encode_vae_image(
                 pipeline, values.unsqueeze(2).to(device), generator=None
             )
-            latents: torch.Tensor = found[0]
+            latents: torch.Tensor = encoded[0]
             return latents
 
         return PictureEncoder(encode, encode_reference, None)
@@ -188,15 +195,23 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the velocity of packed latents (B, S, P); one call equals one of the stock pipeline's.
+        """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline.
 
-        References stand behind the noisy latents, clean; of 2511 they are at timestep 0 (`zero_cond_t`), else at the same.
+        References follow the noisy latents, clean. In 2511 they have timestep 0 (`zero_cond_t`), otherwise the same
+        timestep.
         """
         references = latents_of(batch)
-        hidden = torch.cat([noisy, *(self.packed(one.float()) for one in references)], dim=1)
-        grids = [(one.shape[-2] // PACKED, one.shape[-1] // PACKED) for one in references]
-        found = self.call(transformer, hidden, timesteps, batch, [self.grid(batch), *grids])
-        return found[:, : noisy.shape[1]]
+        # (B, S, P), followed by the tokens of each reference.
+        hidden = torch.cat(
+            [noisy, *(self.packed(reference.float()) for reference in references)], dim=1
+        )
+        grids = [
+            (reference.shape[-2] // PACKED, reference.shape[-1] // PACKED)
+            for reference in references
+        ]
+        prediction = self.call(transformer, hidden, timesteps, batch, [self.grid(batch), *grids])
+        # Keep the output for the noisy tokens only.
+        return prediction[:, : noisy.shape[1]]
 
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
@@ -205,14 +220,14 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         return self._load_pipeline(dtype, transformer, text, processor=processor)
 
     def reference_arguments(self, how: Sampling) -> dict[str, Any]:
-        given = super().reference_arguments(how)
-        # Of a list, the pipeline would leave what it shows the text encoder unscaled.
-        return {"image": self._shown(given["image"])}
+        arguments = super().reference_arguments(how)
+        # Given a list, the pipeline would not scale the image for the text encoder.
+        return {"image": self._shown(arguments["image"])}
 
 
 @dataclass(frozen=True, kw_only=True)
 class QwenImageEditPlusCheckpoint(QwenImageEditCheckpoint):
-    """One Qwen-Image-Edit-2509 or -2511 checkpoint, whose text encoder sees smaller pictures."""
+    """A Qwen-Image-Edit-2509 or -2511 checkpoint, whose text encoder gets smaller images."""
 
     pipeline_class: ClassVar[Any] = QwenImageEditPlusPipeline
     most_references = 3  # the cards of 2509 and 2511: "1 to 3 input images"
@@ -237,8 +252,8 @@ class QwenImageEditPlusCheckpoint(QwenImageEditCheckpoint):
         names = "".join(
             f"Picture {number}: <|vision_start|><|vision_end|>" for number in range(1, pictures + 1)
         )
-        own: str = bare(self.pipeline_class).prompt_template_encode
-        return own.format(names)
+        template: str = bare(self.pipeline_class).prompt_template_encode
+        return template.format(names)
 
 
 def _wrong_reference(height: int, width: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of Qwen-Image or Qwen-Image-Edit, by the pipeline that it is of; refuses their kin by name."""
+"""Opens checkpoints of Qwen-Image and Qwen-Image-Edit by their pipeline, and rejects related models by name."""
 
 from diffusers import QwenImageTransformer2DModel
 
@@ -15,7 +15,7 @@ from dit_lora.families.qwen_image.checkpoint import QwenImageCheckpoint
 from dit_lora.families.qwen_image.edit import QwenImageEditCheckpoint, QwenImageEditPlusCheckpoint
 from dit_lora.families.qwen_latents import qwen_latents_fields
 
-# Pipelines of Qwen-Image's kin whose checkpoints are not trained, with what they are.
+# Related pipelines whose checkpoints are not supported, and what they are.
 _OTHERS = {
     "QwenImage21Pipeline": "Qwen-Image 2.1 is another model, with another text encoder and autoencoder",
     "QwenImageLayeredPipeline": "Qwen-Image-Layered takes pictures apart into layers",
@@ -23,7 +23,10 @@ _OTHERS = {
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> QwenImageCheckpoint:
-    """Read the configs; refuse another pipeline, another scheduler, inputs that nobody would give, and torn weights."""
+    """Read the configs.
+
+    Raises `DitLoraError` for another pipeline or scheduler, inputs that no pipeline provides, or broken weight files.
+    """
     path = local_checkpoint(model)
     name = read_component_config(path).get("_class_name")
     if name in _OTHERS:
@@ -35,14 +38,19 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> QwenImageChe
     require_whole_weights(model, path, "vae", "text_encoder")
     fields = qwen_latents_fields(model, QwenImageTransformer2DModel)
     config = fields["transformer_config"]
-    # A guidance embedding, which the transformer cannot run with (forward gives its embedder an argument too many), and
-    # what Layered has.
+    # With a guidance embedding the transformer cannot run (forward passes its embedder one argument too many). The
+    # other two belong to Qwen-Image-Layered.
     flags = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
-    wrong = [flag for flag in flags if config[flag]]
-    if wrong:
+    unsupported = [flag for flag in flags if config[flag]]
+    if unsupported:
         raise DitLoraError(
-            f"{model.path}: {', '.join(wrong)} of its transformer's config must be false, as of Qwen/Qwen-Image; got true"
+            f"{model.path}: {', '.join(unsupported)} of its transformer's config must be false, as of "
+            "Qwen/Qwen-Image; got true"
         )
     kinds = (QwenImageCheckpoint, QwenImageEditCheckpoint, QwenImageEditPlusCheckpoint)
-    (kind,) = (one for one in kinds if one.pipeline_class.__name__ == index["_class_name"])
+    (kind,) = (
+        candidate
+        for candidate in kinds
+        if candidate.pipeline_class.__name__ == index["_class_name"]
+    )
     return kind(**fields)

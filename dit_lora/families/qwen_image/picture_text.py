@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit's captions: encoded with the pictures by Qwen2.5-VL, and the room that text and pictures need."""
+"""Captions of Qwen-Image-Edit: encoded together with images by Qwen2.5-VL, and the number of tokens they need."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -17,16 +17,16 @@ from dit_lora.families.base import Tensors
 from dit_lora.families.references import as_pictures
 
 MOST_RATIO = 8
-"""Long side of a reference over its short one, at most: the room that is kept for its tokens is for these."""
+"""Maximum ratio of a reference's long side to its short side. Token counts are reserved for images within it."""
 _STEP = 32
-# Sides of what the pipelines scale pictures to are multiples of it (calculate_dimensions).
+# The pipelines scale images to sides that are multiples of this (calculate_dimensions).
 
 
 class PictureProcessor(Qwen2VLProcessor):
-    """`Qwen2VLProcessor` of text and pictures; that of videos, which it has too, needs torchvision.
+    """`Qwen2VLProcessor` for text and images, without its video processor, which needs torchvision.
 
-    Pictures go through the image processor that Transformers takes for the stock one: torchvision's where that is
-    installed, else Pillow's.
+    Images use the image processor that Transformers selects for the stock one: torchvision's if installed, else
+    Pillow's.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class PictureProcessor(Qwen2VLProcessor):
 
 
 def load_processor(path: Path) -> PictureProcessor:
-    """Load the processor of a checkpoint."""
+    """Load a checkpoint's processor."""
     processor: PictureProcessor = load_pretrained(PictureProcessor, _folder(path))
     return processor
 
 
 def load_pictures(path: Path) -> Any:
-    """Load what prepares pictures alone: by it is known how many tokens they have."""
+    """Load only the image processor, which tells how many tokens an image has."""
     return load_pretrained(AutoImageProcessor, _folder(path))
 
 
@@ -54,30 +54,30 @@ def _folder(path: Path) -> Path:
 
 
 def tokens_of(pictures: Any, height: int, width: int) -> int:
-    """Return the number of tokens of a picture of this size."""
+    """Number of tokens of an image of this size."""
     patches: int = pictures.get_number_of_image_patches(height, width, {})
     return int(patches // pictures.merge_size**2)
 
 
 def most_tokens(pictures: Any, area: int) -> int:
-    """Return the tokens of the picture that has most, of those of at most `MOST_RATIO` that are scaled to this area."""
+    """Maximum number of tokens of an image scaled to this area, over all aspect ratios up to `MOST_RATIO`."""
     return max(tokens_of(pictures, height, width) for height, width in _sizes(area))
 
 
 def _sizes(area: int) -> Iterable[tuple[int, int]]:
-    """Yield each width that pictures are scaled to, with the largest height beside it, and the other way round."""
+    """Yield each width that images are scaled to with its largest height, and each height with its largest width."""
     side, stretch = math.sqrt(area) / _STEP, math.sqrt(MOST_RATIO)
     for count in range(max(1, round(side / stretch)), round(side * stretch) + 1):
-        # The least width that is rounded to it, and the height that goes with that.
-        least = max(count - 0.5, side / stretch)
-        other = min(round(side * side / least), round(side * stretch))
-        yield other * _STEP, count * _STEP
-        yield count * _STEP, other * _STEP
+        # The smallest width that rounds to this count, and the height that goes with it.
+        shorter = max(count - 0.5, side / stretch)
+        longer = min(round(side * side / shorter), round(side * stretch))
+        yield longer * _STEP, count * _STEP
+        yield count * _STEP, longer * _STEP
 
 
 @dataclass(frozen=True)
 class PictureText:
-    """A `TextEncoder` of captions that are encoded with references."""
+    """A `TextEncoder` for captions that are encoded together with references."""
 
     model: str
     encode_one: Callable[[str, list[Image.Image]], Tensors]

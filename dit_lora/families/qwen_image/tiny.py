@@ -1,6 +1,6 @@
-"""Tiny Qwen-Image pipelines with random weights, whose tokenizer takes each prompt's template for as many tokens as Qwen's does.
+"""Tiny random Qwen-Image pipelines, whose tokenizer splits the prompt templates into as many tokens as Qwen's.
 
-Of editing, `qwen-image-edit` is as Qwen-Image-Edit, `qwen-image-edit-plus` as Qwen-Image-Edit-2511.
+`qwen-image-edit` is like Qwen-Image-Edit, `qwen-image-edit-plus` like Qwen-Image-Edit-2511.
 """
 
 import json
@@ -23,7 +23,7 @@ from dit_lora.families.tiny.vae import qwen_image_vae
 from dit_lora.files import read_json
 
 _LATENTS = 16
-# Every word of a template with the space before it, the roles, and these signs: one token each in Qwen's vocabulary.
+# Every word of a template with the space before it, the roles, and these signs are single tokens in Qwen's vocabulary.
 _WORDS = re.compile(r"'s|\),| \(| ?[A-Za-z]+")
 _KINDS: dict[str, Any] = {
     "qwen-image": QwenImagePipeline,
@@ -33,14 +33,15 @@ _KINDS: dict[str, Any] = {
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write the pipeline, with weights from torch's generator."""
+    """Write the pipeline with weights from torch's default generator."""
     kind = _KINDS[variant]
     text = _text(kind)
-    # Written apart: Transformers' processor has one of videos, which needs torchvision.
-    without = {} if kind is QwenImagePipeline else {"processor": None}
+    # The processor's files are written separately: Transformers' class contains a video processor, which needs
+    # torchvision.
+    processor = {} if kind is QwenImagePipeline else {"processor": None}
     pipeline: Any = kind(
         scheduler=FlowMatchEulerDiscreteScheduler(
-            # Qwen/Qwen-Image, scheduler/scheduler_config.json, as ai-toolkit and SimpleTuner quote it.
+            # Values of Qwen/Qwen-Image, scheduler/scheduler_config.json, as quoted by ai-toolkit and SimpleTuner.
             shift=1.0,
             use_dynamic_shifting=True,
             base_shift=0.5,
@@ -61,16 +62,16 @@ def build_tiny(variant: str, out: Path) -> None:
             zero_cond_t=kind is QwenImageEditPlusPipeline,
         ),
         **text,
-        **without,
+        **processor,
     )
-    pipeline._optional_components = [*pipeline._optional_components, *without]
+    pipeline._optional_components = [*pipeline._optional_components, *processor]
     pipeline.save_pretrained(out, safe_serialization=True)
-    if without:
+    if processor:
         _write_processor(text["tokenizer"], out)
 
 
 def _write_processor(tokenizer: Any, out: Path) -> None:
-    """Write the folder `processor`, and its name into the pipeline's index."""
+    """Write the folder `processor` and add it to the pipeline's index."""
     name = Qwen2VLProcessor.__name__
     tokenizer.save_pretrained(out / "processor")
     files = VARIANTS["qwen2.5-vl"].files
@@ -87,6 +88,6 @@ def _write(file: Path, values: dict[str, Any]) -> None:
 
 def _text(kind: Any) -> dict[str, Any]:
     template: str = bare(kind).prompt_template_encode
-    words = _WORDS.findall(re.sub(r"<\|\w+\|>", "\n", template))
-    tokenizer, model = tiny_chat("qwen2.5-vl", sorted({*words}))
+    template_words = _WORDS.findall(re.sub(r"<\|\w+\|>", "\n", template))
+    tokenizer, model = tiny_chat("qwen2.5-vl", sorted({*template_words}))
     return {"tokenizer": tokenizer, "text_encoder": model}

@@ -7,7 +7,7 @@ FAMILY = DiffusionFamily(
     name="sana",
     checkpoint_module="dit_lora.families.sana.checkpoint",
     tiny_module="dit_lora.families.sana.tiny",
-    # to_q, to_k and to_v are what Diffusers' train_dreambooth_lora_sana.py adapts; of self and cross attention.
+    # Diffusers' train_dreambooth_lora_sana.py adapts to_q, to_k and to_v of self and cross attention.
     group_patterns={
         "connector": (
             "patch_embed*",
@@ -19,7 +19,7 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
-    masked_attention=True,  # of captions
+    masked_attention=True,  # masks the padding of captions
     pipeline_names=("SanaPipeline",),
     default_recipe="sana/600m_512",
     # Its cards: "NSCL v2-custom, ./LICENSE.txt", and Gemma's terms for the text encoder.

@@ -1,8 +1,8 @@
-"""Sana's linear attention in fp32 whatever autocast does, and with fp16's limit where a checkpoint relies on it.
+"""Sana's linear attention in fp32, even under autocast, clamped to fp16's range if a checkpoint relies on it.
 
-The arithmetic stays Diffusers' own: its processor is called, with autocast off around all of it but the
-projections. It casts q, k and v to fp32 itself, but under autocast its matrix products would run in bf16 again,
-and their sums over all tokens with them.
+The arithmetic is Diffusers' own: its processor is called with autocast disabled around everything except the
+projections. The processor casts q, k and v to fp32, but under autocast its matrix products, and with them the sums
+over all tokens, would run in bf16 again.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from dit_lora.numerics.saturation import SaturatingProcessor, saturate
 
 
 class Fp32LinearAttention:
-    """A stock linear-attention processor whose fp32 part autocast does not reach.
+    """Wraps a stock linear-attention processor so that its fp32 part ignores autocast.
 
-    Without autocast its result is bitwise the stock processor's.
+    Without autocast, its result is bitwise equal to the stock processor's.
     """
 
     def __init__(self, stock: Callable[..., torch.Tensor]) -> None:
         self.stock = stock
 
-    # Attention.forward passes the arguments that this signature names.
+    # Attention.forward passes only the arguments that this signature names.
     def __call__(
         self,
         attn: Attention,
@@ -44,7 +44,7 @@ class Fp32LinearAttention:
 
 
 class SaturatingLinearAttention(Fp32LinearAttention, SaturatingProcessor):
-    """The same with its output clamped at +-65504, as Diffusers' processor does in fp16 alone."""
+    """Also clamps the output at +-65504, which Diffusers' processor does only in fp16."""
 
     def __call__(
         self,
@@ -60,7 +60,7 @@ class SaturatingLinearAttention(Fp32LinearAttention, SaturatingProcessor):
 
 
 def keep_linear_attention_fp32(transformer: nn.Module, *, saturates: bool) -> None:
-    """Put our processor around the stock one of every self-attention layer; nothing of it is saved."""
+    """Wrap the processor of every self-attention layer. The wrappers are not saved with the model."""
     wrap = SaturatingLinearAttention if saturates else Fp32LinearAttention
     for block in transformer.transformer_blocks:  # type: ignore[union-attr]
         attention: Any = block.attn1  # type: ignore[union-attr]
@@ -68,7 +68,7 @@ def keep_linear_attention_fp32(transformer: nn.Module, *, saturates: bool) -> No
 
 
 def _under_autocast(attn: Attention, kind: str, dtype: torch.dtype) -> Any:
-    """Stands for an attention layer as the stock processors read it, its modules called under autocast as before."""
+    """A stand-in for an attention layer, for the stock processor: its modules still run under autocast."""
 
     def outside(module: nn.Module | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
         if module is None:

@@ -1,7 +1,7 @@
-"""Sana text-to-image, 1.0 and 1.5, of every size: flow matching on the latents of DC-AE, conditioned by Gemma 2.
+"""Sana text-to-image, 1.0 and 1.5, all sizes: flow matching on latents of DC-AE, conditioned on Gemma 2.
 
-Prompts and denoising are the stock pipeline's own code, called here (diffusers/pipelines/sana/pipeline_sana.py).
-SANA-Video is another of these: `sana_video_checkpoint` has what it does otherwise.
+Prompts and denoising call the stock pipeline's own code (diffusers/pipelines/sana/pipeline_sana.py). SANA-Video is
+derived from these classes in `sana_video.checkpoint`.
 
 Shapes: B batch, T text tokens, C latent channels, H and W latent size.
 """
@@ -53,20 +53,20 @@ from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.guard.stored_precision import stored_dtype
 from dit_lora.numerics.objectives import FlowMatching
 
-PIPELINE_MULTIPLE = 32  # check_inputs of both pipelines, whatever the autoencoder
-# In a model_index.json of ours; Diffusers passes over what begins with an underscore.
+PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any autoencoder
+# Key in a model_index.json that we write. Diffusers ignores keys that begin with an underscore.
 _TRAINED_IN = "_trained_in"
-# The checkpoints that Sana's model zoo lists as fp16 (NVlabs/Sana, asset/docs/model_zoo.md); those in bf16
-# end in _BF16 or are SANA1.5.
+# Checkpoints that Sana's model zoo lists as fp16 (NVlabs/Sana, asset/docs/model_zoo.md). Those in bf16 end in _BF16 or
+# are SANA1.5.
 _FP16_TRAINED = re.compile(r"Sana_(600M|1600M)_(512|1024)px(_MultiLing)?(_diffusers)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SanaCheckpoint(FlowCheckpoint):
-    """One Sana text-to-image checkpoint."""
+    """A Sana text-to-image checkpoint."""
 
     saturates: bool = False
-    """Trained in fp16, whose limit its linear attention relies on."""
+    """True if it was trained in fp16, whose range its linear attention relies on."""
     pipeline_class: ClassVar[Any] = SanaPipeline
     transformer_class: ClassVar[Any] = SanaTransformer2DModel
     transform = "sana-1: pixels / 127.5 - 1, latent"
@@ -78,10 +78,10 @@ class SanaCheckpoint(FlowCheckpoint):
         return lcm(PIPELINE_MULTIPLE, factor * self.transformer_config["patch_size"])
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        wrong = wrong_sides(shape, self.side_step)
+        problems = wrong_sides(shape, self.side_step)
         if shape.frames != 1:
-            wrong.append(f"data.frames must be 1, Sana makes images; got {shape.frames}")
-        return wrong
+            problems.append(f"data.frames must be 1, Sana makes images; got {shape.frames}")
+        return problems
 
     def text_limit(self) -> TextLimit:
         return text_limit(self.path, self._text_tokens)
@@ -101,9 +101,10 @@ class SanaCheckpoint(FlowCheckpoint):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Gemma as the pipeline uses it: its instruction before each caption, the first token and the last 299 kept.
+        """Load Gemma as the pipeline uses it, with an instruction before each caption.
 
-        "" is encoded as the pipeline encodes its negative prompt, without the instruction.
+        Of the result, the first and the last 299 tokens are kept. "" is encoded without the instruction, like the
+        pipeline's negative prompt.
         """
         pipeline, instruction = self.text_pipeline(dtype, device), self._instruction
 
@@ -122,7 +123,7 @@ class SanaCheckpoint(FlowCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the latent, (C, H, W): DC-AE has no posterior. It encodes in fp32 whatever `dtype` is."""
+        """Load the autoencoder, which has no posterior. Samples keep the latent, (C, H, W), always in fp32."""
         vae = memory.load(AutoencoderDC, self.path, torch.float32, device)
 
         @torch.no_grad()
@@ -148,7 +149,7 @@ class SanaCheckpoint(FlowCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The network's velocity for noisy latents; one call equals one of the stock pipeline's."""
+        """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
         prompt_embeds = batch["prompt_embeds"]
         return transformer(
             noisy.to(prompt_embeds.dtype),
@@ -161,7 +162,10 @@ class SanaCheckpoint(FlowCheckpoint):
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
-        """Load the pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts keep it, and fp16's limit where needed."""
+        """Load the pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts do.
+
+        The transformer is clamped to fp16's range if the checkpoint relies on it.
+        """
         if transformer is None and self.saturates:
             transformer = self.load_transformer(dtype)
         return super().pipeline(dtype, transformer, text)
@@ -172,15 +176,15 @@ class SanaCheckpoint(FlowCheckpoint):
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         arguments = as_arguments(prompt, empty)
-        # Its default, "", contradicts embeddings.
+        # The pipeline rejects its default, "", together with embeddings.
         return {**arguments, "negative_prompt": None} if empty else arguments
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
-        # Without binning: the shape that was asked for, not the nearest of the pipeline's list.
+        # Without binning, which would replace the shape by the nearest of the pipeline's list.
         return {"height": shape.height, "width": shape.width, "use_resolution_binning": False}
 
     def index_changes(self) -> dict[str, Any]:
-        """Trained further in full it is stored in fp32, and relies on fp16's limit as before."""
+        """Record the fp16 training: a fully trained model is stored in fp32 but still relies on fp16's range."""
         return {_TRAINED_IN: "fp16"} if self.saturates else {}
 
     @property
@@ -192,22 +196,22 @@ class SanaCheckpoint(FlowCheckpoint):
         return self._default_of("complex_human_instruction")
 
     def _default_of(self, argument: str) -> Any:
-        """The default of an argument of the pipeline's own call."""
+        """Default value of an argument of the pipeline's `__call__`."""
         return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaCheckpoint:
-    """Read the configs; refuse another pipeline, another objective, torn weights."""
+    """Read the configs. Raises `DitLoraError` for another pipeline or objective, or broken weight files."""
     opened = read_sana(family, model)
-    drawn = model.from_scratch is not None
-    saturates = not drawn and trained_in_fp16(opened["path"], model)
+    from_scratch = model.from_scratch is not None
+    saturates = not from_scratch and trained_in_fp16(opened["path"], model)
     return SanaCheckpoint(**opened, saturates=saturates)
 
 
 def trained_in_fp16(path: Path, model: ModelConfig) -> bool:
-    """Return true if the transformer was trained in fp16: so it is stored, alone or as the fp16 variant, or so it is known.
+    """True if the transformer was trained in fp16, by its files, their dtype, the index or the published name.
 
-    The name counts last, for a published checkpoint of which only the fp32 file was fetched.
+    The name is the last test, for a published checkpoint whose fp32 file was the only one downloaded.
     """
     files = sorted((path / "transformer").glob("*.safetensors"))
     return (
@@ -219,7 +223,7 @@ def trained_in_fp16(path: Path, model: ModelConfig) -> bool:
 
 
 def read_sana(family: DiffusionFamily, model: ModelConfig) -> dict[str, Any]:
-    """The fields that Sana's and SANA-Video's checkpoints share."""
+    """The fields that checkpoints of Sana and SANA-Video share."""
     path = local_checkpoint(model)
     read_index(model, path, family.pipeline_names)
     objective = flow_objective(model, read_component_config(path, "scheduler"))
@@ -228,10 +232,10 @@ def read_sana(family: DiffusionFamily, model: ModelConfig) -> dict[str, Any]:
 
 
 def flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:
-    """The objective that the checkpoint's scheduler says, with its shift.
+    """The objective with the shift of the checkpoint's scheduler.
 
-    Solvers call it `flow_shift`, FlowMatchEulerDiscreteScheduler `shift`. The latter, made from a solver's
-    config, would silently have shift 1.
+    Solvers call it `flow_shift`, FlowMatchEulerDiscreteScheduler calls it `shift`. If the latter were built from a
+    solver's config, its shift would silently be 1.
     """
     name = scheduler.get("_class_name")
     timesteps = scheduler.get("num_train_timesteps", 1000)

@@ -1,4 +1,4 @@
-"""Tiny Sana pipelines with random weights."""
+"""Tiny random Sana pipelines."""
 
 import string
 from pathlib import Path
@@ -17,7 +17,7 @@ LATENT_CHANNELS = 4
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write a Sana-like pipeline; as 1.5's with norms of q and k, or with its transformer stored in fp16."""
+    """Write a pipeline like Sana; a variant like 1.5 normalises q and k, another stores its transformer in fp16."""
     tokenizer = gemma_tokenizer()
     transformer: Any = SanaTransformer2DModel(
         in_channels=LATENT_CHANNELS,
@@ -44,7 +44,7 @@ def build_tiny(variant: str, out: Path) -> None:
 
 
 def gemma_tokenizer() -> GemmaTokenizer:
-    """Every printable ASCII character, the space and the new line; nothing is trained."""
+    """A tokenizer of the printable ASCII characters, space and newline. Nothing is trained."""
     characters = [c for c in string.printable if not c.isspace()]
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     pieces = [*special, "\n", "▁", *characters]
@@ -69,7 +69,7 @@ def gemma_encoder(vocab_size: int) -> Gemma2Model:
 
 
 def _autoencoder() -> AutoencoderDC:
-    """Four halvings where DC-AE has five, with its two kinds of block."""
+    """Halves the sides four times (DC-AE: five times), with DC-AE's two kinds of blocks."""
     blocks = ("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock", "EfficientViTBlock")
     channels, layers = (8, 8, 16, 16, 16), (1, 1, 1, 1, 1)
     scales: Any = ((), (), (), (5,), (5,))
@@ -88,13 +88,13 @@ def _autoencoder() -> AutoencoderDC:
         downsample_block_type="Conv",
         decoder_norm_types="rms_norm",
         decoder_act_fns="silu",
-        scaling_factor=0.41407,  # of mit-han-lab/dc-ae-f32c32-sana-1.1-diffusers
+        scaling_factor=0.41407,  # value of mit-han-lab/dc-ae-f32c32-sana-1.1-diffusers
     )
     return vae.eval()
 
 
 def flow_scheduler(flow_shift: float) -> DPMSolverMultistepScheduler:
-    # As the published checkpoints were converted (diffusers: scripts/convert_sana_to_diffusers.py).
+    # The options of the published checkpoints (diffusers: scripts/convert_sana_to_diffusers.py).
     return DPMSolverMultistepScheduler(
         flow_shift=flow_shift, use_flow_sigmas=True, prediction_type="flow_prediction"
     )

@@ -1,4 +1,4 @@
-"""SANA-Video text-to-video, the checkpoints with Wan's autoencoder (2B, 480p)."""
+"""SANA-Video text-to-video: the checkpoints with Wan's autoencoder (2B, 480p)."""
 
 from dit_lora.adapters.layer_names import no_names
 from dit_lora.families.family import DiffusionFamily, License
@@ -18,7 +18,7 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
-    masked_attention=True,  # of captions
+    masked_attention=True,  # masks the padding of captions
     pipeline_names=("SanaVideoPipeline",),
     default_recipe="sana/video_2b",
     licenses={

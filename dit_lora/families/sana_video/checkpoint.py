@@ -1,6 +1,6 @@
-"""SANA-Video text-to-video: Sana's objective and text on the latents of Wan's autoencoder.
+"""SANA-Video text-to-video: Sana's objective and text encoding on latents of Wan's autoencoder.
 
-Prompts, positions and denoising are the stock pipeline's and transformer's own code
+Prompts, positions and denoising call the stock pipeline's and transformer's own code
 (diffusers/pipelines/sana_video/pipeline_sana_video.py).
 
 Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W latent size.
@@ -24,19 +24,19 @@ from dit_lora.families.refusals import wrong_frames, wrong_sides
 from dit_lora.families.sana.checkpoint import PIPELINE_MULTIPLE, SanaCheckpoint, read_sana
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
-# flow_shift of NVlabs/Sana configs/sana_video_config/Sana_2000M_480px_AdamW_fsdp.yaml. The published scheduler
-# has 8, for sampling (inference_flow_shift there: 7 at 98c4a1db): at higher noise than it was trained at.
+# flow_shift of NVlabs/Sana configs/sana_video_config/Sana_2000M_480px_AdamW_fsdp.yaml. The published scheduler has 8,
+# for sampling (inference_flow_shift there: 7 at 98c4a1db), which means higher noise than in training.
 _TRAIN_SHIFT = 3.0
 
-# AutoencoderKLWan's defaults; the published config is older than these two keys.
+# Defaults of AutoencoderKLWan: the published config was written before these two options existed.
 _WAN_FACTORS = {"scale_factor_spatial": 8, "scale_factor_temporal": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SanaVideoCheckpoint(SanaCheckpoint):
-    """One SANA-Video text-to-video checkpoint with Wan's autoencoder.
+    """A SANA-Video text-to-video checkpoint with Wan's autoencoder.
 
-    Captions are encoded as they are: a motion score is part of one, ` motion score: 30.` at its end.
+    Captions are encoded unchanged. A motion score is part of the caption, ` motion score: 30.` at its end.
     """
 
     pipeline_class: ClassVar[Any] = SanaVideoPipeline
@@ -57,7 +57,7 @@ class SanaVideoCheckpoint(SanaCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior's mean and logvar, (C, F, H, W). It encodes in fp32 whatever `dtype` is."""
+        """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`."""
         vae = memory.load(AutoencoderKLWan, self.path, torch.float32, device)
 
         @torch.no_grad()
@@ -77,7 +77,7 @@ class SanaVideoCheckpoint(SanaCheckpoint):
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaVideoCheckpoint:
-    """Read the configs; refuse what Sana refuses, and another autoencoder than Wan's."""
+    """Read the configs. Raises `DitLoraError` as for Sana, and for another autoencoder than Wan's."""
     opened = read_sana(family, model)
     vae = opened["vae_config"]
     kind = vae.get("_class_name")

@@ -1,4 +1,4 @@
-"""A tiny SANA-Video pipeline with random weights."""
+"""A tiny random SANA-Video pipeline."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dit_lora.families.sana.tiny import (
 
 
 def build_tiny(_variant: str, out: Path) -> None:
-    """Write a SANA-Video-like pipeline with Wan's autoencoder, whose latents have a mean and a deviation each."""
+    """Write a pipeline like SANA-Video with Wan's autoencoder, whose latents have per-channel mean and deviation."""
     tokenizer = gemma_tokenizer()
     pipeline: Any = SanaVideoPipeline(
         tokenizer=tokenizer,
@@ -50,7 +50,7 @@ def _wan_vae() -> AutoencoderKLWan:
         latents_mean=[-0.2, 0.3, 0.1, -0.4],
         latents_std=[0.8, 1.3, 0.6, 1.1],
     )
-    # A trained VAE's posterior is narrow and its latents are as wide as `latents_std` says.
+    # Make the posterior narrow and the latents as wide as `latents_std` says, as in a trained VAE.
     head = vae.quant_conv
     with torch.no_grad():
         head.weight[:LATENT_CHANNELS] *= 5

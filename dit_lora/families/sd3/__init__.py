@@ -1,4 +1,4 @@
-"""Stable Diffusion 3.5 text-to-image, large and medium; 3.0 medium is of the same code."""
+"""Stable Diffusion 3.5 text-to-image, large and medium; 3.0 medium uses the same code."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
@@ -7,8 +7,8 @@ FAMILY = DiffusionFamily(
     name="sd3",
     checkpoint_module="dit_lora.families.sd3.checkpoint",
     tiny_module="dit_lora.families.sd3.tiny",
-    # Attention of both streams, as Diffusers' train_dreambooth_lora_sd3.py; the checkpoint adds the text's queries, but
-    # for those of the last block, and medium's second attention.
+    # Attention of both streams, as in Diffusers' train_dreambooth_lora_sd3.py. The checkpoint adds the text's queries,
+    # except in the last block, and medium's second attention.
     lora_targets=(
         "attn.to_q",
         "attn.to_k",

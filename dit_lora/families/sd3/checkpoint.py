@@ -1,6 +1,6 @@
-"""Stable Diffusion 3 and 3.5 text-to-image: flow matching, conditioned by two CLIPs and T5 side by side.
+"""Stable Diffusion 3 and 3.5 text-to-image: flow matching, conditioned on two CLIPs and T5.
 
-Prompts and denoising are the stock pipeline's own code, called here
+Prompts and denoising call the stock pipeline's own code
 (diffusers/pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py).
 
 Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size.
@@ -49,12 +49,12 @@ TEXT_COMPONENTS = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class SD3Checkpoint(FlowCheckpoint):
-    """One Stable Diffusion 3 or 3.5 text-to-image checkpoint."""
+    """A Stable Diffusion 3 or 3.5 text-to-image checkpoint."""
 
     scheduler: Mapping[str, Any]
-    """The scheduler's config, filled up with its defaults."""
+    """The scheduler's config, filled with its class's defaults."""
     clip_tokens: int
-    """Number of CLIP's tokens, which stand before T5's."""
+    """Number of CLIP tokens, which come before T5's."""
     pipeline_class: ClassVar[Any] = StableDiffusion3Pipeline
     transformer_class: ClassVar[Any] = SD3Transformer2DModel
     transform = "sd3-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
@@ -62,37 +62,38 @@ class SD3Checkpoint(FlowCheckpoint):
 
     @property
     def side_step(self) -> int:
-        # The pipeline's vae_scale_factor, and the patches.
+        # The pipeline's vae_scale_factor times the patch size.
         factor = 2 ** (len(self.vae_config["block_out_channels"]) - 1)
         return int(factor * self.transformer_config["patch_size"])
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        most = self.transformer_config["pos_embed_max_size"] * self.side_step
-        ends = {"height": (shape.height, most), "width": (shape.width, most)}
-        wrong = [
+        max_side = self.transformer_config["pos_embed_max_size"] * self.side_step
+        ends = {"height": (shape.height, max_side), "width": (shape.width, max_side)}
+        problems = [
             *wrong_sides(shape, self.side_step),
             *beyond_positions(ends, "pos_embed_max_size"),
         ]
         if shape.frames != 1:
-            wrong.append(
+            problems.append(
                 f"data.frames must be 1, Stable Diffusion 3 makes images; got {shape.frames}"
             )
-        return wrong
+        return problems
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
-        """Return the family's, the text's queries that are read, and the second attention where there is one.
+        """The family's targets, the text queries of all blocks but the last, and the second attention of 3.5 medium.
 
-        After the last block nobody reads the text, so that an adapter on its queries there would never learn. Diffusers'
-        script has it all the same; and it names `attn.` alone since before 3.5 medium, whose `attn2` it passes over.
+        No layer reads the text after the last block, so an adapter on its queries there would never learn. Diffusers'
+        script adapts them anyway. Since it names only `attn.`, it skips the `attn2` that 3.5 medium introduced.
         """
         config = self.transformer_config
+        # Without the last block.
         blocks = range(config["num_layers"] - 1)
         queries = [f"transformer_blocks.{i}.attn.add_q_proj" for i in blocks]
         second = ("to_q", "to_k", "to_v", "to_out.0") if config["dual_attention_layers"] else ()
         return (*defaults, *queries, *(f"attn2.{name}" for name in second))
 
     def text_limit(self) -> TextLimit:
-        """Return T5's; the CLIPs read the first 77 tokens of a caption."""
+        """The limit of T5. The CLIPs read the first 77 tokens of a caption."""
         return text_limit(self.path, self.text_tokens, folder="tokenizer_3")
 
     def text_facts(self) -> Mapping[str, Any]:
@@ -107,7 +108,7 @@ class SD3Checkpoint(FlowCheckpoint):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Both CLIPs and T5 as the pipeline uses them; every pad is seen, by them and by the transformer."""
+        """Load both CLIPs and T5 as the pipeline uses them; they and the transformer attend to all padding."""
         pipeline = self.text_pipeline(dtype, device)
 
         def encode_one(caption: str) -> Tensors:
@@ -126,7 +127,7 @@ class SD3Checkpoint(FlowCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior's mean and logvar, (C, H, W). It encodes in fp32 whatever `dtype` is."""
+        """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
         vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
 
         @torch.no_grad()
@@ -136,7 +137,7 @@ class SD3Checkpoint(FlowCheckpoint):
         return encode
 
     def mu(self, size: torch.Size) -> float:
-        # The published schedulers have one shift; the pipeline computes another's from the number of patches.
+        # The published schedulers have one shift; for others, the pipeline computes it from the number of patches.
         if not self.scheduler["use_dynamic_shifting"]:
             return super().mu(size)
         return mu_by_tokens(
@@ -146,7 +147,7 @@ class SD3Checkpoint(FlowCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Drawn, and normalised as the pipeline undoes it before it decodes."""
+        """Latents sampled from the posterior and normalised: the inverse of decoding in the pipeline."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         return rescaled(latents, self.vae_config)
 
@@ -157,10 +158,10 @@ class SD3Checkpoint(FlowCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the velocity of latents (B, C, H, W); one call equals one of the stock pipeline's."""
+        """Predict the velocity of latents (B, C, H, W); equal to one call of the stock pipeline."""
         prompt_embeds = batch["prompt_embeds"]
         return transformer(
-            hidden_states=noisy.to(prompt_embeds.dtype),  # in which the pipeline has its latents
+            hidden_states=noisy.to(prompt_embeds.dtype),  # the dtype of the pipeline's latents
             timestep=timesteps,
             encoder_hidden_states=prompt_embeds,
             pooled_projections=batch["pooled_prompt_embeds"],
@@ -170,8 +171,8 @@ class SD3Checkpoint(FlowCheckpoint):
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
-        without = {} if text else dict.fromkeys(TEXT_COMPONENTS)
-        return self._load_pipeline(dtype, transformer, text, **without)
+        components = {} if text else dict.fromkeys(TEXT_COMPONENTS)
+        return self._load_pipeline(dtype, transformer, text, **components)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         return as_arguments(prompt, empty)
@@ -181,13 +182,13 @@ class SD3Checkpoint(FlowCheckpoint):
 
     @property
     def text_tokens(self) -> int:
-        """Number of T5's tokens of every caption: the pipeline's default."""
+        """Number of T5 tokens of every caption: the pipeline's default."""
         tokens: int = default_of(self.pipeline_class, "max_sequence_length")
         return tokens
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SD3Checkpoint:
-    """Read the configs; refuse another pipeline, another scheduler, torn weights."""
+    """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
     path = local_checkpoint(model)
     read_index(model, path, family.pipeline_names)
     require_whole_weights(model, path, "vae", *TEXT_COMPONENTS[::2])

@@ -1,4 +1,4 @@
-"""Tiny Stable Diffusion 3.5 pipelines with random weights: medium attends twice in its first block, large once in all."""
+"""Tiny random Stable Diffusion 3.5 pipelines: medium has a second attention in its first block, large has none."""
 
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,22 @@ from dit_lora.families.tiny.text import (
     t5_tokenizer,
 )
 
-# Side by side they are narrower than T5, and filled up, as the published ones are.
+# Concatenated, they are narrower than T5 and get padded, as in the published models.
 _CLIP_WIDTHS = (8, 16)
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write the pipeline of that variant, with weights from torch's generator."""
+    """Write a variant's pipeline with weights from torch's default generator."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    first, second = (projected_clip_encoder(clip, width) for width in _CLIP_WIDTHS)
+    clip_l, clip_g = (projected_clip_encoder(clip, width) for width in _CLIP_WIDTHS)
     pipeline: Any = StableDiffusion3Pipeline(
         tokenizer=clip,
-        text_encoder=first,
+        text_encoder=clip_l,
         tokenizer_2=clip,
-        text_encoder_2=second,
+        text_encoder_2=clip_g,
         tokenizer_3=t5,
         text_encoder_3=t5_encoder(len(t5)),
-        # The factors of diffusers' scripts/convert_sd3_to_diffusers.py.
+        # The factors of Diffusers' scripts/convert_sd3_to_diffusers.py.
         vae=picture_vae(scaling_factor=1.5305, shift_factor=0.0609, width=2.0),
         transformer=SD3Transformer2DModel(
             sample_size=8,

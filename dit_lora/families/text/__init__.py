@@ -1,1 +1,1 @@
-"""Captions: encoded one by one, in a chat template, and cut by their masks."""
+"""Captions: encoding one at a time, chat templates, and truncation by masks."""

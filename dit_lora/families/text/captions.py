@@ -1,4 +1,4 @@
-"""Captions as tensors that are named as the arguments of a pipeline are, and back to these arguments."""
+"""Captions as tensors named like the pipeline's arguments, and back to those arguments."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,11 @@ from dit_lora.families.base import Tensors, TextEncoder
 
 
 def one_by_one(encode_one: Callable[[str], Tensors]) -> TextEncoder:
-    """Return an encoder of captions that takes each alone, to tensors (1, ...): none depends on its neighbours then."""
+    """A caption encoder that encodes captions one at a time, so that no result depends on the rest of its batch.
+
+    Args:
+        encode_one: Encodes one caption to tensors (1, ...).
+    """
 
     @torch.no_grad()
     def encode(captions: Sequence[str]) -> Tensors:
@@ -20,7 +24,12 @@ def one_by_one(encode_one: Callable[[str], Tensors]) -> TextEncoder:
 
 
 def as_arguments(prompt: str | Tensors, empty: Tensors | None) -> dict[str, Any]:
-    """Return a pipeline's arguments for a prompt, as text or as tensors with those of "", which it is guided away from."""
+    """Pipeline arguments for a prompt.
+
+    Args:
+        prompt: The text, or its tensors.
+        empty: The tensors of "", used as the negative prompt. None without guidance.
+    """
     if isinstance(prompt, str):
         return {"prompt": prompt}
     negative = {f"negative_{name}": tensor for name, tensor in (empty or {}).items()}

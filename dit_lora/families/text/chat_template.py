@@ -1,4 +1,4 @@
-"""The room that a pipeline's chat template leaves a caption, found by the pipeline's own code."""
+"""How many caption tokens fit into a pipeline's chat template, measured with the pipeline's own code."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -13,17 +13,18 @@ from dit_lora.families.base import TextLimit
 def template_limit(
     pipeline_class: Any, tokenizer: Any, max_tokens: int, **arguments: Any
 ) -> TextLimit:
-    """Return what is left of `max_tokens` for a caption; `arguments` are further ones of `encode_prompt`."""
+    """Number of tokens left for a caption out of `max_tokens`. `arguments` go to `encode_prompt`."""
     probe = _Probe()
     pipeline = pipeline_class(
         scheduler=None, vae=None, text_encoder=probe, tokenizer=tokenizer, transformer=None
     )
+    # The padding that an empty caption leaves is the number of tokens a caption can have.
     pipeline.encode_prompt("", device=probe.device, max_sequence_length=max_tokens, **arguments)
     return TextLimit(tokenizer, probe.pads)
 
 
 class _Probe(nn.Module):
-    """Stands for a text encoder and counts the pads that it is given in the place of a caption."""
+    """Replaces the text encoder and counts the padding tokens it gets for an empty caption."""
 
     dtype, device = torch.float32, torch.device("cpu")
     pads = 0

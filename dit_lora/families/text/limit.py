@@ -1,4 +1,4 @@
-"""The part of a caption that a checkpoint's tokenizer lets through."""
+"""How much of a caption a checkpoint's tokenizer accepts."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from dit_lora.families.base import TextLimit
 def text_limit(
     path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer"
 ) -> TextLimit:
-    """The tokenizer in that folder of a checkpoint; without `max_tokens`, its own limit."""
+    """Load the tokenizer from this folder of a checkpoint. Without `max_tokens`, the tokenizer's own limit applies."""
     from transformers import AutoTokenizer
 
     tokenizer = load_pretrained(AutoTokenizer, path / folder)

@@ -1,1 +1,1 @@
-"""Parts that several tiny twins are built of."""
+"""Components that several tiny checkpoints share."""

@@ -1,4 +1,4 @@
-"""Tokenizers of bytes with a chat template, for tiny pipelines whose text encoder is a language model; and Qwen3's sizes."""
+"""Byte tokenizers with a chat template and small configs, for tiny pipelines with a language model as text encoder."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.2,
 }
-"""Sizes of a language model, in any of their configs."""
+"""Sizes of a small language model, as options of any of the model configs."""
 _QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
-# Qwen3's, of messages in words: thinking that is switched off is an empty one.
+# Qwen3's template for text messages: disabled thinking is written as an empty thought.
 _QWEN_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
     "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
@@ -28,7 +28,7 @@ _QWEN_TEMPLATE = (
 
 
 def qwen3(layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
-    """Return Qwen3's tokenizer, and the config of a model of that many layers for it."""
+    """Qwen3's tokenizer, and the config of a model with this many layers for it."""
     tokenizer = byte_tokenizer(_QWEN_TOKENS, end="<|im_end|>")
     tokenizer.chat_template = _QWEN_TEMPLATE
     config = Qwen3Config(
@@ -38,9 +38,9 @@ def qwen3(layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
 
 
 def byte_tokenizer(special: tuple[str, ...], end: str) -> Qwen2Tokenizer:
-    """Every byte, and the special tokens, of which the first pads; nothing is trained."""
+    """A tokenizer of single bytes and special tokens; the first special token is padding. Nothing is trained."""
     vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
-    none: Any = None  # an unknown token would be one more
+    none: Any = None  # an unknown token would enlarge the vocabulary
     tokenizer = Qwen2Tokenizer(
         vocab=vocab, merges=[], unk_token=none, pad_token=special[0], eos_token=end
     )
@@ -50,7 +50,7 @@ def byte_tokenizer(special: tuple[str, ...], end: str) -> Qwen2Tokenizer:
 
 
 def ends(tokenizer: Any) -> dict[str, Any]:
-    """Return the ids of a tokenizer's end and pad, as a model's config names them."""
+    """Token ids of a tokenizer's end and padding, named as in a model's config."""
     return {
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,

@@ -1,7 +1,7 @@
-"""Complete pipelines with random weights, small enough for tests and demos on a CPU.
+"""Text encoders and tokenizers with random weights, small enough for tests and demos on a CPU.
 
-The tokenizer's vocabulary is fixed and weights come from one generator, so one seed gives the same bytes
-everywhere. (A trained tokenizer would not: its vocabulary differs from process to process.)
+The tokenizer's vocabulary is fixed and weights come from one generator, so one seed gives the same bytes everywhere.
+(A trained tokenizer would not: its vocabulary differs from process to process.)
 """
 
 import string
@@ -23,7 +23,7 @@ POOLED_WIDTH = 16
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """Every printable ASCII character on its own and at a word's start; nothing is trained."""
+    """A tokenizer of the printable ASCII characters, inside a word and at its start. Nothing is trained."""
     characters = [c for c in string.printable if not c.isspace()]
     special = ["<pad>", "</s>", "<unk>"]
     pieces = ["▁", *characters, *(f"▁{c}" for c in characters)]
@@ -45,7 +45,7 @@ def t5_encoder(vocab_size: int) -> T5EncoderModel:
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """Every printable ASCII character, within a word and at its end; nothing is trained."""
+    """A tokenizer of the printable ASCII characters, inside a word and at its end. Nothing is trained."""
     characters = [c for c in string.printable if not c.isspace()]
     pieces = [*characters, *(f"{c}</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
     vocab = {piece: index for index, piece in enumerate(pieces)}
@@ -75,7 +75,7 @@ def _clip_config(tokenizer: CLIPTokenizer, width: int) -> CLIPTextConfig:
 
 
 def umt5_encoder(vocab_size: int) -> UMT5EncoderModel:
-    """T5 with positions of its own in every layer; padding is masked."""
+    """T5 with separate relative positions in every layer; padding is masked."""
     config = UMT5Config(
         vocab_size=vocab_size,
         d_model=TEXT_WIDTH,

@@ -1,4 +1,4 @@
-"""Small autoencoders with random weights, whose posteriors are as narrow as those of trained ones."""
+"""Small random autoencoders whose posteriors are as narrow as those of trained ones."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from diffusers import AutoencoderKLQwenImage
 
 
 def qwen_image_vae() -> AutoencoderKLQwenImage:
-    """Qwen-Image's, with its published means and deviations, which are the class's defaults."""
+    """Qwen-Image's VAE in small. Its latent means and deviations are the published ones, the class's defaults."""
     vae: AutoencoderKLQwenImage = narrow(
         AutoencoderKLQwenImage(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1), 24
     )
@@ -15,7 +15,7 @@ def qwen_image_vae() -> AutoencoderKLQwenImage:
 
 
 def narrow(vae: Any, width: float) -> Any:
-    """Make the posterior narrow and its mean as wide as `latents_std` says, as those of a trained VAE are."""
+    """Make the posterior narrow and its mean as wide as `latents_std`, as in a trained VAE."""
     head, latents = vae.quant_conv, vae.config.z_dim
     with torch.no_grad():
         head.weight[:latents] *= width

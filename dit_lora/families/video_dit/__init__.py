@@ -1,4 +1,4 @@
-"""The video DiT, of classes and of text."""
+"""The video DiT, conditioned on classes or on text."""
 
 from dit_lora.adapters.layer_names import no_names
 from dit_lora.families.family import DiffusionFamily
@@ -18,7 +18,7 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
-    masked_attention=True,  # of captions
+    masked_attention=True,  # masks the padding of captions
     pipeline_names=("VideoDiTPipeline",),
     default_recipe="video_dit/ucf101_lora",
     comfyui=no_names("ComfyUI has no such model"),

@@ -1,7 +1,7 @@
 """The video DiT (OpenDiT's VDiT): noise prediction with a learned variance, conditioned on classes or on text.
 
-Of a model of classes a caption is a class's name; of a model of text it is what CLIP pools. UCF101's class
-folders (`BoxingPunchingBag/clip.avi`) serve both: as OpenDiT trains on them, the name is the text.
+With classes, a caption is the name of a class; with text, it is encoded to CLIP's pooled output. UCF101's class
+folders (`BoxingPunchingBag/clip.avi`) work for both: OpenDiT also trains with the class name as text.
 
 Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 """
@@ -34,7 +34,7 @@ from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
 @dataclass(frozen=True)
 class VideoClasses(ClassTable):
-    """Classes of a table whose last row is the null class."""
+    """A table of classes whose last row is the null class."""
 
     @property
     def null(self) -> int:
@@ -43,13 +43,13 @@ class VideoClasses(ClassTable):
 
 @dataclass(frozen=True, kw_only=True)
 class VideoDiTCheckpoint(NoisePrediction):
-    """Base of the checkpoints of classes and of text."""
+    """Base of the class-conditional and the text-conditional checkpoints."""
 
     pipeline_class: ClassVar[Any] = VideoDiTPipeline
     transformer_class: ClassVar[Any] = VideoDiTTransformer3DModel
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        """Frames in temporal patches; height and width in multiples of VAE factor x patch size (16)."""
+        """Frames must be whole temporal patches; height and width multiples of VAE factor x patch size (16)."""
         frame_step, step = self.transformer_config["patch_size_t"], self.side_step
         return wrong_multiples(
             {
@@ -66,7 +66,7 @@ class VideoDiTCheckpoint(NoisePrediction):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Noise, and behind it the variance's fraction if learned: (B, C or 2 C, F, H, W)."""
+        """Predict the noise, followed by the variance's fraction if it is learned: (B, C or 2 C, F, H, W)."""
         names = ("class_labels", "pooled_projections")
         return transformer(
             hidden_states=noisy_BCFHW.to(next(transformer.parameters()).dtype),
@@ -81,7 +81,7 @@ class VideoDiTCheckpoint(NoisePrediction):
 
 @dataclass(frozen=True, kw_only=True)
 class VideoDiTOfText(VideoDiTCheckpoint):
-    """One video DiT that is conditioned on text."""
+    """A video DiT that is conditioned on text."""
 
     def text_limit(self) -> TextLimit:
         return text_limit(self.path)
@@ -90,7 +90,7 @@ class VideoDiTOfText(VideoDiTCheckpoint):
         return {"pooled_projections": (torch.Size((self.transformer_config["text_dim"],)), dtype)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Texts to what CLIP pools, (B, D)."""
+        """Maps texts to CLIP's pooled output, (B, D)."""
         pipeline = self.text_pipeline(dtype, device)
         return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
 
@@ -112,7 +112,7 @@ class VideoDiTOfText(VideoDiTCheckpoint):
 
 @dataclass(frozen=True, kw_only=True)
 class VideoDiTOfClasses(VideoDiTCheckpoint, ClassCheckpoint):
-    """One video DiT that is conditioned on classes, with those that it is trained on."""
+    """A video DiT that is conditioned on classes, with the classes it is trained on."""
 
     count_key = "num_classes"
     takes: ClassVar[tuple[str, ...]] = ClassCheckpoint.takes
@@ -130,22 +130,22 @@ class VideoDiTOfClasses(VideoDiTCheckpoint, ClassCheckpoint):
         return self._load_pipeline(dtype, transformer, False, id2label=self.classes.labels())
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        """Rows of the label table; the pipeline has a null class of its own."""
+        """Rows of the label table. The pipeline adds the null class itself."""
         if isinstance(prompt, str):
             return {"class_labels": torch.tensor([self.row(prompt)])}
         return {"class_labels": prompt["class_labels"]}
 
     def require_rows_train(self, recipe: Recipe, new: Sequence[str]) -> None:
-        """They never do."""
-        what = (
+        """Always raise `DitLoraError`: a LoRA cannot train rows of this label table."""
+        problem = (
             f"{self.path.name} has no class of these names, and a LoRA trains no row of the label table: "
             "correct them, or take train.mode: full or a model of text"
         )
-        raise DitLoraError(listed(what, new))
+        raise DitLoraError(listed(problem, new))
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> VideoDiTCheckpoint:
-    """Read the configs; refuse another pipeline, and torn weights."""
+    """Read the configs. Raises `DitLoraError` for another pipeline or broken weight files."""
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
     fields = stored_fields(model, path)

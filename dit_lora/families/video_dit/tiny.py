@@ -11,12 +11,12 @@ from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_base import iddpm_scheduler
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
-# As `dit-lora tiny shapes` names its clips.
+# The class names of `dit-lora tiny shapes`.
 CLASSES = ("blue disc", "blue square", "green disc", "green square", "red disc", "red square")
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write a VDiT-XL/1x2x2-like pipeline, native at 4 frames of 32x48, of six classes or conditioned on CLIP."""
+    """Write a pipeline like VDiT-XL/1x2x2 for 4 frames of 32x48, with six classes or conditioned on CLIP."""
     text = variant == "video-dit-text"
     condition = {"text_dim": POOLED_WIDTH} if text else {"num_classes": len(CLASSES)}
     transformer: Any = VideoDiTTransformer3DModel(
@@ -43,7 +43,7 @@ def build_tiny(variant: str, out: Path) -> None:
 
 
 def _as_if_trained(transformer: VideoDiTTransformer3DModel) -> None:
-    """A fresh adaLN-zero model gives zeros and passes no gradient on; a trained one does neither."""
+    """Randomise the zero-initialised layers: a fresh adaLN-zero model outputs zeros and passes no gradient on."""
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
             if name.startswith("proj_out") or "adaln" in name:

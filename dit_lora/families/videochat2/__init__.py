@@ -1,4 +1,4 @@
-"""VideoChat2, Mistral, Vicuna or Phi-3, in a folder that `dit-lora convert videochat2` makes."""
+"""VideoChat2 with Mistral, Vicuna or Phi-3, in a folder made by `dit-lora convert videochat2`."""
 
 from dit_lora.families.family import ChatFamily
 
@@ -6,12 +6,12 @@ FAMILY = ChatFamily(
     name="videochat2",
     checkpoint_module="dit_lora.families.videochat2.checkpoint",
     tiny_module="dit_lora.families.videochat2.tiny",
-    # lm_head too, as scripts/videochat_mistral trains it.
+    # Includes lm_head, as in scripts/videochat_mistral.
     lora_targets=(
         "q_proj",
         "k_proj",
         "v_proj",
-        "qkv_proj",  # Phi-3's, of which each is several of the others
+        "qkv_proj",  # Phi-3 fuses several of the other projections into one
         "o_proj",
         "gate_proj",
         "up_proj",

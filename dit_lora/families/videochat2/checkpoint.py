@@ -1,7 +1,7 @@
 """VideoChat2: a UMT-L video encoder, a Q-Former that reads the instruction, and a language model (arXiv 2311.17005).
 
-A checkpoint is a folder that `dit-lora convert videochat2` makes of the released files, or `dit-lora tiny`. Facts of
-prompts, sampling and tiles are those of OpenGVLab/Ask-Anything, video_chat2.
+A checkpoint is a folder that `dit-lora convert videochat2` makes from the released files, or `dit-lora tiny`. Prompts,
+sampling and tiles follow OpenGVLab/Ask-Anything, video_chat2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,15 @@ from dit_lora.families.opening import local_chat_checkpoint, read_config
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
 
-# ImageNet's, as the original normalises (dataset/__init__.py).
+# ImageNet's statistics, as in the original (dataset/__init__.py).
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_MOST_INSTRUCTION = 512  # tokens that the Q-Former's BERT has positions for
-_TILE = 224  # pixels a side, by which the original counts
+_MOST_INSTRUCTION = 512  # number of positions of the Q-Former's BERT
+_TILE = 224  # pixels per side of a tile in the original
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoChat2Checkpoint(ChatCheckpoint):
-    """One opened VideoChat2 folder."""
+    """An opened VideoChat2 folder."""
 
     config: VideoChat2Config
     qformer_tokenizer: Any
@@ -65,11 +65,11 @@ class VideoChat2Checkpoint(ChatCheckpoint):
 
     @property
     def prompt_format(self) -> FormatName:
-        return cast(FormatName, self.config.prompt_format)  # one of these, or its config refuses
+        return cast(FormatName, self.config.prompt_format)  # validated by the config
 
     @property
     def answer_end(self) -> str:
-        """Return what an answer is learned to end with: a token, or in Vicuna's format text."""
+        """Text that ends an answer in training: a token, or plain text in Vicuna's format."""
         return PROMPT_FORMATS[self.prompt_format].answer[1].strip()
 
     def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
@@ -88,8 +88,8 @@ class VideoChat2Checkpoint(ChatCheckpoint):
         answered: bool = True,
     ) -> Rendered:
         if answered:
-            marks = PROMPT_FORMATS[self.prompt_format].control
-            refuse_control(conversation, control_pattern(self.tokenizer, marks))
+            control = PROMPT_FORMATS[self.prompt_format].control
+            refuse_control(conversation, control_pattern(self.tokenizer, control))
         rendered = render_prompt(
             self.prompt_format,
             conversation,
@@ -110,7 +110,10 @@ class VideoChat2Checkpoint(ChatCheckpoint):
         inputs = {"input_ids": batch["input_ids"]}
         if "pixels" in batch:
             pixels = batch["pixels"]
-            mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in (_MEAN, _STD))
+            mean, std = (
+                pixels.new_tensor(statistic, dtype=torch.float32) for statistic in (_MEAN, _STD)
+            )
+            # (B, F, 3, H, W), normalised per color channel.
             scaled = (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
             inputs["pixel_values"] = scaled
         return inputs | {
@@ -125,24 +128,24 @@ class VideoChat2Checkpoint(ChatCheckpoint):
 
 
 def tile_grid(height: int, width: int, most: int) -> tuple[int, int]:
-    """Rows and columns of at most `most` tiles, whose ratio is nearest to the picture's.
+    """Rows and columns of at most `most` tiles, with the aspect ratio nearest to the picture's.
 
-    Of equally near ones the smaller, unless the picture has more than half of the larger one's pixels (at 224 a
-    side), as dataset/hd_utils.py chooses.
+    Ties go to the smaller grid, unless the picture has more than half of the larger grid's pixels (with tiles of 224 x
+    224), as in dataset/hd_utils.py.
     """
-    every = [(r, c) for r in range(1, most + 1) for c in range(1, most + 1) if r * c <= most]
-    best, least = (1, 1), float("inf")
-    for rows, columns in sorted(every, key=lambda grid: grid[0] * grid[1]):
+    grids = [(r, c) for r in range(1, most + 1) for c in range(1, most + 1) if r * c <= most]
+    best, min_distance = (1, 1), float("inf")
+    for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
         distance = abs(width / height - columns / rows)
-        if distance < least:
-            best, least = (rows, columns), distance
-        elif distance == least and height * width > 0.5 * _TILE**2 * rows * columns:
+        if distance < min_distance:
+            best, min_distance = (rows, columns), distance
+        elif distance == min_distance and height * width > 0.5 * _TILE**2 * rows * columns:
             best = (rows, columns)
     return best
 
 
 def open_checkpoint(model: ModelConfig) -> VideoChat2Checkpoint:
-    """Read config and tokenizers of a folder that `dit-lora convert videochat2` made."""
+    """Read config and tokenizers of a folder made by `dit-lora convert videochat2`."""
     path = local_chat_checkpoint(model)
     model_type = read_config(path, "config.json", "Transformers").get("model_type")
     if model_type != "videochat2":
@@ -152,11 +155,11 @@ def open_checkpoint(model: ModelConfig) -> VideoChat2Checkpoint:
         )
     config = load_pretrained(VideoChat2Config, path)
     size = config.vision_config["image_size"]
-    how = Viewing(config.vision_config["num_frames"], size, size)
+    viewing = Viewing(config.vision_config["num_frames"], size, size)
     return VideoChat2Checkpoint(
         path=path,
         config=config,
         tokenizer=load_tokenizer(path),
         qformer_tokenizer=load_pretrained(AutoTokenizer, path / "qformer_tokenizer"),
-        how=how,
-    ).viewing(how)
+        how=viewing,
+    ).viewing(viewing)

@@ -1,4 +1,4 @@
-"""Tiny VideoChat2 checkpoints with random weights, one of each published kind, native at 4 frames of 32x32.
+"""Tiny random VideoChat2 checkpoints, one of each published kind; their native shape is 4 frames of 32x32.
 
 The vocabularies are spelled out and nothing is trained (a trained tokenizer differs from process to process), so one
 seed gives the same bytes everywhere.
@@ -28,9 +28,9 @@ VARIANTS: dict[str, str] = {
     "videochat2-phi3": "phi3",
     "videochat2-hd": "mistral",
 }
-"""The prompt format of each. HD is Mistral, with twice as many tokens of context for its tiles."""
+"""The prompt format of each variant. HD is Mistral with twice the context length, for its tiles."""
 
-# Enough for captions and questions; every other word is written in characters, every other character in bytes.
+# Enough for captions and questions. Other words are split into characters, other characters into bytes.
 _WORDS = [
     "the",
     "a",
@@ -78,19 +78,19 @@ _WORDS = [
     "What",
 ]
 _MARKS = ("[INST]", "[/INST]", "###", "Human:", "Assistant:", "<Video>", "</Video>", "<Image>")
-# Phi-3's tokenizer.json: control tokens that swallow the white space after them.
+# From Phi-3's tokenizer.json: control tokens that swallow the white space after them.
 _PHI3_CONTROL = ("<|assistant|>", "<|end|>", "<|system|>", "<|user|>")
 _MAX_POSITIONS = 512
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write `out`: config.json, model.safetensors, the language model's tokenizer and qformer_tokenizer/."""
+    """Write a checkpoint to `out`: config, weights, the language model's tokenizer and qformer_tokenizer/."""
     tokenizer = llm_tokenizer(VARIANTS[variant])
     qformer_tokenizer = bert_tokenizer()
     config = tiny_config(variant, tokenizer, len(qformer_tokenizer))
     model = VideoChat2ForConditionalGeneration(config).eval()
-    # As a trained model's: no bias at zero, and pictures that reach the answer. At Transformers' 0.02, layers
-    # this narrow hand on a hundredth of what they get.
+    # As in a trained model, no bias is zero and images influence the answer. With Transformers' standard deviation of
+    # 0.02, layers this narrow pass on a hundredth of their input.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -103,13 +103,13 @@ def build_tiny(variant: str, out: Path) -> None:
 
 
 def tiny_config(variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int) -> VideoChat2Config:
-    """Three vision blocks of 16-pixel patches, two Q-Former layers, two layers of the language model."""
+    """A config with three vision blocks of 16-pixel patches, two Q-Former layers and two language model layers."""
     return VideoChat2Config(
         vision_config={
             "image_size": 32,
             "patch_size": 16,
             "hidden_size": 32,
-            "num_hidden_layers": 4,  # of which three are built
+            "num_hidden_layers": 4,  # the last one is not built
             "num_attention_heads": 2,
             "mlp_ratio": 2,
             "num_frames": 4,
@@ -155,7 +155,7 @@ def _text_config(format_: str, tokenizer: LlamaTokenizer, contexts: int) -> PreT
 
 
 def llm_tokenizer(format_: str) -> LlamaTokenizer:
-    """Llama's kind of BPE, as all three language models have: whole words of a short list, characters, bytes."""
+    """A BPE like Llama's, as all three language models use: a short list of whole words, characters and bytes."""
     characters = [c for c in string.printable if not c.isspace()]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *characters]
     merges: list[tuple[str, str]] = []
@@ -170,7 +170,7 @@ def llm_tokenizer(format_: str) -> LlamaTokenizer:
     tokenizer: Any = LlamaTokenizer(
         vocab=vocab,
         merges=merges,
-        # Phi-3 pads with its end of text; the others have no padding token, and the original takes </s>.
+        # Phi-3 pads with its end-of-text token. The others have no padding token, and the original uses </s>.
         pad_token="</s>" if not control else "<|endoftext|>",
         eos_token="</s>" if not control else "<|endoftext|>",
         add_bos_token=True,
@@ -182,7 +182,7 @@ def llm_tokenizer(format_: str) -> LlamaTokenizer:
 
 
 def bert_tokenizer() -> BertTokenizer:
-    """BERT's WordPiece over the same words and every ASCII character, with the original's [DEC]."""
+    """BERT's WordPiece over the same words and all ASCII characters, with the original's [DEC] token."""
     characters = [c for c in string.printable if not c.isspace() and not c.isupper()]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters]
     pieces += [f"##{c}" for c in characters if c.isalnum()]

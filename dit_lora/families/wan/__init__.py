@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2: text-to-video and image-to-video, with one transformer or two experts, as the checkpoint's files say."""
+"""Wan 2.1 and 2.2: text-to-video and image-to-video, with one transformer or two experts, as the files say."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
@@ -7,7 +7,7 @@ FAMILY = DiffusionFamily(
     name="wan",
     checkpoint_module="dit_lora.families.wan.checkpoint",
     tiny_module="dit_lora.families.wan.tiny",
-    # The default targets are what finetrainers adapts; musubi-tuner adapts every linear layer of the blocks.
+    # The default targets are those of finetrainers; musubi-tuner adapts every linear layer of the blocks.
     group_patterns={
         "connector": (
             "patch_embedding.*",

@@ -1,4 +1,4 @@
-"""Opens Wan checkpoints, 2.1 and 2.2: which kind one is, its own configs and model_index.json say, never its name."""
+"""Opens Wan checkpoints, 2.1 and 2.2. Configs and model_index.json tell which kind they are, never their name."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,18 +30,19 @@ _IMAGE = "WanImageToVideoPipeline"
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoint:
-    """Read the configs; refuse parts that contradict each other, a task that it cannot do, and torn weights."""
+    """Read the configs. Raises `DitLoraError` for contradicting parts, an unsupported task or broken weight files."""
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
     fields = stored_fields(model, path)
-    # Files from before an option lack it: `rope_max_seq_len`, the VAE's factors.
+    # Files written before an option existed lack it: `rope_max_seq_len`, the VAE's factors.
     fields["transformer_config"] = with_defaults(
         WanTransformer3DModel, fields["transformer_config"]
     )
     fields["vae_config"] = with_defaults(AutoencoderKLWan, fields["vae_config"])
     task, kind = _kind(model, index)
-    beside = task == "i2v" and not index.get("expand_timesteps")
-    _require_fitting(model, index, fields, beside=beside)
+    # TI2V-5B (`expand_timesteps`) puts the image into the latents; the others use extra channels.
+    has_condition_channels = task == "i2v" and not index.get("expand_timesteps")
+    _require_fitting(model, index, fields, beside=has_condition_channels)
     clip = ("image_encoder",) if _is_there(index, "image_encoder") else ()
     second = ("transformer_2",) if _is_there(index, "transformer_2") else ()
     require_whole_weights(model, path, "vae", "text_encoder", *clip, *second)
@@ -49,8 +50,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoin
     objective = _objective(model, read_component_config(path, "scheduler"))
     if boundary is not None:
         # The pipeline sends t >= boundary to `transformer` (pipeline_wan.py, __call__).
-        own = {"t_min": boundary} if fields["part"] == "transformer" else {"t_max": boundary}
-        objective = replace(objective, levels=replace(objective.levels, **own))
+        bound = {"t_min": boundary} if fields["part"] == "transformer" else {"t_max": boundary}
+        objective = replace(objective, levels=replace(objective.levels, **bound))
     return kind(
         **fields,
         objective=objective,
@@ -60,7 +61,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoin
 
 
 def _is_there(index: Mapping[str, Any], component: str) -> bool:
-    """Return true if the pipeline has this component: an absent one is left out, or two nulls."""
+    """True if the pipeline has this component. Absent ones are missing from the index, or have two nulls."""
     return (index.get(component) or [None])[0] is not None
 
 
@@ -69,19 +70,19 @@ def _own_task(index: Mapping[str, Any]) -> str:
 
 
 def _kind(model: ModelConfig, index: Mapping[str, Any]) -> tuple[str, type[WanCheckpoint]]:
-    """Return the task that is trained, and what does it; TI2V-5B, whose timesteps are expanded, can do both."""
+    """The task to train and its checkpoint class. TI2V-5B (`expand_timesteps`) supports both tasks."""
     refuse_in_context(model)
-    own, both = _own_task(index), bool(index.get("expand_timesteps"))
-    task = model.task or own
-    if task != own and not both:
-        does = {"t2v": "makes videos of text alone", "i2v": "starts from an image"}[own]
+    stored_task, both = _own_task(index), bool(index.get("expand_timesteps"))
+    task = model.task or stored_task
+    if task != stored_task and not both:
+        does = {"t2v": "makes videos of text alone", "i2v": "starts from an image"}[stored_task]
         raise DitLoraError(
             f"model.task: {task}: {model.path} {does} ({index['_class_name']}); leave it out, or take a checkpoint of "
             "that task; TI2V-5B (expand_timesteps in its model_index.json) can do both"
         )
     if task == "t2v":
         return task, WanCheckpoint
-    # Not before: without torchvision, Transformers warns of CLIP's image processor wherever that is imported.
+    # Import late: without torchvision, Transformers warns whenever CLIP's image processor is imported.
     from dit_lora.families.wan.image_to_video import WanImageCheckpoint, WanTokenImageCheckpoint
 
     return task, WanTokenImageCheckpoint if both else WanImageCheckpoint
@@ -90,15 +91,15 @@ def _kind(model: ModelConfig, index: Mapping[str, Any]) -> tuple[str, type[WanCh
 def _require_fitting(
     model: ModelConfig, index: Mapping[str, Any], fields: Mapping[str, Any], *, beside: bool
 ) -> None:
-    """Refuse channels that do not fit, a boundary without its second expert, an embedding without its encoder.
+    """Check channels, the boundary with its second expert, and the image embedding with its encoder.
 
-    `beside`: a mask and a condition stand beside the latents.
+    `beside` is true if a mask and a condition are concatenated with the latents.
     """
     transformer, vae = fields["transformer_config"], fields["vae_config"]
     latents, inputs = vae["z_dim"], vae["z_dim"]
     if beside:
         inputs += vae["scale_factor_temporal"] + latents  # mask and condition (prepare_latents)
-    wrong = [
+    problems = [
         f"{name} must be {value}; got {transformer[name]}"
         for name, value in {"in_channels": inputs, "out_channels": latents}.items()
         if transformer[name] != value
@@ -106,27 +107,29 @@ def _require_fitting(
     boundary, second = index.get("boundary_ratio"), _is_there(index, "transformer_2")
     if (boundary is not None) != second:
         has = "a transformer_2" if second else "no transformer_2"
-        wrong.append(
+        problems.append(
             f"model_index.json has {has} and boundary_ratio: {boundary}; both belong together, or neither"
         )
     if boundary is not None and not 0 < boundary < 1:
-        wrong.append(f"boundary_ratio must be above 0 and below 1; got {boundary}")
+        problems.append(f"boundary_ratio must be above 0 and below 1; got {boundary}")
     embeds, encoder = transformer["image_dim"] is not None, _is_there(index, "image_encoder")
     if embeds and not (encoder and _is_there(index, "image_processor")):
-        wrong.append(
+        problems.append(
             "its transformer attends to an image's embedding (image_dim), and model_index.json has no image_encoder "
             "with an image_processor"
         )
     if embeds and not beside:
-        wrong.append(
+        problems.append(
             "its transformer attends to an image's embedding (image_dim), its pipeline has no image"
         )
-    if wrong:
-        raise DitLoraError(listed(f"{model.path}: the parts of this checkpoint do not fit", wrong))
+    if problems:
+        raise DitLoraError(
+            listed(f"{model.path}: the parts of this checkpoint do not fit", problems)
+        )
 
 
 def _objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:
-    """Flow matching at logit-normal noise levels, with the shift that the pipeline samples with."""
+    """Flow matching with logit-normal noise levels and the shift that the pipeline samples with."""
     name, timesteps = scheduler.get("_class_name"), scheduler.get("num_train_timesteps", 1000)
     if name == UniPCMultistepScheduler.__name__:
         config: Any = UniPCMultistepScheduler.from_config(dict(scheduler)).config

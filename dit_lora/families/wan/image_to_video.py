@@ -1,9 +1,10 @@
-"""Wan image-to-video: 2.1 I2V and FLF2V, 2.2 I2V-A14B (a condition in channels of its own), TI2V-5B (a clean first latent).
+"""Wan image-to-video: 2.1 I2V and FLF2V, 2.2 I2V-A14B (condition as extra channels), TI2V-5B (clean first latent).
 
-The condition, its mask and the image's embedding are made by the stock pipeline's own methods
-(diffusers/pipelines/wan/pipeline_wan_i2v.py): a video of the picture and zero *pixels* behind it, encoded whole.
+The stock pipeline's own methods make the condition, its mask and the image embedding
+(diffusers/pipelines/wan/pipeline_wan_i2v.py). The condition is a video of the image followed by zero *pixels*, encoded
+as a whole.
 
-Shapes: B batch, C latent channels, F latent frames, H and W latent size, P tokens of a picture.
+Shapes: B batch, C latent channels, F latent frames, H and W latent size, P tokens of an image.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,16 +34,17 @@ from dit_lora.families.wan.text_to_video import WanCheckpoint
 
 IMAGE_TRANSFORM = "wan-i2v-1: the pipeline's preprocessing; mask and normalised mode of the picture before zero pixels"
 if not is_ftfy_available():
-    # Without ftfy the text-to-video pipeline cleans prompts by all but ftfy; this one calls it all the same and raises
-    # NameError (basic_clean of both, Diffusers 0.42.1). It cleans as the other does, and nothing that worked changes.
+    # Without ftfy, the text-to-video pipeline skips that step of the cleaning, but this pipeline calls ftfy anyway and
+    # raises NameError (basic_clean of both, Diffusers 0.42.1). Use the other's cleaning; where ftfy is installed, both
+    # are the same.
     pipeline_wan_i2v.prompt_clean = pipeline_wan.prompt_clean
 Embed = Callable[[list[Any]], torch.Tensor]
-"""Pictures to their hidden states, (pictures, P, width)."""
+"""Maps images to their CLIP hidden states, (images, P, width)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanImageCheckpoint(WanCheckpoint):
-    """One Wan image-to-video checkpoint: mask and condition stand beside the noisy latents."""
+    """A Wan image-to-video checkpoint: mask and condition are concatenated with the noisy latents."""
 
     pipeline_class: ClassVar[Any] = WanImageToVideoPipeline
     takes: ClassVar[tuple[str, ...]] = (
@@ -52,7 +54,7 @@ class WanImageCheckpoint(WanCheckpoint):
         "validation.last_images",
     )
     token_mask: ClassVar[bool] = False
-    """True where the picture is the first latent frame itself, told by its tokens' timestep of 0 (`expand_timesteps`)."""
+    """True if the image is the first latent frame itself, marked by timestep 0 of its tokens (`expand_timesteps`)."""
 
     @property
     def pictures(self) -> tuple[str, ...]:
@@ -60,28 +62,28 @@ class WanImageCheckpoint(WanCheckpoint):
 
     @property
     def has_clip(self) -> bool:
-        """Return true if the picture's embedding is attended to: 2.1."""
+        """True if the transformer attends to the image's CLIP embedding (2.1)."""
         return self.transformer_config["image_dim"] is not None
 
     @property
     def with_last(self) -> bool:
-        """Return true if the last frame is given too (FLF2V): the embedding has places for two pictures."""
+        """True if the last frame is given too (FLF2V): the embedding has positions for two images."""
         return self.transformer_config["pos_embed_seq_len"] is not None
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        wrong = super().wrong_shape(shape)
-        return [*wrong, *too_few_frames(shape.frames, self.vae_config["scale_factor_temporal"])]
+        problems = super().wrong_shape(shape)
+        return [*problems, *too_few_frames(shape.frames, self.vae_config["scale_factor_temporal"])]
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Refuse prompts without their pictures, and pictures of its own where the clip's last frame is given too."""
+        """Raise `DitLoraError` if prompts lack images, or FLF2V has separate first images (`data.image_column`)."""
         fitting = super().for_recipe(recipe)
-        wrong = wrong_pictures(recipe.validation, self.pictures)
+        problems = wrong_pictures(recipe.validation, self.pictures)
         if self.with_last and any(source.image_column for source in recipe.data.all_sources):
-            wrong.append(
+            problems.append(
                 "data.image_column: its two pictures are the clip's own first and last frame; remove it"
             )
-        if wrong:
-            raise DitLoraError(listed(f"{self.path.name} is image-to-video", wrong))
+        if problems:
+            raise DitLoraError(listed(f"{self.path.name} is image-to-video", problems))
         return fitting
 
     def video_facts(self) -> Mapping[str, Any]:
@@ -90,17 +92,17 @@ class WanImageCheckpoint(WanCheckpoint):
         if self.has_clip:
             facts["image_encoder"] = self.path / "image_encoder"
             facts["image_processor"] = self.path / "image_processor"
-            # Transformers has another where torchvision is installed, which resizes otherwise.
+            # With torchvision, Transformers uses another image processor, which resizes differently.
             facts["processor"] = CLIPImageProcessor.__name__
         return facts
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """The clip's posterior; `image_latents`, the normalised condition; where CLIP is, `image_embeds`.
+        """Load the VAE, and CLIP if the checkpoint uses it, in fp32.
 
-        `image_latents` are (mask channels + C, F, H, W), of TI2V-5B (C, 1, H, W); `image_embeds` (pictures, P, width).
-        All of it in fp32.
+        Samples keep the clip's posterior and `image_latents`, the normalised condition: (mask channels + C, F, H, W),
+        or (C, 1, H, W) for TI2V-5B. With CLIP they also keep `image_embeds`, (images, P, width).
         """
         vae = memory.load(AutoencoderKLWan, self.path, torch.float32, device)
         embed = self._clip(device) if self.has_clip else None
@@ -109,17 +111,24 @@ class WanImageCheckpoint(WanCheckpoint):
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            own = [pixels[0] if image is None else image, *([pixels[-1]] if self.with_last else [])]
-            pictures = [as_picture(one) for one in own]
-            first, *last = (processor.preprocess(one).to(device) for one in pictures)
+            frames = [
+                pixels[0] if image is None else image,
+                *([pixels[-1]] if self.with_last else []),
+            ]
+            pictures = [as_picture(picture) for picture in frames]
+            first_picture, *last_picture = (
+                processor.preprocess(picture).to(device) for picture in pictures
+            )
             tensors = encode_video(vae, pixels)
-            tensors["image_latents"] = self._condition(facts, first, last, len(pixels))
+            tensors["image_latents"] = self._condition(
+                facts, first_picture, last_picture, len(pixels)
+            )
             return tensors if embed is None else {**tensors, "image_embeds": embed(pictures)}
 
         return encode
 
     def _as_pipeline(self, vae: Any) -> Any:
-        """Return what of a pipeline its `prepare_latents` reads."""
+        """A stand-in for the pipeline with the attributes that its `prepare_latents` reads."""
         return SimpleNamespace(
             vae=vae,
             vae_scale_factor_temporal=self.vae_config["scale_factor_temporal"],
@@ -130,9 +139,9 @@ class WanImageCheckpoint(WanCheckpoint):
     def _condition(
         self, facts: Any, first: torch.Tensor, last: list[torch.Tensor], frames: int
     ) -> torch.Tensor:
-        """Return what the pipeline puts beside its latents (TI2V-5B: over the first), by its own method."""
+        """The condition, by the pipeline's own method: joined with the latents (TI2V-5B: in place of the first)."""
         height, width = first.shape[-2:]
-        found = self.pipeline_class.prepare_latents(
+        condition = self.pipeline_class.prepare_latents(
             facts,
             first,
             batch_size=1,
@@ -142,10 +151,11 @@ class WanImageCheckpoint(WanCheckpoint):
             num_frames=frames,
             dtype=torch.float32,
             device=first.device,
-            latents=first,  # nothing is drawn
+            latents=first,  # given latents, so that the method draws none
             last_image=last[0] if last else None,
         )
-        return found[1][0]
+        # The method returns latents and condition. Take the only sample of the condition.
+        return condition[1][0]
 
     def _clip(self, device: torch.device) -> Embed:
         encoder = load_pretrained(
@@ -162,7 +172,7 @@ class WanImageCheckpoint(WanCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The network's velocity beside the condition; one call equals one of the stock pipeline's."""
+        """Predict the velocity with the condition; equal to one call of the stock pipeline."""
         hidden = torch.cat([noisy, batch["image_latents"].float()], dim=1)
         return self.call(transformer, hidden, timesteps, batch)
 
@@ -173,7 +183,7 @@ class WanImageCheckpoint(WanCheckpoint):
 
 @dataclass(frozen=True, kw_only=True)
 class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
-    """Wan 2.2 TI2V-5B from an image: its latent is the first frame's, whose tokens have a timestep of their own, 0."""
+    """Wan 2.2 TI2V-5B from an image: the image's latent is the first frame, whose tokens have timestep 0."""
 
     takes: ClassVar[tuple[str, ...]] = (*WanImageCheckpoint.takes, "data.image_dropout")
     token_mask: ClassVar[bool] = True
@@ -181,17 +191,18 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The clip's own, with the picture's latent in front where it is given."""
+        """The clip's latents, with the first frame replaced by the image for samples that keep it."""
         return self._with_picture(super().clean_latents(batch, given), batch, given)
 
     def known(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return (B, 1, F, 1, 1): 1 at the first frame of samples whose picture is given."""
+        """Conditioning mask (B, 1, F, 1, 1): 1 at the first frame of samples that keep their image, else 0."""
         frames = batch["latent_mean"].shape[2]
-        first = torch.arange(frames, device=batch["latent_mean"].device) == 0
-        kept = self.has_picture(batch, given)
-        return (kept.view(-1, 1, 1, 1, 1) & first.view(1, 1, -1, 1, 1)).float()
+        is_first_frame = torch.arange(frames, device=batch["latent_mean"].device) == 0
+        has_picture = self.has_picture(batch, given)
+        # (B, 1, 1, 1, 1) and (1, 1, F, 1, 1) combine to (B, 1, F, 1, 1).
+        return (has_picture.view(-1, 1, 1, 1, 1) & is_first_frame.view(1, 1, -1, 1, 1)).float()
 
     def drawn_prediction(
         self,
@@ -210,7 +221,7 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The network's velocity behind the picture's latent; one call equals one of the stock pipeline's."""
+        """Predict the velocity with the image's latent in the first frame; equal to one call of the stock pipeline."""
         behind = self._with_picture(noisy, batch, {})
         return self._by_tokens(transformer, behind, timesteps, batch, {})
 
@@ -220,8 +231,8 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         batch: Mapping[str, torch.Tensor],
         given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        known = self.known(batch, given)
-        return torch.where(known > 0, batch["image_latents"].float(), latents)
+        conditioning_mask = self.known(batch, given)
+        return torch.where(conditioning_mask > 0, batch["image_latents"].float(), latents)
 
     def _by_tokens(
         self,
@@ -231,9 +242,11 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         batch: Mapping[str, torch.Tensor],
         given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Call with a timestep for every token, as the pipeline does: 0 where the latents are given."""
+        """Run the transformer with one timestep per token, as the pipeline does: 0 where latents are given clean."""
         _, patch_height, patch_width = self.transformer_config["patch_size"]
         tokens = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
+        # (B, F), 0 at frames that are given clean.
         by_frame = (1 - self.known(batch, given)).flatten(1) * timesteps[:, None]
+        # (B, F, tokens per frame) -> (B, S)
         by_token = by_frame[:, :, None].expand(-1, -1, tokens).flatten(1)
         return self.call(transformer, noisy, by_token, batch)

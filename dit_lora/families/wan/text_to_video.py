@@ -1,6 +1,6 @@
 """Wan text-to-video: 2.1 (1.3B, 14B), the experts of 2.2 A14B, and 2.2 TI2V-5B without an image.
 
-Prompts and denoising are the stock pipeline's own code, called here (diffusers/pipelines/wan/pipeline_wan.py).
+Prompts and denoising call the stock pipeline's own code (diffusers/pipelines/wan/pipeline_wan.py).
 
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
@@ -33,18 +33,18 @@ from dit_lora.families.refusals import beyond_positions, wrong_frames, wrong_sid
 from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
-PIPELINE_MULTIPLE = 16  # check_inputs of both pipelines, whatever the autoencoder
+PIPELINE_MULTIPLE = 16  # required by check_inputs of both pipelines, for any autoencoder
 _READS_TEXT = ("text_encoder", "tokenizer", "scheduler")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanCheckpoint(FlowCheckpoint):
-    """One Wan checkpoint as text-to-video."""
+    """A Wan checkpoint for text-to-video."""
 
     boundary: float | None = None
-    """The noise level from which on `transformer` denoises, below it `transformer_2`; None where there is one alone."""
+    """Noise level from which `transformer` denoises; below it, `transformer_2` does. None with a single expert."""
     task_given: bool = False
-    """True where the recipe chose another task than the checkpoint's own pipeline has."""
+    """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = WanPipeline
     transformer_class: ClassVar[Any] = WanTransformer3DModel
     transform = "wan-1: pixels / 127.5 - 1, posterior mean and logvar"
@@ -61,7 +61,7 @@ class WanCheckpoint(FlowCheckpoint):
         return lcm(PIPELINE_MULTIPLE, spatial * lcm(patch_height, patch_width))
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        """Frames are 4n + 1: the VAE drops those beyond, without a word."""
+        """Frames must be 4n + 1: the VAE silently drops the rest."""
         temporal = self.vae_config["scale_factor_temporal"]
         return [
             *wrong_sides(shape, self.side_step),
@@ -70,25 +70,26 @@ class WanCheckpoint(FlowCheckpoint):
         ]
 
     def _beyond_positions(self, shape: VideoShape) -> list[str]:
-        """Say where the tables of positions end; the model would read the rest off nothing."""
-        most = self.transformer_config["rope_max_seq_len"]
+        """One message per size that exceeds the position tables."""
+        max_positions = self.transformer_config["rope_max_seq_len"]
         patches = self.transformer_config["patch_size"]
         spatial, temporal = (
             self.vae_config[f"scale_factor_{axis}"] for axis in ("spatial", "temporal")
         )
         ends = {
-            "frames": (shape.frames, (most * patches[0] - 1) * temporal + 1),
-            "height": (shape.height, most * patches[1] * spatial),
-            "width": (shape.width, most * patches[2] * spatial),
+            # The first latent frame is one frame; each further one is `temporal` frames.
+            "frames": (shape.frames, (max_positions * patches[0] - 1) * temporal + 1),
+            "height": (shape.height, max_positions * patches[1] * spatial),
+            "width": (shape.width, max_positions * patches[2] * spatial),
         }
         return beyond_positions(ends, "rope_max_seq_len")
 
     @property
     def text_tokens(self) -> int:
-        """The length that captions are padded to.
+        """Number of tokens that captions are padded to.
 
-        It is the default of the pipeline's call, and not `encode_prompt`'s: attention to an image takes all but the
-        last 512 tokens for it (transformer_wan.py, WanAttnProcessor).
+        It is the default of the pipeline's `__call__`, not of `encode_prompt`, because attention to an image assumes
+        that the last 512 tokens are text (transformer_wan.py, WanAttnProcessor).
         """
         tokens: int = default_of(self.pipeline_class, "max_sequence_length")
         return tokens
@@ -97,7 +98,8 @@ class WanCheckpoint(FlowCheckpoint):
         return text_limit(self.path, self.text_tokens)
 
     def text_facts(self) -> Mapping[str, Any]:
-        # Where ftfy is installed the pipeline mends a prompt with it first, which straightens quotes too (prompt_clean).
+        # If ftfy is installed, the pipeline cleans prompts with it first, which also straightens quotes
+        # (prompt_clean).
         return {**super().text_facts(), "tokens": self.text_tokens, "ftfy": is_ftfy_available()}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
@@ -105,26 +107,26 @@ class WanCheckpoint(FlowCheckpoint):
         return {"prompt_embeds": (torch.Size(size), dtype)}
 
     def notes(self, recipe: Recipe) -> list[str]:
-        """Say where captions are read otherwise than by the pipeline of somebody else."""
+        """Add a note if captions are encoded without ftfy, which the pipeline uses where it is installed."""
         if is_ftfy_available():
             return super().notes(recipe)
         return [
             *super().notes(recipe),
-            "captions: encoded without ftfy, which is not installed; where it is, Wan's pipeline mends broken characters "
-            "and straightens quotes with it first. To train as it samples there: pip install ftfy",
+            "captions: encoded without ftfy, which is not installed; where it is, Wan's pipeline mends broken "
+            "characters and straightens quotes with it first. To train as it samples there: pip install ftfy",
         ]
 
     def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """Load the pipeline with its text encoder alone: neither expert, and no image encoder."""
+        """Load the pipeline with only its text encoder: no transformer and no image encoder."""
         index = read_component_config(self.path)
         components = [name for name, value in index.items() if isinstance(value, list)]
-        others = dict.fromkeys(name for name in components if name not in _READS_TEXT)
+        unused = dict.fromkeys(name for name in components if name not in _READS_TEXT)
         return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **others
+            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **unused
         ).to(device)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """UMT5 as the pipeline uses it: with its mask, and zeros for what the mask leaves out."""
+        """Load UMT5 as the pipeline uses it: with its attention mask, and zeros for masked tokens."""
         pipeline = self.text_pipeline(dtype, device)
 
         @torch.no_grad()
@@ -142,7 +144,7 @@ class WanCheckpoint(FlowCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior's mean and logvar, (C, F, H, W). It encodes in fp32 whatever `dtype` is."""
+        """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`."""
         vae = memory.load(AutoencoderKLWan, self.path, torch.float32, device)
 
         @torch.no_grad()
@@ -164,10 +166,10 @@ class WanCheckpoint(FlowCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The network's velocity for noisy latents; one call equals one of the stock pipeline's.
+        """Predict the velocity for noisy latents; equal to one call of the stock pipeline.
 
-        Of TI2V-5B the pipeline repeats a timestep for every token. One a sample is the same arithmetic, without the
-        modulation of every token.
+        For TI2V-5B the pipeline repeats the timestep for every token. One timestep per sample gives the same result
+        without computing the modulation of every token.
         """
         return self.call(transformer, noisy, timesteps, batch)
 
@@ -178,10 +180,11 @@ class WanCheckpoint(FlowCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Call the network with what it is given beside the latents; `timesteps` (B,), or (B, tokens)."""
+        """Run the transformer. `timesteps` is (B,), or (B, S) for per-token timesteps (TI2V-5B)."""
         prompt_embeds = batch["prompt_embeds"]
         image_embeds = batch.get("image_embeds")
         if image_embeds is not None:
+            # (B, images, P, width) -> (B * images, P, width), as the transformer expects.
             image_embeds = image_embeds.flatten(0, -3).to(prompt_embeds.dtype)
         return transformer(
             hidden_states=hidden.to(prompt_embeds.dtype),
@@ -193,7 +196,7 @@ class WanCheckpoint(FlowCheckpoint):
 
     @property
     def in_fp32(self) -> tuple[str, ...]:
-        """Diffusers' examples load the VAE so."""
+        """The VAE, as in Diffusers' examples."""
         return ("vae",)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
@@ -211,5 +214,5 @@ class WanCheckpoint(FlowCheckpoint):
         }
 
     def index_changes(self) -> dict[str, Any]:
-        """The pipeline, where another task was trained than the checkpoint's own."""
+        """The pipeline class, if another task than the checkpoint's was trained."""
         return {"_class_name": self.pipeline_class.__name__} if self.task_given else {}

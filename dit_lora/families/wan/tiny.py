@@ -1,4 +1,4 @@
-"""Tiny Wan pipelines, one of each published kind, with random weights."""
+"""Tiny random Wan pipelines, one of each published kind."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from dit_lora.families.tiny.text import TEXT_WIDTH, t5_tokenizer, umt5_encoder
 from dit_lora.families.tiny.vae import narrow
 
 _LATENTS, _IMAGE_WIDTH, _WIDTH = 16, 16, 24
-_PICTURE, _PATCH = 28, 14  # CLIP's, so that it gives four tokens and one for the whole
+_PICTURE, _PATCH = 28, 14  # CLIP's sizes: four patch tokens and a class token
 _BESIDE = {"in_channels": 2 * _LATENTS + 4}
 _FROM_CLIP = {**_BESIDE, "image_dim": _IMAGE_WIDTH, "added_kv_proj_dim": _WIDTH}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wan-2.2-ti2v-5b": {"in_channels": 8, "out_channels": 8},
 }
 """Changes of each variant to the transformer's config."""
-# As the published checkpoints were converted (diffusers: scripts/convert_wan_to_diffusers.py).
+# Shifts of the published checkpoints (diffusers: scripts/convert_wan_to_diffusers.py).
 _SHIFTS = {"wan-2.1-flf2v": 16.0, "wan-2.2-ti2v-5b": 5.0}
 _INDEX: dict[str, dict[str, Any]] = {
     "wan-2.2-t2v-a14b": {"boundary_ratio": 0.875},
@@ -39,7 +39,7 @@ _INDEX: dict[str, dict[str, Any]] = {
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write the pipeline of that variant, with weights from torch's generator; two experts have weights of their own."""
+    """Write a variant's pipeline with weights from torch's default generator; two experts have different weights."""
     changes, tokenizer = VARIANTS[variant], t5_tokenizer()
     components: dict[str, Any] = {
         "tokenizer": tokenizer,
@@ -76,23 +76,23 @@ def _transformer(changes: dict[str, Any]) -> WanTransformer3DModel:
         "rope_max_seq_len": 32,
     }
     transformer: Any = WanTransformer3DModel(**{**common, **changes})
-    places = transformer.condition_embedder.image_embedder
+    image_embedder = transformer.condition_embedder.image_embedder
     with torch.no_grad():
-        # Zeros, as they begin, would hide which of the two pictures is which.
-        if places is not None and places.pos_embed is not None:
-            places.pos_embed.normal_()
+        # The initial zeros would hide which of the two images is which.
+        if image_embedder is not None and image_embedder.pos_embed is not None:
+            image_embedder.pos_embed.normal_()
     return transformer
 
 
 def _vae() -> AutoencoderKLWan:
-    """Wan 2.1's, with its published means and deviations, which are the class's defaults."""
+    """Wan 2.1's VAE in small. Its latent means and deviations are the published ones, the class's defaults."""
     return narrow(
         AutoencoderKLWan(base_dim=4, z_dim=_LATENTS, dim_mult=[1, 1, 1, 1], num_res_blocks=1), 10
     )
 
 
 def _vae_5b() -> AutoencoderKLWan:
-    """Wan 2.2's: pixels in patches of 2x2, residual paths, a decoder of another width."""
+    """Wan 2.2's VAE in small: pixels in patches of 2x2, residual paths, a decoder of another width."""
     return narrow(
         AutoencoderKLWan(
             base_dim=4,

@@ -1,4 +1,4 @@
-"""Z-Image text-to-image: the base, and Turbo, which was distilled from it to eight steps."""
+"""Z-Image text-to-image: the base, and Turbo, which is distilled from it to eight steps."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
@@ -7,8 +7,8 @@ FAMILY = DiffusionFamily(
     name="z_image",
     checkpoint_module="dit_lora.families.z_image.checkpoint",
     tiny_module="dit_lora.families.z_image.tiny",
-    # The default targets are those of Diffusers' train_dreambooth_lora_z_image.py: attention of the 30 layers and of both
-    # refiners, 136 layers. musubi-tuner leaves the refiners out (`lora.targets` of `layers.*` does).
+    # The default targets are those of Diffusers' train_dreambooth_lora_z_image.py: attention of the 30 layers and of
+    # both refiners, 136 layers. musubi-tuner skips the refiners (as `lora.targets` of `layers.*` does).
     group_patterns={
         "connector": (
             "all_x_embedder.*",
@@ -22,12 +22,12 @@ FAMILY = DiffusionFamily(
     },
     pipeline_names=("ZImagePipeline",),
     default_recipe="z_image/base",
-    licenses={"Tongyi-MAI/Z-Image*": License("apache-2.0")},  # their cards
-    # Captions of a batch differ in length, and so do the samples.
+    licenses={"Tongyi-MAI/Z-Image*": License("apache-2.0")},  # from their cards
+    # Captions of a batch differ in length, so samples do too and need a mask.
     masked_attention=True,
     # ComfyUI's map has Diffusers' names of every linear layer (comfy/utils.py at b3be02d, z_image_to_diffusers), with
     # their prefix (comfy/lora.py at 17358c8, Lumina2).
     comfyui=LayerNames(prefix="transformer.", alpha=False),
-    # The network's time runs backwards: `late` is of 1000 - t, as its embedding is given it.
+    # The network's time runs backwards: `late` refers to 1000 - t, the value that its embedding gets.
     tiny_variants=("z-image", "z-image-turbo"),
 )

@@ -1,8 +1,8 @@
-"""Z-Image text-to-image, base and Turbo: flow matching on FLUX.1's latents, conditioned by Qwen3.
+"""Z-Image text-to-image, base and Turbo: flow matching on FLUX.1's latents, conditioned on Qwen3.
 
-Prompts and denoising are the stock pipeline's own code, called here (diffusers/pipelines/z_image/pipeline_z_image.py).
-Its network takes a list of samples and one of captions, each as long as it is; its time runs from noise to clean, and what
-it gives is the negative velocity.
+Prompts and denoising call the stock pipeline's own code (diffusers/pipelines/z_image/pipeline_z_image.py). The network
+takes a list of samples and a list of captions, each at its own length. Its time runs from noise to clean, and its
+output is the negative velocity.
 
 Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size.
 """
@@ -45,14 +45,15 @@ from dit_lora.families.text.mask import own_tokens
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 
-PATCH = 2  # the default of the transformer's `patch_size`, which the pipeline leaves as it is
-# Of the published scheduler_config.json, in which the base's and Turbo's alone differ; InvokeAI tells them apart by it
-# (invoke-ai/InvokeAI#8799).
+PATCH = 2  # default of the transformer's `patch_size`, which the pipeline does not change
+# From the published scheduler_config.json files, the only files in which base and Turbo differ. InvokeAI tells them
+# apart in the same way (invoke-ai/InvokeAI#8799).
 BASE_SHIFT, TURBO_SHIFT = 6.0, 3.0
 TRAINING_SHIFT = 2.0
-"""Shift of the noise levels in training, of base and Turbo: musubi-tuner's advice (docs/zimage.md, `--discrete_flow_shift 2.0`).
+"""Shift of the noise levels in training, for base and Turbo, as musubi-tuner recommends.
 
-At the base's sampling shift of 6, 3.7 % of the draws would be below a noise level of 0.5; at 2 it is 24 %.
+Source: musubi-tuner, docs/zimage.md, `--discrete_flow_shift 2.0`. With the base's sampling shift of 6, 3.7 % of the
+noise levels would be below 0.5; with 2 it is 24 %.
 """
 DE_DISTILLATION = (
     "ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"
@@ -61,48 +62,52 @@ DE_DISTILLATION = (
 
 @dataclass(frozen=True, kw_only=True)
 class ZImageCheckpoint(FlowCheckpoint):
-    """One Z-Image checkpoint."""
+    """A Z-Image checkpoint."""
 
     pipeline_class: ClassVar[Any] = ZImagePipeline
     transformer_class: ClassVar[Any] = ZImageTransformer2DModel
     transform = "z-image-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
     output = "images"
     scheduler_shift: float
-    """Shift that the pipeline samples with; training has `TRAINING_SHIFT`."""
-    guided_above = 0.0  # the pipeline's sum is cond + w (cond - uncond)
+    """Shift that the pipeline samples with. Training uses `TRAINING_SHIFT`."""
+    guided_above = 0.0  # the pipeline computes cond + w (cond - uncond)
 
     @property
     def side_step(self) -> int:
-        # The pipeline's vae_scale_factor, and its patches.
+        # The pipeline's vae_scale_factor times the patch size.
         return int(PATCH * 2 ** (len(self.vae_config["block_out_channels"]) - 1))
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        wrong = wrong_sides(shape, self.side_step)
+        problems = wrong_sides(shape, self.side_step)
         if shape.frames != 1:
-            wrong.append(f"data.frames must be 1, Z-Image makes images; got {shape.frames}")
+            problems.append(f"data.frames must be 1, Z-Image makes images; got {shape.frames}")
         _, rows, columns = self.transformer_config["axes_lens"]
-        for name, value, most in (("height", shape.height, rows), ("width", shape.width, columns)):
-            if value > most * self.side_step:
-                wrong.append(
-                    f"data.{name} can be {most * self.side_step} at most, where its positions end (axes_lens); got "
-                    f"{value}"
+        for name, value, max_value in (
+            ("height", shape.height, rows),
+            ("width", shape.width, columns),
+        ):
+            if value > max_value * self.side_step:
+                problems.append(
+                    f"data.{name} can be {max_value * self.side_step} at most, where its positions end (axes_lens); "
+                    f"got {value}"
                 )
-        return wrong
+        return problems
 
     def notes(self, recipe: Recipe) -> list[str]:
-        said, name = super().notes(recipe), recipe.model.path
+        notes, name = super().notes(recipe), recipe.model.path
         sign = None if self.from_scratch is not None else sign_of_turbo(name, self.scheduler_shift)
         if sign is None or recipe.lora.under:
-            return said
+            return notes
         return [
-            *said,
-            f"distilled: {name} may be Z-Image-Turbo, by {sign} (no file of it says so): trained as it is, it forgets to make "
-            f"images in eight steps. Train it over an adapter that takes the distillation back, lora.under="
+            *notes,
+            f"distilled: {name} may be Z-Image-Turbo, by {sign} (no file of it says so): trained as it is, it "
+            "forgets to make images in eight steps. Train it over an adapter that takes the distillation back, "
+            "lora.under="
             f"[{DE_DISTILLATION}]; or train Tongyi-MAI/Z-Image and sample from this one with validation.model",
         ]
 
     def text_limit(self) -> TextLimit:
-        """Return the room that the chat template leaves a caption."""
+        """Number of caption tokens that fit in the chat template."""
         from transformers import AutoTokenizer
 
         tokenizer = load_pretrained(AutoTokenizer, self.path / "tokenizer")
@@ -121,14 +126,14 @@ class ZImageCheckpoint(FlowCheckpoint):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Qwen3 as the pipeline uses it: a caption in its chat template, its last hidden state but one, without pads.
+        """Load Qwen3 as the pipeline uses it: captions in its chat template, second to last hidden states.
 
-        Kept are zeros behind it, up to one length for all, and a mask of what is its own.
+        The pipeline's embeddings have no padding. The cache pads them with zeros to one length and keeps a mask.
         """
         pipeline = self.text_pipeline(dtype, device)
 
         def encode_one(caption: str) -> torch.Tensor:
-            # A list of its own: the pipeline writes the templated caption into it.
+            # Pass a new list, because the pipeline writes the templated caption into it.
             (embeddings,), _ = pipeline.encode_prompt(
                 [caption],
                 device=device,
@@ -139,7 +144,7 @@ class ZImageCheckpoint(FlowCheckpoint):
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
-            # One by one: a caption's tensors do not depend on its neighbours.
+            # One by one: a caption's tensors must not depend on the others in its batch.
             encoded = [encode_one(caption) for caption in captions]
             size = (len(encoded), self.text_tokens)
             padded = encoded[0].new_zeros((*size, encoded[0].shape[-1]))
@@ -154,7 +159,7 @@ class ZImageCheckpoint(FlowCheckpoint):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Keeps the posterior's mean and logvar, (C, H, W). It encodes in fp32 whatever `dtype` is."""
+        """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
         vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
 
         @torch.no_grad()
@@ -166,7 +171,7 @@ class ZImageCheckpoint(FlowCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Drawn, and normalised as the pipeline undoes it before it decodes: (B, C, H, W)."""
+        """Latents sampled from the posterior and normalised, (B, C, H, W): the inverse of decoding in the pipeline."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         return rescaled(latents, self.vae_config)
 
@@ -177,19 +182,20 @@ class ZImageCheckpoint(FlowCheckpoint):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the velocity for noisy latents (B, C, H, W); one call equals one of the stock pipeline's.
+        """Predict the velocity for noisy latents (B, C, H, W); equal to one call of the stock pipeline.
 
-        Each sample is of its own length. What the network pads it with, to a multiple of 32 tokens, it is trained to
-        attend to; the rest of a batch's longest is masked.
+        Each sample has its own length. The network pads it to a multiple of 32 tokens, which it is trained to attend
+        to. The rest, up to the longest sample of the batch, is masked.
         """
         embeddings = batch["prompt_embeds"]
-        latents = noisy.to(embeddings.dtype).unsqueeze(2)  # one frame
+        latents = noisy.to(embeddings.dtype).unsqueeze(2)  # (B, C, 1, H, W)
         outputs = transformer(
             list(latents.unbind(0)),
             (1000 - timesteps) / 1000,
             own_tokens(embeddings, batch["prompt_attention_mask"]),
             return_dict=False,
         )[0]
+        # The network's time and velocity are reversed.
         return -torch.stack(outputs).squeeze(2)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
@@ -206,7 +212,7 @@ class ZImageCheckpoint(FlowCheckpoint):
 
     @property
     def text_tokens(self) -> int:
-        """Number of tokens that captions are cut at, and padded to in the cache: the pipeline's default."""
+        """Number of tokens that captions are truncated to, and padded to in the cache: the pipeline's default."""
         parameters = inspect.signature(self.pipeline_class.__call__).parameters
         tokens: int = parameters["max_sequence_length"].default
         return tokens
@@ -217,11 +223,11 @@ def _masked(text: Tensors) -> dict[str, torch.Tensor]:
 
 
 def sign_of_turbo(name: str, shift: float) -> str | None:
-    """Return what a checkpoint looks like Turbo by, as a guess: its folder's or Hub name, or its scheduler's shift; None if by nothing."""
-    last = name.rstrip("/").rpartition("/")[2].lower()
-    if re.search(r"de-?(turbo|distill)", last):
+    """What suggests that a checkpoint is Turbo: its folder or Hub name, or its scheduler's shift; else None."""
+    folder_name = name.rstrip("/").rpartition("/")[2].lower()
+    if re.search(r"de-?(turbo|distill)", folder_name):
         return None
-    if "turbo" in last:
+    if "turbo" in folder_name:
         return "its name"
     if shift == TURBO_SHIFT:
         return f"its scheduler's shift of {shift:g}, where the base has {BASE_SHIFT:g}"
@@ -229,14 +235,18 @@ def sign_of_turbo(name: str, shift: float) -> str | None:
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> ZImageCheckpoint:
-    """Read the configs; refuse another pipeline, another scheduler, torn weights, positions or patches that do not fit."""
+    """Read the configs.
+
+    Raises `DitLoraError` for another pipeline or scheduler, broken weights, or positions or patches that do not fit.
+    """
     path = local_checkpoint(model)
     read_index(model, path, family.pipeline_names)
     require_whole_weights(model, path, "vae", "text_encoder")
     fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
     if scheduler["use_dynamic_shifting"]:
         raise DitLoraError(
-            f"{model.path}: its scheduler shifts by image size (use_dynamic_shifting); Z-Image's checkpoints have one shift"
+            f"{model.path}: its scheduler shifts by image size (use_dynamic_shifting); Z-Image's checkpoints have "
+            "one shift"
         )
     config = with_defaults(ZImageTransformer2DModel, fields["transformer_config"])
     if (PATCH, 1) not in zip(config["all_patch_size"], config["all_f_patch_size"], strict=True):
@@ -249,11 +259,11 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> ZImageCheckp
         scheduler_shift=float(scheduler["shift"]),
         objective=FlowMatching(TRAINING_SHIFT, scheduler["num_train_timesteps"]),
     )
-    # A caption's positions begin at 1, and the picture is at the one after its last.
-    needed, there = checkpoint.text_tokens + 2, config["axes_lens"][0]
-    if there < needed:
+    # A caption's positions begin at 1; the image takes the position after its last token.
+    needed, max_positions = checkpoint.text_tokens + 2, config["axes_lens"][0]
+    if max_positions < needed:
         raise DitLoraError(
-            f"{model.path}: captions of {checkpoint.text_tokens} tokens and the picture behind them need {needed} positions; "
-            f"its transformer has {there} (axes_lens)"
+            f"{model.path}: captions of {checkpoint.text_tokens} tokens and the picture behind them need {needed} "
+            f"positions; its transformer has {max_positions} (axes_lens)"
         )
     return checkpoint

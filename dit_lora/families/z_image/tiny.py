@@ -1,4 +1,4 @@
-"""Tiny Z-Image pipelines with random weights: the base's and Turbo's differ in the scheduler's shift, as the published do."""
+"""Tiny random Z-Image pipelines: base and Turbo differ in the scheduler's shift, as the published ones do."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from dit_lora.families.z_image.checkpoint import BASE_SHIFT, TURBO_SHIFT
 
 
 def build_tiny(variant: str, out: Path) -> None:
-    """Write the pipeline of that variant, with weights from torch's generator."""
+    """Write a variant's pipeline with weights from torch's default generator."""
     tokenizer, config = qwen3(layers=3)
     pipeline: Any = ZImagePipeline(
         tokenizer=tokenizer,
@@ -40,7 +40,7 @@ def _transformer() -> ZImageTransformer2DModel:
         axes_lens=[1024, 32, 32],
     )
     with torch.no_grad():
-        # Zeros, or undefined, as the class makes them: a trained model attends to them.
+        # The class leaves these tokens at zero or undefined, but a trained model attends to them.
         transformer.x_pad_token.normal_()
         transformer.cap_pad_token.normal_()
     return transformer.eval()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The contract with a base that is shown after the first step: with B at zero a trained model is its base, to the bit."""
+"""The contract with a base that is shown after the first step: with B at zero, a model equals its base bitwise."""
 
 import pytest
 import torch

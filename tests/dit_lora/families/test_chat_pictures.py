@@ -25,7 +25,8 @@ from dit_lora.families.chat_base import Viewing
 SIZES = ((90, 151), (201, 60), (57, 300), (31, 33), (720, 1280), (640, 480))
 
 
-# Frames, size as stored, and what Qwen3VLVideoProcessor's smart_resize gives at 96 x 96 pixels a frame; computed there.
+# Frames, stored size, and the size that Qwen3VLVideoProcessor's smart_resize gives at 96 x 96 pixels per frame,
+# computed there.
 QWEN3 = [
     (4, (90, 151), (64, 96)),
     (4, (201, 60), (160, 32)),

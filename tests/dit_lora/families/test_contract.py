@@ -1,4 +1,4 @@
-"""The contract, over every family and tiny variant: what training relies on, and what the stock pipeline must agree to."""
+"""The contract, for every family and tiny variant: what training relies on, and agreement with the stock pipeline."""
 
 import inspect
 from dataclasses import replace
@@ -218,7 +218,9 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
 def pictures_of(
     case: Case, shape: VideoShape, folder: Path
 ) -> tuple[dict[str, Any], DecodedSample]:
-    """Write the pictures that a video starts from, or its references; return them by name, and the sample that they are of."""
+    """Write the images that a video starts from, or its references. Returns them by name, and the sample they belong
+    to.
+    """
     generator = torch.Generator().manual_seed(3)
     pixels = pixels_of(shape, generator)
     images = {name: folder / f"{shape.height}_{name}.png" for name in case.pictures}

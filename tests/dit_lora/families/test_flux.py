@@ -136,7 +136,7 @@ def test_the_timestep_is_rounded_before_it_is_divided(
 def test_the_shift_is_the_pipelines_at_ten_sizes(
     tiny_checkpoints: dict[str, Path], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mu that the pipeline passes to its scheduler; FLUX.2 trains on FLUX.1's line, and schnell without a shift."""
+    """The mu that the pipeline passes to its scheduler. FLUX.2 trains on FLUX.1's line, schnell without a shift."""
     path = tiny_checkpoints[variant]
     checkpoint, pipeline = open_checkpoint(path), DiffusionPipeline.from_pretrained(path)
     batch = {name: tensor[:1] for name, tensor in some_batch(checkpoint).items()}

@@ -19,7 +19,10 @@ SHAPE = VideoShape(1, 48, 80)
 def losses_by_diffusers(
     path: Path, pixels: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of pixels (B, 3, H, W), noise (B, tokens, channels) and noise levels (B,); klein without guidance, dev at 1."""
+    """The loss for pixels (B, 3, H, W), noise (B, tokens, channels) and noise levels (B,).
+
+    Klein has no guidance, dev a guidance of 1.
+    """
     pipe = DiffusionPipeline.from_pretrained(path)
     text = torch.cat([pipe.encode_prompt(caption)[0] for caption in CAPTIONS])
     z = pipe.vae.encode(pixels.float() / 127.5 - 1).latent_dist.mode()

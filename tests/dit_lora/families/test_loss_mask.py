@@ -13,7 +13,7 @@ from dit_lora.numerics.streams import Streams
 
 
 def spied(subject: Subject) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A checkpoint whose network is asked nothing: its prediction is random, a leaf; and what was clean in its losses."""
+    """A checkpoint whose network is not run, with its clean latents: its prediction is a random leaf tensor."""
     seen: dict[str, torch.Tensor] = {}
     original = subject.checkpoint.objective
 
@@ -53,7 +53,7 @@ def masked_batch(subject: Subject) -> dict[str, torch.Tensor]:
 def where_masked(
     checkpoint: Any, seen: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Places of what the network predicts that depend on latents within the mask, whatever the family makes of them."""
+    """Elements of the prediction that depend on latents inside the mask, however the family transforms them."""
     mean, mask = batch["latent_mean"], batch[LOSS_MASK]
     inside = mask.view(len(mask), *[1] * (mean.ndim - 3), *mask.shape[-2:]).expand_as(mean)
     clean = []

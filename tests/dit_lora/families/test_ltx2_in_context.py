@@ -1,4 +1,4 @@
-"""LTX-2 in context: where a reference's tokens stand, what they are told, that no loss is taken there, and what is refused."""
+"""LTX-2 in context: positions and timesteps of reference tokens, no loss on them, and rejected recipes."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""LTX-Video's own facts: frames a second, text, shift, what its decoder is told and draws, and the first frame that is given."""
+"""LTX-Video: frames per second, text, shift, timestep and noise of its decoder, and the given first frame."""
 
 import math
 from pathlib import Path
@@ -55,7 +55,7 @@ def quiet(pipeline: Any) -> Any:
 def test_frames_a_second_are_told_in_training_as_in_sampling(
     tiny_checkpoints: dict[str, Path], recipe_values: dict[str, Any], tmp_path: Path, task: str
 ) -> None:
-    """The recipe's, and those of a header; without one the pipeline's default. Other positions are other predictions."""
+    """The recipe's, or a header's; otherwise the pipeline's default. Other positions give other predictions."""
     path = tiny_checkpoints["ltx-video"]
     recipe = recipe_of(path, recipe_values, task)
     plain = opened(path, task)

@@ -1,4 +1,4 @@
-"""LTX-Video's loss, computed once more straight from Diffusers' and Transformers' modules: none of our code has a part in it."""
+"""LTX-Video's loss, recomputed directly from Diffusers' and Transformers' modules, without any of our code."""
 
 from pathlib import Path
 from typing import Any

@@ -18,7 +18,8 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
-# Parameters of the transformer, and of LoRA at rank 32 on q, k, v and out of both attentions; computed. Lightricks say 2B.
+# Parameters of the transformer, and of LoRA at rank 32 on q, k, v and out of both attentions; computed. Lightricks say
+# 2B.
 WHOLE, ADAPTER = 1_923_385_472, 28 * 8 * 32 * 2 * 2048
 RECIPES = {"0.9_t2v": "LTXVideoCheckpoint", "0.9_i2v": "LTXVideoImageCheckpoint"}
 

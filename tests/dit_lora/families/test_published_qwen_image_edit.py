@@ -1,4 +1,4 @@
-"""The published Qwen-Image-Edit configs: the checkpoint that each opens as, its sizes, and the room that captions have."""
+"""The published Qwen-Image-Edit configs: the checkpoint class of each, its sizes, and the tokens left for captions."""
 
 import math
 import shutil

@@ -19,8 +19,8 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
-# Parameters of the transformer, layers with LoRA and its parameters at rank 16, and the longest side; computed. Stability AI
-# speak of 2.5 billion, with medium's table of positions, and 8.1.
+# Parameters of the transformer, layers with LoRA and its parameters at rank 16, and the longest side; computed.
+# Stability AI state 2.5 billion, including medium's position table, and 8.1.
 PUBLISHED = {
     "medium": (2_243_171_520, 24 * 7 - 1 + 23 + 13 * 4, 11_894_784, 6144),
     "large": (8_056_627_520, 38 * 7 - 1 + 37, 23_502_848, 3072),

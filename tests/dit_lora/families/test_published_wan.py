@@ -20,7 +20,8 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
-# Of a transformer, and of LoRA at rank 16 on q, k, v and out of both attentions; computed. Wan's names say 1.3, 14 and 5 B.
+# Parameters of a transformer, and of LoRA at rank 16 on q, k, v and out of both attentions; computed. Wan's names say
+# 1.3, 14 and 5 B.
 SIZES = {
     "Wan2.1-T2V-1.3B-Diffusers": (1_418_996_800, 11_796_480),
     "Wan2.1-T2V-14B-Diffusers": (14_288_491_584, 52_428_800),

@@ -1,4 +1,4 @@
-"""Qwen-Image's own facts: text without its template, masks, guidance, modulation by token, and checkpoints of its kin."""
+"""Qwen-Image: text without its template, masks, guidance, modulation per token, and checkpoints of related models."""
 
 import json
 import logging
@@ -96,7 +96,8 @@ def test_the_34_tokens_before_a_caption_are_dropped_and_those_behind_it_kept(
     pipeline = DiffusionPipeline.from_pretrained(tiny)
     template = (
         "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
-        "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+        "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
     ids = pipeline.tokenizer(template.format(CAPTIONS[0]), return_tensors="pt").input_ids
     assert pipeline.tokenizer.decode(ids[0, :34]) == template.split("{}")[0]
@@ -178,7 +179,9 @@ def test_the_guidance_scale_is_the_pipelines_true_cfg_scale(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At 1 and below one call a step; above it a second, of "", and the sample that Diffusers makes so. It warns of nothing."""
+    """Guidance of at most 1 takes one call per step; above 1, a second call for "" gives Diffusers' sample. No
+    warnings.
+    """
     monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     text, empty = encode([CAPTIONS[2]]), encode([""])

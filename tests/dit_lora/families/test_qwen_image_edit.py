@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit's own facts: captions with pictures, an empty one with its sample's own, room, guidance and what is refused."""
+"""Qwen-Image-Edit: captions with images, the empty caption with its sample's images, token limits and guidance."""
 
 import json
 import re

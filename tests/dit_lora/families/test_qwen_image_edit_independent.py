@@ -18,7 +18,10 @@ from dit_lora.numerics.streams import Drawn, Streams
 
 SHAPE, CAPTIONS = VideoShape(1, 48, 80), ("make it red", "", "move the green square to the left")
 SIDES = {"": ((128, 128), (128, 128)), "-plus": ((128, 128), (64, 64))}
-"""Sides that a reference of 72 x 72 has for the VAE and for the text encoder: 1/64 of 1024 x 1024 and, to whole 32s, of 384 x 384."""
+"""Sides of a 72 x 72 reference for the VAE and for the text encoder.
+
+They are those of 1/64 of 1024 x 1024 and, rounded to multiples of 32, of 384 x 384.
+"""
 
 
 def latents_of(pipe: Any, pixels: torch.Tensor, drawn: torch.Tensor | float) -> torch.Tensor:
@@ -64,7 +67,9 @@ def loss_by_diffusers(
 def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     tiny_checkpoints: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captions of three lengths at once, whose own text theirs has alone; a reference of 72 x 72 is scaled as the pipelines say."""
+    """Captions of three lengths in a batch, each compared on its own. A 72 x 72 reference is scaled as in the
+    pipelines.
+    """
     small_references(monkeypatch)
     path, g = tiny_checkpoints[f"qwen-image-edit{kind}"], torch.Generator().manual_seed(6)
     checkpoint = get_family("qwen_image").open(ModelConfig(family="qwen_image", path=str(path)))

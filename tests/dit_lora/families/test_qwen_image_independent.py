@@ -18,7 +18,7 @@ SHAPE = VideoShape(1, 48, 80)
 def losses_by_diffusers(
     path: Path, pixels: torch.Tensor, drawn: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of pixels (B, 3, H, W), the posterior's noise, noise (B, tokens, channels) and noise levels (B,)."""
+    """The loss for pixels (B, 3, H, W), the posterior's noise, noise (B, tokens, channels) and noise levels (B,)."""
     pipe = DiffusionPipeline.from_pretrained(path)
     text, mask = pipe.encode_prompt(list(CAPTIONS))
     posterior = pipe.vae.encode(pixels[:, :, None].float() / 127.5 - 1).latent_dist

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3's own facts: text, layers with an adapter, shifts, guidance, and 3.0's attention without norms."""
+"""Stable Diffusion 3: text, layers with an adapter, shifts, guidance, and 3.0's attention without norms."""
 
 import json
 import math

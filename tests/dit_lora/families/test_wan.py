@@ -96,7 +96,7 @@ def test_each_expert_draws_in_its_own_range_alone(
     assert checkpoint.drawn_timesteps == (
         range(int(1000 * boundary), 1000) if high else range(int(1000 * boundary))
     )
-    # Logit-normal at shift 3 has s = 3u / (1 + 2u). The median of a side of 50,000 draws is within 0.004 of the exact one.
+    # Logit-normal at shift 3 has s = 3u / (1 + 2u). Over 50,000 samples, a side has its median within 0.004.
     u = torch.sigmoid(torch.randn(50_000, generator=torch.Generator().manual_seed(1)))
     s = 3 * u / (1 + 2 * u)
     side = s[s >= boundary] if high else s[s < boundary]

@@ -1,4 +1,4 @@
-"""Wan's loss, computed once more straight from Diffusers' and Transformers' modules: none of our code has a part in it."""
+"""Wan's loss, recomputed directly from Diffusers' and Transformers' modules, without any of our code."""
 
 from pathlib import Path
 from typing import Any

@@ -213,7 +213,7 @@ def recipe_for(path: Path, values: dict[str, Any], **sections: Any) -> Recipe:
 def test_turbo_is_refused_by_name_and_still_samples(
     raw: Path, turbo: Path, recipe_values: dict[str, Any]
 ) -> None:
-    """Unless something under the adapter undoes it; and it samples for Raw, with the shift that it has at every size."""
+    """Unless an adapter below undoes the distillation. Turbo samples for Raw, with the same shift at every size."""
     family, recipe = get_family("krea2"), recipe_for(turbo, recipe_values)
     with pytest.raises(DitLoraError, match=r"turbo is step-distilled.*train krea/Krea-2-Raw"):
         family.open(recipe.model, recipe)

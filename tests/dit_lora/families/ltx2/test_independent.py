@@ -1,4 +1,4 @@
-"""LTX-2's loss, computed once more straight from Diffusers' and Transformers' modules: none of our code has a part in it.
+"""LTX-2's loss, recomputed directly from Diffusers' and Transformers' modules, without any of our code.
 
 The transformer's forward pass is written out as Lightricks' model has it.
 """

@@ -66,7 +66,7 @@ def test_video_alone_depends_on_no_bit_of_sound(
 def test_text_is_cut_to_the_batchs_longest_where_it_is_masked(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    """The connectors' mask has been of ones alone (Diffusers 0.42.1), whose tokens are all seen: pads and registers."""
+    """The connectors return a mask of ones (Diffusers 0.42.1): all tokens are seen, padding and registers too."""
     checkpoint = opened(tiny_checkpoints["ltx-2"])
     model, batch = Recorder(checkpoint.load_transformer(torch.float32)), batch_of(checkpoint)
     noisy = torch.randn(3, 3 * 2 * 3, 8, generator=torch.Generator().manual_seed(1))

@@ -157,8 +157,8 @@ def test_one_call_is_the_stock_pipelines_with_sound(
 ) -> None:
     """Both velocities, bitwise, at the guidance that makes one call a step.
 
-    Where tokens are conditioned, the pipeline's own call gives them the other modality's noise level in the attention between
-    video and sound; the call that ours must equal has their own timesteps there.
+    Where tokens are conditioned, the pipeline's own call gives them the other modality's noise level in the attention
+    between video and sound; the call that ours must equal has their own timesteps there.
     """
     from family_cases.subject import pixels_of
     from PIL import Image

@@ -17,7 +17,7 @@ SHAPE = VideoShape(1, 48, 80)
 
 
 def losses_by_diffusers(path: Path, pixels: torch.Tensor, draws: Drawn) -> torch.Tensor:
-    """Return the loss of pixels (B, 3, H, W) at draws of the posterior and of noise (B, 4, 6, 10), and of noise levels (B,)."""
+    """The loss for pixels (B, 3, H, W), noise of the posterior, noise (B, 4, 6, 10) and noise levels (B,)."""
     pipe = ZImagePipeline.from_pretrained(path)
     captions, _ = pipe.encode_prompt(CAPTIONS, do_classifier_free_guidance=False)
     posterior = pipe.vae.encode(pixels.float() / 127.5 - 1).latent_dist

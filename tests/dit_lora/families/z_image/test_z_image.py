@@ -122,7 +122,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
 
 
 def test_neighbours_and_what_lies_behind_a_caption_do_not_matter(path: Path) -> None:
-    """A neighbour's length pads a sample further, and masks it: up to rounding. Its pads in the cache are never read."""
+    """A longer neighbour adds padding, which is masked: equal up to rounding. Padding in the cache is never read."""
     checkpoint, batch = opened(path), some_batch()
     transformer = checkpoint.load_transformer(torch.float32).eval()
     noisy, t = torch.randn(3, 4, 4, 6), torch.tensor([371.3, 804.9, 5.99])
@@ -141,7 +141,7 @@ def test_neighbours_and_what_lies_behind_a_caption_do_not_matter(path: Path) -> 
 
 
 def test_a_trained_pad_is_attended_to(path: Path) -> None:
-    """Picture and caption are padded, as their lengths are no multiple of 32: a tiny checkpoint's pads must not be nothing."""
+    """Image and caption are padded to multiples of 32 tokens; a tiny checkpoint's padding must not be zero."""
     checkpoint, batch = opened(path), some_batch()
     transformer = checkpoint.load_transformer(torch.float32).eval()
     noisy, t = torch.randn(3, 4, 4, 6), torch.tensor([371.3, 804.9, 5.99])
@@ -214,7 +214,7 @@ def test_targets_are_attention_in_every_layer_and_refiner(path: Path) -> None:
 
 
 def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
-    """The names are those of its `z_image_to_diffusers` (comfy/utils.py at b3be02d); a layer that it lacks would be passed over."""
+    """The names of its `z_image_to_diffusers` (comfy/utils.py at b3be02d). It would skip a layer without a name."""
     known = re.compile(
         r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.to_([qkv]|out\.0)|feed_forward\.w[123]"
         r"|adaLN_modulation\.0)|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|all_x_embedder\.2-1"
