@@ -1,1 +1,1 @@
-"""Data preparation: a folder of clips becomes batches of encoded samples."""
+"""Data preparation: from a folder of clips to batches of encoded samples."""

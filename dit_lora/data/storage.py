@@ -1,4 +1,4 @@
-"""Wait for files that cannot be read: that is a fault of the storage (a remount, a network), not of a sample."""
+"""Waits for files that cannot be read: the storage is at fault (a remount, the network), not a sample."""
 
 import errno
 import mmap
@@ -16,28 +16,28 @@ T = TypeVar("T")
 
 
 class UnreadableError(DitLoraError):
-    """Error of a machine that cannot read what is there, or has lost who reads it: no fault of a sample."""
+    """The machine cannot read existing data, or has lost a reading process; no sample is at fault."""
 
     def __init__(self, message: str) -> None:
-        # A DataLoader raises the error again with the worker's traceback as message, which ends
-        # with the original one.
+        # A DataLoader raises the error again with the worker's traceback as its message, which ends
+        # with the original message.
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
 MAX_WAIT_S = 60.0
-"""Seconds for which a run tries a read again. NFS and SMB clients come back within a minute of a remount."""
+"""Seconds for which a run retries a read. NFS and SMB clients recover within a minute of a remount."""
 _POLL_S = 0.25
 
-# Commands and pages that only show files report a missing one at once.
+# 0 by default: commands and pages that only show files report a missing one immediately.
 _max_wait_s = 0.0
 
-# One byte of shared memory: data workers are forked, and one of them speaks for all.
+# One byte of memory that forked data workers share, so that only one of them prints the message.
 _IS_WAITING = mmap.mmap(-1, 1)
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Wait for files within: a run must not lose samples to a network that is away for a moment."""
+    """Wait for unreadable files inside the context, so that a run loses no samples to a short network failure."""
     global _max_wait_s
     before, _max_wait_s = _max_wait_s, MAX_WAIT_S
     try:
@@ -47,24 +47,24 @@ def waiting() -> Iterator[None]:
 
 
 def wait_in_worker(_worker: int) -> None:
-    """Wait for files in this data worker, as the run that started it does."""
+    """Wait for unreadable files in this data worker, as in the run that started it."""
     global _max_wait_s
     _max_wait_s = MAX_WAIT_S
 
 
 def is_waiting() -> bool:
-    """Return True if files are waited for in this process."""
+    """Whether this process waits for unreadable files."""
     return _max_wait_s > 0
 
 
 def read_stored(read: Callable[[], T], folder: Path) -> T:
-    """Call `read` until it raises no `OSError`; within `waiting`, for `MAX_WAIT_S` seconds after the first one.
+    """Call `read` until it raises no `OSError`; inside `waiting`, for up to `MAX_WAIT_S` seconds after the first one.
 
-    What is waited for is written to stderr once, and so is the end of the wait.
+    The start and the end of the wait are each printed to stderr once.
 
     Args:
-        read: Reads from the storage. Errors other than `OSError` are the file's own and pass through.
-        folder: Folder to name where the error names no file.
+        read: Reads from the storage. Errors other than `OSError` belong to the file and pass through.
+        folder: Folder to name in messages if the error names no file.
 
     Raises:
         UnreadableError: The storage did not come back; the message names the folder.
@@ -75,6 +75,7 @@ def read_stored(read: Callable[[], T], folder: Path) -> T:
             result = read()
         except OSError as error:
             now = time.monotonic()
+            # First failure inside `waiting`: start the clock and announce the wait.
             if began is None and _max_wait_s:
                 began = now
                 _say_once(error, folder)
@@ -88,7 +89,7 @@ def read_stored(read: Callable[[], T], folder: Path) -> T:
 
 
 def missing_file(path: Path) -> OSError:
-    """Return the error of opening `path`; where it can be opened by now, the error of a file that is not there."""
+    """The error of opening `path`; if it can be opened by now, the error for a file that does not exist."""
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -98,7 +99,7 @@ def missing_file(path: Path) -> OSError:
 
 
 def _names(error: OSError, folder: Path) -> tuple[str, str]:
-    """Return the folder that is waited for, and what could not be read, with the system's reason."""
+    """The folder that is waited for, and the file that could not be read with the system's reason."""
     reason = error.strerror or str(error) or type(error).__name__
     if not isinstance(error.filename, str):
         return str(folder), reason
@@ -106,29 +107,32 @@ def _names(error: OSError, folder: Path) -> tuple[str, str]:
 
 
 def _message(error: OSError, folder: Path) -> str:
-    where, what = _names(error, folder)
+    """Message of the final error."""
+    where, problem = _names(error, folder)
     if not _max_wait_s:
-        return f"cannot read {what}"
+        return f"cannot read {problem}"
     return (
-        f"cannot read {what}; waited {_max_wait_s:g} s for the folder {where}: no sample is left out for that, make it "
-        "readable again"
+        f"cannot read {problem}; waited {_max_wait_s:g} s for the folder {where}: no sample is left out for that, "
+        "make it readable again"
     )
 
 
 def _say_once(error: OSError, folder: Path) -> None:
+    """Announce the wait, unless another worker has done so."""
     if _IS_WAITING[0]:
         return
     _IS_WAITING[0] = 1
-    where, what = _names(error, folder)
-    _say(f"waiting up to {_max_wait_s:g} s for the folder {where}: cannot read {what}")
+    where, problem = _names(error, folder)
+    _say(f"waiting up to {_max_wait_s:g} s for the folder {where}: cannot read {problem}")
 
 
 def _say_it_is_back(seconds: float) -> None:
+    """Announce the end of the wait, unless another worker has done so."""
     if _IS_WAITING[0]:
         _IS_WAITING[0] = 0
         _say(f"the files can be read again after {seconds:.1f} s; nothing is left out")
 
 
 def _say(line: str) -> None:
-    # A progress bar may stand in the current line.
+    # Begin a new line: the current one may contain a progress bar.
     echo(f"\n{one_line(line)}", err=True)

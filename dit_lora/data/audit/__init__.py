@@ -1,1 +1,1 @@
-"""Audit: every clip, caption and label is judged before any GPU time is spent on it."""
+"""Audit: checks every clip, caption and label before any GPU time is spent on it."""

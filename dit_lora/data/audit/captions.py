@@ -1,4 +1,4 @@
-"""Checks of captions: empty, longer than the text encoder reads, repeated, or holding what is no text."""
+"""Checks of captions: empty, too long for the text encoder, repeated, or not text."""
 
 import re
 import unicodedata
@@ -15,18 +15,18 @@ WELL_KNOWN = re.compile(
     r"</?s>|<(?:pad|unk|bos|eos|mask|image|video)>|<extra_id_\d+>|<\|\w{2,40}\|>"
     r"|<(?:start|end)_of_turn>|\[(?:PAD|CLS|SEP|UNK|MASK|INST)\]|\[/INST\]"
 )
-# Control characters other than tab, new line and return, and U+FFFD, which stands for bytes that were no text.
+# Control characters other than tab, new line and return, and U+FFFD, which replaces bytes that are not valid text.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]")
 LONGEST = 512
-"""Number of tokens that the supported text encoder with the most room reads (FLUX.1's)."""
-# Enough captions to keep a tokenizer's threads busy, and few enough that its output stays small.
+"""Longest input of any supported text encoder, in tokens (FLUX.1's T5)."""
+# Captions per tokenizer call: enough to keep its threads busy, few enough that its output stays small.
 _BATCH = 1000
 _REMEDIES = {
     "caption_empty": "write a caption, or remove the clip",
     "caption_not_text": "write the caption anew as UTF-8",
     "caption_long": "shorten it, or remove the clip",
 }
-"""Remedies for captions that are rejected, by code."""
+"""Remedies for rejected captions, by the finding's code."""
 
 
 def check_captions(
@@ -37,11 +37,17 @@ def check_captions(
     lengths: Mapping[str, int] | None = None,
     shared: Collection[str] = (),
 ) -> dict[str, list[Finding]]:
-    """Return every finding about the captions, by sample id; samples without a finding are absent.
+    """Check all captions. Samples without a finding are absent from the result.
 
-    `max_tokens` is what the text encoder reads, its own special tokens counted. Without a tokenizer, words
-    are counted, each of which is one token or more. `lengths` is the result of `token_lengths` where the
-    caller has it. A caption of `shared`, and a class's name on the clips of its folder, may repeat.
+    Args:
+        clips: The samples with their captions.
+        tokenizer: Tokenizer of the text encoder; None counts words instead, and a word is at least one token.
+        max_tokens: Tokens that the text encoder reads, including special tokens; None if the model has no limit.
+        lengths: Result of `token_lengths`, if the caller has it already.
+        shared: Captions that may repeat. A class name may also repeat on the clips of its folder.
+
+    Returns:
+        Findings by sample id.
     """
     reserved = _reserved_tokens(tokenizer)
     if lengths is None:
@@ -50,6 +56,7 @@ def check_captions(
     repeated = _repeated(clips, shared)
     by_id: dict[str, list[Finding]] = {}
     for clip in clips:
+        # A caption that cannot be trained on gets only this finding; the others would be noise.
         fault = caption_fault(clip.caption)
         if fault is not None:
             findings = [Finding(*fault, "reject", _REMEDIES[fault[0]])]
@@ -63,7 +70,7 @@ def check_captions(
 
 
 def token_lengths(clips: Sequence[Clip], tokenizer: Any | None) -> dict[str, int]:
-    """Return each caption's number of tokens, the tokenizer's own special ones counted; {} without a tokenizer."""
+    """Number of tokens of each caption, including the tokenizer's special tokens; {} without a tokenizer."""
     if tokenizer is None:
         return {}
     added = tokenizer.num_special_tokens_to_add()
@@ -76,10 +83,10 @@ def token_lengths(clips: Sequence[Clip], tokenizer: Any | None) -> dict[str, int
 
 
 def _token_ids(captions: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
-    """Yield the token ids of each caption alone, without special tokens and never cut."""
+    """Yield the token ids of each caption, without special tokens and without truncation."""
     for start in range(0, len(captions), _BATCH):
         batch = captions[start : start + _BATCH]
-        # A tokenizer takes no lone surrogate.
+        # Tokenizers raise on a lone surrogate, so it is replaced first.
         texts = [text.encode("utf-8", "replace").decode() for text in batch]
         yield from tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
@@ -92,20 +99,21 @@ def _cut_off(
     tokenizer: Any | None,
     max_tokens: int | None,
 ) -> dict[str, list[Finding]]:
-    """Return findings by caption that quote what the text encoder does not read."""
+    """Findings by caption that quote the text which the encoder would cut off."""
     captions = dict.fromkeys(clip.caption for clip in clips)
     if tokenizer is None:
         limit = max_tokens or LONGEST
         cut: dict[str, list[Finding]] = {}
         for caption in captions:
-            words = caption.split()
-            if len(words) > limit:
-                lost = " ".join(words[limit:])
-                cut[caption] = [_too_long(f"{len(words):,} words", limit, lost)]
+            caption_words = caption.split()
+            if len(caption_words) > limit:
+                lost = " ".join(caption_words[limit:])
+                cut[caption] = [_too_long(f"{len(caption_words):,} words", limit, lost)]
         return cut
     if max_tokens is None:
         return {}
     long = [caption for caption in captions if lengths[caption] > max_tokens]
+    # `ids` have no special tokens, so their share of the limit is subtracted.
     room = max(0, max_tokens - tokenizer.num_special_tokens_to_add())
     return {
         caption: [
@@ -125,16 +133,16 @@ def _too_long(length: str, limit: int, lost: str) -> Finding:
 
 
 def _repeated(clips: Sequence[Clip], shared: Collection[str]) -> dict[str, list[Finding]]:
-    """Return findings, by sample id, that say how many other clips have the same caption."""
+    """Findings by sample id that say how many other clips have the same caption."""
     groups: dict[str, list[Clip]] = {}
     for clip in clips:
         groups.setdefault(" ".join(clip.caption.split()), []).append(clip)
     shared_texts = {" ".join(caption.split()) for caption in shared}
     by_id: dict[str, list[Finding]] = {}
     for caption, group in groups.items():
-        # The words for an edit may be those of many pictures.
+        # One instruction for an edit may apply to many pictures, so samples with references are not counted.
         several = [clip for clip in group if not (clip.references or _is_class_of(clip, caption))]
-        # Two samples of one file, such as of two sources, are one clip.
+        # Two samples of one file, for example from two sources, count as one clip.
         count = len({clip.media for clip in several})
         if count < 2 or caption in shared_texts:
             continue
@@ -148,15 +156,15 @@ def _repeated(clips: Sequence[Clip], shared: Collection[str]) -> dict[str, list[
 
 
 def _is_class_of(clip: Clip, caption: str) -> bool:
-    """Return True if the caption is the name of a folder that the clip is in."""
+    """Whether the caption is the name of a folder that contains the clip."""
     return any(class_name(folder) == caption for folder in clip.id.split("/")[:-1])
 
 
 def _reserved_tokens(tokenizer: Any | None) -> re.Pattern[str] | None:
-    """Return a pattern of what the tokenizer takes for one special token wherever it stands.
+    """Pattern that matches text which the tokenizer would read as one of its special tokens; None without any.
 
-    It holds only tokens that look like one, `<pad>` or `[CLS]`: Gemma's table also has runs of new lines,
-    and a CLIP tokenizer pads with `!`.
+    It matches only tokens that look special, such as `<pad>` or `[CLS]`. Gemma's table also has runs of new
+    lines, and a CLIP tokenizer pads with `!`; these are ordinary text.
     """
     if tokenizer is None:
         return None
@@ -164,7 +172,7 @@ def _reserved_tokens(tokenizer: Any | None) -> re.Pattern[str] | None:
         *tokenizer.all_special_tokens,
         *(token.content for token in tokenizer.added_tokens_decoder.values()),
     }
-    # The longest come first, so that a token is not taken for its own beginning.
+    # The longest come first: an alternation takes the first match, which could be a prefix of a longer token.
     marked = [
         token
         for token in sorted(tokens, key=len, reverse=True)
@@ -174,6 +182,7 @@ def _reserved_tokens(tokenizer: Any | None) -> re.Pattern[str] | None:
 
 
 def _holding(caption: str, reserved: re.Pattern[str] | None) -> Iterator[Finding]:
+    """Yield a finding if the caption contains special tokens of its own tokenizer or of other text models."""
     reserved_here = list(dict.fromkeys(reserved.findall(caption))) if reserved else []
     remedy = "remove it from the caption"
     if reserved_here:
@@ -187,7 +196,7 @@ def _holding(caption: str, reserved: re.Pattern[str] | None) -> Iterator[Finding
 
 
 def _text(caption: str) -> Iterator[Finding]:
-    """Yield findings about parts of a caption that are no text."""
+    """Yield findings about control characters, and about captions with few letters or digits."""
     code = "caption_not_text"
     odd = list(dict.fromkeys(_CONTROL.findall(caption)))
     if odd:
@@ -201,6 +210,6 @@ def _text(caption: str) -> Iterator[Finding]:
 
 
 def _is_mostly_text(caption: str, visible: int) -> bool:
-    """Return True if letters, digits and the marks that many scripts write beside their letters make at least half."""
+    """Whether letters, digits and combining marks (which many scripts need) make up at least half of the caption."""
     text = sum(unicodedata.category(char)[0] in "LMN" for char in caption)
     return 2 * text >= visible

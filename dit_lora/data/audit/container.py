@@ -1,4 +1,4 @@
-"""Kind of a file by its first bytes, and its end by its own account."""
+"""File format by the first bytes, and checks that a file is as long as its container says."""
 
 import io
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import BinaryIO
 from dit_lora.data.media.media import sniffed_suffix
 
 HEAD = 1024
-"""Number of bytes that tell a file's kind."""
+"""Number of bytes that are read to recognize a file's format."""
 
 _FOREIGN = {
     b"PK\x03\x04": "a zip archive",
@@ -21,9 +21,9 @@ _FOREIGN = {
     b"\x93NUMPY": "a NumPy array",
     b"\x7fELF": "a program",
 }
-# Cameras and editors add some bytes behind an image's end.
+# Bytes at the end of a file that are searched: cameras and editors append some after an image's end.
 _TAIL = 4096
-# Fields of a file's head may hold text; these bytes are in no text.
+# Control bytes that never occur in text. A media header may contain text fields, but also some of these.
 _BINARY = frozenset(range(32)) - frozenset(b"\t\n\v\f\r\x1b")
 _SOUND = (b"RIFF", b"ID3", b"fLaC", b"OggS", b"FORM")
 _SAME = (
@@ -39,9 +39,9 @@ _SAME = (
 
 
 def foreign_kind(head: bytes) -> str | None:
-    """Return what a file is if it is no media at all, such as an archive or text; None if it may be media.
+    """Name of the format if the file is not media at all, such as an archive or text; None if it may be media.
 
-    Text is never given to FFmpeg, which takes some for playlists and opens the files and addresses they name.
+    Text must not reach FFmpeg, which reads some texts as playlists and opens the files and addresses in them.
     """
     for magic, kind in _FOREIGN.items():
         if head.startswith(magic):
@@ -52,7 +52,7 @@ def foreign_kind(head: bytes) -> str | None:
     if set(head) & _BINARY:
         return None
     try:
-        # The head may end within a character, of which UTF-8 has up to 4 bytes.
+        # The head may end in the middle of a character, which has up to 4 bytes in UTF-8.
         text = head[:-3].decode("utf-8") if len(head) == HEAD else head.decode("utf-8")
     except UnicodeDecodeError as error:
         if error.start < len(head) - 6:
@@ -65,17 +65,17 @@ def foreign_kind(head: bytes) -> str | None:
 
 
 def is_known(head: bytes) -> bool:
-    """Return True if the first bytes are those of a video, image or sound format."""
+    """Whether the first bytes are those of a known video, image or sound format."""
     return sniffed_suffix(head[:64]) is not None or head.startswith(_SOUND)
 
 
 def is_other_kind(suffix: str, content: str) -> bool:
-    """Return True if a name's suffix belongs to another format than the content's."""
+    """Whether the suffix in the file's name belongs to a different format than the suffix of its content."""
     return suffix != content and not any({suffix, content} <= group for group in _SAME)
 
 
 def has_end(stream: BinaryIO, size: int) -> bool:
-    """Return True if the last bytes of a JPEG or PNG are those that end it; True for any other file."""
+    """Whether a JPEG or PNG has its end marker near the end of the file; always True for other formats."""
     stream.seek(0)
     head = stream.read(8)
     stream.seek(max(0, size - _TAIL))
@@ -87,9 +87,10 @@ def has_end(stream: BinaryIO, size: int) -> bool:
 
 
 def missing_bytes(stream: BinaryIO, size: int) -> int:
-    """Return how many bytes of frames or index the file lacks by its own account; 0 if it does not tell."""
+    """Number of bytes that are missing according to the container's own lengths; 0 if it states none."""
     stream.seek(0)
     head = stream.read(12)
+    # Each container states its lengths in a different way.
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
         ends = _avi_ends(stream, size)
     elif head[:4] == b"RIFF" and head[8:12] == b"WEBP":
@@ -102,21 +103,22 @@ def missing_bytes(stream: BinaryIO, size: int) -> int:
         return 0
     if size == 0:
         return 0
+    # Ends within the file give values of 0 or less.
     lacking = [end - size for end in ends]
     return max(lacking, default=0)
 
 
 def _box_ends(stream: BinaryIO, size: int) -> Iterator[int]:
-    """Yield the ends of an mp4's boxes (ISO 14496-12, 4.2) in bytes; 0 for a box without frames or index."""
+    """Yield the end of each MP4 box (ISO 14496-12, 4.2) as a byte offset; 0 for boxes without frames or index."""
     at = 0
     while at + 8 <= size:
         stream.seek(at)
         header = stream.read(16)
         length, kind = int.from_bytes(header[:4]), header[4:8]
-        # A length of 1 says that 8 more bytes hold it.
+        # A length of 1 means that the next 8 bytes hold the real, 64-bit length.
         if length == 1:
             length = int.from_bytes(header[8:16])
-        # A length of 0 reaches to the end of the file; others are no box, but something behind the last one.
+        # A length of 0 means up to the end of the file; any other below 8 is not a box but trailing data.
         if length < 8 or not all(32 <= byte < 127 for byte in kind):
             return
         at += length
@@ -124,7 +126,7 @@ def _box_ends(stream: BinaryIO, size: int) -> Iterator[int]:
 
 
 def _avi_ends(stream: BinaryIO, size: int) -> Iterator[int]:
-    """Yield the ends, in bytes, of an AVI's lists of headers and of frames; an interrupted writer leaves 0 there."""
+    """Yield the end offsets of an AVI's header list and frame list; an interrupted writer leaves a length of 0."""
     at = 12
     while at + 12 <= size:
         stream.seek(at)
@@ -139,7 +141,7 @@ def _avi_ends(stream: BinaryIO, size: int) -> Iterator[int]:
 
 
 def _matroska_ends(stream: BinaryIO, size: int) -> Iterator[int]:
-    """Yield the end of the segment in bytes (RFC 8794), which a live one does not know."""
+    """Yield the end offset of the Matroska segment (RFC 8794), unless its length is unknown, as in live streams."""
     stream.seek(4)
     header = _variable(stream)
     if header is None:
@@ -152,12 +154,13 @@ def _matroska_ends(stream: BinaryIO, size: int) -> Iterator[int]:
 
 
 def _variable(stream: BinaryIO) -> int | None:
-    """Read an EBML number of variable length; None if it is unknown."""
-    first = stream.read(1)
-    if not first or not first[0]:
+    """Read an EBML integer of variable length; None if its value is unknown."""
+    lead = stream.read(1)
+    if not lead or not lead[0]:
         return None
-    width = 9 - first[0].bit_length()
+    # The number of leading zero bits of the first byte gives the number of bytes that follow.
+    width = 9 - lead[0].bit_length()
     marker = 1 << (7 * width)
-    value = int.from_bytes(first + stream.read(width - 1)) - marker
-    # All bits set stand for an unknown length.
+    value = int.from_bytes(lead + stream.read(width - 1)) - marker
+    # A value with all bits set means an unknown length.
     return None if value >= marker - 1 else value

@@ -1,4 +1,4 @@
-"""Clips that are there twice: byte for byte, or to the eye.
+"""Duplicate clips: equal byte for byte, or equal to the eye.
 
 Shapes: N clips, M moments of each.
 """
@@ -10,24 +10,26 @@ import numpy as np
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.signature import Signature
 
-# Bits of 64 in which the hashes differ on average, and levels by which any colour does after the means are made equal. Seven
-# real clips encoded at crf 35, at half the size or frame rate, or a sixth brighter: up to 4 bits and 27 levels; smooth waves
-# at crf 30 to 40: up to 9 and 20. A disc and a square: 8 and 18 or more; other clips: 27 and 75 or more.
+# Pairs of limits: bits of 64 in which the hashes differ on average, and levels by which any colour differs once the
+# means are equal. Seven real clips encoded at crf 35, at half the size or frame rate, or a sixth brighter: up to
+# 4 bits and 27 levels; smooth waves at crf 30 to 40: up to 9 and 20. A disc and a square: 8 and 18 or more; other
+# clips: 27 and 75 or more.
 _ALIKE = ((6, 28), (10, 14))
-# Clips that are compared with all others at once, which bounds the memory.
+# Number of clips that are compared with all others at a time; it bounds the memory.
 _ROWS = 1024
 
 
 def exact_duplicates(digests: Mapping[str, tuple[str, ...]]) -> dict[str, Finding]:
-    """Return findings about clips with the same bytes as one before, by id, in the order given.
+    """Findings about clips with the same bytes as an earlier clip, by id.
 
-    `digests` are those of a clip and of its references: what is made of other ones is another sample.
+    `digests` are those of a clip and of its references, in order: the same target with other references is a
+    different sample.
     """
-    first: dict[tuple[str, ...], str] = {}
+    originals: dict[tuple[str, ...], str] = {}
     findings = {}
     for file, digest in digests.items():
-        # Copies are compared with the first file of their content, which stays.
-        before = first.setdefault(digest, file)
+        # The first file with this content stays; only later ones get a finding.
+        before = originals.setdefault(digest, file)
         if before != file:
             message = f"the same bytes as {before}"
             remedy = "remove it; data.sources has repeats and weight"
@@ -36,9 +38,9 @@ def exact_duplicates(digests: Mapping[str, tuple[str, ...]]) -> dict[str, Findin
 
 
 def near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Finding]:
-    """Return findings about clips that look like one before, by id, in the order given."""
+    """Findings about clips that look like an earlier clip, by id, in the order of `signatures`."""
     groups: dict[int, list[str]] = {}
-    # Clips have five moments and images one; only signatures of one length can be compared.
+    # Clips have five moments and images have one; only signatures of equal length can be compared.
     for file, signature in signatures.items():
         groups.setdefault(len(signature.hashes), []).append(file)
     findings = {}
@@ -52,27 +54,28 @@ def near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Finding]:
 
 
 def _alike(files: Sequence[str], signatures: Sequence[Signature]) -> dict[str, str]:
-    """Return, for each file that is like one before it, the first such file."""
+    """For each file that looks like an earlier one, the first such file."""
     hashes = np.stack([signature.hashes for signature in signatures])
     moments = hashes.shape[1]
     colours = np.stack([signature.colours for signature in signatures]).astype(np.float32)
-    # Equal means make a brighter or darker copy alike.
+    # Subtract each clip's mean colour, so that a brighter or darker copy still matches.
     colours -= colours.mean((2, 3, 4), keepdims=True)
     originals: dict[str, str] = {}
     for start in range(0, len(files), _ROWS):
         rows = hashes[start : start + _ROWS]
-        # Moments are taken one by one, so that memory stays at rows x N.
+        # One moment at a time, so that memory stays at rows x N instead of rows x N x M.
         differing = np.zeros((len(rows), min(start + _ROWS, len(files))), np.int32)
         for moment in range(moments):
             bits = rows[:, None, moment] ^ hashes[None, : differing.shape[1], moment]
             differing += np.bitwise_count(bits)
-        most = max(bits for bits, _ in _ALIKE)
-        for row, alike in enumerate(differing <= most * moments):
+        # The hashes rule out most pairs cheaply; colours are compared only for the rest.
+        max_bits = max(bits for bits, _ in _ALIKE)
+        for row, is_candidate in enumerate(differing <= max_bits * moments):
             this = start + row
-            for other in np.flatnonzero(alike[:this]).tolist():
-                bits = differing[row, other] / moments
-                levels = np.abs(colours[this] - colours[other]).max()
+            for earlier in np.flatnonzero(is_candidate[:this]).tolist():
+                bits = differing[row, earlier] / moments
+                levels = np.abs(colours[this] - colours[earlier]).max()
                 if any(bits <= most_bits and levels <= high for most_bits, high in _ALIKE):
-                    originals[files[this]] = files[other]
+                    originals[files[this]] = files[earlier]
                     break
     return originals

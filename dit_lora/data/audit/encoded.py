@@ -1,4 +1,4 @@
-"""Checks of encoded clips and captions: not finite, beyond their range, or unlike the rest of the set.
+"""Checks of encoded clips and captions: not finite, out of range, or an outlier in the data set.
 
 Shapes of one sample: latents (C, F, H, W) or (C, H, W), several encodings of a first image (K, C, F, H, W),
 embeddings (T, D). C and D are channels. Samples may differ in every other size.
@@ -18,26 +18,26 @@ from dit_lora.errors import DitLoraError
 from dit_lora.numerics.finite import describe_bad, has_values
 
 LOGVAR_RANGE = (-30.0, 20.0)
-"""Range to which Diffusers clamps a posterior's logvar (`DiagonalGaussianDistribution`); values beyond it are none."""
+"""Range to which Diffusers clamps a posterior's logvar (`DiagonalGaussianDistribution`); others are invalid."""
 OUTLIER = 10.0
-"""Robust standard deviations (1.4826 MAD) from the set's median at which a sample is named.
+"""Distance from the median, in robust standard deviations (1.4826 MAD), above which a sample is an outlier.
 
-The statistics of real clips have heavy tails, and each sample has dozens of them: the customary 3.5 would
-name every tenth.
+The statistics of real clips have heavy tails, and each sample has dozens of them: the usual 3.5 would
+report one sample in ten.
 """
 LEAST_FACTOR = 2.0
-"""Ratio to the median below which a scale is no outlier, however alike the other samples are."""
+"""Ratio to the median below which a scale is never an outlier, however similar the other samples are."""
 LEAST_SHIFT = 1.0
-"""Distance from the median, in a channel's own standard deviations, within which its mean is no outlier."""
+"""Distance from the median, in standard deviations of the channel, below which a mean is never an outlier."""
 LEAST_LOGVAR = 2 * math.log(LEAST_FACTOR**3)
-"""Distance from the median within which a logvar is no outlier: eight times the posterior's standard deviation.
+"""Distance from the median below which a logvar is never an outlier: a factor of 8 in standard deviation.
 
-Much of a logvar is at the clamp or far off.
+Many values of a logvar are at the clamp or far from it.
 """
 LEAST_SAMPLES = 5
-"""Number of samples below which a median and its deviations say too little of a set."""
+"""Minimum number of samples for a meaningful median and deviation."""
 CHANNELS = 128
-"""The most channels for which statistics of a sample are kept one by one, as for latents; above, they are joint."""
+"""Maximum number of channels with separate statistics per sample, as for latents; above it, one for all channels."""
 _TINY = torch.finfo(torch.float32).tiny
 
 Kind = Literal["latent", "logvar", "embedding"]
@@ -46,7 +46,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass
 class TensorStats:
-    """One tensor's values over the set, fp64, and a few numbers of each sample."""
+    """Statistics of one tensor over the data set (fp64), and a few numbers of each sample (fp32)."""
 
     name: str
     kind: Kind
@@ -60,19 +60,19 @@ class TensorStats:
     """Sums of squared distances from the mean, (C,)."""
     samples: list[str] = field(default_factory=list)
     rows: array = field(default_factory=lambda: array("f"))
-    """The numbers of one sample after another.
+    """The numbers of all samples, concatenated.
 
-    They are its largest magnitude (of a logvar, its largest value), means and standard deviations, each of
-    the latter (C,) or (1,).
+    Per sample: the largest magnitude (for a logvar, the largest value), then means and standard deviations,
+    each (C,) or (1,).
     """
 
     @property
     def std(self) -> torch.Tensor:
-        """Standard deviation over the set, of the population, (C,)."""
+        """Population standard deviation over the set, (C,)."""
         return (self.squares / max(1, self.values)).sqrt()
 
     def add(self, sample: str, tensor: torch.Tensor) -> None:
-        """Take in one sample whose values are finite; raises `DitLoraError` for another number of channels."""
+        """Add one sample with finite values; raises `DitLoraError` if its number of channels differs."""
         values_CN = _by_channel(tensor, self.kind).double()
         channels, count = values_CN.shape
         squares, mean = torch.var_mean(values_CN, dim=1, correction=0)
@@ -84,7 +84,7 @@ class TensorStats:
                 f"{self.name} of {sample} has {channels} channels, and of the samples before it "
                 f"{len(self.mean)}: give the encodings of one model"
             )
-        # Chan, Golub and LeVeque 1979, eq. 2.1: exact for any sizes, with no sum of squares to cancel.
+        # Chan, Golub and LeVeque 1979, eq. 2.1: works for any sizes, and has no sum of squares that could cancel.
         total, shift = self.values + count, mean - self.mean
         self.squares += squares + shift.square() * (self.values * count / total)
         self.mean += shift * (count / total)
@@ -93,17 +93,18 @@ class TensorStats:
         if largest > self.abs_max or not self.samples:
             self.abs_max, self.abs_max_sample = largest, sample
         if channels > CHANNELS:
-            whole, mean = torch.var_mean(values_CN, correction=0)
-            squares, mean, count = whole.reshape(1), mean.reshape(1), 1
+            variance, mean = torch.var_mean(values_CN, correction=0)
+            squares, mean, count = variance.reshape(1), mean.reshape(1), 1
         self.samples.append(sample)
         self.rows.append(float(values_CN.max()) if self.kind == "logvar" else largest)
         self.rows.extend(mean.tolist())
         self.rows.extend((squares / count).sqrt().tolist())
 
     def outliers(self) -> Iterator[tuple[str, Finding]]:
-        """Yield the samples that stand out from the others, each with its worst statistic."""
+        """Yield each sample that deviates from the others, with a finding about its worst statistic."""
         if len(self.samples) < LEAST_SAMPLES:
             return
+        # (samples, 1 + 2 C): the largest value, C means, C standard deviations; C is 1 above `CHANNELS`.
         rows = torch.frombuffer(self.rows, dtype=torch.float32).double()
         top, channels = rows.reshape(len(self.samples), -1).tensor_split([1], dim=1)
         means, stds = channels.chunk(2, dim=1)
@@ -113,7 +114,7 @@ class TensorStats:
                 _Statistic("mean", means, LEAST_LOGVAR),
             ]
         else:
-            # Scales are compared by their ratio, so on a logarithmic scale.
+            # Scales are compared by ratio, that is on a logarithmic scale.
             factor = math.log(LEAST_FACTOR)
             parts = [
                 _Statistic("largest magnitude", _log(top), factor, log=True),
@@ -135,7 +136,7 @@ class TensorStats:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain numbers for JSON: mean and standard deviation by channel over the set."""
+        """Plain numbers for JSON, with mean and standard deviation by channel over the set."""
         return {
             "kind": self.kind,
             "samples": len(self.samples),
@@ -149,25 +150,26 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class _Statistic:
-    """One statistic of every sample and channel, (samples, C), on the scale that it is compared on."""
+    """One statistic of every sample and channel, (samples, C), on the scale used for comparison."""
 
     name: str
     values: torch.Tensor
     least: float
-    """Distance from the median, in units of `unit`, below which nothing is an outlier."""
+    """Minimum distance of an outlier from the median, in units of `unit`."""
     unit: torch.Tensor | float = 1.0
     """Unit of distances, (1, C)."""
     log: bool = False
 
     def scores(self) -> torch.Tensor:
-        """Return robust deviations from the median, 0 where the distance is below `least`."""
+        """Robust deviations from the median, (samples, C); 0 where the distance is below `least`."""
         away = (self.values - _median(self.values)).abs() / self.unit
         spread = 1.4826 * _median(away)
-        # In a small set, some channel's spread is small by chance; that of the other channels bounds it.
+        # In a small set the spread of one channel may be small by chance: use at least the channels' median spread.
         spread = torch.maximum(spread, spread.median()).clamp(min=_TINY)
         return torch.where(away > self.least, away / spread, torch.zeros_like(away))
 
     def words(self, row: int, scores: torch.Tensor) -> str:
+        """Message about the channel with the highest score of one sample."""
         channel = int(scores.argmax())
         where = f" of channel {channel}" if self.values.shape[1] > 1 else ""
         pair = torch.stack([self.values[row, channel], _median(self.values)[0, channel]])
@@ -180,10 +182,13 @@ class _Statistic:
 def check_encoded(
     samples: Iterable[tuple[str, Tensors]],
 ) -> tuple[dict[str, list[Finding]], dict[str, Any]]:
-    """Return findings by sample id, and each tensor's statistics over the set (`Stats.as_dict`).
+    """Check the encodings of a whole data set for bad values and outliers.
 
-    Holds one sample at a time and at most 257 floats a tensor of each. Rejected tensors do not count in the
-    statistics. Tensors without floating-point values, such as masks, are passed over.
+    Holds one sample at a time, and keeps at most 257 floats per tensor and sample. Rejected tensors do not
+    count in the statistics. Tensors without floating-point values, such as masks, are skipped.
+
+    Returns:
+        Findings by sample id, and the statistics of each tensor over the set (`TensorStats.as_dict`).
     """
     findings: dict[str, list[Finding]] = {}
     stats: dict[str, TensorStats] = {}
@@ -191,11 +196,13 @@ def check_encoded(
         for name, tensor in tensors.items():
             if not has_values(tensor):
                 continue
+            # A bad value would spoil the statistics of the whole set.
             bad = _unusable(name, tensor)
             if bad:
                 findings.setdefault(sample, []).append(bad)
             else:
                 stats.setdefault(name, TensorStats(name, _kind(name))).add(sample, tensor)
+    # Outliers are known only after all samples have been added.
     for tensor_stats in stats.values():
         for sample, finding in tensor_stats.outliers():
             findings.setdefault(sample, []).append(finding)
@@ -203,13 +210,14 @@ def check_encoded(
 
 
 def _kind(name: str) -> Kind:
-    """Return the kind of a tensor by the name that the families' encoders give it."""
+    """Kind of a tensor, from the name that the model families' encoders give it."""
     if name.endswith("logvar"):
         return "logvar"
     return "latent" if "latent" in name else "embedding"
 
 
 def _unusable(name: str, tensor: torch.Tensor) -> Finding | None:
+    """Finding about values that are not finite or out of range; None if the tensor can be used."""
     part = "embedding" if _kind(name) == "embedding" else "latent"
     subject = "caption" if part == "embedding" else "clip"
     remedy = f"look at the {subject}; encode it in fp32 or bf16, or remove the sample"
@@ -217,6 +225,7 @@ def _unusable(name: str, tensor: torch.Tensor) -> Finding | None:
     if message:
         return Finding(f"{part}_non_finite", message, "reject", remedy)
     message = describe_bad(name, tensor, MAX_ABS)
+    # A logvar has a narrower range than other tensors, so it is checked separately.
     low, high = float(tensor.min()), float(tensor.max())
     if (
         not message
@@ -228,7 +237,7 @@ def _unusable(name: str, tensor: torch.Tensor) -> Finding | None:
 
 
 def _by_channel(tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Return the values of one sample as (C, N)."""
+    """Values of one sample by channel, (C, N)."""
     tensor = tensor.detach().cpu()
     if kind == "embedding" or tensor.ndim < 3:
         return tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1).T
@@ -237,10 +246,10 @@ def _by_channel(tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def _median(values: torch.Tensor) -> torch.Tensor:
-    """Return the median over the samples, (1, C)."""
+    """Median over the samples, (1, C)."""
     return values.median(dim=0, keepdim=True).values
 
 
 def _log(values: torch.Tensor) -> torch.Tensor:
-    """Return the logarithm of scales; a scale of 0 counts as the smallest float."""
+    """Logarithm of scales; a scale of 0 counts as the smallest normal float."""
     return values.clamp(min=_TINY).log()

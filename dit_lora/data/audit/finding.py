@@ -1,4 +1,4 @@
-"""Findings of the audit about a sample, and the verdict that the worst of them makes."""
+"""Findings of the audit about a sample, and the sample's verdict: that of its worst finding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "warn", "reject")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a sample, or worth a look."""
+    """One problem of a sample, or something worth a look."""
 
     code: str
     """A short name that tools may rely on, for instance `too_short`."""
     words: str
-    """The finding in words, with the numbers."""
+    """Message for people, with the numbers."""
     verdict: Verdict
     remedy: str = ""
     """Advice on what to do; a command where there is one."""
@@ -23,7 +23,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class JudgedSample:
-    """One sample of the data, judged."""
+    """One sample with its findings, measurements and thumbnails."""
 
     file: str
     """The sample's id: its path below the data folder."""
@@ -33,15 +33,17 @@ class JudgedSample:
     thumbnail: bytes | None = None
     """A JPEG of a few frames side by side."""
     references: tuple[bytes | None, ...] = ()
-    """The same of each reference, in their order; None where it has no pictures."""
+    """Thumbnail of each reference, in order; None if it could not be decoded."""
     mask: bytes | None = None
     """A JPEG of the mask."""
 
     @property
     def verdict(self) -> Verdict:
+        """Verdict of the worst finding; "ok" without findings."""
         ranks = [VERDICTS.index(finding.verdict) for finding in self.findings]
         return VERDICTS[max(ranks, default=0)]
 
     @property
     def reasons(self) -> list[str]:
+        """One line per finding: its code and message."""
         return [f"{finding.code}: {finding.words}" for finding in self.findings]

@@ -1,4 +1,4 @@
-"""Measurement of one image, as training reads it."""
+"""Measures one image, decoded as for training."""
 
 import io
 import warnings
@@ -17,16 +17,16 @@ from dit_lora.data.media.pictures import DAMAGED, ORIENTATION, cover, image_size
 THUMBNAIL = 320
 """Width of a thumbnail in pixels."""
 EDGE = 160
-"""Longer side of a thumbnail that shows one image alone."""
+"""Longer side of a thumbnail that shows a single image, in pixels."""
 
 Failures = list[tuple[str, str]]
-"""Codes and messages."""
+"""Code and message of each reason why a file cannot be used."""
 
 
 def measure_image(
     media: Media, alive: Callable[[], None]
 ) -> tuple[Failures, dict[str, Any], bytes | None]:
-    """Return why an image cannot be used, what was measured, and a thumbnail (JPEG)."""
+    """Failures that make an image unusable, its measurements, and a JPEG thumbnail (None if it cannot be decoded)."""
     facts: dict[str, Any] = {}
 
     def read() -> Image.Image:
@@ -40,7 +40,7 @@ def measure_image(
     pictures, small = PictureMeasures(), picture.resize((SIDE, SIDE), Image.Resampling.BOX)
     pictures.add(np.asarray(small))
     pictures.add_levels(np.asarray(picture.convert("L")))
-    # An image has one time and lasts for none.
+    # An image is one frame at 0 s that lasts 0 s.
     facts |= {
         "frames": 1,
         **pictures.facts([0.0, 0.0]),
@@ -51,12 +51,12 @@ def measure_image(
 
 
 def decoded(media: Media, read: Callable[[], Image.Image]) -> Image.Image | tuple[str, str]:
-    """Return the picture that `read` decodes, or code and message of what is wrong with the file."""
+    """The image that `read` decodes, or the code and message of the fault in the file."""
     with warnings.catch_warnings():
-        # Pillow warns about odd metadata and large images, which are no fault.
+        # Pillow warns about odd metadata and large images, which are not faults.
         warnings.simplefilter("ignore")
         try:
-            # Opened by itself first, to tell a header that is not read from pixels that are not.
+            # Opened once without decoding, to tell an unreadable header from damaged pixels.
             with open_picture(media):
                 pass
         except DAMAGED as error:
@@ -68,7 +68,7 @@ def decoded(media: Media, read: Callable[[], Image.Image]) -> Image.Image | tupl
 
 
 def odd_mode(mode: str, bits: int) -> str | None:
-    """Return what is odd about a picture's mode (Pillow's) and bits a level; None if nothing is."""
+    """Unusual property of a Pillow mode with this many bits per level; None for plain RGB or grey of 8 bits."""
     if bits > 8 or mode.startswith("I"):
         return "more than 8 bits a level"
     if mode in ("RGB", "RGBA", "L", "LA"):
@@ -84,6 +84,8 @@ def jpeg(pictures: list[np.ndarray]) -> bytes:
 
 
 def _header(media: Media) -> dict[str, Any]:
+    """Facts that Pillow reads without decoding the pixels."""
+    # The size is that of the upright image, while the mode is the stored one.
     height, width = image_size(media)
     with open_picture(media) as image:
         facts = {
@@ -101,7 +103,7 @@ def _header(media: Media) -> dict[str, Any]:
 
 
 def _bits(media: Media, mode: str) -> int:
-    """Return the bits of a level in the file; Pillow reads a PNG's 16 bits of colour as 8 (PNG, 11.2.1)."""
+    """Bits per level in the file. Pillow reads a PNG's 16-bit colours as 8 (PNG, 11.2.1), so its header is read."""
     if mode.startswith("I") or mode == "F":
         return 16
     with open_bytes(media) as stream:
@@ -111,6 +113,7 @@ def _bits(media: Media, mode: str) -> int:
 
 
 def _unopened(error: Exception) -> tuple[str, str]:
+    """Code and message for an error while the header was read."""
     if isinstance(error, Image.DecompressionBombError):
         return "corrupt", f"its header promises more than {MOST_PIXELS} pixels, as a bomb does"
     if isinstance(error, UnidentifiedImageError):
@@ -121,6 +124,7 @@ def _unopened(error: Exception) -> tuple[str, str]:
 
 
 def _undecoded(error: Exception) -> tuple[str, str]:
+    """Code and message for an error while the pixels were decoded."""
     reason = message_of(error)
     if "truncated" in reason.lower():
         return "truncated", f"the image ends early: {reason}"

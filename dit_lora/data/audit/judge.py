@@ -1,4 +1,4 @@
-"""Judgement of a file from what was measured of it, for a given recipe or in general.
+"""Findings about a file from its measurements, for a given recipe or in general.
 
 Levels are 0 to 255.
 """
@@ -23,40 +23,40 @@ from dit_lora.data.media.video_header import VideoHeader
 if TYPE_CHECKING:
     import torch
 
-# The brightest level of a black clip, but for 1 pixel in 2,000: limited-range black read as full range is 16.
+# Maximum level of a black clip, ignoring 1 pixel in 2,000: limited-range black that is read as full range is 16.
 _BLACK_MOST = 32
-# One colour, encoded by x264 at crf 1 to 45, comes back within 1 level; noise of 2 levels each way as 5 at crf 18.
+# A single colour encoded by x264 at crf 1 to 45 stays within 1 level; noise of +-2 levels spans 5 at crf 18.
 _CONSTANT_LEVELS = 2
-# Standard deviation of a picture's levels; the faintest of seven real clips has 43, noise of 4 levels each way 1.6.
+# Standard deviation of a picture's levels; the lowest of seven real clips is 43, noise of +-4 levels has 1.6.
 _FAINT_CONTRAST = 4.0
-# Levels between the darkest and the brightest, in luma and in each colour; the narrowest of seven real clips has 198.
+# Range from the darkest to the brightest level, in luma and in each colour; the smallest of seven real clips is 198.
 _NARROW_RANGE = 96
 _FROZEN_SECONDS = 1.0
 _FROZEN_SHARE = 0.5
-# Fewer may be two frames that are shown long.
+# Fewer frames may just be two that are shown for a long time.
 _FROZEN_FRAMES = 3
 # Most models' sides are multiples of 16 pixels.
 _SIDE_STEP = 16
-# One token, in pixels, of an 8x VAE and a 2x2 patch.
+# Size of one token in pixels, for an 8x VAE and 2x2 patches.
 _SMALLEST = 16
 _MOST_CROPPED = 0.25
 MOST_ENLARGED = 1.05
-"""Factor up to which nothing is said: players and cameras round sizes to multiples of 16."""
-# Re-encoders leave aspects such as 639:640.
+"""Enlargement factor up to which nothing is reported: cameras and editors round sizes to multiples of 16."""
+# Re-encoding leaves pixel aspect ratios such as 639:640.
 _SQUARE = 0.02
 _COUNT_SLACK, _DURATION_SLACK = 0.02, 0.05
-# 23.976 stands for 24.
+# 23.976 fps counts as 24.
 _FPS_SLACK = 0.05
-# Share of the intervals; a dropped frame now and then is usual.
+# Share of irregular intervals that is accepted; an occasional dropped frame is normal.
 _IRREGULAR_SHARE = 0.02
 
 ReferenceShape = Callable[[int, int, VideoShape], VideoShape]
-"""Returns the shape that a model is given of a reference of that height and width, for a sample of that shape."""
+"""Function of a reference's height and width and the sample's shape; returns the shape in which it is encoded."""
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """Requirements of a recipe for every sample."""
+    """What a recipe requires of every sample."""
 
     data: DataConfig
     shapes: tuple[VideoShape, ...]
@@ -69,21 +69,21 @@ class Requirements:
         shapes: Sequence[VideoShape] = (),
         reference_shape: ReferenceShape | None = None,
     ) -> "Requirements":
-        """Return a recipe's requirements; `shapes` are those that its model can train, by default all buckets."""
+        """Requirements of a recipe. `shapes` are those that its model can train; by default all buckets."""
         buckets = tuple(shapes) or buckets_of(data, _SIDE_STEP, lambda _: None)
         return cls(data, buckets, reference_shape)
 
     @property
     def frames(self) -> int:
-        """The smallest number of frames that is enough."""
+        """Smallest number of frames of any bucket."""
         return min(shape.frames for shape in self.shapes)
 
 
 def judge(media: Media, probed: ProbedFile, wanted: Requirements | None) -> list[Finding]:
-    """Return everything wrong with a file; without `wanted`, in general."""
+    """All findings about a file; without `wanted` (None), only those that hold for any recipe."""
     facts = probed.facts
     findings = [*probed.faults, *_name(media, facts)]
-    # A file that could not be decoded has no pictures to judge.
+    # A file that could not be decoded has no measurements of pictures.
     if probed.faults or "frames" not in facts:
         return findings
     small = _too_small(facts)
@@ -105,9 +105,9 @@ def judge(media: Media, probed: ProbedFile, wanted: Requirements | None) -> list
 
 
 def judge_frames(frames: "torch.Tensor") -> list[Finding]:
-    """Return what is wrong with the pictures of a decoded sample, uint8 (F, 3, H, W), by the same measures.
+    """Findings about the pictures of a decoded sample, uint8 (F, 3, H, W), with the same measures as for files.
 
-    An image is one frame. Nothing is known of the file or of times.
+    An image is one frame. The file and the times are unknown here.
     """
     from torch.nn.functional import adaptive_avg_pool2d
 
@@ -115,7 +115,7 @@ def judge_frames(frames: "torch.Tensor") -> list[Finding]:
     for frame in frames:
         small = adaptive_avg_pool2d(frame.float(), SIDE).round().byte()
         pictures.add(small.permute(1, 2, 0).numpy())
-    # Levels of a few frames, at every other pixel, are enough for the contrast and the range.
+    # Four frames at half resolution are enough to measure contrast and range.
     for frame in frames[:: max(1, len(frames) // 4)]:
         red, green, blue = frame[:, ::2, ::2].float()
         luma = 0.299 * red + 0.587 * green + 0.114 * blue
@@ -124,6 +124,7 @@ def judge_frames(frames: "torch.Tensor") -> list[Finding]:
 
 
 def _name(media: Media, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding if the suffix of the name does not match the content."""
     end, content = suffix(media), facts.get("content")
     if content is None and "frames" in facts:
         message = f"its content is {facts['container'].split(',')[0]}, and its name ends in {end}"
@@ -134,6 +135,7 @@ def _name(media: Media, facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _too_small(facts: Mapping[str, Any]) -> Finding | None:
+    """Rejection of a picture that is smaller than one token; None if it is large enough."""
     height, width = shown_size(facts)
     if min(height, width) >= _SMALLEST:
         return None
@@ -142,6 +144,7 @@ def _too_small(facts: Mapping[str, Any]) -> Finding | None:
 
 
 def _image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield findings about an image's pixel format, transparency, orientation and number of pictures."""
     odd = odd_mode(facts["pixel_format"], facts["bits"])
     if odd:
         yield _warn("odd_pixel_format", f"{odd}, converted to RGB of 8 bits", "check its colours")
@@ -156,6 +159,7 @@ def _image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield findings about a video's orientation, colours, pixel format, fields, pixel shape and streams."""
     name = facts["pixel_format"]
     changes = ["mirrors it"] if facts["mirrored"] else []
     if facts["rotation"]:
@@ -174,7 +178,7 @@ def _video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     odd = [
         ("a palette", facts["palette"]),
         ("chroma in full resolution", facts["full_chroma"]),
-        # JPEG has no other range.
+        # Motion JPEG is always full range.
         ("full-range levels", facts["full_range"] and facts["codec"] != "mjpeg"),
     ]
     named = ", ".join(message for message, is_so in odd if is_so)
@@ -194,12 +198,13 @@ def _video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _header(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield findings where the header disagrees with the decoded frames."""
     count, stated = facts["frames"], facts["header_frames"]
     if stated and abs(stated - count) > max(1, _COUNT_SLACK * stated):
         message = f"its header counts {stated} frames, and {count} come out"
         yield _warn("frame_count", message, "ffmpeg -i IN OUT writes a new header")
     seconds, stated = facts["seconds"], facts["header_seconds"]
-    # Matroska counts from 0, whenever the first frame is shown.
+    # Matroska counts the duration from 0, even if the first frame is shown later.
     off = (
         min(abs(stated - seconds), abs(stated - facts["header_start"] - seconds)) if stated else 0.0
     )
@@ -209,6 +214,7 @@ def _header(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _timing(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding if the time stamps run backwards or the frame rate varies."""
     remedy = "none: frames are chosen by their time; ffmpeg -i IN -r FPS OUT makes them even"
     if facts["backwards"]:
         message = f"its time stamps run backwards {facts['backwards']} times"
@@ -223,9 +229,9 @@ def _timing(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator[Finding]:
-    """Yield findings about what the pictures show; without `seconds`, times are counted in frames."""
+    """Yield findings about what the pictures show; without `seconds` (None), times are counted in frames."""
     unit = "frames" if seconds is None else "s"
-    # Contrast, colour and motion of black pictures say nothing, so one finding is enough.
+    # For black pictures, contrast, colour and motion mean nothing, so one finding is enough.
     if facts["black_share"] == 1 and facts["luma_max"] <= _BLACK_MOST:
         yield Finding("black", "every picture is black", "reject", "remove it")
         return
@@ -250,29 +256,30 @@ def _pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator[Findi
 
 
 def _motion(facts: Mapping[str, Any], seconds: float | None, unit: str) -> Iterator[Finding]:
+    """Yield findings about a picture that stands still for long, and about hard cuts."""
     still = facts["still"]
     long = seconds is not None and still["seconds"] >= _FROZEN_SECONDS - 1e-3
-    most = still["share"] >= _FROZEN_SHARE
-    if still["frames"] >= _FROZEN_FRAMES and (long or most):
+    is_mostly_still = still["share"] >= _FROZEN_SHARE
+    if still["frames"] >= _FROZEN_FRAMES and (long or is_mostly_still):
         message = (
             f"one picture stands still from {still['start']:g} for {still['seconds']:g} {unit}"
         )
         yield _warn("frozen", message, "cut it off, or train on it as an image")
     cuts = facts["cuts"]
     if cuts:
-        shown = ", ".join(f"{cut:g}" for cut in cuts[:5]) + (" ..." if len(cuts) > 5 else "")
-        message = f"it cuts to another shot at {shown} {unit}"
+        positions = ", ".join(f"{cut:g}" for cut in cuts[:5]) + (" ..." if len(cuts) > 5 else "")
+        message = f"it cuts to another shot at {positions} {unit}"
         yield _warn("hard_cut", message, "split it there, and caption each part")
 
 
 def _length(media: Media, facts: Mapping[str, Any], wanted: Requirements) -> Iterator[Finding]:
-    """Yield findings about the length, counted as training does: each frame serves the times that it is nearest to."""
+    """Yield findings about the length, counted as in training: each time gets the nearest frame."""
     fps = wanted.data.fps or 1.0
     if is_image(media):
         gives = 1
     else:
         end = facts["last_at"] + facts["last_interval"] / 2
-        # The same count as `decode.Wanted.until`, from the frames' own times.
+        # The same count as in `decode.WantedTimes.until`, from the frames' real times.
         gives = math.floor(end * fps + 1e-6) + 1
     if gives < wanted.frames:
         message = f"{wanted.frames} frames at {fps:g} fps are asked for, and it gives {gives}"
@@ -284,11 +291,11 @@ def _length(media: Media, facts: Mapping[str, Any], wanted: Requirements) -> Ite
 
 
 def _shape(facts: Mapping[str, Any], wanted: Requirements) -> Iterator[Finding]:
-    """Yield findings about the bucket that the clip goes to."""
+    """Yield findings about the bucket of the clip: none fits, enlarged, or cropped."""
     height, width = shown_size(facts)
     placed = placed_in(facts, wanted)
     if isinstance(placed, Dropped):
-        # A clip that is too short is judged by its frames, in `_length`.
+        # `_length` reports clips that are too short.
         if placed.code != "too_short":
             yield _warn(placed.code, f"it is left out: {placed.words}", "add a bucket of its shape")
         return
@@ -302,7 +309,7 @@ def _shape(facts: Mapping[str, Any], wanted: Requirements) -> Iterator[Finding]:
 
 
 def placed_in(facts: Mapping[str, Any], wanted: Requirements) -> Placed | Dropped:
-    """Return the bucket that a clip goes to."""
+    """Bucket of a clip according to its measurements, or the reason why it has none."""
     height, width = shown_size(facts)
     header = VideoHeader(
         fps=facts.get("fps"),
@@ -316,7 +323,7 @@ def placed_in(facts: Mapping[str, Any], wanted: Requirements) -> Placed | Droppe
 
 
 def shown_size(facts: Mapping[str, Any]) -> tuple[float, float]:
-    """Return height and width in square pixels, upright."""
+    """Height and width in square pixels, upright."""
     height, width = facts["height"], facts["width"] * facts.get("pixel_aspect", 1.0)
     if facts.get("rotation", 0) % 180:
         height, width = width, height

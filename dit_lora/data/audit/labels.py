@@ -1,4 +1,4 @@
-"""Checks of class labels: those that the class table lacks, and how evenly the classes are filled."""
+"""Checks of class labels: labels missing from the class table, and classes of very different sizes."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -8,24 +8,29 @@ from dit_lora.data.audit.finding import Finding
 from dit_lora.data.sources.clips import Clip
 
 IMBALANCE = 10
-"""Factor to the median class within which a class may have more or fewer samples.
+"""Maximum ratio of a class's size to the median class, in either direction.
 
-Long-tailed sets are trained on with less care up to about here; beyond it a class is mostly forgotten or
-drowns the others.
+Up to about this ratio, long-tailed sets can be trained on without special care. Beyond it a small class is mostly
+forgotten, and a large one dominates.
 """
 _LISTED = 20
-# Labels whose nearest name is looked for: each takes milliseconds.
+# Number of unknown labels for which the nearest name is searched: each search takes milliseconds.
 _NEAREST = 200
 
 
 def check_labels(
     clips: Sequence[Clip], table: Sequence[str] | None
 ) -> tuple[dict[str, list[Finding]], list[str]]:
-    """Return findings by sample id, and notes on the whole set; a clip's caption is its class.
+    """Check class labels against the class table and for balance. A clip's caption is its class.
 
-    `table` has the names that the model knows, synonyms of one separated by commas as ImageNet's are, or is
-    None where the data makes the table. A class out of balance is one finding, on its first sample, and a
-    note; a sample counts as often as it comes in an epoch.
+    Args:
+        clips: The samples. Each counts as often as it comes in an epoch.
+        table: Class names that the model knows, with synonyms separated by commas as in ImageNet's table. None if
+            the data defines the classes.
+
+    Returns:
+        Findings by sample id, and notes on the whole set. A class out of balance is one finding, on its first
+        sample, and part of a note.
     """
     labels = dict.fromkeys(clip.caption for clip in clips)
     # Without a table, the labels of the data make it.
@@ -37,23 +42,23 @@ def check_labels(
     }
     findings = {clip.id: [outside[clip.caption]] for clip in clips if clip.caption in outside}
     counts: dict[str, float] = {}
-    first: dict[str, str] = {}
+    first_ids: dict[str, str] = {}
     for clip in clips:
         if clip.caption not in outside:
             name = names[clip.caption]
             counts[name] = counts.get(name, 0) + clip.times
-            first.setdefault(name, clip.id)
+            first_ids.setdefault(name, clip.id)
     odd = _out_of_balance(counts)
     for label, message in odd.items():
         remedy = "add samples to the small classes, or thin out or weigh down the large ones"
         finding = Finding("label_imbalance", message, "warn", remedy)
-        findings.setdefault(first[label], []).append(finding)
+        findings.setdefault(first_ids[label], []).append(finding)
     notes = []
     if odd:
-        shown = [f"{label!r} ({counts[label]:,.5g})" for label in odd]
+        class_counts = [f"{label!r} ({counts[label]:,.5g})" for label in odd]
         notes.append(
             f"{len(odd):,} of {len(counts):,} classes have less than a tenth or more than ten times the "
-            f"median class's {_median(counts):,.5g} samples: {_some(shown)}."
+            f"median class's {_median(counts):,.5g} samples: {_some(class_counts)}."
         )
     unused = [label for label in dict.fromkeys(table or ()) if label not in counts]
     if unused:
@@ -65,15 +70,16 @@ def check_labels(
 
 
 def _names(table: Sequence[str]) -> dict[str, str]:
-    """Return each name and synonym with the entry that it stands for; whole entries go before synonyms."""
+    """Map each name and synonym to its entry in the table; a whole entry takes precedence over a synonym."""
     parts = {part.strip(): entry for entry in table for part in entry.split(",")}
     return parts | {entry: entry for entry in table}
 
 
 def _unknown(label: str, names: Mapping[str, str], count: int, *, near: bool) -> Finding:
+    """Rejection of a label that is not in the table; with `near`, the message names the most similar class."""
     if not label.strip():
         return Finding("label_unknown", "it has no class", "reject", "give it one, or remove it")
-    # Labels differ most often in case and separators.
+    # Labels usually differ from the table only in case and separators.
     plain = {_plain(name): name for name in reversed(list(names))} if near else {}
     close = get_close_matches(_plain(label), plain, n=1, cutoff=0.6)
     nearest = f"; the nearest is {plain[close[0]]!r}" if close else ""
@@ -83,11 +89,12 @@ def _unknown(label: str, names: Mapping[str, str], count: int, *, near: bool) ->
 
 
 def _plain(name: str) -> str:
+    """The name in lower case, with underscores and hyphens as spaces."""
     return " ".join(name.replace("_", " ").replace("-", " ").lower().split())
 
 
 def _out_of_balance(counts: Mapping[str, float]) -> dict[str, str]:
-    """Return the labels with far fewer or more samples than the median class, smallest first, each with a message."""
+    """Message for each label with far fewer or more samples than the median class, smallest class first."""
     median, messages = _median(counts), {}
     for label, count in sorted(counts.items(), key=lambda item: item[1]):
         if IMBALANCE * count < median or count > IMBALANCE * median:
@@ -104,5 +111,6 @@ def _median(counts: Mapping[str, float]) -> float:
 
 
 def _some(names: Sequence[str]) -> str:
+    """The first names of a list, and the number of the others."""
     more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more

@@ -1,4 +1,4 @@
-"""Measurement of one mask, as training reads it."""
+"""Measures one loss mask, decoded as for training."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,20 +14,21 @@ from dit_lora.data.sources.clips import LossMask
 def measure_mask(
     mask: LossMask, alive: Callable[[], None]
 ) -> tuple[Failures, dict[str, Any], bytes | None]:
-    """Return why a mask cannot be used, its size and levels, and a thumbnail (JPEG)."""
+    """Failures that make a mask unusable, its size and levels, and a JPEG thumbnail (None if it cannot be decoded)."""
     if not is_image(mask.media):
         return [("not_media", "a mask is a picture, and it is not named as one")], {}, None
     grey = decoded(mask.media, lambda: open_mask(mask.media, alpha=mask.alpha))
     if isinstance(grey, tuple):
         return [grey], {}, None
     alive()
-    least, most = grey.getextrema()
+    # "learned" is the mean of the mask: the share of the picture that counts in the loss.
+    darkest, brightest = grey.getextrema()
     facts = {
         "frames": 1,
         "height": grey.height,
         "width": grey.width,
-        "least": least,
-        "most": most,
+        "least": darkest,
+        "most": brightest,
         "learned": round(float(np.asarray(grey, np.float32).mean()) / 255, 4),
     }
     grey.thumbnail((EDGE, EDGE))

@@ -1,7 +1,7 @@
 """Measures of a clip's pictures: brightness, contrast, motion, stillness, cuts.
 
-Everything is told from pictures of 48 x 48 pixels, and from the levels of a few whole ones. Levels are 0 to
-255. Shapes: N pictures.
+Everything is computed from pictures of 48 x 48 pixels, and from the levels of a few full-size ones. Levels are
+0 to 255. Shapes: N pictures.
 """
 
 from collections.abc import Sequence
@@ -13,24 +13,25 @@ from dit_lora.data.audit.cuts import cut_positions
 from dit_lora.data.audit.signature import GRID, Signature
 
 SIDE = 48
-"""Number of pixels along a side of the small pictures."""
+"""Side of the small pictures, in pixels."""
 
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 _BATCH = 64  # pictures measured at once
 
-# A picture is black if no more than 2% of its areas are brighter: FFmpeg's blackdetect has 10% of the range and 98% of the
-# pixels. Of the darkest of seven real clips (a kitchen), at most 57% are; of 200 bright dots on black, fewer than 98%.
+# A picture is black if at least 98% of its areas are no brighter than this level; FFmpeg's blackdetect has 10% of
+# the range and 98% of the pixels. In the darkest of seven real clips (a kitchen) at most 57% are that dark; with 200
+# bright dots on black, fewer than 98%.
 _BLACK_LEVEL = 20
 _BLACK_SHARE = 0.98
-# A picture stands still while it differs from the first one of its run by no more than this, in one of 48 x 48 areas
-# and on average: a still picture that x264 encodes at crf 30 differs by 8 levels and 1.2 from one keyframe to the next.
+# Maximum difference of a still picture from the first one of its run, in any of 48 x 48 areas and on average: a still
+# picture that x264 encodes at crf 30 differs by 8 levels and 1.2 from one key frame to the next.
 _STILL_MOST, _STILL_MEAN = 8, 1.2
-# Share of the pixels at either end of the levels that may be anything.
+# Share of the darkest and of the brightest pixels that is ignored.
 _TAIL = 0.0005
 
 
 class PictureMeasures:
-    """Collects measures of each picture in turn; memory grows by 0.7 KiB a picture."""
+    """Collects measures of the pictures of a clip, one after another; needs 0.7 KiB per picture."""
 
     def __init__(self) -> None:
         self._waiting: list[np.ndarray] = []
@@ -38,7 +39,7 @@ class PictureMeasures:
         self._run: np.ndarray | None = None
         self._still: list[bool] = []
         self._batches: list[dict[str, np.ndarray]] = []
-        """Measures of some pictures at a time, by name."""
+        """Measures of up to `_BATCH` pictures each, by name."""
         self._levels = np.zeros(256, np.int64)
         self._contrasts: list[float] = []
 
@@ -49,7 +50,7 @@ class PictureMeasures:
             self._measure()
 
     def add_levels(self, luma: np.ndarray) -> None:
-        """Add the levels of a picture, uint8 luma in full size; a few pictures are enough."""
+        """Add the luma levels of a full-size picture, uint8 (H, W); a few pictures of a clip are enough."""
         counts = np.bincount(luma.ravel(), minlength=256)
         shares = counts / counts.sum()
         mean = (shares * np.arange(256)).sum()
@@ -57,6 +58,7 @@ class PictureMeasures:
         self._levels += counts
 
     def _measure(self) -> None:
+        """Measure the pictures that were added since the last call."""
         if not self._waiting:
             return
         rgb = np.stack(self._waiting)
@@ -64,8 +66,9 @@ class PictureMeasures:
         count = len(rgb)
         luma = rgb.astype(np.float32) @ _LUMA
         half, cell = SIDE // 2, SIDE // GRID
+        # (N, 48, 48, 3) to mean colours of GRID x GRID areas, (N, GRID, GRID, 3).
         blocks = rgb.reshape(count, GRID, cell, GRID, cell, 3).mean((2, 4))
-        # The first picture is compared with itself: its change is 0.
+        # The first picture of the clip is compared with itself, so its change is 0.
         before = rgb[:1] if self._last is None else self._last
         pairs = np.concatenate([before, rgb]).astype(np.int16)
         self._batches.append(
@@ -83,9 +86,9 @@ class PictureMeasures:
         self._still += [self._stands_still(picture) for picture in rgb.astype(np.int16)]
 
     def _stands_still(self, picture: np.ndarray) -> bool:
-        """Return True if a picture is still that with which the current run began.
+        """Whether a picture still shows the picture that began the current run.
 
-        It is not compared with the one before it, so that slow motion is motion.
+        It is not compared with the previous one, because slow motion would then count as standing still.
         """
         if self._run is not None:
             difference = np.abs(picture - self._run)
@@ -95,7 +98,7 @@ class PictureMeasures:
         return False
 
     def facts(self, times: Sequence[float]) -> dict[str, Any]:
-        """Return the measures; `times` are the pictures' seconds since the first, and the end of the last."""
+        """The measures by name. `times` are the start of each picture in seconds, and the end of the last one."""
         self._measure()
         measured = {
             name: np.concatenate([batch[name] for batch in self._batches])
@@ -112,6 +115,7 @@ class PictureMeasures:
             "luma_max": high,
             "levels": int(max(measured["most"].max(0).astype(int) - measured["least"].min(0))),
             "contrast": round(max(self._contrasts), 2),
+            # The change of the first picture is 0 by definition and would lower the mean.
             "motion": round(float(change[1:].mean()), 2) if len(change) > 1 else 0.0,
             "black_share": round(float(black.mean()), 4),
             "black": _runs(black, times),
@@ -121,24 +125,24 @@ class PictureMeasures:
         }
 
     def _range(self) -> tuple[int, int]:
-        """Return the darkest and the brightest level, a few pixels left out."""
+        """Darkest and brightest level, ignoring a small share of the pixels at either end."""
         reached = np.cumsum(self._levels) / self._levels.sum()
         low, high = np.searchsorted(reached, [_TAIL, 1 - _TAIL])
         return int(low), int(high)
 
 
 def _runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
-    """Return start and length, in seconds, of each stretch in which the flags are set."""
-    # Edges come in pairs: a stretch's first picture, and the one after its last.
+    """Start and length, in seconds, of each stretch in which the flags are set."""
+    # Edges come in pairs: the first picture of a stretch, and the picture after its last.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
     return [
-        [round(float(times[first]), 3), round(float(times[end] - times[first]), 3)]
-        for first, end in zip(edges[::2], edges[1::2], strict=True)
+        [round(float(times[start]), 3), round(float(times[end] - times[start]), 3)]
+        for start, end in zip(edges[::2], edges[1::2], strict=True)
     ]
 
 
 def _longest(still: np.ndarray, times: Sequence[float]) -> dict[str, Any]:
-    """Return the longest stretch that shows one picture: start, seconds, share of the clip, and frames."""
+    """Longest stretch of still pictures: start, seconds, share of the clip, and frames."""
     starts = np.append(np.flatnonzero(~still[1:]) + 1, len(still))
     starts = np.concatenate([[0], starts])
     seconds = np.diff(np.asarray(times)[starts])

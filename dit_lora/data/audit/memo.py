@@ -1,4 +1,4 @@
-"""Memo of the audit's measurements, keyed by the media's content: a second audit decodes only what is new."""
+"""Memo of the audit's measurements by content digest, so that a second audit decodes only new files."""
 
 import base64
 import json
@@ -16,14 +16,14 @@ from dit_lora.data.sources.clips import LossMask
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
-# A killed audit loses the work of so many seconds at most.
+# Seconds between two saves: the work that a killed audit loses at most.
 _SAVED_EVERY = 20.0
 AUDIT_VERSION = 5
-"""Version of the probes, raised when they would find or measure something else in the same bytes."""
+"""Version of the probes; raised when the same bytes would give other findings or measurements."""
 
 
 class AuditMemo:
-    """Probes by the media's digest; one JSON object a line. Each recipe's verdicts are made anew from them."""
+    """Probes by the media's digest, as JSON lines. Findings that depend on the recipe are computed again from them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -31,7 +31,7 @@ class AuditMemo:
         self._changed = False
         self._saved_at = time.monotonic()
         if path.is_file():
-            # A torn last line, or one of another version, is left out.
+            # Skip a line that is incomplete (a killed process) or of another version.
             for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
                 key = _key_of(line)
                 if key is not None:
@@ -41,12 +41,12 @@ class AuditMemo:
         return len(self._lines)
 
     def get(self, media: Media | LossMask, digest: str) -> ProbedFile | None:
-        """Return the probe of these bytes under such a name; None if there is none."""
+        """The probe of a file with this digest, read as this kind of media; None if it is not in the memo."""
         line = self._lines.get(_key(media, digest))
         return _probe(parse_json(line)) if line else None
 
     def put(self, media: Media | LossMask, digest: str, probed: ProbedFile) -> None:
-        """Keep a probe, and write the memo now and then."""
+        """Store a probe; the memo is saved every `_SAVED_EVERY` seconds."""
         key = _key(media, digest)
         thumbnail = base64.b64encode(probed.thumbnail).decode() if probed.thumbnail else None
         self._lines[key] = json.dumps({"key": key, **asdict(probed), "thumbnail": thumbnail})
@@ -62,7 +62,7 @@ class AuditMemo:
 
 
 def _key(media: Media | LossMask, digest: str) -> str:
-    """Return the key of a medium's bytes; its name only says whether they are read as an image or as a video."""
+    """Key of a file's bytes. Its kind (image, video, mask) is part of it, because the kind decides how it is read."""
     if isinstance(media, LossMask):
         kind = "alpha" if media.alpha else "mask"
     else:
@@ -71,8 +71,8 @@ def _key(media: Media | LossMask, digest: str) -> str:
 
 
 def _key_of(line: str) -> str | None:
-    """Return the key that a line begins with; None if the line is of another version, or torn."""
-    # Lines are searched and parsed only when asked for, since most of a large memo is not needed.
+    """The key at the beginning of a line; None if the line is of another version or incomplete."""
+    # The rest of a line is parsed only when it is asked for, since most of a large memo is not needed.
     start = f'{{"key": "{AUDIT_VERSION}/'
     if not (line.startswith(start) and line.endswith("}")):
         return None

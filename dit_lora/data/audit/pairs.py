@@ -1,4 +1,4 @@
-"""Judgement of what a sample has beside its own media: references, alone and against the sample, and its mask."""
+"""Findings about a sample's references and mask, each on its own and compared with the sample."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,12 +19,13 @@ from dit_lora.data.media.media import Media
 from dit_lora.data.media.references import wrong_mask
 from dit_lora.data.sources.clips import Clip, LossMask
 
-# A quarter of the side: references for enlarging have a quarter of the pixels, at times a sixteenth.
+# Minimum area relative to the sample, a quarter of the side: references for upscaling have 1/4 of the pixels or 1/16.
 _SMALL = 1 / 16
-# A drawing of few lines is a sound reference, and training takes one of nothing.
+# Findings that are dropped for references, since a drawing of few lines is a valid one, and rejections that become
+# warnings, since training accepts an empty reference.
 _NOT_OF_REFERENCES = ("near_constant", "low_range")
 _ONLY_WARNED = ("black", "constant")
-# Share of the pairs that have to be alike before the others stand out, and below which the set is of another kind.
+# Share of similar pairs from which on a dissimilar pair is suspicious, and below which the set is not one of edits.
 _MOST_ALIKE, _FEW_ALIKE = 0.75, 0.25
 
 _NEARLY_EQUAL = 0.98
@@ -35,68 +36,78 @@ Probes = Mapping[Media | LossMask, ProbedFile]
 def judge_beside(
     clip: Clip, probes: Probes, hashed: Mapping[Media | LossMask, str], wanted: Requirements | None
 ) -> Iterator[Finding]:
-    """Yield what is wrong with a sample's references and its mask; `hashed` are digests of files that can be read."""
-    own = probes[clip.media]
+    """Yield findings about a sample's references and its mask; `hashed` has the digests of all readable files."""
+    target = probes[clip.media]
     for number, reference in enumerate(clip.references, start=1):
         which = _which(number, len(clip.references))
-        other = probes[reference]
-        yield from _judge_reference(reference, other, which)
-        if not (_has_pictures(own) and _has_pictures(other)):
+        probed_reference = probes[reference]
+        yield from _judge_reference(reference, probed_reference, which)
+        if not (_has_pictures(target) and _has_pictures(probed_reference)):
             continue
-        yield from _sizes(own.facts, other.facts, wanted, which)
-        if hashed[clip.media] == hashed[reference] or _is_copy(own, other):
+        yield from _sizes(target.facts, probed_reference.facts, wanted, which)
+        if hashed[clip.media] == hashed[reference] or _is_copy(target, probed_reference):
             message = f"{which} is the same picture: from it the model learns to change nothing"
             yield _warn("reference_same", message, "remove it, unless it is meant")
     if clip.mask is not None:
-        yield from _judge_mask(clip.mask, probes[clip.mask], own)
+        yield from _judge_mask(clip.mask, probes[clip.mask], target)
 
 
 def facts_beside(clip: Clip, probes: Probes) -> dict[str, Any]:
-    """Return how alike a sample and each reference are, and how much of it is learned; only of what it has."""
+    """Likeness of the sample to each reference, and the learned share of its mask; {} without references and mask."""
     facts: dict[str, Any] = {}
-    own = probes[clip.media].facts.get("outlines")
+    outlines = probes[clip.media].facts.get("outlines")
     if clip.references:
-        of_references = [probes[one].facts.get("outlines") for one in clip.references]
-        found = [likeness(own, other) if own and other else None for other in of_references]
-        facts["likeness"] = [None if one is None else round(one, 3) for one in found]
+        of_references = [probes[reference].facts.get("outlines") for reference in clip.references]
+        values = [
+            likeness(outlines, reference_outlines) if outlines and reference_outlines else None
+            for reference_outlines in of_references
+        ]
+        facts["likeness"] = [None if value is None else round(value, 3) for value in values]
     if clip.mask is not None:
         facts["learned"] = probes[clip.mask].facts.get("learned")
     return facts
 
 
 def unlike_references(judged: Sequence[JudgedSample]) -> dict[str, list[Finding]]:
-    """Return findings about references that have nothing in common with their samples, where most others have, by file.
+    """Findings, by file, about references that differ completely from their samples although most others do not.
 
-    Nothing is said of sets in which a subject is put into other scenes: there, few are alike in place.
+    Nothing is reported for sets that place a subject in other scenes, where few pairs are similar in place.
     """
     findings: dict[str, list[Finding]] = {}
-    most = _most_references(judged)
-    for number, found in _likenesses(judged).items():
-        if _share_alike(found) < _MOST_ALIKE:
+    count = _most_references(judged)
+    for number, by_file in _likenesses(judged).items():
+        # In a set of subjects placed in other scenes, a dissimilar pair is normal.
+        if _share_alike(by_file) < _MOST_ALIKE:
             continue
-        for file, value in found.items():
+        for file, value in by_file.items():
             if value < UNLIKE:
-                message = f"{_which(number, most)} has nothing in common with it (likeness {value:.2f}), as most others have"
+                message = (
+                    f"{_which(number, count)} has nothing in common with it (likeness {value:.2f}), "
+                    "as most others have"
+                )
                 remedy = "look whether it belongs to another sample"
                 findings.setdefault(file, []).append(_warn("reference_unlike", message, remedy))
     return findings
 
 
 def pair_notes(judged: Sequence[JudgedSample]) -> list[str]:
-    """Return what is to be said of all references, or of all masks, together."""
+    """Notes about all references together, and about all masks together."""
     notes = []
-    for number, found in _likenesses(judged).items():
-        if _share_alike(found) < _FEW_ALIKE:
-            few = sum(value >= ALIKE for value in found.values())
+    for number, by_file in _likenesses(judged).items():
+        if _share_alike(by_file) < _FEW_ALIKE:
+            few = sum(value >= ALIKE for value in by_file.values())
             which = _which(number, _most_references(judged))
             notes.append(
-                f"In {few:,} of {len(found):,} pairs, a sample looks like {which} in place, as an edited picture does. "
+                f"In {few:,} of {len(by_file):,} pairs, a sample looks like {which} in place, "
+                "as an edited picture does. "
                 "Where a subject is put into another scene, few do; else look whether the pairs are the right ones."
             )
-    given = [one for one in judged if one.facts.get("likeness") is not None]
-    if given and len(given) < len(judged):
-        notes.append(f"{len(judged) - len(given):,} of {len(judged):,} samples have no reference.")
-    masks = [one.facts["learned"] for one in judged if one.facts.get("learned") is not None]
+    paired = [sample for sample in judged if sample.facts.get("likeness") is not None]
+    if paired and len(paired) < len(judged):
+        notes.append(f"{len(judged) - len(paired):,} of {len(judged):,} samples have no reference.")
+    masks = [
+        sample.facts["learned"] for sample in judged if sample.facts.get("learned") is not None
+    ]
     if masks and min(masks) == 1:
         notes.append(
             f"The masks of all {len(masks):,} samples that have one are white: nothing is masked."
@@ -105,17 +116,18 @@ def pair_notes(judged: Sequence[JudgedSample]) -> list[str]:
 
 
 def _most_references(judged: Sequence[JudgedSample]) -> int:
-    return max((len(one.facts.get("likeness") or ()) for one in judged), default=0)
+    """Largest number of references of any sample."""
+    return max((len(sample.facts.get("likeness") or ()) for sample in judged), default=0)
 
 
 def _likenesses(judged: Sequence[JudgedSample]) -> dict[int, dict[str, float]]:
-    """Return each likeness that is known, by the reference's place and the sample's file."""
-    found: dict[int, dict[str, float]] = {}
-    for one in judged:
-        for number, value in enumerate(one.facts.get("likeness") or (), start=1):
+    """Known likenesses by the reference's number (from 1) and the sample's file."""
+    by_number: dict[int, dict[str, float]] = {}
+    for sample in judged:
+        for number, value in enumerate(sample.facts.get("likeness") or (), start=1):
             if value is not None:
-                found.setdefault(number, {})[one.file] = value
-    return found
+                by_number.setdefault(number, {})[sample.file] = value
+    return by_number
 
 
 def _share_alike(found: Mapping[str, float]) -> float:
@@ -127,28 +139,30 @@ def _which(number: int, of: int) -> str:
 
 
 def _is_copy(own: ProbedFile, other: ProbedFile) -> bool:
-    """Return True if two files surely hold the same pictures."""
+    """Whether two files certainly hold the same pictures."""
     if own.thumbnail is None or other.thumbnail is None:
         return False
-    alike = likeness(own.facts["outlines"], other.facts["outlines"])
-    # Few thumbnails need to be decoded.
-    is_near = alike is None or alike >= _NEARLY_EQUAL
+    value = likeness(own.facts["outlines"], other.facts["outlines"])
+    # The outlines rule out most pairs, so that few thumbnails need to be decoded.
+    is_near = value is None or value >= _NEARLY_EQUAL
     return is_near and looks_copied(own.thumbnail, other.thumbnail)
 
 
 def _judge_reference(reference: Media, probed: ProbedFile, which: str) -> Iterator[Finding]:
+    """Yield the findings that a reference has on its own."""
     for finding in judge(reference, probed, None):
         if finding.code in _NOT_OF_REFERENCES:
             continue
         code = "reference_missing" if finding.code == "missing" else finding.code
-        words = f"{which} {reference.name}: {finding.words}"
+        message = f"{which} {reference.name}: {finding.words}"
         verdict = "warn" if code in _ONLY_WARNED else finding.verdict
-        yield Finding(code, words, verdict, finding.remedy)
+        yield Finding(code, message, verdict, finding.remedy)
 
 
 def _sizes(
     own: Mapping[str, Any], other: Mapping[str, Any], wanted: Requirements | None, which: str
 ) -> Iterator[Finding]:
+    """Yield findings about a reference that is much smaller than the sample, or enlarged when encoded."""
     (height, width), (full_height, full_width) = shown_size(other), shown_size(own)
     size = f"{which} has {width:g} x {height:g} pixels"
     if height * width < _SMALL * full_height * full_width:
@@ -156,6 +170,7 @@ def _sizes(
         yield _warn("reference_small", message, "find it in its full size")
     if wanted is None or wanted.reference_shape is None:
         return
+    # The size in which a reference is encoded may depend on the shape of the sample.
     placed = placed_in(own, wanted)
     if isinstance(placed, Dropped):
         return
@@ -168,22 +183,25 @@ def _sizes(
 
 
 def _judge_mask(mask: LossMask, probed: ProbedFile, own: ProbedFile) -> Iterator[Finding]:
+    """Yield findings about a mask: unreadable, black, or of another shape than the picture."""
     for finding in probed.faults:
         code = "mask_missing" if finding.code == "missing" else finding.code
         yield replace(finding, code=code, words=f"its mask {mask.media.name}: {finding.words}")
     if not _has_pictures(probed):
         return
     facts = probed.facts
+    # A black mask would give a loss of 0 for the sample.
     if facts["most"] == 0:
-        what = "it is wholly transparent" if mask.alpha else "its mask is black"
-        message = f"{what}: nothing of it is learned"
+        problem = "it is wholly transparent" if mask.alpha else "its mask is black"
+        message = f"{problem}: nothing of it is learned"
         yield Finding("mask_black", message, "reject", "paint white what is learned, or remove it")
+    # An alpha mask is part of its picture, so it always has the same shape.
     if _has_pictures(own) and not mask.alpha:
         height, width = shown_size(own.facts)
-        wrong = wrong_mask((facts["height"], facts["width"]), (round(height), round(width)))
-        if wrong:
+        mismatch = wrong_mask((facts["height"], facts["width"]), (round(height), round(width)))
+        if mismatch:
             remedy = "save it in the shape of its picture"
-            yield Finding("mask_shape", wrong, "reject", remedy)
+            yield Finding("mask_shape", mismatch, "reject", remedy)
 
 
 def _has_pictures(probed: ProbedFile) -> bool:

@@ -1,6 +1,6 @@
-"""Probe of one video or image, decoded to its end and measured; whatever is wrong with the file becomes a finding.
+"""Decodes one video or image to its end and measures it; every fault of the file becomes a finding.
 
-Nothing here needs torch, so that the audit's processes start quickly.
+Nothing here needs torch, so that the audit's worker processes start quickly.
 """
 
 import errno
@@ -25,7 +25,7 @@ ANEW = "fetch it again, or remove it"
 
 @dataclass(frozen=True)
 class ProbedFile:
-    """Facts about one file, and its faults."""
+    """Measurements of one file, and its faults."""
 
     faults: tuple[Finding, ...]
     """Reasons why the file cannot be used by any recipe."""
@@ -38,7 +38,7 @@ class ProbedFile:
 
 
 def probe(probed: Media | LossMask, alive: Callable[[], None] = lambda: None) -> ProbedFile:
-    """Measure a file; `alive` is called after every packet. Only defects of this program raise."""
+    """Measure a file; `alive` is called after every packet. A bad file never raises."""
     media = file_of(probed)
     try:
         if not media.exists():
@@ -54,7 +54,7 @@ def probe(probed: Media | LossMask, alive: Callable[[], None] = lambda: None) ->
         return _rejected("unreadable", f"it cannot be read: {error.strerror or error}")
     if size == 0:
         return _rejected("empty_file", "the file has no bytes")
-    # A file that is no media never reaches a decoder, which might follow names in it.
+    # A file that is not media must not reach a decoder, which might open other files that it names.
     foreign = foreign_kind(head)
     if foreign:
         return _rejected("not_media", f"its content is {foreign}")
@@ -68,7 +68,7 @@ def probe(probed: Media | LossMask, alive: Callable[[], None] = lambda: None) ->
     has_no_video = any(code == "no_video_stream" for code, _ in failures)
     if "frames" not in facts and not has_no_video and not is_known(head):
         return _rejected("not_media", "its bytes are of no video or image format known here")
-    # A file that ends early explains what decoding met; only faults of another kind are kept beside it.
+    # A file that ends early explains all decoding errors; only faults of another kind are kept.
     if lacks > 0:
         faults = [fault for fault in faults if fault.code in ("unreadable", "no_video_stream")]
         message = f"the file ends early: {lacks} bytes of its {size + lacks} are missing"
@@ -80,7 +80,7 @@ def probe(probed: Media | LossMask, alive: Callable[[], None] = lambda: None) ->
 
 
 def file_of(probed: Media | LossMask) -> Media:
-    """Return the file of what is probed."""
+    """The media file of a clip or of a mask."""
     return probed.media if isinstance(probed, LossMask) else probed
 
 

@@ -1,4 +1,4 @@
-"""Audit of media: every clip and image is decoded once, in parallel, and judged."""
+"""Audits media: decodes every clip and image once, in parallel, and collects the findings."""
 
 import os
 import sys
@@ -37,12 +37,18 @@ def audit_media(
     digests: Digests | None = None,
     progress: bool = False,
 ) -> list[JudgedSample]:
-    """Judge the media of every clip, in the order given; a file that breaks the decoder costs itself alone.
+    """Audit the media of every clip, in order. A file that crashes the decoder affects only its own sample.
 
-    Without `data`, nothing is asked of length and shape. `shapes` are the buckets that the model can train,
-    by default all of the recipe's, and `reference_shape` says in which it is given references. What `memo` knows is not decoded again; it is saved as the audit goes
-    on, and when it is interrupted. `workers` is the number of processes, by default one a core; `progress`
-    shows a bar.
+    Args:
+        clips: The samples.
+        data: The recipe's data section; None to check nothing that depends on length and shape.
+        shapes: Buckets that the model can train; by default all of the recipe's.
+        reference_shape: Gives the shape in which the model encodes a reference.
+        workers: Number of processes; by default one per core.
+        memo: Measurements of earlier audits, which are not decoded again. It is saved from time to time, and on
+            an interrupt.
+        digests: Content digests of the files; by default computed without a memo.
+        progress: Whether to show a progress bar.
     """
     digests = digests or Digests(Path(os.devnull))
     media = list(dict.fromkeys(medium for clip in clips for medium in _media_of(clip)))
@@ -57,14 +63,14 @@ def audit_media(
                 if memo is not None and medium in hashed:
                     memo.put(medium, hashed[medium], probe)
                 probes[medium] = probe
-                # Probes that the memo had are put into `known` without being yielded.
+                # Probes from the memo are added to `probes` without being yielded, so the bar counts `probes`.
                 bar.update(len(probes) - bar.n)
             bar.update(len(probes) - bar.n)
     finally:
         if memo is not None:
             memo.save()
-    wanted = Requirements.of(data, shapes, reference_shape) if data else None
-    return _judged(clips, probes, hashed, wanted)
+    requirements = Requirements.of(data, shapes, reference_shape) if data else None
+    return _judged(clips, probes, hashed, requirements)
 
 
 def remembered(
@@ -75,7 +81,7 @@ def remembered(
     digests: Digests,
     shapes: Sequence[VideoShape] = (),
 ) -> list[JudgedSample]:
-    """Return `audit_media` of those clips that the memo knows, decoding nothing."""
+    """The result of `audit_media` for those clips whose files are all in the memo; decodes nothing."""
     hashed: dict[Probed, str] = {}
     probes: _Known = {}
     for medium in dict.fromkeys(medium for clip in clips for medium in _media_of(clip)):
@@ -94,12 +100,12 @@ def _probed(
     digests: Digests,
     workers: int | None,
 ) -> Generator[tuple[Probed, ProbedFile]]:
-    """Yield each medium that the memo lacks with its new probe; put the others into `known` on the way."""
+    """Yield each medium that is not in the memo with its new probe; add the others to `known` on the way."""
 
     def jobs() -> Iterator[tuple[int, Probed]]:
         for number, medium in enumerate(media):
             probe = _look_up(medium, hashed, memo, digests)
-            # A crash that is blamed on the file may have been for want of memory, or the disk's.
+            # Try a file that crashed the decoder again: the reason may have been lack of memory, or the disk.
             if probe is None or probe.broke:
                 yield number, medium
             else:
@@ -113,13 +119,14 @@ def _probed(
 def _look_up(
     media: Probed, hashed: dict[Probed, str], memo: AuditMemo | None, digests: Digests
 ) -> ProbedFile | None:
+    """The memo's probe of a medium, whose digest is added to `hashed`; None if it has none or cannot be read."""
     try:
-        # A pipe would wait for a writer.
+        # Opening a named pipe would block until somebody writes to it; `exists` is False for it.
         if not file_of(media).exists():
             return None
         hashed[media] = digests.media(file_of(media))
     except OSError:
-        # The probe will say why.
+        # The probe will report the reason.
         return None
     return memo.get(media, hashed[media]) if memo else None
 
@@ -127,10 +134,11 @@ def _look_up(
 def _judged(
     clips: Sequence[Clip], probes: _Known, hashed: dict[Probed, str], wanted: Requirements | None
 ) -> list[JudgedSample]:
-    judged = {clip.id: _judge_clip(clip, probes, hashed, wanted) for clip in clips}
-    for file, findings in _compared(clips, judged, probes, hashed).items():
-        judged[file] = replace(judged[file], findings=(*judged[file].findings, *findings))
-    return [_shown(clip, judged[clip.id], probes) for clip in clips]
+    """Findings of each clip, including those from comparing clips with each other."""
+    by_id = {clip.id: _judge_clip(clip, probes, hashed, wanted) for clip in clips}
+    for file, findings in _compared(clips, by_id, probes, hashed).items():
+        by_id[file] = replace(by_id[file], findings=(*by_id[file].findings, *findings))
+    return [_shown(clip, by_id[clip.id], probes) for clip in clips]
 
 
 def _compared(
@@ -139,19 +147,19 @@ def _compared(
     probes: _Known,
     hashed: Mapping[Probed, str],
 ) -> dict[str, list[Finding]]:
-    """Return what is found by comparing samples with each other."""
+    """Findings, by sample id, from comparing samples with each other."""
     # Rejected files may have no pictures to compare.
     sound = [clip for clip in clips if judged[clip.id].verdict != "reject"]
-    contents = {clip.id: tuple(hashed[one] for one in _made_from(clip)) for clip in sound}
-    same = exact_duplicates(contents)
+    contents = {clip.id: tuple(hashed[medium] for medium in _made_from(clip)) for clip in sound}
+    exact = exact_duplicates(contents)
     signatures = {
         clip.id: Signature.parse(probes[clip.media].facts["hash"])
         for clip in sound
-        # Edits of one picture look alike.
-        if clip.id not in same and not clip.references
+        # Edits of one picture look alike, so samples with references are not compared.
+        if clip.id not in exact and not clip.references
     }
     findings = unlike_references([judged[clip.id] for clip in sound])
-    for file, finding in {**same, **near_duplicates(signatures)}.items():
+    for file, finding in {**exact, **near_duplicates(signatures)}.items():
         findings.setdefault(file, []).append(finding)
     return findings
 
@@ -161,13 +169,13 @@ def _made_from(clip: Clip) -> list[Media]:
 
 
 def _shown(clip: Clip, judged: JudgedSample, probes: _Known) -> JudgedSample:
-    """Return a sample with pictures, if there is something to look at: a finding, or a pair."""
+    """Add thumbnails to a sample that has a finding, references or a mask."""
     if judged.verdict == "ok" and not clip.references and clip.mask is None:
         return judged
     return replace(
         judged,
         thumbnail=probes[clip.media].thumbnail,
-        references=tuple(probes[one].thumbnail for one in clip.references),
+        references=tuple(probes[reference].thumbnail for reference in clip.references),
         mask=probes[clip.mask].thumbnail if clip.mask else None,
     )
 
@@ -175,6 +183,7 @@ def _shown(clip: Clip, judged: JudgedSample, probes: _Known) -> JudgedSample:
 def _judge_clip(
     clip: Clip, probes: _Known, hashed: Mapping[Probed, str], wanted: Requirements | None
 ) -> JudgedSample:
+    """All findings about one clip by itself, its first image, references and mask."""
     findings = judge(clip.media, probes[clip.media], wanted)
     if clip.mask is not None and clip.mask.alpha:
         findings = [finding for finding in findings if finding.code != "alpha"]
@@ -187,18 +196,19 @@ def _judge_clip(
     facts = probes[clip.media].facts | facts_beside(clip, probes)
     if clip.media in hashed:
         facts["digest"] = hashed[clip.media]
-    # They are long, and of use in comparing pictures alone.
+    # Outlines are long, and needed only to compare pictures.
     facts.pop("outlines", None)
     return JudgedSample(clip.id, tuple(findings), facts)
 
 
 def _media_of(clip: Clip) -> list[Probed]:
+    """All files of a clip: its media, first image, references and mask."""
     image, mask = clip.image, clip.mask
     return [clip.media, *([image] if image else []), *clip.references, *([mask] if mask else [])]
 
 
 def _cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Number of cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Perceptual signature of a clip: equal for what looks equal, whatever codec, size or brightness.
+"""Perceptual signature of a clip: similar for clips that look the same in another codec, size or brightness.
 
 Shapes: N pictures.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 GRID = 4
-"""Number of areas, along a side, whose colours are compared."""
+"""Number of areas along a side whose mean colours are compared."""
 
 _MOMENTS = (0.1, 0.3, 0.5, 0.7, 0.9)  # of a clip's length
 _HASHED = 24  # pixels a side
@@ -22,29 +22,30 @@ _DCT = np.cos(np.pi * np.arange(8)[:, None] * (2 * np.arange(_HASHED) + 1) / (2 
 
 @dataclass(frozen=True)
 class Signature:
-    """Signature of five moments of a clip, or of one image."""
+    """Hashes and colours of five moments of a clip, or of one image."""
 
     hashes: np.ndarray
-    """Hashes, uint64 (moments): which of the 64 lowest frequencies are above their median (pHash)."""
+    """pHash of each moment, uint64 (moments,): which of the 64 lowest frequencies are above their median."""
     colours: np.ndarray
     """Mean colours of the areas, uint8 (moments, 4, 4, 3)."""
 
     @classmethod
     def of(cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]) -> "Signature":
-        """Return the signature of uint8 (N, 24, 24) and (N, 4, 4, 3), with times of the N pictures and of the end."""
+        """Signature of pictures, uint8 (N, 24, 24) and (N, 4, 4, 3); `times` are N starts and the end, in seconds."""
         starts = np.asarray(times[:-1])
-        wanted = times[-1] * np.array(_MOMENTS) if len(grey) > 1 else np.zeros(1)
-        chosen = np.clip(np.searchsorted(starts, wanted, side="right") - 1, 0, len(grey) - 1)
+        target_times = times[-1] * np.array(_MOMENTS) if len(grey) > 1 else np.zeros(1)
+        chosen = np.clip(np.searchsorted(starts, target_times, side="right") - 1, 0, len(grey) - 1)
         return cls(np.array([_hash(grey[k]) for k in chosen], np.uint64), colours[chosen])
 
     @property
     def text(self) -> str:
-        """Hexadecimal text: the hashes, a colon, the colours."""
-        # Big-endian on every machine, since a memo may be read on another.
+        """The hashes and the colours as hexadecimal text, separated by a colon."""
+        # Always big-endian, since a memo may be read on another machine.
         return f"{self.hashes.astype('>u8').tobytes().hex()}:{self.colours.tobytes().hex()}"
 
     @classmethod
     def parse(cls, text: str) -> "Signature":
+        """Read a signature from its `text`."""
         hashes, colours = (bytes.fromhex(part) for part in text.split(":"))
         return cls(
             np.frombuffer(hashes, ">u8").astype(np.uint64),
@@ -53,8 +54,9 @@ class Signature:
 
 
 def _hash(grey: np.ndarray) -> int:
+    """The pHash of one grey picture, (24, 24), as an integer of 64 bits."""
     frequencies = (_DCT @ grey.astype(np.float64) @ _DCT.T).ravel()
     # The lowest frequency is the brightness, in which copies may differ.
     frequencies[0] = 0.0
     bits = frequencies > np.median(frequencies)
-    return int(sum(1 << place for place in range(_BITS) if bits[place]))
+    return int(sum(1 << bit for bit in range(_BITS) if bits[bit]))

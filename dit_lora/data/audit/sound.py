@@ -1,6 +1,6 @@
-"""Sound of a video: measured once, and judged for recipes that train it.
+"""Sound of a video: measured once, and checked for recipes that train it.
 
-Nothing here needs torch, so that the audit's processes start quickly.
+Nothing here needs torch, so that the audit's worker processes start quickly.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,15 +14,15 @@ from dit_lora.data.media.media import Media
 from dit_lora.data.media.opened import message_of, open_media
 from dit_lora.data.media.sound_stream import no_sound, sound_frames, sound_too_short
 
-# One step of 16 bits is 3e-5: dithered silence, and what AAC makes of silence, is below.
+# Maximum level of silence. One step of 16 bits is 3e-5; dithered silence, and silence encoded as AAC, is below this.
 _SILENT = 1e-4
-# A cut-off wave stays at the full level; a whole one of 100 Hz at 44.1 kHz touches it for less than three samples.
+# A clipped wave stays at full level; an unclipped one of 100 Hz at 44.1 kHz is there for less than three samples.
 _FULL, _RUN = 0.9999, 3
 _CLIPPED_SHARE = 1e-3
 
 
 def measure_sound(media: Media, origin: float, alive: Callable[[], None]) -> dict[str, Any] | None:
-    """Return facts of a video's sound, None if it has none; `origin` is the time of its first frame."""
+    """Measurements of a video's sound; None if it has none. `origin` is the time of its first frame in seconds."""
     facts: dict[str, Any] = {}
     samples = clipped = 0
     peak = 0.0
@@ -36,11 +36,13 @@ def measure_sound(media: Media, origin: float, alive: Callable[[], None]) -> dic
                     rate, channels = frame.sample_rate, frame.layout.nb_channels
                     facts |= {"rate": rate, "channels": channels, "begins": round(begins, 3)}
                     ends = begins
+                # A frame without a time stamp follows the previous one.
                 at = ends if frame.time is None else frame.time - origin
                 ends = at + frame.samples / frame.sample_rate
                 facts["ends"] = round(ends, 3)
-                for one in to_floats.resample(frame):
-                    loud = np.abs(one.to_ndarray()).max(axis=0)
+                # (channels, samples); the loudest channel counts.
+                for converted in to_floats.resample(frame):
+                    loud = np.abs(converted.to_ndarray()).max(axis=0)
                     peak, samples = max(peak, float(loud.max())), samples + len(loud)
                     clipped += _clipped(loud)
     except (av.error.FFmpegError, OSError, ValueError) as error:
@@ -51,13 +53,13 @@ def measure_sound(media: Media, origin: float, alive: Callable[[], None]) -> dic
 
 
 def _clipped(loud: np.ndarray) -> int:
-    """Count the samples that begin a run at the full level."""
+    """Count the samples that begin a run of `_RUN` samples at full level."""
     flat = np.concatenate([loud >= _FULL, np.zeros(_RUN - 1, bool)])
     return int(np.lib.stride_tricks.sliding_window_view(flat, _RUN).all(axis=1).sum())
 
 
 def judge_sound(facts: Mapping[str, Any], frames: int, fps: float) -> Iterator[Finding]:
-    """Yield findings about the sound of so many frames, for a recipe that trains it."""
+    """Yield findings about the sound of `frames` frames at `fps`, for a recipe that trains sound."""
     sound = facts.get("sound")
     if not sound:
         yield _reject(no_sound("seconds" not in facts), "remove it, or add its sound")
@@ -78,12 +80,13 @@ def judge_sound(facts: Mapping[str, Any], frames: int, fps: float) -> Iterator[F
 
 
 def _reject(words: str, remedy: str) -> Finding:
+    """Rejection from a message that begins with its code and a colon."""
     code, _, message = words.partition(": ")
     return Finding(code, message, "reject", remedy)
 
 
 def sound_note(judged: Sequence[JudgedSample]) -> list[str]:
-    """Return a line that says how many clips of a set have sound; none where there are no clips."""
-    clips = [one for one in judged if "seconds" in one.facts]
-    heard = sum(1 for one in clips if one.facts.get("sound"))
+    """A line that says how many clips of a set have sound; empty without clips."""
+    clips = [sample for sample in judged if "seconds" in sample.facts]
+    heard = sum(1 for sample in clips if sample.facts.get("sound"))
     return [f"sound: {heard:,} of {len(clips):,} clips have some"] if clips else []

@@ -1,4 +1,4 @@
-"""Summary of an audit: one verdict a sample, totals, a JSON file and a list of what to mend."""
+"""Summary of an audit: one verdict per sample, totals, a JSON file and a list of what to fix."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from dit_lora.data.audit.finding import VERDICTS, Finding, JudgedSample
 from dit_lora.files import write_whole
 
 _COLUMNS = ("verdict", "file", "reason", "what to do")
-# Control characters and those that turn the direction of writing: a terminal that shows the list obeys them.
+# Control characters and those that change the writing direction: a terminal that shows the list would obey them.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -24,12 +24,13 @@ def merge(
     *parts: Mapping[str, Sequence[Finding]],
     facts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[JudgedSample]:
-    """Return each sample once, in the order given, with all parts' facts and findings, the worst ones first.
+    """Merge audits: each sample once, in order, with the facts and findings of all parts, worst findings first.
 
-    A sample that only `parts` know is added at the end. What two parts say in the same words stays once.
+    A sample that appears only in `parts` is added at the end. Equal findings of two parts are kept once.
     """
     merged: dict[str, JudgedSample] = {}
     for sample in judged:
+        # A sample may be audited in several parts, such as its media and its caption.
         earlier = merged.get(sample.file, JudgedSample(sample.file))
         merged[sample.file] = JudgedSample(
             sample.file,
@@ -49,7 +50,7 @@ def merge(
 
 
 def totals(judged: Sequence[JudgedSample]) -> dict[str, Any]:
-    """Return the numbers of samples: all, of each verdict, and by code, the most frequent first."""
+    """Numbers of samples: in all, by verdict, and by code with the most frequent first."""
     verdicts = Counter(sample.verdict for sample in judged)
     codes = Counter(code for sample in judged for code in {f.code for f in sample.findings})
     ordered = sorted(codes.items(), key=lambda item: (-item[1], item[0]))
@@ -67,9 +68,9 @@ def as_json(
     buckets: Mapping[str, Any] | None = None,
     encoded: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the whole audit as plain values: `samples`, `totals`, and `notes`, `buckets`, `encoded` if given.
+    """The whole audit as plain values: `samples`, `totals`, and `notes`, `buckets`, `encoded` if not empty.
 
-    A number that is not finite becomes null, and what JSON does not know, such as a path, its text.
+    A number that is not finite becomes null, and a value of another type, such as a path, becomes text.
     """
     samples = [
         {
@@ -88,18 +89,18 @@ def as_json(
 
 
 def write_json(path: Path, audit: Mapping[str, Any]) -> None:
-    """Write what `as_json` returned in one rename, a sample a line."""
+    """Write the result of `as_json` atomically, one sample per line."""
     samples = ",\n".join(_dumps(sample) for sample in audit["samples"])
-    rest = "".join(
+    other_parts = "".join(
         f',\n"{name}": {_dumps(value)}' for name, value in audit.items() if name != "samples"
     )
-    write_whole(path, f'{{"samples": [\n{samples}\n]{rest}}}\n')
+    write_whole(path, f'{{"samples": [\n{samples}\n]{other_parts}}}\n')
 
 
 def write_fix_list(path: Path, judged: Sequence[JudgedSample]) -> None:
-    """Write one line a sample that is not ok, rejects first: verdict, file, reason, what to do.
+    """Write one line per sample that is not ok, rejects first: verdict, file, reason, what to do.
 
-    Columns are separated by tabs; a tab, a line end or a backslash within one is escaped by a backslash.
+    Columns are separated by tabs; a tab, a line end or a backslash in a column is escaped with a backslash.
     """
     lines = [_COLUMNS]
     for verdict in ("reject", "warn"):
@@ -117,12 +118,14 @@ def write_fix_list(path: Path, judged: Sequence[JudgedSample]) -> None:
 
 
 def _worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The distinct findings, sorted by verdict."""
     unique = dict.fromkeys(findings)
-    # The sort is stable: within a verdict, findings stay in their order.
+    # The sort is stable: findings of the same verdict keep their order.
     return tuple(sorted(unique, key=lambda finding: -VERDICTS.index(finding.verdict)))
 
 
 def _cell(text: str) -> str:
+    """The text with control characters and backslashes escaped."""
     text = text.replace("\\", "\\\\")
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
@@ -132,12 +135,12 @@ def _dumps(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that strict JSON can hold."""
+    """The value as one that strict JSON can hold."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Integral):
         return int(value)
-    # A Fraction is Real too, and PyAV gives rates as such.
+    # This includes Fraction, as which PyAV gives rates.
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):

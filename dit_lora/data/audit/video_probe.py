@@ -1,4 +1,4 @@
-"""Measurement of one video, in which every frame is decoded once, in one thread."""
+"""Measures one video; every frame is decoded once, in one thread."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ from dit_lora.data.media.opened import FrameLimit, message_of, open_media, overs
 from dit_lora.data.media.video_header import num_shown_frames, read_container
 
 _SAMPLES = 8
-"""The most frames whose levels and thumbnails are kept: every n-th, and n doubles when there are as many."""
+"""Number of sampled frames at which every other one is dropped and the sampling stride doubles."""
 _SHOWN = 4  # frames in a thumbnail
-# Height in pixels of a thumbnail: that of 9:16 at a quarter of its width.
+# Maximum height of a thumbnail in pixels: a 9:16 picture at a quarter of the thumbnail's width.
 _HIGHEST = 142
-# A file with so many errors is not worth decoding further.
+# Number of errors after which decoding stops.
 _MOST_ERRORS = 20
-# Share of the usual interval; more than any container's rounding of 24 to 60 fps.
+# Tolerance as a share of the usual interval; larger than any container's rounding at 24 to 60 fps.
 _DEVIATION = 0.25
 _ERRORS = (av.error.FFmpegError, OSError, ValueError, MemoryError)
 # Transfer characteristics and colour primaries of ITU-T H.273.
@@ -37,7 +37,7 @@ _FULL_RANGE = 2  # FFmpeg's AVCOL_RANGE_JPEG
 def measure_video(
     media: Media, alive: Callable[[], None]
 ) -> tuple[Failures, dict[str, Any], bytes | None]:
-    """Return why a video cannot be used, what was measured, and a thumbnail (JPEG)."""
+    """Failures that make a video unusable, its measurements, and a JPEG thumbnail (None if it cannot be decoded)."""
     facts: dict[str, Any] = {}
     try:
         with open_media(media) as container:
@@ -64,7 +64,7 @@ def measure_video(
     if not frames.times:
         failures = frames.failures or [("no_frames", "no frame comes out of it")]
         return failures, facts, None
-    # Training opens files with this reader, so what it refuses is refused here.
+    # Training opens files with `read_container`, so a file that it refuses is refused here too.
     try:
         with open_media(media) as container:
             read_container(container)
@@ -77,15 +77,16 @@ def measure_video(
 
 
 def _video_streams(container: av.container.InputContainer) -> list[av.VideoStream]:
-    """Return the video streams that are no cover pictures."""
+    """The video streams other than cover pictures."""
     return [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
 
 
 def _header(container: av.container.InputContainer, stream: av.VideoStream) -> dict[str, Any]:
+    """Facts from the headers of the container and of the stream."""
     seconds: float | None = None
     if stream.duration and stream.time_base:
         seconds = float(stream.duration * stream.time_base)
-    # With sound, a container's duration is that of its longest stream.
+    # With sound, the container's duration is that of its longest stream, which may be the sound.
     elif container.duration and not container.streams.audio:
         seconds = container.duration / av.time_base
     return {
@@ -98,13 +99,13 @@ def _header(container: av.container.InputContainer, stream: av.VideoStream) -> d
         "header_fps": float(stream.average_rate) if stream.average_rate else None,
         "streams": len(_video_streams(container)),
         "pixel_aspect": float(stream.sample_aspect_ratio or 1),
-        # VP8's and VP9's transparency in WebM is known from this tag only.
+        # Only this tag tells that a VP8 or VP9 stream in WebM has transparency.
         "alpha": stream.metadata.get("alpha_mode") == "1",
     }
 
 
 class _Frames:
-    """Collects measures of one video's frames as they are decoded."""
+    """Collects measures of one video's frames while they are decoded."""
 
     def __init__(self, rate: float, pixel_aspect: float) -> None:
         self.times: list[float] = []
@@ -127,8 +128,8 @@ class _Frames:
         stream: av.VideoStream,
         alive: Callable[[], None],
     ) -> None:
-        """Decode to the end of the file, past errors, and say what they were."""
-        # One thread, because the audit runs a process on each core.
+        """Decode to the end of the file, continuing after errors, and collect measures and failures."""
+        # One thread, because the audit runs one process per core.
         stream.thread_type, stream.thread_count = "NONE", 1
         limit = FrameLimit()
         for frame in self._decoded(container, stream, alive):
@@ -146,10 +147,11 @@ class _Frames:
         stream: av.VideoStream,
         alive: Callable[[], None],
     ) -> Iterator[av.VideoFrame]:
+        """Yield the decoded frames; errors are collected with the number of frames before them."""
         packets = container.demux(stream)
         while len(self._errors) < _MOST_ERRORS:
             try:
-                # A container that fails has no more packets, but a decoder may go on after an error.
+                # After an error of the container there are no more packets; a decoder can continue after one.
                 packet = next(packets, None)
             except _ERRORS as error:
                 self._errors.append((len(self.times), message_of(error)))
@@ -163,7 +165,9 @@ class _Frames:
                 self._errors.append((len(self.times), message_of(error)))
 
     def _take(self, frame: av.VideoFrame) -> None:
+        """Measure one frame."""
         number = len(self.times)
+        # Without a time stamp, assume the average rate of the stream.
         self._untimed += frame.time is None
         self.times.append(number / self._rate if frame.time is None else frame.time)
         if frame.is_corrupt:
@@ -176,34 +180,37 @@ class _Frames:
         if number % self._stride:
             return
         luma = self._to_luma.reformat(frame, format="gray").to_ndarray()
-        # Every other pixel of a large frame tells its levels as well.
+        # Every other pixel of a large frame is enough to measure its levels.
         self._pictures.add_levels(luma[::2, ::2] if luma.size > 4 * SIDE**2 else luma)
         self._thumbnails.append(self._scaled(self._to_thumbnail, frame, *self._shown_size(frame)))
-        # Half of the samples, twice as far apart, still cover the video evenly.
+        # Keep every other sample and double the stride: the samples still cover the video evenly.
         if len(self._thumbnails) == _SAMPLES:
             self._thumbnails, self._stride = self._thumbnails[::2], 2 * self._stride
 
     @staticmethod
     def _scaled(to: VideoReformatter, frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
+        """The frame as RGB, uint8 (height, width, 3), each pixel the mean of its area."""
         scaled = to.reformat(
             frame, width=width, height=height, format="rgb24", interpolation=Interpolation.AREA
         )
         return scaled.to_ndarray()
 
     def _shown_size(self, frame: av.VideoFrame) -> tuple[int, int]:
-        """Return height and width of a thumbnail in pixels, before it is turned."""
+        """Height and width of a thumbnail in pixels, before it is rotated upright."""
         height, width = frame.height, frame.width * self._pixel_aspect
         across, down = (height, width) if self._orientation.is_on_its_side else (width, height)
         scale = min(THUMBNAIL / _SHOWN / across, _HIGHEST / down)
         return max(1, round(height * scale)), max(1, round(width * scale))
 
     def _judge_errors(self) -> None:
+        """Turn the errors of decoding into failures."""
         if self._damaged:
             message = f"{len(self._damaged)} damaged frames, the first at {self._damaged[0]:.2f} s"
             self.failures.append(("corrupt", message))
         elif self._errors:
             frame, reason = self._errors[0]
             count = len(self.times)
+            # An error after the last frame means that the file ends early.
             if frame == count > 0:
                 message = f"decoding ends after {count} frames: {reason}"
                 self.failures.append(("truncated", message))
@@ -214,13 +221,13 @@ class _Frames:
             self.failures.append(("no_time_stamps", message))
 
     def facts(self) -> dict[str, Any]:
-        """Return the measures of the decoded frames."""
+        """The measures of the decoded frames, by name."""
         seconds = np.array(self.times) - self.times[0]
         intervals = np.diff(seconds)
-        last = float(intervals[-1]) if len(intervals) else 0.0
+        final_interval = float(intervals[-1]) if len(intervals) else 0.0
         usual = float(np.median(intervals)) if len(intervals) else 1 / self._rate
         irregular = np.abs(intervals - usual) > _DEVIATION * usual
-        # Stretches of time need stamps that do not run backwards; `backwards` counts those that do.
+        # Lengths of stretches need times that do not run backwards; the count of those that do is a fact of its own.
         forward = np.maximum.accumulate(seconds)
         ends = [*forward.tolist(), float(forward[-1] + max(0.0, usual))]
         span = float(seconds[-1])
@@ -230,10 +237,14 @@ class _Frames:
             "seconds": round(ends[-1], 3),
             "fps": float(f"{(len(seconds) - 1) / span:.6g}") if span > 0 else self._rate,
             "last_at": float(seconds[-1]),
-            "last_interval": last,
+            "last_interval": final_interval,
             "irregular": round(float(irregular.mean()), 4) if len(intervals) else 0.0,
-            "shortest_interval": round(float(intervals.min()), 4) if len(intervals) else last,
-            "longest_interval": round(float(intervals.max()), 4) if len(intervals) else last,
+            "shortest_interval": round(float(intervals.min()), 4)
+            if len(intervals)
+            else final_interval,
+            "longest_interval": round(float(intervals.max()), 4)
+            if len(intervals)
+            else final_interval,
             "backwards": int((intervals < 0).sum()),
             "rotation": 90 * self._orientation.quarter_turns,
             "mirrored": self._orientation.is_mirrored,
@@ -243,18 +254,20 @@ class _Frames:
         }
 
     def _shown(self) -> list[np.ndarray]:
-        """Return small pictures of a few frames from the first to about the last, upright."""
+        """Small upright pictures of up to `_SHOWN` frames, evenly spaced over the video."""
         count = min(_SHOWN, len(self._thumbnails))
         chosen = np.linspace(0, len(self._thumbnails) - 1, count).round().astype(int)
         return [self._orientation.apply(self._thumbnails[k]) for k in chosen]
 
     def thumbnail(self) -> bytes:
-        shown = self._shown()
-        height = min(picture.shape[0] for picture in shown)
-        return jpeg([picture[:height] for picture in shown])
+        """A JPEG of a few frames side by side."""
+        pictures = self._shown()
+        height = min(picture.shape[0] for picture in pictures)
+        return jpeg([picture[:height] for picture in pictures])
 
 
 def _format(frame: av.VideoFrame) -> dict[str, Any]:
+    """Facts about the pixel format and colours of a frame."""
     pixels = frame.format
     name, primaries = pixels.name, int(frame.color_primaries)
     curve = _HDR_CURVES.get(int(frame.color_trc), "BT.2020" if primaries == _BT2020 else None)

@@ -1,4 +1,4 @@
-"""Probes in processes of their own: a decoder that crashes or hangs costs the file that it was given, no more."""
+"""Runs probes in separate processes: a decoder that crashes or hangs affects only the file it was reading."""
 
 import multiprocessing
 import os
@@ -19,45 +19,47 @@ from dit_lora.data.sources.clips import LossMask
 from dit_lora.errors import DitLoraError
 
 PATIENCE = 60.0
-"""Seconds without a decoded packet after which a file is given up; a slow disk and an 8K frame take a few."""
+"""Seconds without a decoded packet after which a file is given up; a slow disk or an 8K frame takes a few."""
 
 _ALIVE = None
-"""Sign of life, sent in place of a result."""
+"""Message that means "still working", sent instead of a result."""
 _HEARTBEAT = 1.0  # seconds
 
 
 def probe_all(
     media: Iterator[tuple[int, Media | LossMask]], workers: int, *, patience: float = PATIENCE
 ) -> Generator[tuple[int, ProbedFile]]:
-    """Yield the probe of each medium with its number, as they are done; `media` is drawn from as workers are free.
+    """Yield the number and probe of each medium as soon as it is done; `media` is read as workers become free.
 
     Closing the iterator ends the processes.
     """
     pool: list[_Worker] = []
-    left = True
+    has_more = True
     try:
         while True:
-            while left and (idle := _idle(pool, workers)):
+            while has_more and (idle := _idle(pool, workers)):
                 job = next(media, None)
-                left = job is not None
+                has_more = job is not None
                 if job is not None:
                     idle.give(*job, patience)
             busy = [worker for worker in pool if worker.number is not None]
             if not busy:
                 return
-            # Wait for a result, but no longer than the first deadline.
+            # Wait for a result, but not beyond the earliest deadline.
             soonest = min(worker.deadline for worker in busy)
             timeout = max(0.0, soonest - time.monotonic())
             ready = set(wait([worker.pipe for worker in busy], timeout))
             for worker in busy:
                 if worker.pipe in ready:
-                    done = worker.receive(patience)
+                    result = worker.receive(patience)
                 elif worker.deadline <= time.monotonic():
-                    done = worker.fail("corrupt", f"the decoder did not get on for {patience:g} s")
+                    result = worker.fail(
+                        "corrupt", f"the decoder did not get on for {patience:g} s"
+                    )
                 else:
                     continue
-                if done is not None:
-                    yield done
+                if result is not None:
+                    yield result
             pool = [worker for worker in pool if worker.usable]
     finally:
         for worker in pool:
@@ -65,6 +67,7 @@ def probe_all(
 
 
 def _idle(pool: "list[_Worker]", workers: int) -> "_Worker | None":
+    """An idle worker, started if the pool is not full; None if all are busy."""
     for worker in pool:
         if worker.number is None:
             return worker
@@ -75,43 +78,44 @@ def _idle(pool: "list[_Worker]", workers: int) -> "_Worker | None":
 
 
 class _Worker:
-    """One process, and the medium that it is given."""
+    """One process, and the medium it is probing."""
 
     def __init__(self) -> None:
         # Spawned, not forked: torch's threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self._process: BaseProcess = context.Process(target=_serve, args=(other,), daemon=True)
-        # Ctrl-C at the terminal is sent to every process; the main one ends the others. The
-        # resource tracker is started first, because its start would unblock the signal again.
+        self.pipe, worker_end = context.Pipe()
+        self._process: BaseProcess = context.Process(target=_serve, args=(worker_end,), daemon=True)
+        # Ctrl-C in a terminal is sent to every process, but the main one should end the workers. The
+        # resource tracker must be started first, because starting it unblocks the signal again.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # While this side holds the worker's end open, the worker's death would not end the pipe.
-        other.close()
+        # Close the worker's end on this side: otherwise the pipe would not end when the worker dies.
+        worker_end.close()
         self.number: int | None = None
         self.deadline = 0.0
         self.usable = True
         self._started = False
 
     def give(self, number: int, media: Media | LossMask, patience: float) -> None:
-        # A busy machine takes long to start a process, which is not the file's fault.
+        """Send a medium to the process and set its deadline."""
+        # Starting a process may take long on a busy machine, so the first file gets more time.
         limit = patience if self._started else max(patience, PATIENCE)
         self.number, self.deadline = number, time.monotonic() + limit
-        # If the process died while it was idle, `receive` says so.
+        # If the process died while it was idle, `receive` reports it.
         with suppress(BrokenPipeError):
             self.pipe.send(media)
 
     def receive(self, patience: float) -> tuple[int, ProbedFile] | None:
-        """Return the number and the probe that came, or None for a sign of life; a crash becomes the file's fault."""
+        """The number and the probe that arrived, or None for a sign of life. A crash becomes a fault of the file."""
         try:
             result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join()
-            # A process that ends before its first sign of life would do so for every file.
+            # A process that ends before its first sign of life would do so for every file, so stop the audit.
             if not self._started:
                 self.end()
                 raise DitLoraError(
@@ -124,15 +128,17 @@ class _Worker:
             self.deadline = time.monotonic() + patience
             return None
         assert self.number is not None
-        done, self.number = (self.number, result), None
-        return done
+        numbered, self.number = (self.number, result), None
+        return numbered
 
     def fail(self, code: str, message: str) -> tuple[int, ProbedFile]:
+        """End the process and return the file's number with a rejection."""
         self.end()
         assert self.number is not None
         return self.number, ProbedFile((Finding(code, message, "reject", ANEW),), broke=True)
 
     def end(self) -> None:
+        """Kill the process, and do not use this worker again."""
         self.usable = False
         self._process.kill()
         self._process.join()
@@ -140,14 +146,15 @@ class _Worker:
 
 
 def _cause(code: int | None) -> str:
+    """The signal or exit code with which a process ended."""
     if code is not None and code < 0:
         return signal.Signals(-code).name
     return f"exit code {code}"
 
 
 def _serve(pipe: Connection) -> None:
-    """Probe, in the worker's process, what comes until the other end is closed."""
-    # The first sign of life says that the process has started.
+    """Probe files in the worker process until the other end of the pipe is closed."""
+    # The first sign of life tells the main process that this one has started.
     heart = _Heart(pipe)
     heart.beat()
     while True:
@@ -162,7 +169,7 @@ def _serve(pipe: Connection) -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep stderr closed: libraries that write to it by themselves, as libtiff does, would tear the progress bar."""
+    """Redirect stderr to nothing: libraries such as libtiff write to it directly, which breaks the progress bar."""
     sys.stderr.flush()
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -176,7 +183,7 @@ def _silent() -> Iterator[None]:
 
 @dataclass
 class _Heart:
-    """Sends signs of life while a file takes long, at most one a second."""
+    """Sends signs of life while a file takes long, at most one per second."""
 
     pipe: Connection
     last: float = -_HEARTBEAT

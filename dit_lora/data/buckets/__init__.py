@@ -1,1 +1,1 @@
-"""Shapes that samples are grouped by."""
+"""Buckets: the shapes by which samples are grouped."""

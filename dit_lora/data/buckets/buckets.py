@@ -1,6 +1,6 @@
-"""Buckets: the shapes that samples are grouped by, and which of them each clip goes to.
+"""Buckets: the shapes by which samples are grouped, and the choice of a bucket for each clip.
 
-Units are pixels and seconds. Everything is a function of the recipe and of media headers: nothing is decoded.
+Units are pixels and seconds. Everything is computed from the recipe and from media headers: nothing is decoded.
 """
 
 import math
@@ -13,36 +13,36 @@ from dit_lora.data.media.decode import WantedTimes
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError, listed
 
-# Sides come in steps, so areas and ratios are met within this share, and the budget may be passed by it.
+# Sides are multiples of a step, so areas and ratios are met within this tolerance. The budget may be exceeded by it.
 TOLERANCE = 0.05
-# Rounding a side may enlarge a picture by this factor, which does not count as enlargement.
+# Rounding a side may enlarge a picture by up to this factor, which does not count as enlargement.
 ENLARGEMENT = 1 + TOLERANCE / 2
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The bucket that a clip goes to, and what that costs."""
+    """The bucket of a clip, with the crop and the enlargement that it needs."""
 
     shape: VideoShape
     starts: tuple[float, ...]
-    """Seconds at which the clip's samples begin; the first is 0."""
+    """Start of each sample (window) of the clip, in seconds; the first is 0."""
     crop: float
-    """Share of the picture that is lost."""
+    """Share of the picture that is cropped away."""
     upscale: float
-    """Factor that the picture is enlarged by; 1 where it is not."""
+    """Factor by which the picture is enlarged; 1 if it is not."""
     source: VideoHeader
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """The reason why a clip goes to no bucket: `too_short`, `cropped` or `upscaled`, and a message."""
+    """Why a clip has no bucket: code `too_short`, `cropped` or `upscaled`, and a message."""
 
     code: str
     words: str
 
 
 def window_id(clip_id: str, start: float) -> str:
-    """Return the name of a clip's sample that begins at `start` seconds; that at 0 has the clip's own name."""
+    """Id of the sample that begins at `start` seconds of a clip; at 0 s it is the clip's id."""
     return f"{clip_id}@{round(start, 3):.12g}s" if start else clip_id
 
 
@@ -52,14 +52,23 @@ def buckets_of(
     fits: Callable[[VideoShape], str | None],
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[VideoShape, ...]:
-    """Return the shapes of a recipe, smallest first: those of `data.buckets`, or the one of a recipe without.
+    """The shapes of a recipe, smallest first: those of `data.buckets`, or a single one without buckets.
 
     There is one for each aspect ratio, resolution and number of frames within the budget of data.frames x
-    data.height x data.width. Sides are multiples of `side_step`, chosen among all near ones for the area
-    and the ratio that were asked for, and may pass the budget by `TOLERANCE`. The recipe's own height and
-    width, upright or on their side, stand for the ratio that they have. `fits` returns why a shape cannot
-    be trained; `say` is told of those. Raises `DitLoraError` if no shape is left.
+    data.height x data.width. Sides are multiples of `side_step`, chosen among all near ones to fit the
+    requested area and ratio; they may exceed the budget by `TOLERANCE`. The recipe's own height and width, in
+    either orientation, are used for their aspect ratio.
+
+    Args:
+        data: The recipe's data section.
+        side_step: Step of the model's height and width, in pixels.
+        fits: Returns why the model cannot train a shape; None if it can.
+        say: Receives a message about the shapes that are left out.
+
+    Raises:
+        DitLoraError: No shape is left.
     """
+    # Without buckets, the recipe has exactly one shape.
     if data.buckets is None:
         shapes = {VideoShape.of(data)}
     else:
@@ -75,8 +84,9 @@ def buckets_of(
             f"data.buckets: no shape is within the budget of {VideoShape.of(data)}; lower "
             "data.buckets.resolutions or data.buckets.frames, or raise data.height and data.width"
         )
-    refused = {shape: why for shape in sorted(shapes) if (why := fits(shape))}
-    lines = [f"{shape}: {why}" for shape, why in refused.items()]
+    # The model may not support a shape, for example because of its VAE stride or patch size.
+    refused = {shape: reason for shape in sorted(shapes) if (reason := fits(shape))}
+    lines = [f"{shape}: {reason}" for shape, reason in refused.items()]
     if len(refused) == len(shapes):
         raise DitLoraError(
             listed("no shape of data can be trained (frames x height x width)", lines)
@@ -87,12 +97,12 @@ def buckets_of(
 
 
 def place(source: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig) -> Placed | Dropped:
-    """Choose the bucket of a clip, and its windows.
+    """Choose the bucket of a clip, and the windows in it.
 
-    The clip gets the most frames that it surely has at `data.fps`; of those, the highest resolution that
-    does not enlarge it (by more than rounding does), or the one that enlarges it least; of that, the shape
-    that crops least. An image has one frame. With `data.buckets`, a clip that would lose, or be enlarged,
-    more than it allows is dropped.
+    The clip gets the largest number of frames that it certainly has at `data.fps`. Of those buckets, the
+    highest resolution that does not enlarge it beyond rounding is chosen, or else the one that enlarges it
+    least; of these, the shape that crops least. An image has one frame. With `data.buckets`, a clip that
+    exceeds the allowed crop or enlargement is dropped.
     """
     frames = _frames(source, buckets, data.fps)
     if frames is None:
@@ -101,15 +111,15 @@ def place(source: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig) 
 
 
 def _resolutions(data: DataConfig) -> tuple[float, ...]:
-    """Return the sides, in pixels, of squares with each resolution's area, ascending."""
-    asked = data.buckets.resolutions if data.buckets else None
-    return tuple(sorted({*asked})) if asked else (math.sqrt(data.height * data.width),)
+    """Side of a square with the area of each resolution, in pixels, ascending."""
+    resolutions = data.buckets.resolutions if data.buckets else None
+    return tuple(sorted({*resolutions})) if resolutions else (math.sqrt(data.height * data.width),)
 
 
 def _sides(
     data: DataConfig, frames: int, resolution: float, ratio: str, step: int
 ) -> tuple[int, int] | None:
-    """Return the height and width nearest to a resolution and a ratio; None where the budget has no room for them."""
+    """Height and width nearest to a resolution and a ratio; None if none is within the budget."""
     budget = VideoShape.of(data).volume * (1 + TOLERANCE)
     aspect = Fraction(ratio.replace(":", "/"))
     if resolution**2 * frames > budget:
@@ -117,11 +127,11 @@ def _sides(
 
     def error(sides: tuple[int, int]) -> float:
         height, width = sides
-        # Both errors are logarithms, so that twice and half as much weigh the same.
+        # Both errors are logarithms, so that twice and half the value count the same.
         area = math.log(height * width / resolution**2)
         return math.hypot(area, math.log(width / height / aspect))
 
-    # Data's own shape is taken as it is if it is near enough, so that it is a bucket to the pixel.
+    # If the recipe's own height and width are near enough, use exactly these.
     as_configured = [(data.height, data.width), (data.width, data.height)]
     for sides in as_configured:
         if error(sides) < TOLERANCE and data.height % step == data.width % step == 0:
@@ -137,54 +147,57 @@ def _sides(
 
 
 def _multiples(side: float, step: int) -> list[int]:
+    """The multiples of `step` around a side."""
     middle = round(side / step)
     return [step * count for count in range(max(1, middle - 2), middle + 3)]
 
 
 def _frames(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | None) -> int | None:
-    """Return the largest number of frames of all buckets that the clip can give; None if there is none."""
-    asked = sorted({shape.frames for shape in buckets}, reverse=True)
+    """The largest number of frames of any bucket that the clip can give; None if there is none."""
+    lengths = sorted({shape.frames for shape in buckets}, reverse=True)
     if source.is_image:
-        return 1 if 1 in asked else None
-    sure = next((frames for frames in asked if _count(source, 0.0, frames, fps) == frames), None)
+        return 1 if 1 in lengths else None
+    sure = next((frames for frames in lengths if _count(source, 0.0, frames, fps) == frames), None)
     if sure is not None:
         return sure
-    # Some files leave the last frame's time out of their length, so one frame more may be there:
-    # decoding tells.
-    least = asked[-1]
-    return least if _count(source, 0.0, least, fps, spare=1) == least else None
+    # Some files do not count the last frame's duration, so they may have one frame more than stated;
+    # only decoding shows whether they do.
+    shortest = lengths[-1]
+    return shortest if _count(source, 0.0, shortest, fps, spare=1) == shortest else None
 
 
 def _count(
     source: VideoHeader, start: float, frames: int, fps: float | None, spare: float = 0
 ) -> int:
-    """Count how many of `frames` the clip has from `start` on, if it is `spare` frames longer than its header says."""
+    """How many of `frames` the clip has from `start` on, if it is `spare` frames longer than its header says."""
     if source.seconds is None or source.fps is None:
         return frames
-    # A time is served by the nearest frame, so the last frame serves times up to half its duration after it.
+    # Each time gets the nearest frame, so the last frame is used for times up to half its duration after it.
     end = source.seconds + (spare - 0.5) / source.fps
     return WantedTimes(frames, fps or 1.0, start).until(end)
 
 
 def _shortage(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | None) -> str:
-    least = min(shape.frames for shape in buckets)
+    """Message about a clip with fewer frames than the smallest bucket."""
+    min_frames = min(shape.frames for shape in buckets)
     if source.is_image:
-        return f"too short: an image is one frame; the smallest bucket asks for {least}"
-    gives = _count(source, 0.0, least, fps, spare=1)
+        return f"too short: an image is one frame; the smallest bucket asks for {min_frames}"
+    gives = _count(source, 0.0, min_frames, fps, spare=1)
     return (
         f"too short: it gives at most {gives} frames at {fps or 1.0:g} fps, the smallest bucket asks for "
-        f"{least}; lower data.frames, raise data.fps or remove it"
+        f"{min_frames}; lower data.frames, raise data.fps or remove it"
     )
 
 
 def _cost(source: VideoHeader, shape: VideoShape) -> tuple[float, float]:
-    """Return (share lost, enlargement) of a picture that is scaled to cover a shape and cropped at the centre."""
+    """Share cropped away, and enlargement, of a picture that is scaled to cover a shape and cropped at the centre."""
     scale = max(shape.height / source.height, shape.width / source.width)
     remaining = shape.height * shape.width / (source.height * source.width * scale**2)
     return max(0.0, 1 - remaining), max(1.0, scale)
 
 
 def _best(source: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -> Placed | Dropped:
+    """The best of these shapes for a clip, or why none is allowed."""
     limits = data.buckets
     most_crop = limits.max_crop if limits and limits.max_crop is not None else 1.0
     most_upscale = limits.max_upscale if limits and limits.max_upscale is not None else math.inf
@@ -194,10 +207,10 @@ def _best(source: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -
     levels: dict[float, list[tuple[float, float, VideoShape]]] = {}
     for cost in allowed or costs:
         levels.setdefault(_level(cost[2], resolutions), []).append(cost)
-    # The shape with the clip's own aspect ratio, which crops least, stands for each resolution.
+    # For each resolution, take the shape that crops least, which is the one nearest to the clip's aspect ratio.
     speakers = {level: min(costs_of_level) for level, costs_of_level in levels.items()}
     unenlarged = [level for level, cost in speakers.items() if cost[1] <= ENLARGEMENT]
-    # The highest resolution without enlargement, else the one that enlarges least.
+    # Choose the highest resolution without enlargement, or else the one that enlarges least.
     level = max(unenlarged, default=None) or min(
         speakers, key=lambda candidate: (speakers[candidate][1], candidate)
     )
@@ -213,13 +226,14 @@ def _best(source: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -
 
 
 def _level(shape: VideoShape, resolutions: Sequence[float]) -> float:
-    """Return the resolution that a shape was made for: the nearest on a logarithmic scale."""
+    """The resolution that a shape was made for: the nearest on a logarithmic scale."""
     side = math.sqrt(shape.height * shape.width)
     return min(resolutions, key=lambda resolution: abs(math.log(side / resolution)))
 
 
 def _starts(source: VideoHeader, frames: int, data: DataConfig) -> tuple[float, ...]:
-    # A header without length or rate, or a recipe without fps, cannot tell where a second window begins.
+    """Start of each window of a clip, in seconds."""
+    # Without length or frame rate in the header, or fps in the recipe, the start of a second window is unknown.
     if data.fps is None or None in (source.seconds, source.fps):
         return (0.0,)
     stride = data.window_stride or frames / data.fps

@@ -1,4 +1,4 @@
-"""Report of the costs of buckets: which clips go where, which are left out, and what to change."""
+"""Report on buckets: which clips are in which, which are left out, and what to change."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.buckets.buckets import ENLARGEMENT, Dropped, Placed
 from dit_lora.data.media.video_header import VideoHeader
 
-# Shares of the clips from which on advice is given.
+# Share of the clips from which on advice is given, and share of a picture from which on a crop counts as heavy.
 MANY = 0.25
 HEAVY_CROP = 0.25
 _SHOWN = 6
@@ -21,7 +21,7 @@ _SIZES = ("frames", "height", "width")
 
 @dataclass(frozen=True)
 class BucketRow:
-    """Clips of one bucket. Crops are shares of the picture, `share` one of all samples."""
+    """Clips of one bucket. Crops are shares of the picture, `share` is a share of all samples."""
 
     shape: VideoShape
     clips: int
@@ -31,19 +31,19 @@ class BucketRow:
     mean_crop: float
     worst_crop: float
     upscaled: int
-    """Number of clips enlarged by more than rounding does."""
+    """Number of clips that are enlarged beyond rounding."""
     pixels: int
-    """Pixels of all frames of one sample."""
+    """Pixels of one sample, over all frames."""
 
 
 @dataclass(frozen=True)
 class BucketReport:
-    """Report of a data set that was placed in buckets."""
+    """Report on the buckets of a data set."""
 
     rows: tuple[BucketRow, ...]
     """One row for each bucket, used or not."""
     dropped: tuple[tuple[str, Dropped], ...]
-    """Names of clips and why they are left out."""
+    """Names of clips that are left out, with the reason."""
     advice: tuple[str, ...]
 
     @classmethod
@@ -54,7 +54,7 @@ class BucketReport:
         data: DataConfig,
         group: int,
     ) -> "BucketReport":
-        """Return the report of clips by name; `group` is the number of samples of one optimizer step."""
+        """Report on named clips; `group` is the number of samples of one optimizer step."""
         placed = [clip for _, clip in clips if isinstance(clip, Placed)]
         dropped = tuple((name, clip) for name, clip in clips if isinstance(clip, Dropped))
         samples = sum(len(clip.starts) for clip in placed)
@@ -71,10 +71,10 @@ class BucketReport:
         return cls(rows, dropped, tuple(advice))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as values that JSON can hold."""
+        """The report as values that JSON can hold."""
         return {
             "buckets": [
-                # References are no part of a bucket: they come once samples have their places.
+                # References are not part of a bucket: they are added to a sample's shape later.
                 {**asdict(row), "shape": {n: getattr(row.shape, n) for n in _SIZES}}
                 for row in self.rows
             ],
@@ -83,7 +83,7 @@ class BucketReport:
         }
 
     def lines(self) -> list[str]:
-        """Return lines for a terminal: a table of the buckets in use, what is left out, and the advice."""
+        """Lines for a terminal: a table of the buckets in use, the clips that are left out, and the advice."""
         table = [("bucket", "clips", "samples", "share", "crop mean/worst", "enlarged")]
         table += [
             (
@@ -97,6 +97,7 @@ class BucketReport:
             for row in self.rows
             if row.clips
         ]
+        # Columns are right-aligned to their widest cell.
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
@@ -108,24 +109,29 @@ class BucketReport:
 
 
 def advice_on_references(shapes: Sequence[VideoShape], group: int) -> list[str]:
-    """Return advice if references split samples into shapes with fewer of them than a step takes; one shape a sample."""
+    """Advice if references split samples into shapes with fewer samples than a step takes.
+
+    `shapes` has one shape per sample; `group` is the number of samples of a step.
+    """
     counts = Counter(shapes)
-    alike = {replace(shape, references=()) for shape in counts}
+    without_references = {replace(shape, references=()) for shape in counts}
     rare = sorted((shape for shape in counts if counts[shape] < group), key=counts.__getitem__)
-    # Where references do not split samples further, the buckets' own advice says it.
-    if not rare or len(counts) == len(alike):
+    # If references do not split the samples further, the advice about buckets covers it.
+    if not rare or len(counts) == len(without_references):
         return []
-    shown = [
+    described = [
         f"{shape} ({_counted(counts[shape], 'sample')}, every {_epochs(group / counts[shape])})"
         for shape in rare
     ]
     return [
         f"with their references, samples have {len(counts)} shapes, and a step takes {group} samples of one; these "
-        f"do not come in every epoch: {_few(shown)}; give references fewer sizes, or lower train.batch_size or accumulate"
+        f"do not come in every epoch: {_few(described)}; give references fewer sizes, or lower train.batch_size "
+        "or accumulate"
     ]
 
 
 def _row(shape: VideoShape, clips: Sequence[Placed], samples: int) -> BucketRow:
+    """Summary of the clips of one bucket; `samples` is the number in all buckets."""
     crops = [clip.crop for clip in clips]
     count = sum(len(clip.starts) for clip in clips)
     return BucketRow(
@@ -155,16 +161,17 @@ def _advice_on_dropped(dropped: Sequence[tuple[str, Dropped]], clips: int) -> li
 
 def _advice_on_sizes(rows: Sequence[BucketRow], group: int) -> list[str]:
     used = [row for row in rows if row.samples]
+    # Such a bucket collects samples over several epochs until it fills a step.
     small = [row for row in used if row.samples < group]
     advice = []
     if small and len(used) > 1:
-        shown = [
+        described = [
             f"{row.shape} ({_counted(row.samples, 'sample')}, every {_epochs(group / row.samples)})"
             for row in small
         ]
         advice.append(
             f"buckets with fewer samples than a step takes ({group}) do not come in every epoch: "
-            f"{_few(shown)}; a smaller train.accumulate or fewer buckets make them more even"
+            f"{_few(described)}; a smaller train.accumulate or fewer buckets make them more even"
         )
     unused = [str(row.shape) for row in rows if not row.samples]
     if unused and used:
@@ -183,6 +190,7 @@ def _advice_on_pictures(placed: Sequence[Placed], buckets: Sequence[VideoShape])
             f"{_part(enlarged, total)} are enlarged, up to {worst:.1f} times: lower "
             "data.height and data.width, or add a lower one to buckets.resolutions"
         )
+    # Rotated clips would lose most of their picture in buckets of the other orientation.
     portrait = sum(clip.source.height > clip.source.width for clip in placed)
     landscape = sum(clip.source.height < clip.source.width for clip in placed)
     for count, word, missing in (
@@ -206,29 +214,29 @@ def _advice_on_pictures(placed: Sequence[Placed], buckets: Sequence[VideoShape])
 
 
 def _advice_on_lengths(placed: Sequence[Placed], data: DataConfig) -> list[str]:
-    """Return advice if many clips are so long that less than half of them is ever seen."""
+    """Advice if many clips are so long that less than half of them is ever used."""
     if data.fps is None:
         return []
-    held = used = long = 0
+    available = used = long = 0
     for clip in placed:
         if clip.source.seconds is None or clip.shape.frames == 1:
             continue
-        # The small addend keeps a whole number of windows whole in float arithmetic.
+        # The small addend keeps rounding errors from losing a window.
         holds = int(clip.source.seconds * data.fps / clip.shape.frames + 1e-6)
         long += holds >= 2 * len(clip.starts)
-        held, used = held + max(holds, len(clip.starts)), used + len(clip.starts)
+        available, used = available + max(holds, len(clip.starts)), used + len(clip.starts)
     if not long or long < MANY * len(placed):
         return []
     return [
         f"{_part(long, len(placed))} are more than twice as long as what is used of them: "
-        f"data.windows: all makes about {held} samples of them in place of {used}"
+        f"data.windows: all makes about {available} samples of them in place of {used}"
     ]
 
 
 def _ratio(source: VideoHeader) -> str:
-    """Return the nearest ratio of width to height in small numbers, as in 16:9."""
+    """The nearest ratio of width to height in small numbers, such as 16:9."""
     short, long = sorted((source.width, source.height))
-    # Denominators of usual ratios go up to 9, as in 16:9.
+    # Common ratios have denominators up to 9, as in 16:9.
     near = Fraction(long, short).limit_denominator(9)
     is_wide = source.width == long
     return (

@@ -1,1 +1,1 @@
-"""Encoded clips and captions on disk."""
+"""Cache of encoded clips and captions on disk."""

@@ -1,9 +1,9 @@
-"""Encoded clips and captions on disk: keyed by the content of what made them, checked, written whole.
+"""Cache of encoded clips and captions on disk: keyed by content, verified, written atomically.
 
-An entry's key is the digest of everything that its tensors depend on, so a changed video, caption,
-checkpoint, dtype or shape is another entry and nothing is ever stale. Entries lie in shards
-(`dit_lora.data.cache.shards`). Values are checked finite and in range when written; when read, a digest shows
-that they are what was written.
+An entry's key is the digest of everything that its tensors depend on. A changed video, caption, checkpoint,
+dtype or shape has another key, so an entry is never stale. Entries are stored in shards
+(`dit_lora.data.cache.shards`). Values are checked to be finite and in range when they are written. When they
+are read, a digest shows that they are unchanged.
 """
 
 import hashlib
@@ -37,29 +37,33 @@ from dit_lora.numerics.finite import describe_all
 
 __all__ = ["MAX_ABS", "CacheError", "Spec", "TensorCache", "encoded", "entry_key"]
 
-# Far above a VAE posterior or a normalised text embedding, and below where fp16 ends (65504).
+# Far above the values of a VAE posterior or a normalised text embedding, and below the maximum of fp16 (65504).
 MAX_ABS = 1e4
 
-# Limits of the shards that a process keeps mapped: each takes two file descriptors, and what was
-# read of them is resident until the system takes it back.
+# Limits of the shards that a process keeps mapped: each takes two file descriptors, and the pages
+# that were read stay resident until the system reclaims them.
 _OPEN = 64
 _OPEN_BYTES = 2**31
 
 
 class CacheError(DitLoraError):
-    """Error of an encoder that gave a value that must not be cached; the message names sample and tensor."""
+    """An encoder's output must not be cached; the message names the sample and the tensor."""
 
 
 def entry_key(facts: Mapping[str, Any]) -> str:
-    """Return the hex digest of facts that JSON can hold; equal facts have equal keys."""
+    """SHA-256 hex digest of JSON-serializable facts; equal facts have equal keys."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def encoded(
     key: str, tensors: Mapping[str, torch.Tensor], *, sample: str, facts: Mapping[str, Any]
 ) -> Encoded:
-    """Return an entry to be written, checked finite and in range; raises `CacheError` naming `sample`."""
-    # Wide types first, so that each tensor is aligned to its own width.
+    """Prepare an entry for writing: copy its tensors to the host and check their values.
+
+    Raises:
+        CacheError: A value is not finite or out of range; the message names `sample`.
+    """
+    # Wide dtypes first, so that each tensor is aligned to its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     host = {name: tensors[name].detach().cpu().contiguous() for name in names}
     if not all(in_range(tensor, MAX_ABS) for tensor in host.values()):
@@ -73,20 +77,20 @@ def encoded(
 
 
 class TensorCache:
-    """Entries of one kind in a folder; safe for several processes that write, read and set aside at once.
+    """Cache entries of one kind in a folder. Several processes may write, read and mark entries bad at once.
 
-    The first use reads the headers of all shards. What others add is seen when a key is asked for that was
-    not there, and after `refresh`. Copies in forked workers are safe, and pickled ones carry the index.
+    The first use reads the headers of all shards. Entries that other processes add are found when a missing key
+    is requested, and after `refresh`. Copies in forked workers are safe, and pickled copies include the index.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._open: OrderedDict[Path, OpenShard] = OrderedDict()
         self._checked: set[StoredEntry] = set()
-        """Entries whose digest was right; those of a shard that is read again are other objects."""
+        """Entries whose digest was verified; when a shard is read again, its entries are new objects."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Maps of files cannot be pickled; a worker opens its own.
+        # Memory maps cannot be pickled; a worker opens its own.
         return {**self.__dict__, "_open": OrderedDict()}
 
     @cached_property
@@ -99,38 +103,38 @@ class TensorCache:
         return len(self._index.entries)
 
     def refresh(self) -> None:
-        """See what other processes wrote, set aside or removed."""
+        """Load changes that other processes made: entries written, marked bad or removed."""
         self._index.refresh()
 
     def path(self, key: str) -> Path:
-        """Return the file that holds the entry; if none does, a path at which there is no file."""
+        """Path of the shard that holds the entry; without an entry, a path at which no file exists."""
         entry = self._entry(key)
         return entry.path if entry else self.root / f"{key}{SUFFIX}"
 
     def is_whole(self, key: str) -> bool:
-        """Return True if the entry is there with all its bytes; contents are checked by `read`."""
+        """Whether the entry exists with all its bytes. Their values are verified only by `read`."""
         return self._current_entry(key) is not None
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys whose entry is not there, after a `refresh`."""
+        """The keys that have no entry, after a `refresh`."""
         self.refresh()
         return [key for key in keys if key not in self._index.entries]
 
     def spec(self, key: str) -> Spec:
-        """Return shapes and dtypes of an entry's tensors, from its header; raises `DitLoraError` if there is none."""
+        """Shapes and dtypes of an entry's tensors, from its header; raises `DitLoraError` without an entry."""
         entry = self._entry(key)
         if entry is None:
             raise DitLoraError(f"no entry {key} of the cache in {self.root} can be read")
         return dict(entry.layout.spec)
 
     def first_spec(self, keys: Sequence[str]) -> Spec:
-        """Return the spec of the first of these entries that can be read; raises `DitLoraError` if all are damaged."""
+        """Spec of the first of these entries that can be read; raises `DitLoraError` if all are damaged."""
 
         def read() -> Spec:
             for key in keys:
                 if self.is_whole(key):
                     return self.spec(key)
-            # A folder that is away may come back; damage of all these entries ends the run at once.
+            # An unreachable folder may come back: this raises `OSError` for it. Damaged entries end the run at once.
             for key in keys[:1]:
                 self._index.require_lost(key)
             raise DitLoraError(f"no entry of the cache in {self.root} can be read; start again")
@@ -138,32 +142,39 @@ class TensorCache:
         return read_stored(read, self.root)
 
     def write_all(self, entries: Sequence[Encoded]) -> None:
-        """Write entries as one shard; raises a `DitLoraError` if the disk refuses."""
+        """Write entries as one shard; raises `DitLoraError` if the disk cannot be written."""
         try:
             path = write_shard(self.root, entries)
         except OSError as error:
-            others = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+            more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
             raise DitLoraError(
-                f"cannot write the cache entry of {entries[0].sample}{others} in {self.root}: "
+                f"cannot write the cache entry of {entries[0].sample}{more} in {self.root}: "
                 f"{error.strerror}; free space or set data.cache; entries already written are whole"
             ) from error
         if "_index" in self.__dict__:
             self._index.refresh([path.name])
 
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
-        """Return the tensors and what is wrong with them, in words, or None.
+        """Read an entry's tensors, and verify them on the first read.
 
-        They lie in a map of the file, which lives as long as they do: copy what is to stay, so that it does
-        not keep a whole shard mapped. Writing into them changes no file.
+        The tensors are views of a memory map of the shard, which lives as long as they do. Copy what is kept
+        for long, so that it does not keep a whole shard mapped. Writing to the tensors does not change the
+        file.
 
         A bad entry does not raise: in a distributed run only one rank reads it, and all ranks must stop
-        together, which the gate sees to. An entry that is damaged is given as NaN of shape `spec`.
-        A shard that is away or cannot be read is waited for. Raises `UnreadableError` if it does not come back.
+        together, which the gate ensures. A damaged entry is returned as NaN with the shapes of `spec`. If a
+        shard cannot be reached, this waits for it.
+
+        Returns:
+            The tensors, and a message about the fault; None if the entry is good.
+
+        Raises:
+            UnreadableError: The storage did not come back.
         """
         try:
             tensors, is_as_written = read_stored(lambda: self._load(key), self.root)
         except ShardError as error:
-            # Integers have no NaN, so zeros stand in for them.
+            # Integers have no NaN, so they are zero.
             lost = {
                 name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
                 for name, (shape, d) in spec.items()
@@ -180,9 +191,9 @@ class TensorCache:
         )
 
     def set_aside(self, key: str) -> Path:
-        """Mark a bad entry as not to be used, so that the next start builds it anew; returns the mark's file.
+        """Mark an entry as bad, so that the next start encodes it again; returns the path of the mark.
 
-        The shard stays as it is: others may be reading it.
+        The shard stays unchanged, because other processes may be reading it.
         """
         path = self.path(key)
         aside = tombstone(path, key)
@@ -192,24 +203,26 @@ class TensorCache:
         return aside
 
     def entries(self) -> Iterator[StoredEntry]:
-        """Yield every entry that `read` would give, with its sample and facts, in the order of the shards' names."""
+        """Yield every usable entry with its sample and facts, in the order of the shards' names."""
         self.refresh()
         yield from sorted(self._index.entries.values(), key=lambda entry: (entry.path, entry.start))
 
     def _place(self, key: str) -> str:
+        """Description of an entry's location for messages."""
         entry = self._entry(key)
         return f"{key[:16]} of {entry.path}" if entry else f"{key} in {self.root}"
 
     def _entry(self, key: str) -> StoredEntry | None:
+        """The entry from the index, which is refreshed first if the folder may have changed."""
         entry = self._index.entries.get(key)
-        # Another process may have written the entry since the last look.
+        # Another process may have written the entry since the last refresh.
         if entry is None and self._index.may_have_changed():
             self.refresh()
             entry = self._index.entries.get(key)
         return entry
 
     def _current_entry(self, key: str) -> StoredEntry | None:
-        """Return the entry after a look at its shard's file, which may have been replaced or removed."""
+        """The entry, after checking that its shard's file was not replaced or removed."""
         entry = self._entry(key)
         if entry is not None and not self._index.is_as_read(entry.path):
             self._index.refresh([entry.path.name])
@@ -217,11 +230,11 @@ class TensorCache:
         return entry
 
     def _load(self, key: str) -> tuple[dict[str, torch.Tensor], bool]:
-        """Return the tensors, and True if they are what was written.
+        """The tensors, and True if they are unchanged since they were written.
 
-        Raises `ShardError` if the entry is damaged, `OSError` if its shard is away or cannot be read.
+        Raises `ShardError` if the entry is damaged, `OSError` if its shard cannot be reached or read.
         """
-        # Each look costs more: another process may have replaced or removed the shard.
+        # Three ways to look the entry up, each more expensive: another process may have replaced or removed the shard.
         for look in (self._entry, self._current_entry, self._refreshed_entry):
             entry = look(key)
             source = self._opened(entry.path) if entry else None
@@ -230,10 +243,10 @@ class TensorCache:
             try:
                 data = source.read(entry)
             except OSError:
-                # After a remount, only a new handle can be read.
+                # After a remount the old file handle stays broken, so open a new one next time.
                 del self._open[entry.path]
                 raise
-            # Digests are checked once a process: entries are read in every epoch.
+            # Verify digests only once per process: entries are read in every epoch.
             if entry not in self._checked and entry.is_as_written(data):
                 self._checked.add(entry)
             return entry.layout.split(data), entry in self._checked
@@ -245,7 +258,7 @@ class TensorCache:
         return self._index.entries.get(key)
 
     def _opened(self, shard: Path) -> OpenShard | None:
-        """Return the shard's file; None if it is not the one of the index any more."""
+        """The open shard; None if the file differs from the one whose header is in the index."""
         opened = self._open.pop(shard, None)
         if opened is None:
             try:
@@ -255,7 +268,7 @@ class TensorCache:
         if opened.stamp() != self._index.stamp(shard):
             return None
         self._open[shard] = opened
-        # The shard just opened stays whatever its size.
+        # Close the shards that were used longest ago, but never the one just opened.
         while len(self._open) > 1 and (
             len(self._open) > _OPEN or sum(map(len, self._open.values())) > _OPEN_BYTES
         ):

@@ -1,8 +1,9 @@
-"""Make the missing entries of a cache, by as many processes of as many launches as there are.
+"""Create the missing entries of a cache, shared between the processes of any number of launches.
 
-The list of jobs is cut into units. A unit is claimed with a lock that the system takes back when its holder
-is killed, looked at again under the lock, and written as a shard: whatever ends a process loses at most the
-unit in work. A process that is done waits for the units of others and takes over what they leave.
+The list of jobs is divided into units. A process claims a unit with a file lock, which the operating system
+releases if the process is killed. It checks again under the lock what is missing, and writes the unit as one
+shard. If a process is killed, at most the unit in progress is lost. A process without work waits for the units
+of others, and takes over those that are abandoned.
 """
 
 import functools
@@ -23,11 +24,11 @@ from dit_lora.data.media.video import ClipError
 from dit_lora.files import write_whole
 
 PER_UNIT = 16
-"""The most jobs that one process makes at a time: the entries of a shard."""
+"""Maximum number of jobs in a unit, and so of entries in a shard."""
 _UNITS = 64
-"""Number of units that smaller sets are cut into, so that there is work for every process."""
+"""Number of units into which smaller sets are divided, so that every process has work."""
 UNIT_BYTES = 2**28
-"""Bytes of encoded entries that are held before they are written."""
+"""Bytes of encoded entries that are kept in memory before they are written."""
 
 LOCKS, FAILED = ".locks", ".failed"
 _POLL_SECONDS = 0.5
@@ -36,23 +37,23 @@ _GATE = "gate"
 
 @dataclass(frozen=True)
 class Job:
-    """One cache entry to make."""
+    """One cache entry to create."""
 
     sample: str
     key: str
     facts: Mapping[str, Any]
     make: Callable[[Any], Mapping[str, torch.Tensor]]
-    """Function that makes the tensors with the encoder; may raise `ClipError`."""
+    """Encodes the sample with the encoder; may raise `ClipError`."""
 
 
 @dataclass
 class Filled:
-    """Result of a call of `fill`."""
+    """Result of `fill`."""
 
     made: int = 0
     """Number of entries that this process wrote."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Faults of the samples that cannot be encoded, by key, whichever process of the launch tried."""
+    """Messages about samples that cannot be encoded, by key, from all processes of the launch."""
 
 
 def fill(
@@ -63,13 +64,20 @@ def fill(
     launch: str,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Filled:
-    """Return when every job's entry is in the cache or has failed; jobs with equal keys are made once.
+    """Create the entry of every job, together with other processes; returns when each is in the cache or has failed.
 
-    Every process is given the same jobs in the same order. `load_encoder` is called once, and only where
-    this process has something to make. `launch` is a name that the processes of one launch share and no
-    other has: what one of them failed to encode the others do not try. `on_progress(done, jobs)` counts
-    entries that are there or failed, whoever made them. Raises `DitLoraError` where the disk cannot be
-    written; what was written stays.
+    Every process must pass the same jobs in the same order. Jobs with equal keys are done once.
+
+    Args:
+        cache: The cache to fill.
+        jobs: Entries that must exist.
+        load_encoder: Loads the encoder. Called once, and only if this process has something to encode.
+        launch: Name shared by the processes of one launch and no others: a sample that one process failed to
+            encode is not tried by the others.
+        on_progress: Called with the number of entries that exist or failed, in all processes, and of all jobs.
+
+    Raises:
+        DitLoraError: The disk cannot be written. Entries that were written stay.
     """
     by_key: dict[str, Job] = {}
     for job in jobs:
@@ -81,7 +89,7 @@ def fill(
 
 @contextmanager
 def gate(cache: TensorCache, *, seconds: float = -1) -> Iterator[None]:
-    """Keep all others from claiming or giving back a unit while inside; raises `filelock.Timeout`."""
+    """Prevent other processes from claiming or releasing a unit inside the context; raises `filelock.Timeout`."""
     folder = cache.root / LOCKS
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{_GATE}.lock", timeout=seconds):
@@ -89,12 +97,12 @@ def gate(cache: TensorCache, *, seconds: float = -1) -> Iterator[None]:
 
 
 def unit_locks(cache: TensorCache) -> list[Path]:
-    """Return the locks of units: those of processes that are at work, and of some that were killed."""
+    """Lock files of units: of processes that are working, and of some that were killed."""
     return sorted(p for p in (cache.root / LOCKS).glob("*.lock") if p.stem != _GATE)
 
 
 def is_held(lock: Path) -> bool:
-    """Return True if a process holds the lock; to be asked within the `gate`."""
+    """Whether a process holds the lock. Call it inside `gate`."""
     try:
         with FileLock(lock, blocking=False):
             return False
@@ -104,7 +112,7 @@ def is_held(lock: Path) -> bool:
 
 @contextmanager
 def _claimed(cache: TensorCache, name: str) -> Iterator[bool]:
-    """Claim a unit until the end of the block; yields False if another process has it."""
+    """Claim a unit until the end of the context; yields False if another process has it."""
     path = cache.root / LOCKS / f"{name}.lock"
     lock = FileLock(path, blocking=False)
     with gate(cache), suppress(Timeout):
@@ -113,8 +121,8 @@ def _claimed(cache: TensorCache, name: str) -> Iterator[bool]:
         yield lock.is_locked
     finally:
         if lock.is_locked:
-            # A lock on a file that is already unlinked would keep nobody out, so nobody may open it
-            # between the two.
+            # Hold the gate: a process that opens the file between release and unlink would lock a
+            # deleted file, which keeps nobody out.
             with gate(cache):
                 lock.release()
                 path.unlink(missing_ok=True)
@@ -122,22 +130,23 @@ def _claimed(cache: TensorCache, name: str) -> Iterator[bool]:
 
 @dataclass
 class _Filling:
-    """One call of `fill`."""
+    """State of one call of `fill`."""
 
     cache: TensorCache
     jobs: Mapping[str, Job]
     """Jobs by key."""
     load_encoder: Callable[[], Any]
-    """Function that loads the encoder at its first call."""
+    """Loads the encoder at the first call, and returns the same one later."""
     launch: str
     on_progress: Callable[[int, int], None]
     filled: Filled = field(default_factory=Filled)
 
     def __post_init__(self) -> None:
         self.lost = set(self.jobs)
-        """Keys of entries that are neither there nor failed."""
+        """Keys of entries that do not exist yet and have not failed."""
 
     def run(self) -> Filled:
+        """Work on units until every entry exists or has failed."""
         self._look()
         keys = list(self.jobs)
         size = max(1, min(PER_UNIT, len(keys) // _UNITS))
@@ -145,29 +154,29 @@ class _Filling:
         while self.lost:
             units = [unit for unit in units if not self.lost.isdisjoint(unit)]
             if not sum(self._work_at(unit) for unit in units):
-                # Others hold all that is left; a unit whose holder is killed can be claimed the next time.
+                # Other processes hold all remaining units. If one is killed, its unit can be claimed next time.
                 time.sleep(_POLL_SECONDS)
                 self._look()
         failed = self.filled.failed
-        # In the order of the jobs, whichever process tried them.
+        # Sort the failures by job, since other processes added some of them.
         self.filled.failed = {key: failed[key] for key in keys if key in failed}
         return self.filled
 
     def _work_at(self, unit: Sequence[str]) -> bool:
-        """Make what is missing of a unit; return False if another process has it."""
+        """Create the missing entries of a unit; returns False if another process has it."""
         if self.lost.isdisjoint(unit):
             return True
-        # Named by its entries, so that other launches with the same jobs claim the same unit.
+        # The name depends on the entries, so that other launches with the same jobs claim the same unit.
         name = xxhash.xxh3_64_hexdigest("".join(unit).encode())
         with _claimed(self.cache, name) as is_ours:
             if is_ours:
-                # Another process may have made the unit before this one had its lock.
+                # Another process may have finished the unit before this one got its lock.
                 self._look()
                 self._make([self.jobs[key] for key in unit if key in self.lost])
             return is_ours
 
     def _look(self) -> None:
-        """See which entries others made, and which they could not make."""
+        """Update which entries exist, and which failed in other processes."""
         self.lost = set(self.cache.missing(list(self.lost)))
         for note in (self.cache.root / LOCKS).glob(f"{self.launch}.*{FAILED}"):
             key = note.name.split(".")[1]
@@ -176,6 +185,7 @@ class _Filling:
         self._tell()
 
     def _make(self, jobs: Sequence[Job]) -> None:
+        """Encode the jobs, and write the entries as shards."""
         entries: list[Encoded] = []
         try:
             for job in jobs:
@@ -183,20 +193,20 @@ class _Filling:
                     tensors = job.make(self.load_encoder())
                     entries.append(encoded(job.key, tensors, sample=job.sample, facts=job.facts))
                 except (ClipError, CacheError) as error:
-                    # The launch's other processes read the note and do not try again.
+                    # The launch's other processes read this file and do not try the sample again.
                     note = self.cache.root / LOCKS / f"{self.launch}.{job.key}{FAILED}"
                     write_whole(note, str(error))
                     self._fail(job.key, str(error))
                 if sum(entry.layout.nbytes for entry in entries) >= UNIT_BYTES:
                     self._write(entries)
                 self._tell(len(entries))
-        # An interrupt keeps what is made, too.
+        # Also write what is finished on an interrupt.
         finally:
             self._write(entries)
             self._tell()
 
     def _write(self, entries: list[Encoded]) -> None:
-        """Write the entries and clear the list, also if the disk refuses."""
+        """Write the entries as a shard and clear the list, also if the disk refuses."""
         batch = entries.copy()
         entries.clear()
         if batch:
@@ -209,4 +219,5 @@ class _Filling:
         self.lost.discard(key)
 
     def _tell(self, unwritten: int = 0) -> None:
+        """Report progress; `unwritten` entries are encoded but not written yet."""
         self.on_progress(len(self.jobs) - len(self.lost) + unwritten, len(self.jobs))

@@ -1,4 +1,4 @@
-"""Index of the entries of a folder of shards, by key."""
+"""Index of the entries in a folder of shards, by key."""
 
 import os
 import time
@@ -16,74 +16,79 @@ from dit_lora.data.cache.shards import (
 )
 from dit_lora.data.storage import missing_file
 
-# A folder's time of change has the resolution of a clock tick or of a file server, so two changes can share it.
+# The resolution of a folder's modification time may be this coarse, so two changes can have the same time.
 _SAME_TIME_NS = 2_000_000_000
 _NO_FILE = (-1, -1)
 
 
 class Index:
-    """Index of the entries that can be used: whole, not set aside, and one for each key.
+    """Index of the usable entries: complete, not marked bad, one per key.
 
-    Headers are read once. A shard is looked at again only if it was torn and has changed, or where it is named.
+    Each header is read once. A shard is read again only if it was incomplete and has changed, or if `refresh`
+    is told to.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.entries: dict[str, StoredEntry] = {}
-        """The entries by key: of several copies, that of the shard that was read first."""
+        """The entries by key; of several copies, the one in the shard that was read first."""
         self._headers: dict[str, Header] = {}
-        """Headers by the shard's name, in the order in which they were read."""
+        """Headers by the shard's file name, in the order in which they were read."""
         self._former: dict[str, Header] = {}
-        """Last headers with entries of shards that are gone, or can no longer be read."""
+        """Last known headers of shards that were removed or can no longer be read."""
         self._torn: set[str] = set()
         self._dead: set[str] = set()  # names of tombstones
         self._layouts: dict[object, EntryLayout] = {}
         self._folder = _NO_FILE  # its time of change, and when it was looked at
 
     def stamp(self, shard: Path) -> tuple[int, int]:
-        """Return size and time of change of a shard when its header was read."""
+        """Size and modification time of a shard when its header was read."""
         header = self._headers.get(shard.name)
         return header.stamp if header else _NO_FILE
 
     def is_as_read(self, shard: Path) -> bool:
-        """Return True if the shard's file is the one whose header was read."""
+        """Whether the shard's file is still the one whose header was read."""
         return _stamp(shard) == self.stamp(shard) != _NO_FILE
 
     def may_have_changed(self) -> bool:
-        """Return True if files may have come or gone since the last look."""
+        """Whether files may have been added or removed since the last `refresh`."""
         changed, looked = self._folder
         now = _stamp(self.root)[1]
         return now != changed or (now != -1 and looked - now < _SAME_TIME_NS)
 
     def refresh(self, reread: Iterable[str] = ()) -> None:
-        """Look at the folder, and read the shards named `reread` again."""
-        # The time is taken before the listing, so that a change meanwhile is seen at the next look.
+        """List the folder again, and read new shards and those named in `reread`."""
+        # Take the time before listing, so that a change in between is noticed next time.
         looked, changed = time.time_ns(), _stamp(self.root)[1]
         files = os.listdir(self.root) if changed != -1 else []
         names = {name for name in files if name.endswith(SUFFIX) and not name.startswith(".")}
-        again = {*reread, *(name for name in self._torn if not self.is_as_read(self.root / name))}
-        gone = {name for name in self._headers if name not in names or name in again}
-        for name in gone:
+        to_reread = {
+            *reread,
+            *(name for name in self._torn if not self.is_as_read(self.root / name)),
+        }
+        removed = {name for name in self._headers if name not in names or name in to_reread}
+        for name in removed:
             header = self._headers.pop(name)
             if header.entries:
                 self._former[name] = header
-        self._torn -= gone
+        self._torn -= removed
         new = sorted(names - self._headers.keys())
         for name in new:
             self._headers[name] = self._read(name)
         dead = {name for name in files if name.endswith(DEAD)}
-        if gone or dead != self._dead:
-            # What comes back may be a copy in any of the shards.
+        if removed or dead != self._dead:
+            # Another shard may hold a copy of an entry that went away, so choose again among all shards.
             self._dead, new = dead, list(self._headers)
             self.entries.clear()
         self._choose(new)
         self._folder = changed, looked
 
     def require_lost(self, key: str) -> None:
-        """Raise `OSError` unless an entry that is not usable is surely damaged or marked bad in its shard.
+        """Raise `OSError` unless an unusable entry is certainly damaged or marked bad in its shard.
 
-        Call it after a `refresh`. The storage is at fault where the entry's shard is not there or cannot be opened, and
-        where no shard is known to have held it and none has a damaged header, which may have named it.
+        Call it after a `refresh`. The storage is at fault if the entry's shard is missing or cannot be opened.
+        It is also at fault if no shard is known to have held the entry and no shard has a damaged header, which
+        might have named it.
         """
         if any(_holds(header, key) for header in self._headers.values()):
             return
@@ -96,36 +101,37 @@ class Index:
             raise missing_file(self.root / f"{key}{SUFFIX}")
 
     def _read(self, name: str) -> Header:
-        """Read a shard's header; one that cannot be read has no entries."""
+        """Read a shard's header; a shard that cannot be read has no entries."""
         path = self.root / name
         try:
             header = read_header(path, self._layouts)
         except ShardError:
             header = Header([], _stamp(path), is_named=False)
         except OSError:
-            # No file has this stamp, so the shard is read again at the next look.
+            # No file has this stamp, so the shard is read again at the next `refresh`.
             header = Header([], _NO_FILE, is_named=False)
         if not header.entries or not all(entry.is_whole for entry in header.entries):
             self._torn.add(name)
         return header
 
     def _choose(self, names: Iterable[str]) -> None:
-        """Add the entries of these shards that are whole and not set aside, unless there is one of their key."""
+        """Add the complete entries of these shards that are not marked bad, unless the key has an entry already."""
         for name in names:
             header, stem = self._headers[name], name.removesuffix(SUFFIX)
             for entry in header.entries:
-                # Only the copy in that shard is set aside; other copies of the key stay.
+                # A mark applies only to the copy in that shard; other copies of the key stay usable.
                 is_dead = self._dead and f"{stem}.{entry.key}{DEAD}" in self._dead
                 if entry.is_whole and not is_dead:
                     self.entries.setdefault(entry.key, entry)
 
 
 def _holds(header: Header, key: str) -> bool:
+    """Whether a shard has an entry with this key, complete or not."""
     return any(entry.key == key for entry in header.entries)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return size and time of change in nanoseconds; both are -1 if there is no such file."""
+    """Size and modification time in nanoseconds; both are -1 if there is no such file."""
     try:
         state = os.stat(path)
     except OSError:

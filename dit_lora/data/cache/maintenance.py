@@ -1,4 +1,4 @@
-"""Upkeep of a cache: check every byte of it, count what is in it, and give back the space of what is not used."""
+"""Maintenance of a cache: verify every byte, count the contents, and free the space of unused entries."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.numerics.finite import describe_all, is_finite
 
 OnProgress = Callable[[int, int], None]
-"""Callback that is given the number of shards looked at, and of all."""
+"""Called with the number of finished shards, and of all shards."""
 
 _GATE_SECONDS = 10.0
 _BAD = ("damaged", "non_finite", "out_of_range")
@@ -36,10 +36,10 @@ _BAD = ("damaged", "non_finite", "out_of_range")
 
 @dataclass(frozen=True)
 class CacheProblem:
-    """One problem of a shard, or of one entry of it."""
+    """One problem of a shard, or of one entry in it."""
 
     kind: str
-    """Kind: `unreadable` file or header, entry `torn` off, `damaged` bytes, `non_finite` or `out_of_range` values."""
+    """`unreadable` header, `torn` (incomplete) entry, `damaged` bytes, `non_finite` or `out_of_range` values."""
     path: Path
     key: str | None
     sample: str | None
@@ -55,38 +55,38 @@ class VerifiedCache:
     """Result of `verify`."""
 
     entries: int = 0
-    """Number of copies of entries that were read and are good."""
+    """Number of good entries, copies included."""
     bytes: int = 0
-    """Number of bytes that were read."""
+    """Number of bytes read."""
     dead: int = 0
-    """Number of entries that had been set aside before."""
+    """Number of entries that were marked bad before."""
     problems: list[CacheProblem] = field(default_factory=list)
     set_aside: int = 0
-    """Number of bad entries that were set aside now, so that the next start builds them anew."""
+    """Number of entries marked bad by this call, so that the next start encodes them again."""
     leftovers: list[Path] = field(default_factory=list)
     """Files of killed processes; `prune` removes them."""
 
 
 @dataclass
 class CacheStats:
-    """Contents of a cache, in numbers."""
+    """Contents of a cache in numbers."""
 
     entries: int = 0
-    """Number of entries that can be used."""
+    """Number of usable entries."""
     bytes: int = 0
-    """Bytes of the entries that can be used."""
+    """Bytes of the usable entries."""
     shards: int = 0
     file_bytes: int = 0
-    """Bytes of all shards, with what cannot be used."""
+    """Bytes of all shards, including unusable entries."""
     dead: int = 0
-    """Number of entries set aside."""
+    """Number of entries that are marked bad."""
     duplicates: int = 0
     torn: int = 0
-    """Number of entries whose bytes are not all there."""
+    """Number of incomplete entries."""
     unreadable: int = 0
     """Number of shards whose header cannot be read."""
     kinds: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Numbers of entries and of bytes by the tensors' names, dtypes and shapes; the most frequent first."""
+    """Numbers of entries and bytes, by the tensors' names, dtypes and shapes; the most frequent first."""
     leftovers: int = 0
 
 
@@ -95,19 +95,19 @@ class Pruned:
     """Result of `prune`."""
 
     unwanted: int = 0
-    """Number of entries removed because they are not among those to keep."""
+    """Number of entries removed because they are not in `keep`."""
     dead: int = 0
     duplicates: int = 0
     torn: int = 0
     problems: list[CacheProblem] = field(default_factory=list)
-    """Damaged entries that were not carried over, and shards whose header could not be read."""
+    """Damaged entries that were not copied, and shards whose header could not be read."""
     removed: int = 0
     """Number of shards removed."""
     written: int = 0
-    """Number of shards written with what was kept of those."""
+    """Number of shards written with the remaining entries of removed ones."""
     leftovers: int = 0
     freed: int = 0
-    """Bytes of what was removed, less those of what was written."""
+    """Bytes removed minus bytes written."""
 
 
 def verify(
@@ -116,7 +116,7 @@ def verify(
     set_aside: bool = False,
     on_progress: OnProgress = lambda done, shards: None,
 ) -> VerifiedCache:
-    """Read every entry and check digest, finiteness and range; with `set_aside`, mark those that are bad."""
+    """Read every entry and check its digest, finiteness and range; with `set_aside`, mark bad entries."""
     verified = VerifiedCache(leftovers=_leftovers(cache))
     paths = list(shards_in(cache.root))
     for number, (path, header) in enumerate(_headers(paths, verified.problems)):
@@ -131,7 +131,7 @@ def verify(
                 verified.entries += 1
                 continue
             verified.problems.append(problem)
-            # A torn entry counts as missing without a mark.
+            # An incomplete entry counts as missing anyway, so it needs no mark.
             if set_aside and problem.kind in _BAD:
                 entry.tombstone.touch()
                 verified.set_aside += 1
@@ -145,8 +145,9 @@ def verify(
 
 
 def stats(cache: TensorCache) -> CacheStats:
-    """Count what is in a cache, from its shards' headers."""
-    total, seen = CacheStats(leftovers=len(_leftovers(cache))), set[str]()
+    """Count the contents of a cache from the headers of its shards."""
+    # The first usable copy of a key counts as its entry, and the others as duplicates.
+    total, keys = CacheStats(leftovers=len(_leftovers(cache))), set[str]()
     kinds: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     shards, problems = list(shards_in(cache.root)), list[CacheProblem]()
@@ -157,10 +158,10 @@ def stats(cache: TensorCache) -> CacheStats:
                 total.dead += 1
             elif not entry.is_whole:
                 total.torn += 1
-            elif entry.key in seen:
+            elif entry.key in keys:
                 total.duplicates += 1
             else:
-                seen.add(entry.key)
+                keys.add(entry.key)
                 kind = _kind(entry)
                 kinds[kind] += 1
                 sizes[kind] += entry.layout.nbytes
@@ -176,16 +177,16 @@ def prune(
     *,
     on_progress: OnProgress = lambda done, shards: None,
 ) -> Pruned:
-    """Remove entries that are not in `keep` (None keeps all), set aside, torn or double, and leftovers.
+    """Remove leftover files, and entries that are not in `keep` (None keeps all), marked bad, incomplete or duplicate.
 
-    What is kept of a shard is written to a new one before the old is removed: a kill at any point leaves
-    double entries at worst. Processes that are reading go on. Raises `DitLoraError` while a process fills
-    the cache.
+    The remaining entries of a shard are written to a new one before the old one is removed, so a kill leaves at
+    worst duplicates. Processes that are reading can continue. Raises `DitLoraError` while a process fills the
+    cache.
     """
     if not cache.root.is_dir():
         return Pruned()
     try:
-        # Within the gate no unit can be claimed, so one that is not held now stays free.
+        # Inside the gate no unit can be claimed, so a unit that is free now stays free.
         with gate(cache, seconds=_GATE_SECONDS):
             busy = [lock for lock in unit_locks(cache) if is_held(lock)]
             if busy:
@@ -203,7 +204,7 @@ def prune(
 
 @dataclass
 class _Pruning:
-    """One call of `prune`, within the gate."""
+    """State of one call of `prune`, inside the gate."""
 
     cache: TensorCache
     keep: set[str] | None
@@ -212,17 +213,18 @@ class _Pruning:
     seen: set[str] = field(default_factory=set)
     pending: list[Encoded] = field(default_factory=list)
     sources: list[Path] = field(default_factory=list)
-    """Shards that hold what is pending."""
+    """Shards that hold the pending entries, and are removed once those are written."""
     written: set[Path] = field(default_factory=set)
 
     def run(self, on_progress: OnProgress) -> Pruned:
+        """Prune shard by shard, then remove the leftover files."""
         headers = dict(_headers(shards_in(self.cache.root), self.done.problems))
-        # Counted before any entry is judged: a copy is read only if there are others.
+        # Count the copies of each key first: an entry is read and verified only if it has other copies.
         self.copies.update(entry.key for header in headers.values() for entry in header.entries)
         for number, (path, header) in enumerate(headers.items()):
             on_progress(number, len(headers))
             staying = [entry for entry in header.entries if self._stays(entry, header)]
-            # A shard of which everything stays is not written anew.
+            # If all entries of a shard stay, the shard stays too.
             if staying and len(staying) == len(header.entries):
                 continue
             self.sources.append(path)
@@ -242,6 +244,7 @@ class _Pruning:
         return self.done
 
     def _stays(self, entry: StoredEntry, header: Header) -> bool:
+        """Whether the entry is kept; counts the reason if it is not."""
         if not entry.is_whole:
             self.done.torn += 1
         elif entry.tombstone.exists():
@@ -250,7 +253,7 @@ class _Pruning:
             self.done.unwanted += 1
         elif entry.key in self.seen:
             self.done.duplicates += 1
-        # Of several copies, a damaged one must not be the one that stays.
+        # A damaged copy must not be the one that is kept.
         elif self.copies[entry.key] > 1 and (problem := _read(entry)[1]):
             self.done.problems.append(problem)
         else:
@@ -259,7 +262,7 @@ class _Pruning:
         return False
 
     def _carried(self, entry: StoredEntry) -> Encoded | None:
-        """Return the entry, to be written again as it is; None if it is damaged."""
+        """The entry, ready to be written unchanged to another shard; None if it is damaged."""
         data, problem = _read(entry)
         if problem:
             self.done.problems.append(problem)
@@ -281,8 +284,8 @@ class _Pruning:
             self.done.written += 1
             self.done.freed -= path.stat().st_size
         for path in self.sources:
-            # A shard's name is its header's digest: a pruning that was killed may have written the
-            # very same one.
+            # A shard's name is the digest of its header, so the new shard may be one of the sources:
+            # a prune that was killed may have written it.
             if path not in self.written:
                 self.done.freed += path.stat().st_size
                 path.unlink()
@@ -291,7 +294,7 @@ class _Pruning:
 
 
 def _headers(shards: Iterable[Path], problems: list[CacheProblem]) -> Iterator[tuple[Path, Header]]:
-    """Yield each shard's header; a damaged one has no entries, and a shard that cannot be opened is left out."""
+    """Yield each shard with its header; a damaged one has no entries, and a shard that cannot be opened is skipped."""
     for path in shards:
         try:
             header = read_header(path)
@@ -304,7 +307,7 @@ def _headers(shards: Iterable[Path], problems: list[CacheProblem]) -> Iterator[t
 
 
 def _read(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
-    """Return an entry's bytes, and what is wrong with them or with the values."""
+    """An entry's bytes, and the problem with the bytes or their values; None if there is none."""
 
     def problem(kind: str, message: str) -> CacheProblem:
         return CacheProblem(kind, entry.path, entry.key, entry.sample, message)
@@ -317,7 +320,7 @@ def _read(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
     except ShardError as error:
         return data, problem("torn", str(error))
     tensors = entry.layout.split(data)
-    # Bad values are named as such, be they written so or changed since.
+    # Report bad values as such, whether they were written that way or changed later.
     if not all(in_range(tensor, MAX_ABS) for tensor in tensors.values()):
         finite = all(is_finite(tensor) for tensor in tensors.values())
         message = describe_all(tensors, MAX_ABS) or ""
@@ -328,6 +331,7 @@ def _read(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
 
 
 def _kind(entry: StoredEntry) -> str:
+    """Description of an entry's tensors: names, dtypes and shapes."""
     return ", ".join(
         f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}"
         for name, dtype, shape in entry.layout.tensors
@@ -335,7 +339,7 @@ def _kind(entry: StoredEntry) -> str:
 
 
 def _leftovers(cache: TensorCache) -> list[Path]:
-    """Return the files that nothing needs; while units are in work, theirs are not among them."""
+    """Files that nothing needs any more. While units are in progress, their files are not among them."""
     root = cache.root
     if not root.is_dir():
         return []
@@ -345,7 +349,7 @@ def _leftovers(cache: TensorCache) -> list[Path]:
         if not path.with_name(path.name.partition(".")[0] + SUFFIX).exists()
     ]
     locks = unit_locks(cache)
-    # Partial files and notes may belong to the units in work.
+    # Partial files, locks and failure notes may belong to units in progress.
     if any(is_held(lock) for lock in locks):
         return sorted(orphans)
     notes = (root / LOCKS).glob(f"*{FAILED}")

@@ -1,10 +1,11 @@
-"""Shards: safetensors files that hold several entries of the cache, each with the digest of its bytes.
+"""Shards: safetensors files with several cache entries, each with the digest of its bytes.
 
-The tensors of an entry are named `<key>/<name>` and lie one after another. The file's metadata has a line an
-entry, `<digest> [sample, facts]`, and the facts that all its entries share once. So headers are the index, and
-there is no other that could disagree with them. A shard is never changed: it is named by the digest of its header,
-which holds those of its entries, so that a file of the same name has the same contents. Beside it, the empty
-file `<shard>.<key>.bad` says that an entry of it is not to be used.
+The tensors of an entry are named `<key>/<name>` and are stored one after another. The file's metadata has one
+line per entry, `<digest> [sample, facts]`, and once the facts that all its entries share. The headers are the
+only index, so no other index can disagree with them.
+
+A shard is never changed. Its name is the digest of its header, which contains the digests of its entries: files
+with the same name have the same contents. An empty file `<shard>.<key>.bad` next to it marks an entry as bad.
 """
 
 import json
@@ -41,9 +42,9 @@ _DTYPES = {  # by safetensors' names
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FACTS = "facts"
-# Target of reads whose bytes are not looked at.
+# Buffer for reads that only test whether bytes can be read.
 _SPARE = memoryview(bytearray(2**20))
-# Entries that start at multiples of the widest type are used where they are.
+# Alignment, in bytes, at which an entry can be used in place: that of the widest dtype.
 _ALIGNED = 8
 
 Spec = dict[str, tuple[torch.Size, torch.dtype]]
@@ -51,18 +52,18 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class ShardError(DitLoraError):
-    """Error of a shard whose header cannot be read, or that lacks what was asked for."""
+    """A shard's header cannot be read, or an entry's bytes are missing."""
 
 
 @dataclass(frozen=True)
 class EntryLayout:
-    """Name, safetensors dtype and shape of an entry's tensors, in the order of their bytes."""
+    """Name, safetensors dtype and shape of an entry's tensors, in the order in which they are stored."""
 
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @cached_property
     def bounds(self) -> dict[str, tuple[int, int]]:
-        """Begin and end of each tensor by name, in bytes from the entry's start."""
+        """Start and end of each tensor by name, in bytes from the start of the entry."""
         bounds, begin = {}, 0
         for name, dtype, shape in self.tensors:
             end = begin + prod(shape) * _DTYPES[dtype].itemsize
@@ -72,19 +73,21 @@ class EntryLayout:
 
     @cached_property
     def nbytes(self) -> int:
+        """Size of the entry in bytes."""
         return max((end for _, end in self.bounds.values()), default=0)
 
     @cached_property
     def text(self) -> bytes:
-        """Text that stands for the layout in an entry's digest."""
+        """Text that represents the layout in an entry's digest."""
         return json.dumps(self.tensors).encode()
 
     @cached_property
     def spec(self) -> Spec:
+        """Shape and torch dtype of each tensor, by name."""
         return {name: (torch.Size(shape), _DTYPES[dtype]) for name, dtype, shape in self.tensors}
 
     def split(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors as views of an entry's bytes."""
+        """The tensors by name, as views of an entry's bytes."""
         return {
             name: data[slice(*self.bounds[name])].view(dtype).view(shape)
             for name, (shape, dtype) in self.spec.items()
@@ -104,10 +107,10 @@ class Encoded:
     digest: bytes
 
 
-# Not frozen: there may be a million, and a frozen one takes five times as long to make.
+# Not frozen: there may be a million of them, and a frozen instance takes five times as long to create.
 @dataclass(slots=True, eq=False)
 class StoredEntry:
-    """An entry of a shard, as its header describes it; never changed."""
+    """An entry of a shard, as described by the shard's header; never changed."""
 
     path: Path
     key: str
@@ -116,47 +119,50 @@ class StoredEntry:
     layout: EntryLayout
     digest: bytes
     line: str
-    """JSON of the sample and of the facts that this entry has alone."""
+    """JSON of the sample, and of the facts that are not shared by all entries of the shard."""
     shared: str
     """JSON of the facts that all entries of the shard share."""
     is_whole: bool
-    """True if the file reached to the entry's end when the header was read."""
+    """True if the file contained all of the entry's bytes when the header was read."""
 
     @property
     def end(self) -> int:
+        """Offset after the entry's last byte."""
         return self.start + self.layout.nbytes
 
     @property
     def sample(self) -> str:
+        """Name of the sample, for messages."""
         return parse_json(self.line)[0]
 
     @property
     def facts(self) -> dict[str, Any]:
+        """Everything that the entry's tensors depend on."""
         return parse_json(self.shared) | parse_json(self.line)[1]
 
     def is_as_written(self, data: torch.Tensor) -> bool:
-        """Return True if the digest of the entry's bytes is that of when they were written."""
+        """Whether the digest of the entry's bytes is the one from when they were written."""
         return digest(self.layout, [data.numpy()]) == self.digest
 
     @property
     def tombstone(self) -> Path:
-        """Path of the empty file that says that this entry is not to be used."""
+        """Path of the empty file that marks this entry as bad."""
         return tombstone(self.path, self.key)
 
 
 @dataclass(frozen=True)
 class Header:
-    """Contents of a shard, and the state of its file when they were read."""
+    """Entries of a shard, and the state of its file when they were read."""
 
     entries: list[StoredEntry]
     stamp: tuple[int, int]
-    """Size and time of the file's last change, in nanoseconds."""
+    """Size in bytes and modification time in nanoseconds."""
     is_named: bool
-    """True if the file's name is its header's digest."""
+    """True if the file's name is the digest of its header, as it must be."""
 
 
 def digest(layout: EntryLayout, parts: Sequence[Bytes]) -> bytes:
-    """Return the XXH3 of 128 bits over names, dtypes, shapes and bytes."""
+    """XXH3 digest (128 bits) over names, dtypes, shapes and bytes."""
     total = xxhash.xxh3_128(layout.text)
     for part in parts:
         total.update(part.data)
@@ -164,13 +170,14 @@ def digest(layout: EntryLayout, parts: Sequence[Bytes]) -> bytes:
 
 
 def tombstone(shard: Path, key: str) -> Path:
+    """Path of the empty file that marks an entry as bad."""
     return shard.with_name(f"{shard.stem}.{key}{DEAD}")
 
 
 def write_shard(folder: Path, entries: Sequence[Encoded]) -> Path:
-    """Write entries as one file, whole and on the disk when this returns; raises `OSError`.
+    """Write entries as one file; when this returns, it is complete and on the disk. Raises `OSError`.
 
-    A damaged file of the same name is replaced, and what was set aside of it counts again.
+    A damaged file of the same name is replaced, and its entries that were marked bad become usable again.
     """
     header = _header(entries)
     path = folder / f"{xxhash.xxh3_128(header).hexdigest()}{SUFFIX}"
@@ -189,17 +196,17 @@ def write_shard(folder: Path, entries: Sequence[Encoded]) -> Path:
         error.filename = str(path)
         raise
     finally:
-        # After the rename there is no such file.
+        # After the rename this file no longer exists.
         partial.unlink(missing_ok=True)
     for entry in entries:
-        # The file was just written, so an old mark of the same name no longer holds.
+        # The file was just written, so an old mark of the same name no longer applies.
         tombstone(path, entry.key).unlink(missing_ok=True)
     _sync_folder(folder)
     return path
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put the folder's names on the disk; fsync of a file writes its contents only."""
+    """Flush the folder's entries to the disk; fsync of a file flushes only its contents."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -208,12 +215,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _header(entries: Sequence[Encoded]) -> bytes:
-    first = entries[0].facts
-    others = [entry.facts for entry in entries[1:]]
+    """The safetensors header of a shard, without its length."""
+    first_facts = entries[0].facts
+    other_facts = [entry.facts for entry in entries[1:]]
     shared = {
         name: value
-        for name, value in first.items()
-        if all(name in facts and facts[name] == value for facts in others)
+        for name, value in first_facts.items()
+        if all(name in facts and facts[name] == value for facts in other_facts)
     }
     metadata = {_FACTS: json.dumps(shared, sort_keys=True)}
     described: dict[str, Any] = {"__metadata__": metadata}
@@ -231,15 +239,15 @@ def _header(entries: Sequence[Encoded]) -> bytes:
             }
         start += entry.layout.nbytes
     text = json.dumps(described, separators=(",", ":")).encode()
-    # Padded to 8 bytes, as safetensors does.
+    # Pad to 8 bytes, as safetensors does.
     return text + b" " * (-len(text) % 8)
 
 
 def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> Header:
-    """Read the entries that a shard's header describes, torn or not; raises `ShardError` or `OSError`.
+    """Read the entries that a shard's header describes, complete or not; raises `ShardError` or `OSError`.
 
-    `layouts` holds those that were met, so that equal ones are one object. An entry that is described
-    wrongly is left out.
+    `layouts` collects the layouts seen so far, so that equal ones are one object. An entry with an invalid
+    description is skipped.
     """
     layouts = {} if layouts is None else layouts
     with path.open("rb") as file:
@@ -265,7 +273,7 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> He
         try:
             start, layout = _placed(tensors, layouts)
             line = metadata[key]
-            # The line is 32 hexadecimal digits, a space and JSON.
+            # The line is the digest as 32 hexadecimal digits, a space, and JSON.
             checksum = bytes.fromhex(line[:32])
             _require_sample(line[33:])
         except (ValueError, LookupError, TypeError):
@@ -278,7 +286,7 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> He
 
 
 def _require_sample(line: str) -> None:
-    """Raise `ValueError` unless a line is the JSON of a sample's name and its facts."""
+    """Raise `ValueError` unless a line is JSON of a sample's name and its facts."""
     sample, facts = parse_json(line)
     if not isinstance(sample, str) or not isinstance(facts, dict):
         raise ValueError
@@ -287,11 +295,11 @@ def _require_sample(line: str) -> None:
 def _placed(
     tensors: Sequence[tuple[str, Any]], layouts: dict[Any, EntryLayout]
 ) -> tuple[int, EntryLayout]:
-    """Return the start of an entry's bytes after the header, and their layout; raise `ValueError` if they are wrong."""
+    """Offset of an entry's bytes after the header, and their layout; raises `ValueError` if they are invalid."""
     described = tuple((name, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in tensors)
     layout = layouts.get(described)
     if layout is None:
-        # JSON may hold `true`, which is an int to isinstance.
+        # Not isinstance: JSON may contain `true`, which is an instance of int.
         if any(type(side) is not int or side < 0 for _, _, shape in described for side in shape):
             raise ValueError
         layout = layouts[described] = EntryLayout(described)
@@ -304,12 +312,12 @@ def _placed(
 
 
 class OpenShard:
-    """A shard's file, mapped: its pages are shared, and resident only once they were read."""
+    """A memory-mapped shard: its pages are shared between processes, and loaded only when they are read."""
 
     def __init__(self, path: Path | str) -> None:
         self._handle = os.open(path, os.O_RDONLY)
         try:
-            # The map is private: what is written into a tensor is never written to the file.
+            # The map is private: writing to a tensor never changes the file.
             self._map = mmap.mmap(self._handle, 0, access=mmap.ACCESS_COPY)
         except ValueError as error:
             raise ShardError(f"{path} is empty") from error
@@ -319,7 +327,7 @@ class OpenShard:
             close(self._handle)
 
     def stamp(self) -> tuple[int, int]:
-        """Return size and time of change in nanoseconds; both are -1 once the file was replaced or removed."""
+        """Size and modification time in nanoseconds; both are -1 once the file was replaced or removed."""
         state = os.fstat(self._handle)
         return (state.st_size, state.st_mtime_ns) if state.st_nlink else (-1, -1)
 
@@ -327,14 +335,14 @@ class OpenShard:
         return len(self._map)
 
     def read(self, entry: StoredEntry) -> torch.Tensor:
-        """Return an entry's bytes, which keep the map alive; raise `ShardError` if some are missing."""
+        """An entry's bytes, uint8, which keep the map alive; raises `ShardError` if some are missing."""
         start, size = entry.start, entry.layout.nbytes
-        # The size is asked each time: touching a page beyond the end of a file that was cut kills the process.
+        # Check the size every time: touching a mapped page beyond the end of a truncated file kills the process.
         if entry.end > min(len(self._map), os.fstat(self._handle).st_size):
             raise ShardError("the file ends before the entry does")
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
-        # Where a mapped page cannot be read, using it would kill; reading raises an `OSError`.
+        # Using a mapped page that cannot be read also kills the process, while reading the file raises an `OSError`.
         for begin in range(start, entry.end, len(_SPARE)):
             os.preadv(self._handle, [_SPARE[: entry.end - begin]], begin)
         data = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start)
@@ -342,12 +350,12 @@ class OpenShard:
 
 
 def in_range(tensor: torch.Tensor, limit: float) -> bool:
-    """Return True if every value of a tensor in host memory is finite and within +-limit."""
+    """Whether every value of a tensor in host memory is finite and within +-limit."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    # In fp64, which holds every value of the narrower dtypes; of NaN, both ends are NaN.
-    least, most = (end.double() for end in tensor.detach().aminmax())
-    return bool((least >= -limit) & (most <= limit))
+    # Compare in fp64, which holds every value of the narrower dtypes. With a NaN, both ends are NaN.
+    low, high = (end.double() for end in tensor.detach().aminmax())
+    return bool((low >= -limit) & (high <= limit))
 
 
 def shards_in(folder: Path) -> Iterator[Path]:

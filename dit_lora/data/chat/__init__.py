@@ -1,1 +1,1 @@
-"""Conversations about images and videos: read, sampled, rendered to tokens."""
+"""Conversations about images and videos: reading, frame sampling, and rendering to tokens."""

@@ -1,4 +1,4 @@
-"""Reader of conversations from annotation files, and of everything that is wrong with them."""
+"""Reads conversations from annotation files, and reports every problem in them."""
 
 import os
 import re
@@ -17,23 +17,25 @@ from dit_lora.data.sources.scan import read_all
 from dit_lora.errors import DitLoraError
 
 _REMOTE = re.compile(r"data:|[A-Za-z][A-Za-z0-9+.-]*://|p2:s3:")
-_IMAGES = IMAGE_SUFFIXES - {".gif"}  # conversations about GIFs are about what moves
+_IMAGES = IMAGE_SUFFIXES - {".gif"}  # conversations about GIFs are about motion
 _NOT_READ = ("caption_column", "image_column", "caption", "generate")
 
 
 def read_conversations(data: DataConfig) -> Conversations:
-    """Return every conversation without a problem, and every problem; no byte of media is read.
+    """Read every conversation without a problem, and every problem; the media files are not read.
 
-    An id is the medium's path below the root, `a.mp4`, and `a.mp4#2` for the second record about it; for
-    text `file.json#7`, the 7th record. Where there are `data.sources`, ids begin with the source's name. A
-    problem's words end with the record's number. Raises `DitLoraError` if a file is no JSON or holds no
-    record that can be used.
+    The id of a sample is the path of its media file below the root, `a.mp4`, and `a.mp4#2` for the second
+    record about it. For text it is `file.json#7`, the seventh record. With `data.sources`, ids begin with the
+    source's name. A problem's message ends with the number of the record.
+
+    Raises:
+        DitLoraError: A file is not JSON, or holds no usable record.
     """
     return Conversations(*read_all(data, lambda source: _File(source).read()))
 
 
 class _File:
-    """One annotation file and the folder of its media."""
+    """One annotation file, and the folder of its media."""
 
     def __init__(self, source: SourceConfig) -> None:
         self._path = Path(source.path).expanduser()
@@ -43,19 +45,19 @@ class _File:
             raise DitLoraError(f"{', '.join(unread)} is of captions; conversations have none")
         self._conversations = Conversations([], [])
         self._media: dict[str, MediaFile] = {}
-        """Media by their path below the root."""
+        """Media files by their path below the root."""
         self._absent: dict[str, tuple[str, str]] = {}
         self._named: Counter[str] = Counter()
-        """Number of records about each medium."""
+        """Number of records about each media file."""
         self._by_content: dict[object, str] = {}
-        """Ids by the contents of conversations, to find doubles."""
+        """Ids by the content of the conversation, to find duplicates."""
 
     def read(self) -> Conversations:
         """Read the file; raises `DitLoraError` if nothing in it can be used."""
         if not self._path.is_file():
-            what = "is a folder" if self._path.is_dir() else "is not there"
+            state = "is a folder" if self._path.is_dir() else "is not there"
             raise DitLoraError(
-                f"{self._path} {what}; conversations come from a .json or .jsonl file"
+                f"{self._path} {state}; conversations come from a .json or .jsonl file"
             )
         if not self._root.is_dir():
             raise DitLoraError(f"no folder of media {self._root}")
@@ -66,20 +68,22 @@ class _File:
         if not count:
             raise DitLoraError(f"{self._path} holds no record")
         if not self._conversations.all:
-            first = self._conversations.problems[0]
+            problem = self._conversations.problems[0]
             raise DitLoraError(
                 f"{self._path}: none of its {count:,} records can be used; the first problem: "
-                f"{first.file}: {first.words}"
+                f"{problem.file}: {problem.words}"
             )
         return self._conversations
 
     def _add(self, record: Record) -> None:
-        place = f"{self._path.name}#{record.number}"
+        """Add one record as a conversation, or its problems."""
+        location = f"{self._path.name}#{record.number}"
         if record.fault is not None:
-            self._problem(place, record, "unreadable", f"not JSON: {record.fault}")
+            self._problem(location, record, "unreadable", f"not JSON: {record.fault}")
             return
         sample = parse_record(record.value)
-        sample_id, name = place, None
+        # Text without media is named by its record, other samples by their file.
+        sample_id, name = location, None
         if sample.file is not None:
             name = self._below_root(sample)
         if name is not None:
@@ -93,6 +97,8 @@ class _File:
     def _keep(
         self, sample_id: str, record: Record, sample: ChatRecord, media: MediaFile | None
     ) -> None:
+        """Add a conversation without faults, unless an earlier one has the same content."""
+        # The same turns about the same part of the same file are one sample.
         content = (media, sample.turns, sample.system, sample.start, sample.end)
         earlier = self._by_content.setdefault(content, sample_id)
         if earlier != sample_id:
@@ -117,7 +123,7 @@ class _File:
         )
 
     def _below_root(self, sample: ChatRecord) -> str | None:
-        """Return the medium's path below the root, None if it has none; faults are added to the sample."""
+        """Path of the media file below the root; None if it has none. Faults are added to the sample."""
         named = sample.file or ""
         if _REMOTE.match(named):
             message = f"{named[:80]} is no path; download it and name the file"
@@ -130,7 +136,7 @@ class _File:
             )
             sample.wrong("unsafe_path", message)
             return None
-        # Each file is looked at once, however many records are about it.
+        # Check each file once, even if many records are about it.
         if name not in self._media:
             self._media[name] = MediaFile(self._root / name)
             self._look(name, os.path.join(self._root, name))
@@ -143,6 +149,7 @@ class _File:
         return name
 
     def _look(self, name: str, path: str) -> None:
+        """Note a media file that is missing, or a folder of frames."""
         if os.path.isdir(path):
             self._absent[name] = (
                 "frame_folder",

@@ -1,4 +1,4 @@
-"""Texts that a model's tokenizer would read as the beginning or end of a turn."""
+"""Finds text in a sample that a model's tokenizer would read as the beginning or end of a turn."""
 
 import re
 from functools import lru_cache
@@ -10,29 +10,31 @@ from dit_lora.errors import DitLoraError
 
 @lru_cache(maxsize=8)
 def control_pattern(tokenizer: Any, marks: tuple[str, ...] = ()) -> re.Pattern[str]:
-    """Return a pattern of all that a text must not hold.
+    """Pattern of everything that a text must not contain.
 
-    That is the tokenizer's special tokens, and the marks of a prompt format that has plain words for turns.
+    It matches the tokenizer's special tokens, and `marks`: turn markers of a prompt format that are ordinary
+    text.
     """
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    every = {*special, *map(str, tokenizer.all_special_tokens), *marks} - {""}
-    # The longest come first, so that each is named whole.
+    texts = {*special, *map(str, tokenizer.all_special_tokens), *marks} - {""}
+    # The longest come first, because an alternation takes the first match, not the longest.
     return re.compile(
-        "|".join(map(re.escape, sorted(every, key=lambda token: (-len(token), token))))
+        "|".join(map(re.escape, sorted(texts, key=lambda token: (-len(token), token))))
     )
 
 
 def refuse_control(conversation: Conversation, pattern: re.Pattern[str]) -> None:
-    """Raise `DitLoraError` with every control token that the texts of a sample hold.
+    """Raise `DitLoraError` that lists every control token in the texts of a sample.
 
-    They would be learned as ends of answers or as turns of the other side, where they are words of a text.
+    The model would learn them as ends of answers or as turns of the other side, although they are part of a
+    text.
     """
     if not pattern.pattern:
         return
     text = whole_text(conversation.system, conversation.turns)
-    held = list(dict.fromkeys(pattern.findall(text)))
-    if held:
+    control_tokens = list(dict.fromkeys(pattern.findall(text)))
+    if control_tokens:
         raise DitLoraError(
-            f"its text holds {', '.join(held)}, which this model's prompts use for turns and ends; write it otherwise, "
-            "or leave such samples out with data.rejects=skip"
+            f"its text holds {', '.join(control_tokens)}, which this model's prompts use for turns and ends; "
+            "write it otherwise, or leave such samples out with data.rejects=skip"
         )

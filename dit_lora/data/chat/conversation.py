@@ -1,4 +1,4 @@
-"""A conversation about an image, a video or nothing, as an annotation file has it."""
+"""A conversation about an image, a video or nothing, as read from an annotation file."""
 
 import re
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class Turn:
 
 
 def whole_text(system: str, turns: Iterable[Turn]) -> str:
-    """Return the system text and all texts of the turns, a line each."""
+    """The system text and all texts of the turns, one per line."""
     texts = [text for turn in turns for text in (turn.question, turn.answer, turn.instruction)]
     return "\n".join([system, *texts])
 
@@ -40,15 +40,15 @@ class Conversation:
     """The image or video; None for the kind `text`."""
     turns: tuple[Turn, ...]
     independent: bool = False
-    """True if the turns may come in another order."""
+    """True if the turns do not depend on each other, so that their order may change."""
     system: str = ""
     start: float | None = None
-    """Start of the part of the video that is asked about, in seconds; `end` is its end."""
+    """Start of the part of the video that the questions are about, in seconds; `end` is its end."""
     end: float | None = None
     times: float = 1.0
-    """Number of times that the sample comes in an epoch."""
+    """Number of times that the sample is used in an epoch."""
     loss_weight: float = 1.0
-    """Factor of the sample's loss."""
+    """Factor by which the sample's loss is multiplied."""
 
 
 class Conversations(NamedTuple):
@@ -60,9 +60,9 @@ class Conversations(NamedTuple):
 
 
 def trim_answer(text: str) -> str:
-    """Remove the white space around an answer, but not the indent of its first line: code and verse mean it.
+    """Remove white space around an answer, but keep the indent of its first line, which matters in code and verse.
 
-    One space before an answer is no indent; data sets write it between the role and the text.
+    A single space before an answer is not indentation; data sets write it between the role and the text.
     """
     text = _BLANK_LINES.sub("", text).rstrip()
     indent = text[: len(text) - len(text.lstrip())]

@@ -1,4 +1,4 @@
-"""Samples that are too long: questions are shortened, answers never."""
+"""Shortens samples that are too long: questions are shortened, answers never."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,34 +7,37 @@ from dit_lora.data.chat.rendered import Piece, Rendered
 from dit_lora.errors import DitLoraError
 
 KEPT = 8
-"""Number of tokens that a question keeps at least: with fewer it asks nothing."""
+"""Minimum number of tokens that a question keeps: with fewer, it would be meaningless."""
 
 
 class UnusableSampleError(DitLoraError):
-    """Error of a conversation that cannot be trained on; `code` is the reason's, the message has the numbers."""
+    """A conversation cannot be trained on; `code` is the audit's code of the reason."""
 
     code = "conversation"
 
 
 class TooLongError(UnusableSampleError):
-    """Error of a sample that has more than `chat.max_tokens` tokens even with its questions shortened."""
+    """A sample has more than `chat.max_tokens` tokens, even with its questions shortened."""
 
     code = "too_long"
 
 
 class NothingToLearnError(UnusableSampleError):
-    """Error of a sample without a token with a label: its loss would be 0/0."""
+    """A sample has no token with a label, so its loss would be 0/0."""
 
     code = "no_labels"
 
 
 def fit(rendered: Rendered, max_tokens: int) -> Rendered:
-    """Shorten a conversation to at most `max_tokens` tokens, by dropping the middle of the longest questions.
+    """Shorten a conversation to at most `max_tokens` tokens by removing the middle of the longest questions.
 
-    The longest are cut to one common length, shorter ones are left alone. The middle goes because a
-    question says at its beginning and end what is asked, and with what choices; what makes it long, such as
-    subtitles, stands between. Media, fixed text and answers stay whole, so no label is ever lost. Raises
-    `NothingToLearnError` and `TooLongError`.
+    The longest questions are cut to one common length; shorter ones stay. The middle is removed because a
+    question usually states its task at the beginning and the choices at the end. Long parts, such as subtitles,
+    are in between. Media, fixed text and answers are never cut, so no label is lost.
+
+    Raises:
+        NothingToLearnError: The conversation has no answer token.
+        TooLongError: It does not fit even with every question cut to `KEPT` tokens.
     """
     if not rendered.answers:
         raise NothingToLearnError(
@@ -43,15 +46,16 @@ def fit(rendered: Rendered, max_tokens: int) -> Rendered:
         )
     if len(rendered) <= max_tokens:
         return rendered
+    # Only questions may be shortened; everything else needs this many tokens.
     media, answers, fixed = (rendered.count(part) for part in ("media", "answer", "fixed"))
-    whole = media + answers + fixed
+    unshortened = media + answers + fixed
     questions = [len(piece.ids) for piece in rendered.pieces if piece.part == "question"]
-    room = max_tokens - whole
-    least = sum(min(length, KEPT) for length in questions)
-    if room < least:
+    room = max_tokens - unshortened
+    min_tokens = sum(min(length, KEPT) for length in questions)
+    if room < min_tokens:
         raise TooLongError(
             f"its media ({media}), answers ({answers}), fixed text ({fixed}) and at "
-            f"least {KEPT} tokens of each question ({least}) need {whole + least} tokens; "
+            f"least {KEPT} tokens of each question ({min_tokens}) need {unshortened + min_tokens} tokens; "
             f"chat.max_tokens is {max_tokens}: raise it, or split the sample"
         )
     lengths = iter(_levelled(questions, room))
@@ -65,10 +69,10 @@ def fit(rendered: Rendered, max_tokens: int) -> Rendered:
 
 
 def _levelled(lengths: Sequence[int], room: int) -> list[int]:
-    """Return lengths that sum to `room`: the longest are cut to one level, to within a token."""
+    """Lengths that sum to `room`: the longest are cut to one level, which differs by at most a token."""
     cut = list(lengths)
     ordered = sorted(range(len(cut)), key=lambda index: cut[index])
-    # From the shortest on, each takes its own length or an equal share of the room that is left.
+    # From the shortest on, each takes its full length or an equal share of the remaining tokens.
     for position, index in enumerate(ordered):
         cut[index] = min(cut[index], room // (len(ordered) - position))
         room -= cut[index]
@@ -76,9 +80,10 @@ def _levelled(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def _shortened(piece: Piece, length: int) -> Piece:
-    gone = len(piece.ids) - length
-    if not gone:
+    """The piece with its middle removed, so that `length` tokens remain."""
+    num_dropped = len(piece.ids) - length
+    if not num_dropped:
         return piece
     head = length - length // 2
-    ids = piece.ids[:head] + piece.ids[head + gone :]
-    return replace(piece, ids=ids, dropped=piece.dropped + gone)
+    ids = piece.ids[:head] + piece.ids[head + num_dropped :]
+    return replace(piece, ids=ids, dropped=piece.dropped + num_dropped)

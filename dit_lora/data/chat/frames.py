@@ -1,4 +1,4 @@
-"""Frames of a video that a chat model sees: which they are, and how they become its pixels.
+"""Chooses the frames of a video that a chat model sees, and converts them to its input pixels.
 
 Shapes: F frames, H and W pixels.
 """
@@ -22,7 +22,7 @@ _TRIES = 10
 
 
 class Box(NamedTuple):
-    """Part of an upright picture, in shares of its height and width."""
+    """Part of an upright picture, as shares of its height and width."""
 
     top: float
     left: float
@@ -39,24 +39,24 @@ def frame_seconds(
     end: float | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[float, ...]:
-    """Return one time, in seconds from the first frame, in each of `count` equal parts of `start` to `end`.
+    """One time, in seconds from the first frame, in each of `count` equal parts of `start` to `end`.
 
-    It is that of the frame in the middle of each part or, with a `generator`, of any of its frames by
-    chance. Fewer frames than `count` come once each, and the last one for the rest. An `end` after the
-    clip's is the clip's. Images have no times. Raises `ClipError`, without the file's name, if nothing of
-    the clip lies between `start` and `end`.
+    It is the time of the middle frame of each part or, with a `generator`, of a random frame of it. If there
+    are fewer frames than `count`, each comes once and the last one is repeated. An `end` after the clip's end
+    means the clip's end. Images have no times. Raises `ClipError`, without the file's name, if no part of the
+    clip is between `start` and `end`.
 
-    Source: `get_frame_indices` of VideoChat2's video_utils.py, whose middle frames these are. By chance, it
-    never takes the last frame of a part (a `range` that ends too early), and of parts of one frame it draws
-    from the whole clip; here each frame of a part is as likely.
+    Source: `get_frame_indices` of VideoChat2's video_utils.py, with the same middle frames. Its random choice
+    never takes the last frame of a part (a `range` that ends too early), and for parts of one frame it draws
+    from the whole clip; here each frame of a part is equally likely.
     """
     parts = _parts(duration, fps, count, start, end)
     if generator is None:
-        return tuple((first + last) // 2 / fps for first, last in parts)
+        return tuple((begin + stop) // 2 / fps for begin, stop in parts)
     draws = torch.rand(count, dtype=torch.float64, generator=generator).tolist()
     return tuple(
-        (first + math.floor(draw * (last - first + 1))) / fps
-        for (first, last), draw in zip(parts, draws, strict=True)
+        (begin + math.floor(draw * (stop - begin + 1))) / fps
+        for (begin, stop), draw in zip(parts, draws, strict=True)
     )
 
 
@@ -68,20 +68,20 @@ def latest_seconds(
     start: float | None = None,
     end: float | None = None,
 ) -> tuple[float, ...]:
-    """Return the latest times that `frame_seconds` can give: none takes more digits to write."""
-    return tuple(last / fps for _, last in _parts(duration, fps, count, start, end))
+    """The latest times that `frame_seconds` can return; no others need more digits when written as text."""
+    return tuple(stop / fps for _, stop in _parts(duration, fps, count, start, end))
 
 
 def _parts(
     duration: float, fps: float, count: int, start: float | None, end: float | None
 ) -> list[tuple[int, int]]:
-    """Return the first and the last frame of each part."""
+    """First and last frame of each part."""
     start, end = start or 0.0, duration if end is None else min(end, duration)
     if not start < end:
         raise ClipError(
             f"nothing lies between {start:g} s and {end:g} s of it; it is {duration:g} s long"
         )
-    # The addend keeps 29.999999 frames from being 29.
+    # The small addend keeps rounding errors from turning 30 frames into 29.
     before = math.floor(start * fps + 1e-6)
     frames = max(1, math.floor((end - start) * fps + 1e-6))
     used = min(count, frames)
@@ -99,15 +99,18 @@ def read_at(
     fit: Literal["stretch", "cover"],
     box: Box | None = None,
 ) -> torch.Tensor:
-    """Return uint8 (F, 3, H, W): the frames nearest to `seconds` since the clip's first frame, which must ascend.
+    """Frames nearest to `seconds` since the clip's first frame, as uint8 (F, 3, H, W).
 
-    An image is one frame, whatever the times. Each frame is first cut to `box`. Then `stretch` resizes what
-    is left, bicubic with antialiasing and without regard to its aspect, as VideoChat2's notebooks do (its
-    training's crops are tensors, which torchvision 0.14 resizes without antialiasing); `cover` resizes as
-    `read_frames` does. The last frame stands for a second, or for as long as it is shown if that is longer:
-    a length that the file gives may be its sound's. Frames between the last time after one key frame and
-    the next key frame are not decoded. Raises `ClipError` if the file cannot be read as far as needed,
-    `ValueError` if times do not ascend or a video has none.
+    An image is one frame, regardless of the times. Each frame is first cropped to `box`. `stretch` then resizes
+    without keeping the aspect ratio, bicubic with antialiasing, as VideoChat2's notebooks do. (Its training
+    crops tensors, which torchvision 0.14 resizes without antialiasing.) `cover` resizes as `read_frames` does.
+    The last frame is used for times up to one second after it, or for as long as it is shown if that is longer,
+    because the length stated in a file may be that of its sound. Frames between the last time after one key
+    frame and the next key frame are not decoded.
+
+    Raises:
+        ClipError: The file cannot be read as far as needed.
+        ValueError: The times do not ascend, or a video has none.
     """
     media, times = as_media(media), tuple(seconds)
     if list(times) != sorted(times) or not (times or is_image(media)):
@@ -120,6 +123,7 @@ def read_at(
             return cover(image, stretch, height, width)
         return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
 
+    # Fewer pictures than times mean that the file ends before its stated length.
     chosen = pictures_at(media, Instants(times), fitted)
     if len(chosen) < len(times) and not is_image(media):
         raise ClipError(
@@ -130,24 +134,24 @@ def read_at(
 
 
 def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
-    """Return left, top, right and bottom of a box in pixels; it has one pixel at least."""
-    left = min(round(box.left * width), width - 1)
+    """Left, top, right and bottom of a box in pixels; it has at least one pixel."""
+    x = min(round(box.left * width), width - 1)
     top = min(round(box.top * height), height - 1)
     kept_width, kept_height = max(1, round(box.width * width)), max(1, round(box.height * height))
-    return left, top, min(width, left + kept_width), min(height, top + kept_height)
+    return x, top, min(width, x + kept_width), min(height, top + kept_height)
 
 
 def random_box(generator: torch.Generator, least: float, aspect: float = 1.0) -> Box:
-    """Draw a crop: `least` to 1 of the picture's area, 3:4 to 4:3, anywhere in it.
+    """Random crop with `least` to 1 of the picture's area and an aspect ratio of 3:4 to 4:3, anywhere in the picture.
 
-    `aspect` is the picture's width to its height. After ten draws that do not fit in, it is the largest
-    crop in the middle. This is the rule of torchvision's `RandomResizedCrop`, in shares in place of whole
+    `aspect` is the picture's width divided by its height. After ten draws that do not fit, it is the largest
+    crop in the centre. This is the algorithm of torchvision's `RandomResizedCrop`, with shares instead of whole
     pixels.
     """
     for _ in range(_TRIES):
         area, ratio, down, across = torch.rand(4, dtype=torch.float64, generator=generator).tolist()
         share = least + (1 - least) * area
-        # The ratio is drawn on a logarithmic scale, where 3:4 and 4:3 are as far from 1.
+        # The ratio is uniform on a logarithmic scale, on which 3:4 and 4:3 are equally far from 1.
         low, high = (math.log(bound) for bound in _RATIOS)
         relative = math.exp(low + (high - low) * ratio) / aspect
         width, height = math.sqrt(share * relative), math.sqrt(share / relative)

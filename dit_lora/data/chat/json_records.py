@@ -1,4 +1,4 @@
-"""Reader of the records of a JSON list or of JSON lines, which keeps one of them in memory."""
+"""Reads the records of a JSON list or of JSON lines one at a time, so that memory holds only one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ _SPACE = " \t\n\r"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One of a file's records."""
+    """One record of a file."""
 
     number: int
-    """Number of the record, from 1 on; of JSON lines, that of the line."""
+    """Number of the record, from 1; for JSON lines, the line number."""
     value: Any
     fault: str | None = None
-    """Reason why the line is no JSON; None if it is."""
+    """Why the line is not JSON; None if it is."""
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file: one that begins with a bracket is a list, any other has one record a line.
+    """Yield the records of a file: a list if it begins with a bracket, otherwise one record per line.
 
-    Raises `DitLoraError`, with line and column, if it cannot be read or a list is no JSON from somewhere on.
+    Raises `DitLoraError`, with line and column, if the file cannot be read or a list is not valid JSON.
     """
     try:
         with path.open(encoding="utf-8-sig") as file:
             head = file.read(1)
             while head and head in _SPACE:
                 head = file.read(1)
-            # A text file cannot go back by characters, only to its beginning.
+            # A text file cannot seek back by characters, only to its beginning.
             file.seek(0)
             yield from _ListReader(path, file) if head == "[" else _lines(file)
     except (OSError, UnicodeDecodeError) as error:
@@ -41,6 +41,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def _lines(file: IO[str]) -> Iterator[Record]:
+    """Yield one record per line that is not blank."""
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -52,15 +53,15 @@ def _lines(file: IO[str]) -> Iterator[Record]:
 
 
 class _ListReader:
-    """Iterator over the elements of a JSON list, read piece by piece."""
+    """Iterates over the elements of a JSON list, which is read in chunks."""
 
     def __init__(self, path: Path, file: IO[str]) -> None:
         self._path, self._file = path, file
         self._text = ""
         self._at = 0
-        """Position in the text up to which it is done with."""
+        """Position in the text up to which it has been parsed."""
         self._line, self._column = 1, 1
-        """Line and column in the file at which the text begins."""
+        """Line and column in the file at which the text in memory begins."""
 
     def __iter__(self) -> Iterator[Record]:
         self._take("[", "a list")
@@ -75,7 +76,7 @@ class _ListReader:
             self._fail("nothing more is expected after the list", self._at)
 
     def _next(self) -> str:
-        """Return the next character that is no space; empty at the end of the file."""
+        """The next character that is not white space; empty at the end of the file."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in _SPACE:
                 self._at += 1
@@ -83,6 +84,7 @@ class _ListReader:
                 return self._text[self._at : self._at + 1]
 
     def _take(self, wanted: str, what: str) -> str:
+        """Consume the next character, which must be one of `wanted`."""
         character = self._next()
         if not character or character not in wanted:
             self._fail(f"{what} is expected", self._at)
@@ -90,33 +92,35 @@ class _ListReader:
         return character
 
     def _value(self) -> Any:
+        """Parse the next JSON value, reading more of the file as needed."""
         self._next()
         size = _CHUNK
         while True:
             try:
                 value, end = parse_json_at(self._text, self._at)
             except ParseError as error:
-                # The record may be cut off: read twice as much as before and try again.
+                # The record may continue in the next chunk: read twice as much as before and try again.
                 if not self._read(size):
                     self._fail(error.words, self._at if error.at is None else error.at)
                 size *= 2
                 continue
-            # At the end of the text, a number may go on in the next piece.
+            # At the end of the text, a number may continue in the next chunk.
             if end < len(self._text) or not self._read(size):
                 self._at = end
                 return value
 
     def _read(self, size: int) -> bool:
-        """Read more of the file in place of the text that is done with; return False at the file's end."""
+        """Replace the parsed text with more of the file; returns False at the end of the file."""
         more = self._file.read(size)
         if more:
-            # The lines of the text that goes are counted, for messages.
+            # Count the lines of the dropped text, for messages.
             self._line, self._column = self._place(self._at)
             self._text = self._text[self._at :] + more
             self._at = 0
         return bool(more)
 
     def _place(self, at: int) -> tuple[int, int]:
+        """Line and column in the file of a position in the text."""
         breaks = self._text.count("\n", 0, at)
         if not breaks:
             return self._line, self._column + at

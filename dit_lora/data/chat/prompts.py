@@ -1,8 +1,8 @@
-"""VideoChat2's own prompt formats, token for token as it builds and splits them.
+"""VideoChat2's prompt formats, token for token as its own code builds and splits them.
 
 Source: video_chat2/dataset/it_dataset{,_mistral,_phi}.py (the text) and video_chat2/models/videochat_*/
-videochat2_it_*.py (its tokens) of OpenGVLab/Ask-Anything. The text is cut where the media are, each side is
-tokenised without special tokens, and one BOS stands before all.
+videochat2_it_*.py (the tokens) of OpenGVLab/Ask-Anything. The text is split at the media, each side is
+tokenised without special tokens, and one BOS token comes first.
 """
 
 from collections.abc import Sequence
@@ -21,38 +21,38 @@ _MARKERS = {"image": ("<Image>", "</Image>"), "video": ("<Video>", "</Video>")}
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """Texts around the parts of a conversation: pairs are (before, after)."""
+    """Texts around the parts of a conversation; pairs are (before, after)."""
 
     system: tuple[str, str]
     """Texts around the system text and the instruction."""
     gap: str
-    """Text after an instruction, whatever that ends with."""
+    """Text that always follows an instruction."""
     media: tuple[str, str]
     question: tuple[str, str]
     header: str
-    """Text after a question; a prompt ends with it."""
+    """Text after a question, with which a prompt ends."""
     answer: tuple[str, str]
-    """Texts around an answer, which are learned with it: its end is how a model stops."""
+    """Texts around an answer, which are trained on too: from the second, the model learns to stop."""
     between: str = ""
-    """Text between an answer and the next turn, not learned."""
+    """Text between an answer and the next turn, not trained on."""
     shared: str = ""
-    """Text that an answer ends with and the next turn begins with, which is written once."""
+    """Text that ends an answer and also begins the next turn; it is written only once."""
     media_in_question: bool = False
-    """True if the first question stands in the media's turn.
+    """True if the first question is in the same turn as the media.
 
-    A question that is empty is then a turn as well, and white space around questions and answers is removed.
+    An empty question is then a turn as well, and white space around questions and answers is removed.
     """
     instruction_with_question: bool = False
     """True if the Q-Former reads the first question after the instruction."""
     timestamps: bool = False
-    """True if the original's training says at which seconds the frames of a video are.
+    """True if VideoChat2's training states the times of a video's frames in the prompt.
 
-    This is `add_second_msg` as its data sets get it; the configs' own value of that name is not passed on.
+    This is the value of `add_second_msg` that its data sets receive; the value in its configs is not passed on.
     """
     stripped: bool = True
     """True if white space before the media and before the first turn is removed."""
     control: tuple[str, ...] = ()
-    """Marks that no text of a sample may hold: they would end or begin a turn."""
+    """Strings that no text of a sample may contain, because they would end or begin a turn."""
 
 
 PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
@@ -65,7 +65,7 @@ PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
         answer=(" ", " </s>"),
         control=("[INST]", "[/INST]", "</s>"),
     ),
-    # The original also learns its role headers, and upstream calls both ways fine (Ask-Anything, issue 152).
+    # VideoChat2 also trains on its role headers; upstream says that both ways work (Ask-Anything, issue 152).
     "vicuna": PromptFormat(
         system=("", ""),
         gap=" ",
@@ -104,22 +104,23 @@ def render_prompt(
     timestamps: bool = True,
     answered: bool = True,
 ) -> Rendered:
-    """Render a conversation in this format; unless `answered`, only up to where the last answer begins.
+    """Render a conversation in this format; without `answered`, only up to the start of the last answer.
 
-    Without a question a caption follows the media at once, as upstream. Conversations of kind `text` have
-    no media turn (as in upstream's HD). The video's frames are said to be at `seconds`, if there are any
-    and `timestamps`. Raises `DitLoraError` if a boundary falls into a token (`spans.tokenized`).
+    A caption without a question directly follows the media, as upstream. Conversations of kind `text` have no
+    media turn (as in upstream's HD). If there are `seconds`, and `timestamps` is true, the prompt states them
+    as the times of the video's frames. Raises `DitLoraError` if a boundary is inside a token (see
+    `spans.tokenized`).
     """
     style = PROMPT_FORMATS[name]
     preface = _preface(style, conversation)
     if conversation.kind == "text" and not (
         conversation.turns[0].question or style.media_in_question
     ):
-        # The answer begins with a space; upstream writes two, which are one token.
+        # The answer begins with a space too; upstream's two spaces are a single token.
         preface = preface.rstrip()
     before, after = [Span(preface, "fixed")], list[Span]()
     if conversation.kind == "text":
-        # Without media nothing cuts the text, so it is tokenised as one.
+        # Without media nothing splits the text, so it is tokenised as a whole.
         after, before = before, after
     else:
         start, end = _MARKERS[conversation.kind]
@@ -127,10 +128,10 @@ def render_prompt(
         before.append(Span(style.media[0] + start, "fixed"))
         after.append(Span(end + timing + style.media[1], "fixed"))
     for index, turn in enumerate(conversation.turns):
-        last = index == len(conversation.turns) - 1
-        # The media's turn is open already, so its question begins none.
+        is_last = index == len(conversation.turns) - 1
+        # The turn that holds the media is already open, so its question does not begin a new one.
         opened = style.media_in_question and index == 0 and conversation.kind != "text"
-        after += _turn(style, turn, index, opened=opened, answered=answered or not last)
+        after += _turn(style, turn, index, opened=opened, answered=answered or not is_last)
     if style.stripped:
         before, after = _stripped(before), _stripped(after)
     pieces = [*tokenized(tokenizer, before), *_media(conversation, media_token_id, media_tokens)]
@@ -141,7 +142,7 @@ def render_prompt(
 
 
 def instruction_text(name: FormatName, conversation: Conversation) -> str:
-    """Return what the Q-Former reads: the first turn's instruction, in `vicuna` with the question; or nothing."""
+    """Text that the Q-Former reads: the first turn's instruction, with the question in `vicuna`; may be empty."""
     style = PROMPT_FORMATS[name]
     turn = conversation.turns[0]
     if not turn.instruction:
@@ -151,6 +152,7 @@ def instruction_text(name: FormatName, conversation: Conversation) -> str:
 
 
 def _preface(style: PromptFormat, conversation: Conversation) -> str:
+    """The system text and the first instruction, with the texts around them."""
     instruction = conversation.turns[0].instruction
     system = conversation.system
     # Upstream asserts that a system text ends with white space.
@@ -161,7 +163,7 @@ def _preface(style: PromptFormat, conversation: Conversation) -> str:
 
 
 def _timestamps(seconds: Sequence[float]) -> str:
-    """Return the sentence on the frames' times of video_utils.py: one decimal, as Python prints it."""
+    """The sentence about the frames' times as in video_utils.py, with one decimal as Python prints it."""
     if not seconds:
         return ""
     listed = ", ".join(str(round(second, 1)) for second in seconds)
@@ -171,19 +173,20 @@ def _timestamps(seconds: Sequence[float]) -> str:
 def _turn(
     style: PromptFormat, turn: Turn, index: int, *, opened: bool, answered: bool
 ) -> list[Span]:
+    """The spans of one turn: question, header and, if `answered`, the answer."""
     question, answer = turn.question, turn.answer
     if style.media_in_question:
         question, answer = question.strip(), answer.strip()
     spans = [Span(style.header, "fixed")]
     if question or style.media_in_question:
         before = "" if opened else style.question[0]
-        asked = [
+        question_spans = [
             Span(before, "fixed"),
             Span(question, "question"),
             Span(style.question[1], "fixed"),
         ]
-        spans = asked + spans
-    # The end of the answer before may be the beginning of this turn, written once (Vicuna's ###).
+        spans = question_spans + spans
+    # The end of the previous answer may also begin this turn, and is written once (Vicuna's ###).
     if index:
         spans[0] = Span(style.between + spans[0].text.removeprefix(style.shared), "fixed")
     if answered:
@@ -192,7 +195,7 @@ def _turn(
 
 
 def _stripped(spans: list[Span]) -> list[Span]:
-    """Drop empty spans, and the white space before the first one that is left."""
+    """Drop empty spans, and the white space before the first remaining one."""
     spans = [span for span in spans if span.text]
     if spans:
         spans[0] = Span(spans[0].text.lstrip(), spans[0].part)
@@ -200,4 +203,5 @@ def _stripped(spans: list[Span]) -> list[Span]:
 
 
 def _media(conversation: Conversation, token: int, count: int) -> list[Piece]:
+    """The piece of `count` media tokens; none for text."""
     return [] if conversation.kind == "text" else [Piece((token,) * count, "media")]

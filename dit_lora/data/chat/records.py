@@ -1,7 +1,7 @@
-"""One record of an annotation file as turns about at most one medium, or everything that is wrong with it.
+"""Parses one record of an annotation file into turns about at most one media file, and lists all its faults.
 
 Formats: VideoChat2's (`QA`); `messages` of TRL, axolotl and LLaMA-Factory, whose content is text or parts;
-LLaVA's (`conversations`). Each of them may be text without media.
+LLaVA's (`conversations`). A record of any format may be text without media.
 """
 
 import math
@@ -17,9 +17,9 @@ from dit_lora.data.sources.caption_text import MOST_CHARACTERS, has_lone_surroga
 
 _PLACEHOLDER = re.compile("<(?:image|video)>")
 _RESERVED = re.compile(r"</?Video>|</?Image>|\[/?INST\]|</s>|<image>|<video>")
-"""Marks that prompts of every model are made of; module `control` has those of one model."""
+"""Markers that occur in the prompts of many models; module `control` finds those of the trained model."""
 _MOST_CHARACTERS = 10 * MOST_CHARACTERS
-"""The most characters of all turns together; what a tokenizer should count, `chat.max_tokens` bounds."""
+"""Maximum characters of all turns together, so that a tokenizer need not count more; then `chat.max_tokens` holds."""
 _ROLES = {
     "system": "system",
     "user": "user",
@@ -39,11 +39,11 @@ _HAVE = re.compile("|".join(map(re.escape, (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES))) 
 
 @dataclass
 class ChatRecord:
-    """Contents of one record; with faults, as far as it could be read."""
+    """Contents of one record; if it has faults, as much as could be read."""
 
     kind: Kind = "text"
     file: str | None = None
-    """The medium's file as the record names it."""
+    """The media file as named in the record."""
     turns: tuple[Turn, ...] = ()
     independent: bool = False
     system: str = ""
@@ -53,17 +53,19 @@ class ChatRecord:
     """Codes and messages."""
 
     def wrong(self, code: str, words: str) -> None:
+        """Add a fault, once."""
         if (code, words) not in self.faults:
             self.faults.append((code, words))
 
 
 def parse_record(record: object) -> ChatRecord:
-    """Read a record in whichever format its keys say."""
+    """Read a record in the format that its keys indicate."""
     sample = ChatRecord()
     if not isinstance(record, Mapping):
         sample.wrong("record_type", f"it is of type {_type(record)}, not an object")
         return sample
     named = list(_named_media(record, sample))
+    # The keys decide the format: VideoChat2, or messages with roles.
     if "QA" in record:
         _read_qa(record["QA"], sample)
         sample.independent = True
@@ -82,7 +84,7 @@ def parse_record(record: object) -> ChatRecord:
 
 
 def _named_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tuple[Kind, str]]:
-    """Yield the media that the record names under its own keys."""
+    """Yield the media that the record names under its own keys, with their kind."""
     for key, kind in _MEDIA_KEYS.items():
         value = record.get(key)
         for name in value if isinstance(value, list) else [value]:
@@ -96,6 +98,7 @@ def _named_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tupl
 def _choose_medium(
     record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[Kind, str]]
 ) -> None:
+    """Set the record's only media file; several are a fault."""
     media = list(dict.fromkeys(media))
     if len(media) > 1:
         names = ", ".join(name for _, name in media)
@@ -104,7 +107,7 @@ def _choose_medium(
     elif media:
         sample.kind, sample.file = media[0]
     else:
-        # A key that is misspelt would make a text sample of one about a file.
+        # With a misspelt key, a sample about a file would silently become a text sample.
         keys_read = {*_MEDIA_KEYS, "QA", "messages", "conversations", "system", "id"}
         for key, value in record.items():
             if key not in keys_read and isinstance(value, str) and _HAVE.search(value.lower()):
@@ -134,8 +137,8 @@ def _read_qa(qa: object, sample: ChatRecord) -> None:
                 message = f"{key} of {where} is of type {_type(text)}, not text"
                 sample.wrong("record_type", message)
         if not lacks and all(isinstance(text, str) for text in texts.values()):
-            # White space stays: the original tokenises these texts as they are.
-            # Instructions come again and again, and are kept once.
+            # Keep white space: VideoChat2 tokenises these texts unchanged.
+            # The same instructions occur in many records, so intern them.
             turns.append(Turn(turn["q"], turn["a"], sys.intern(texts.get("i", ""))))
             if is_blank(turns[-1].answer):
                 sample.wrong("answer_empty", f"the answer of {where} is empty")
@@ -144,21 +147,21 @@ def _read_qa(qa: object, sample: ChatRecord) -> None:
 
 @dataclass
 class _Messages:
-    """Reader of messages with roles, in order."""
+    """Reads messages with roles, in order."""
 
     _sample: ChatRecord
     _given: object
     _key: str
     _media: list[tuple[Kind, str]]
     _places: list[int] = field(default_factory=list)
-    """Number of questions before each medium that has a place in the text."""
+    """For each placeholder or part for media, the number of the turns before it."""
     _filled: int = 0
-    """Number of media that a part names itself."""
+    """Number of media that are named in a part."""
     _turns: list[Turn] = field(default_factory=list)
     _question: str | None = None
 
     def read(self, system: object) -> None:
-        """Read the turns and the system text; a system message replaces the record's own."""
+        """Read the turns and the system text; a system message replaces the record's system text."""
         sample = self._sample
         if isinstance(system, str):
             sample.system = system.strip()
@@ -170,7 +173,7 @@ class _Messages:
             return
         answered = False
         for number, message in enumerate(self._given, start=1):
-            # Every message is read, even after a fault, so that all faults are listed.
+            # Read every message, even after a fault, so that all faults are listed.
             answered |= self._read_message(number, message) == "assistant"
         if not answered:
             sample.wrong("no_answer", "no message is the assistant's")
@@ -180,11 +183,12 @@ class _Messages:
         self._check_places()
 
     def _read_message(self, number: int, message: object) -> str | None:
-        """Read a message and return its role; None if that is missing or unknown."""
+        """Read a message and return its role; None if the role is missing or unknown."""
         where, sample = f"message {number}", self._sample
         if not isinstance(message, Mapping):
             sample.wrong("record_type", f"{where} is of type {_type(message)}, not an object")
             return None
+        # LLaVA names the keys from and value, other formats role and content.
         keys = ("from", "value") if "from" in message else ("role", "content")
         lacks = [key for key in keys if message.get(key) is None]
         if lacks:
@@ -208,6 +212,7 @@ class _Messages:
         return role
 
     def _answer(self, text: str, where: str, *, lacks: bool) -> None:
+        """End the current turn with this answer."""
         if self._question is None:
             self._sample.wrong("roles_order", f"{where} is an answer without a question before it")
         if is_blank(text) and not lacks:
@@ -216,7 +221,7 @@ class _Messages:
         self._question = None
 
     def _text(self, content: object, where: str, role: str | None) -> str:
-        """Return the text of a message; media are taken out of questions."""
+        """Text of a message; in questions, placeholders for media are removed."""
         if isinstance(content, str):
             return self._trimmed(self._without_places(content, role), role)
         if not isinstance(content, list):
@@ -237,15 +242,18 @@ class _Messages:
 
     @staticmethod
     def _trimmed(text: str, role: str | None) -> str:
+        """The text without surrounding white space; an answer keeps its indentation."""
         return trim_answer(text) if role == "assistant" else text.strip()
 
     def _without_places(self, text: str, role: str | None) -> str:
+        """Remove the placeholders for media from a question, and note their positions."""
         if role != "user":
             return text
         self._places += [len(self._turns)] * len(_PLACEHOLDER.findall(text))
         return _PLACEHOLDER.sub("", text)
 
     def _medium(self, part: Mapping[Any, Any], kind: str, where: str, role: str | None) -> None:
+        """Note a part that is an image or a video."""
         if role != "user":
             self._sample.wrong("placeholder", f"{where} has a medium; only questions may")
         self._places.append(len(self._turns))
@@ -258,7 +266,8 @@ class _Messages:
             self._sample.wrong("record_type", message)
 
     def _check_places(self) -> None:
-        # Media that no part names are under the record's own keys.
+        """Check that the placeholders match the media, and that they are all in the first question."""
+        # Compare only the media that no part names: they are under the record's own keys.
         unfilled, named = len(self._places) - self._filled, len(self._media) - self._filled
         if unfilled > named and len(self._media) <= 1:
             message = (
@@ -273,6 +282,7 @@ class _Messages:
 
 def _read_part(record: Mapping[Any, Any], sample: ChatRecord) -> None:
     """Read `start` and `end`, in seconds."""
+    # Both bounds are optional: without them, the sample is about the whole video.
     bounds = {key: record[key] for key in ("start", "end") if record.get(key) is not None}
     if not bounds:
         return
@@ -291,6 +301,7 @@ def _read_part(record: Mapping[Any, Any], sample: ChatRecord) -> None:
 
 
 def _check_texts(sample: ChatRecord) -> None:
+    """Check the texts for length, invalid characters, reserved markers and an empty question."""
     text = whole_text(sample.system, sample.turns)
     if len(text) > _MOST_CHARACTERS:
         message = (
@@ -300,16 +311,17 @@ def _check_texts(sample: ChatRecord) -> None:
     if has_lone_surrogate(text):
         message = "its text holds half of a character, a surrogate without the other, as \\ud83d"
         sample.wrong("caption_not_text", message)
-    held = _RESERVED.findall(text)
-    if held:
+    reserved = _RESERVED.findall(text)
+    if reserved:
         message = (
-            f"its text holds {', '.join(dict.fromkeys(held))}, which prompts use for turns and media; "
+            f"its text holds {', '.join(dict.fromkeys(reserved))}, which prompts use for turns and media; "
             "write it otherwise"
         )
         sample.wrong("caption_reserved_token", message)
-    first = sample.turns[0] if sample.turns else None
-    asked = first.question + first.instruction if first else ""
-    is_asked = sample.kind != "text" or first is None or not is_blank(asked)
+    # Without media, an empty question leaves nothing that the answer could refer to.
+    first_turn = sample.turns[0] if sample.turns else None
+    first_text = first_turn.question + first_turn.instruction if first_turn else ""
+    is_asked = sample.kind != "text" or first_turn is None or not is_blank(first_text)
     if not is_asked and not sample.faults:
         sample.wrong("question_empty", "it has no medium, and its first question is empty")
 

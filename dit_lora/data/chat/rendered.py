@@ -1,4 +1,4 @@
-"""Conversations as tokens: which are media, which may be shortened, which are learned."""
+"""Conversations as tokens: which are media, which may be shortened, which are trained on."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,30 +10,31 @@ Part = Literal["fixed", "media", "question", "answer"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens in a row that are treated alike."""
+    """Consecutive tokens that are treated alike."""
 
     ids: tuple[int, ...]
     part: Part
-    """Kind of the tokens: `answer` alone is learned; `question` alone may be shortened."""
+    """Kind of the tokens: only `answer` is trained on, and only `question` may be shortened."""
     dropped: int = 0
-    """Number of tokens that were taken out of the piece's middle."""
+    """Number of tokens that were removed from the middle of the piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Tokens of one conversation, not padded."""
+    """Tokens of one conversation, without padding."""
 
     pieces: tuple[Piece, ...]
     instruction: tuple[int, ...] = ()
-    """Text that a Q-Former reads beside the picture, in its own tokenizer's ids."""
+    """Text that a Q-Former reads together with the picture, as ids of its own tokenizer."""
 
     @property
     def ids(self) -> list[int]:
+        """Token ids of all pieces."""
         return [token for piece in self.pieces for token in piece.ids]
 
     @property
     def labels(self) -> list[int]:
-        """Each token itself where it is learned, else `IGNORE`; not shifted."""
+        """For each token its id if it is trained on, else `IGNORE`; not shifted."""
         return [
             token if piece.part == "answer" else IGNORE
             for piece in self.pieces
@@ -42,11 +43,11 @@ class Rendered:
 
     @property
     def answers(self) -> int:
-        """Number of tokens that are learned."""
+        """Number of tokens that are trained on."""
         return self.count("answer")
 
     def count(self, part: Part) -> int:
-        """Return the number of tokens of one part."""
+        """Number of tokens of one part."""
         return sum(len(piece.ids) for piece in self.pieces if piece.part == part)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Text in spans, tokenised as a whole, so that a boundary never changes a token."""
+"""Tokenises text that consists of spans as a whole, so that a span boundary never changes a token."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dit_lora.errors import DitLoraError
 
 
 class Span(NamedTuple):
-    """Characters in a row that are treated alike."""
+    """Consecutive characters that are treated alike."""
 
     text: str
     part: Part
@@ -21,12 +21,14 @@ class Span(NamedTuple):
 def tokenized(
     tokenizer: PreTrainedTokenizerBase, spans: Sequence[Span], *, add_special_tokens: bool = False
 ) -> list[Piece]:
-    """Return the tokens of the joined text, each with the span of its last character, an answer's end included.
+    """Tokens of the joined text, as pieces; a token belongs to the span of its last character.
 
-    They are those of the whole text at once, as inference has them: a model never meets a text that was cut
-    where an answer happened to begin. Raises `DitLoraError` if one token holds the end of a prompt and the
-    beginning of its answer, which no prompt could end with, and if the tokenizer cannot tell where its
-    tokens are.
+    The tokens are those of the whole text, as at inference: a model never sees a text that was split where an
+    answer happens to begin.
+
+    Raises:
+        DitLoraError: A token contains the end of a prompt and the beginning of its answer, so that no prompt could
+            end before it; or the tokenizer cannot report the characters of its tokens.
     """
     if not tokenizer.is_fast:
         raise DitLoraError(
@@ -40,12 +42,12 @@ def tokenized(
         text,
         add_special_tokens=add_special_tokens,
         return_offsets_mapping=True,
-        # The tokenizer's warning would be about its own limit; chat.max_tokens decides.
+        # Silence the warning about the tokenizer's own limit; chat.max_tokens is the limit here.
         verbose=False,
     )
     owners = [_owner(spans, ends, start, stop) for start, stop in encoded["offset_mapping"]]
     tokens = zip(owners, encoded["input_ids"], strict=True)
-    # Questions and answers are pieces of their own; what stands between them is joined to one piece.
+    # Each question and answer is a separate piece; all spans between them are joined to one piece.
     return [
         Piece(tuple(token for _, token in group), part)
         for (part, _), group in groupby(tokens, key=lambda pair: _piece_key(spans, pair[0]))
@@ -53,22 +55,23 @@ def tokenized(
 
 
 def _piece_key(spans: Sequence[Span], owner: int) -> tuple[Part, int]:
+    """Key of the piece that a token of this span belongs to."""
     part = spans[owner].part
     return (part, owner) if part in ("question", "answer") else (part, -1)
 
 
 def _owner(spans: Sequence[Span], ends: Sequence[int], start: int, stop: int) -> int:
-    """Return the index of the span that a token with these characters belongs to.
+    """Index of the span that a token with these characters belongs to.
 
-    Byte-level tokenizers may trim white space from what they report: a token without characters belongs to
-    those before it.
+    Byte-level tokenizers may omit white space from the reported characters: a token without characters belongs
+    to those before it.
     """
-    last = bisect_right(ends, max(stop - 1, 0))
-    first = min(bisect_right(ends, start), last)
-    parts = [span.part for span in spans[first : last + 1]]
+    end_span = bisect_right(ends, max(stop - 1, 0))
+    start_span = min(bisect_right(ends, start), end_span)
+    parts = [span.part for span in spans[start_span : end_span + 1]]
     if parts[-1] == "answer" and parts[0] != "answer":
         raise DitLoraError(
-            f"one token holds the end of a prompt and the beginning of the answer {spans[last].text[:40]!r}, so no "
-            "prompt could lead to it; let the answer begin with a letter or digit"
+            f"one token holds the end of a prompt and the beginning of the answer {spans[end_span].text[:40]!r}, "
+            "so no prompt could lead to it; let the answer begin with a letter or digit"
         )
-    return first if parts[0] == "answer" else last
+    return start_span if parts[0] == "answer" else end_span

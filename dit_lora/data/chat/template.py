@@ -1,4 +1,4 @@
-"""Conversations in a checkpoint's own chat template, with the answers found in what it writes."""
+"""Renders conversations with a checkpoint's own chat template, and finds the answers in the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ class Templated(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MediaText:
-    """Text that the template writes for the media, and what the processor would put there for these frames.
+    """Text that the template writes for the media, and the text by which the processor would replace it.
 
-    An example is `<|vision_start|><|video_pad|><|vision_end|>`, and the same with the pad repeated and
-    timestamps between.
+    An example is `<|vision_start|><|video_pad|><|vision_end|>`, and the same with the pad token repeated and
+    timestamps in between.
     """
 
     placeholder: str
@@ -42,24 +42,25 @@ def render_template(
     *,
     answered: bool = True,
 ) -> Rendered:
-    """Render a conversation as the template writes it; unless `answered`, the prompt for the last answer.
+    """Render a conversation with the template; without `answered`, only the prompt for the last answer.
 
-    The media come first in the first question; `media` is None for kind `text`. An answer is what the
-    template adds to the prompt of its turn, learned up to and including the first special token after it,
-    its end of turn. What follows the last answer is left out. A template that ends no answer gets the
-    tokenizer's end of text after the last one, because a model would not learn to stop there. White space
-    around questions and answers is removed. A beginning-of-text token is added where the template writes
-    none and the tokenizer would.
+    The media come first in the first question; `media` is None for kind `text`. An answer is the text that the
+    template adds to the prompt of its turn. It is trained on up to and including the first special token after
+    it, the end of turn. Text after the last answer is dropped. If a template does not end answers, the
+    tokenizer's end-of-text token is added after the last one, because the model would not learn to stop
+    otherwise. White space around questions and answers is removed. A beginning-of-text token is added if the
+    tokenizer would add one and the template does not write it.
 
-    Raises `DitLoraError` if the template refuses the conversation, leaves out the system text or an answer,
-    changes what it wrote of earlier turns, does not write the placeholder exactly once, or if the text
-    holds the placeholder or its tokens elsewhere.
+    Raises:
+        DitLoraError: The template refuses the conversation, leaves out the system text or an answer, changes
+            earlier turns, or does not write the placeholder exactly once; or the text contains the placeholder
+            or its tokens elsewhere.
     """
     spans = _spans(template, conversation, _ends(tokenizer), answered)
     spans = _expanded(spans, media)
     text = "".join(span.text for span in spans)
     bos = tokenizer.bos_token
-    # A template that writes the beginning-of-text token must not get a second one.
+    # Do not add a second beginning-of-text token if the template writes one.
     written = isinstance(bos, str) and text.startswith(bos)
     pieces = tokenized(tokenizer, spans, add_special_tokens=not written)
     rendered = Rendered(tuple(pieces))
@@ -70,16 +71,16 @@ def render_template(
 def _spans(
     template: Templated, conversation: Conversation, ends: tuple[str, list[str]], answered: bool
 ) -> list[Span]:
-    """Write a conversation turn by turn, each text a beginning of the next."""
+    """Render a conversation turn by turn; the text so far must be a prefix of the next one."""
     system = conversation.system
     messages = [_message("system", system)] if system else []
     spans, written = list[Span](), ""
     for index, turn in enumerate(conversation.turns):
         question, answer = turn.question.strip(), trim_answer(turn.answer)
-        last = index == len(conversation.turns) - 1
+        is_last = index == len(conversation.turns) - 1
         kind = conversation.kind if index == 0 else "text"
         messages.append(_message("user", question, kind))
-        # Inference sees this text before an answer, so the answer is what is written beyond it.
+        # At inference the model sees this text before an answer, so the answer is the text after it.
         prompt = _written(template, messages, generation=True)
         spans += _asked(_beyond(written, prompt, "an earlier turn"), question)
         if not index and system.strip() not in prompt:
@@ -87,16 +88,17 @@ def _spans(
                 "the chat template leaves out the system text; set chat.system and `system` of the samples to "
                 f"nothing, or put it into the questions; got {system[:80]!r}"
             )
-        if last and not answered:
+        if is_last and not answered:
             break
         messages.append(_message("assistant", answer))
         written = _written(template, messages, generation=False)
         reply = _beyond(prompt, written, "the prompt of an answer")
-        spans += _answered(reply, answer, ends, last=last)
+        spans += _answered(reply, answer, ends, last=is_last)
     return spans
 
 
 def _written(template: Templated, messages: Sequence[Message], *, generation: bool) -> str:
+    """Apply the template to messages; raises `DitLoraError` if it refuses them."""
     from jinja2 import TemplateError
 
     try:
@@ -111,21 +113,24 @@ def _written(template: Templated, messages: Sequence[Message], *, generation: bo
 
 
 def _beyond(before: str, text: str, what: str) -> str:
+    """The part of `text` after `before`, which must be a prefix of it."""
     if not text.startswith(before):
-        same = next(
+        # Position of the first difference.
+        start = next(
             (i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)
         )
         raise DitLoraError(
             f"the chat template changes {what} once more is said, so training would not see what inference "
-            f"does: {before[same : same + 60]!r} became {text[same : same + 60]!r}; use a template that only "
+            f"does: {before[start : start + 60]!r} became {text[start : start + 60]!r}; use a template that only "
             "appends, or samples of one turn"
         )
     return text[len(before) :]
 
 
 def _answered(reply: str, answer: str, ends: tuple[str, list[str]], *, last: bool) -> list[Span]:
+    """Spans of an answer with its end of turn, and of the fixed text after it."""
     if answer not in reply:
-        answer = answer.strip()  # templates may trim what they are given, and inference sees that
+        answer = answer.strip()  # templates may trim answers, and inference sees the trimmed text
     if answer not in reply:
         raise DitLoraError(
             f"the chat template writes {reply[:80]!r} for the answer {answer[:80]!r}; it must not rewrite answers"
@@ -142,11 +147,12 @@ def _answered(reply: str, answer: str, ends: tuple[str, list[str]], *, last: boo
     elif last:
         reply = reply[:stop] + end_of_text
         stop = len(reply)
-    rest = "" if last else reply[stop:]
-    return [Span(reply[:stop], "answer"), Span(rest, "fixed")]
+    remainder = "" if last else reply[stop:]
+    return [Span(reply[:stop], "answer"), Span(remainder, "fixed")]
 
 
 def _message(role: str, text: str, kind: str = "text") -> Message:
+    """A message in the format of chat templates; media come before the text."""
     content: list[dict[str, str]] = [] if kind == "text" else [{"type": kind}]
     if text or not content:
         content.append({"type": "text", "text": text})
@@ -154,7 +160,8 @@ def _message(role: str, text: str, kind: str = "text") -> Message:
 
 
 def _asked(prompt: str, question: str) -> list[Span]:
-    # The question is the last of its text in the prompt: earlier turns may repeat it.
+    """Spans of a prompt, with the question as a separate one."""
+    # Take the last occurrence of the question in the prompt: earlier turns may contain the same text.
     at = prompt.rfind(question) if question else -1
     if at < 0:
         return [Span(prompt, "fixed")]
@@ -163,7 +170,7 @@ def _asked(prompt: str, question: str) -> list[Span]:
 
 
 def _expanded(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
-    """Return the spans with the placeholder's expansion as a span of its own."""
+    """The spans with the expansion of the placeholder as a separate span."""
     if media is None:
         return list(spans)
     written = sum(span.text.count(media.placeholder) for span in spans)
@@ -174,6 +181,7 @@ def _expanded(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
         )
     expanded = []
     for span in spans:
+        # The placeholder may be inside a span, which is then split in three.
         before, placeholder, after = span.text.partition(media.placeholder)
         expanded.append(Span(before, span.part))
         if placeholder:
@@ -182,7 +190,7 @@ def _expanded(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
-    """Return the end of text, and all special tokens."""
+    """The end-of-text token, and all special tokens."""
     eos = tokenizer.eos_token
     if not isinstance(eos, str):
         raise DitLoraError(
@@ -193,7 +201,7 @@ def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
 
 
 def _refuse_stray_media(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `DitLoraError` if the media's tokens stand elsewhere: the model counts them, one set for each medium."""
+    """Raise `DitLoraError` if media tokens occur in other text: the model counts them per media file."""
     added = set(tokenizer.added_tokens_decoder)
     media = {token for p in rendered.pieces if p.part == "media" for token in p.ids} & added
     stray = {token for p in rendered.pieces if p.part != "media" for token in p.ids} & media

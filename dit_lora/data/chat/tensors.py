@@ -1,4 +1,4 @@
-"""A rendered conversation as tensors of its bucket's lengths."""
+"""Converts a rendered conversation to tensors, padded to the lengths of its bucket."""
 
 import torch
 
@@ -7,19 +7,21 @@ from dit_lora.numerics.objectives import IGNORE
 
 
 def bucket_length(tokens: int, step: int) -> int:
-    """Return the least multiple of `step` that holds so many tokens."""
+    """The smallest multiple of `step` that is at least `tokens`."""
     return -(-tokens // step) * step
 
 
 def to_tensors(
     rendered: Rendered, *, length: int, answers: int, instruction: int | None, pad: int
 ) -> dict[str, torch.Tensor]:
-    """Return int64 `input_ids` (length,), `labels` and `answer_positions` (answers,), padded on the right.
+    """Convert to int64 `input_ids` (length,), `labels` and `answer_positions` (answers,), padded on the right.
 
-    `labels` are the learned tokens in order, then -100; `answer_positions` the index of the token before
-    each, whose hidden state predicts it, then 0. With `instruction`, also `instruction_ids` and
-    `instruction_mask` of that length, padded with 0, which is [PAD] in BERT's vocabulary. Raises
-    `ValueError` if something does not fit: what would be cut off are answers.
+    `labels` are the trained tokens in order, then -100. `answer_positions` are the indices of the tokens before
+    them, whose hidden states predict them, then 0. With `instruction`, there are also `instruction_ids` and
+    `instruction_mask` of that length, padded with 0, which is [PAD] in BERT's vocabulary.
+
+    Raises:
+        ValueError: Something does not fit; cutting it off would lose answers.
     """
     ids = rendered.ids
     learned = [index for index, label in enumerate(rendered.labels) if label != IGNORE]
@@ -41,6 +43,7 @@ def to_tensors(
 
 
 def _padded(values: list[int], length: int, filler: int, what: str) -> torch.Tensor:
+    """The values as int64 (length,), filled up with `filler`."""
     if len(values) > length:
         raise ValueError(f"{len(values)} {what} do not fit into {length}")
     return torch.tensor(values + [filler] * (length - len(values)), dtype=torch.int64)

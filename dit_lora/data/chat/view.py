@@ -1,4 +1,4 @@
-"""A rendered conversation as a person reads it: what is seen, what is learned, what was left out."""
+"""Shows a rendered conversation for people: the text the model sees, the trained text, and the dropped text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,17 +26,17 @@ _STYLES: dict[Part, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token's place, id and text; the texts of a piece's tokens joined are its text."""
+    """Position, id and text of a token; the texts of a piece's tokens add up to its text."""
 
     position: int
     id: int
     text: str
-    """Text of the token; empty for all but the last token of a character that takes several."""
+    """Text of the token; if several tokens make up one character, only the last of them has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownPiece:
-    """A piece in tokens with text; media have no tokens."""
+    """A piece with the text of its tokens; for media, without tokens."""
 
     part: Part
     count: int
@@ -45,19 +45,19 @@ class ShownPiece:
 
     @property
     def halves(self) -> tuple[tuple[Token, ...], tuple[Token, ...]]:
-        """The tokens before and after those that were dropped."""
+        """The tokens before and after the dropped ones."""
         head = len(self.tokens) - len(self.tokens) // 2 if self.dropped else len(self.tokens)
         return self.tokens[:head], self.tokens[head:]
 
 
 def shown_pieces(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[ShownPiece]:
-    """Return the pieces with the text of each token; media are folded: their ids may be outside the vocabulary."""
-    shown, position = list[ShownPiece](), 0
+    """The pieces with the text of each token. Media have no tokens: their ids may be outside the vocabulary."""
+    pieces, position = list[ShownPiece](), 0
     reader = _Reader(tokenizer)
     for piece in rendered.pieces:
         tokens: tuple[Token, ...] = ()
         if piece.part == "media":
-            # Media's ids may be outside the vocabulary, so the text begins anew after them.
+            # Media ids may be outside the vocabulary, so start decoding again after them.
             reader = _Reader(tokenizer)
         else:
             texts = [reader.read(token) for token in piece.ids]
@@ -65,26 +65,26 @@ def shown_pieces(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list
                 Token(position + index, token, text)
                 for index, (token, text) in enumerate(zip(piece.ids, texts, strict=True))
             )
-        shown.append(ShownPiece(piece.part, len(piece.ids), tokens, piece.dropped))
+        pieces.append(ShownPiece(piece.part, len(piece.ids), tokens, piece.dropped))
         position += len(piece.ids)
-    return shown
+    return pieces
 
 
 def counts(rendered: Rendered) -> dict[str, int]:
-    """Return the numbers of tokens by what becomes of them, in the order of `NAMES`."""
+    """Number of tokens of each kind, in the order of `NAMES`."""
     return {name: rendered.count(part) for part, name in NAMES.items()}
 
 
 def facts(rendered: Rendered, *, kind: str, seconds: Sequence[float]) -> str:
-    """Return a line: `video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, 40 question, 30 fixed, 246 learned`."""
+    """Summary line: `video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, 40 question, 30 fixed, 246 learned`."""
     media = kind
     if kind == "video":
         span = f" at {seconds[0]:.4g} ... {seconds[-1]:.4g} s" if seconds else ""
         media += f", {len(seconds)} {'frame' if len(seconds) == 1 else 'frames'}{span}"
     tokens = ", ".join(f"{count} {name}" for name, count in counts(rendered).items())
     dropped = sum(piece.dropped for piece in rendered.pieces)
-    left = f"; {dropped} of the questions left out" if dropped else ""
-    return f"{media}; {len(rendered)} tokens: {tokens}{left}"
+    shortened = f"; {dropped} of the questions left out" if dropped else ""
+    return f"{media}; {len(rendered)} tokens: {tokens}{shortened}"
 
 
 def terminal_view(
@@ -96,10 +96,10 @@ def terminal_view(
     seconds: Sequence[float] = (),
     instruction: str = "",
 ) -> RenderableType:
-    """Show one sample in a terminal: its pieces in order, each with what becomes of it and how many tokens it has.
+    """Table of one sample for a terminal: its pieces in order, each with its kind and number of tokens.
 
-    `seconds` are its frames'; `instruction` is the text that a Q-Former reads. Escape sequences from the
-    data are shown, not obeyed.
+    `seconds` are the times of its frames; `instruction` is the text that a Q-Former reads. Escape sequences in
+    the data are shown, not executed.
     """
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
@@ -110,6 +110,7 @@ def terminal_view(
     for piece in shown_pieces(rendered, tokenizer):
         style = _STYLES[piece.part]
         text = Text(style=style)
+        # Tokens are dropped from the middle of a question, so show that gap between its halves.
         before, after = piece.halves
         if piece.part == "media":
             text.append(f"<{piece.count} media tokens>")
@@ -123,18 +124,19 @@ def terminal_view(
 
 
 class _Reader:
-    """Gives each token the text it adds to those before it."""
+    """Decodes tokens one by one: each gets the text that it adds to those before it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._known = 0
-        """Number of tokens at the beginning of `_ids` whose text was given."""
+        """Number of tokens at the beginning of `_ids` whose text was returned already."""
 
     def read(self, token: int) -> str:
+        """Text that this token adds."""
         self._ids.append(token)
         before, now = self._decode(self._ids[: self._known]), self._decode(self._ids)
-        # A character of UTF-8 has up to 4 bytes: this token ends within one, and the next tokens go on.
+        # A UTF-8 character has up to 4 bytes: this token ends inside one, which the next tokens complete.
         if now.endswith("\ufffd") and len(self._ids) - self._known < 4:
             return ""
         self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
@@ -145,7 +147,7 @@ class _Reader:
 
 
 def _visible(text: str) -> str:
-    """Return the text with line breaks and other invisible characters as signs."""
+    """The text with visible signs for line breaks and other invisible characters."""
     signs = {"\n": "↵", "\t": "→"}
     return "".join(
         signs.get(character, character if character.isprintable() else "\ufffd")

@@ -1,1 +1,1 @@
-"""The order, batches and reading of samples."""
+"""Order, batches and reading of the training samples."""

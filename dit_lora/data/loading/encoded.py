@@ -1,4 +1,4 @@
-"""Loader of batches of cached clips, in an order that is a function of the seed and the position alone."""
+"""Loads batches of encoded clips, in an order that depends only on the seed and the position."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,33 +21,33 @@ from dit_lora.numerics.streams import fold, generator
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A sample's place in the caches: a clip, or one window of it."""
+    """Cache keys of one sample: a clip, or one window of it."""
 
     id: str
     video_key: str
     text_key: str
     mirror_key: str | None = None
-    """Key of the mirror image's entry, where `data.flip` asks for one."""
+    """Key of the mirrored clip's entry; None without `data.flip`."""
     shape: VideoShape | None = None
-    """The entry's bucket; None where all samples have one shape."""
+    """The entry's bucket; None if all samples have the same shape."""
     times: float = 1.0
-    """Number of times that the entry comes in an epoch."""
+    """Number of times that the entry is used in an epoch."""
     loss_weight: float = 1.0
-    """Factor of the sample's loss."""
+    """Factor by which the sample's loss is multiplied."""
     empty_text_key: str | None = None
-    """Key of the caption that dropout puts in place, where that is the sample's own."""
+    """Key of the caption used by caption dropout, if this sample has a different one than the others."""
     preserve_text_keys: tuple[str, ...] = ()
-    """Keys of the captions without the trigger, under `train.preserve`."""
+    """Keys of the captions without the trigger word (`train.preserve`)."""
     preserve_weight: float = 0.0
-    """Factor of the loss on that caption; 0 for a sample whose caption has no trigger."""
+    """Weight of the loss on that caption; 0 for a sample whose caption has no trigger word."""
 
     def preserve_text_key_of(self, draw: int) -> str | None:
-        """Return the key of one of the captions without the trigger; None where there are none."""
+        """Key of one of the captions without the trigger word, chosen by `draw`; None if there are none."""
         keys = self.preserve_text_keys
         return keys[fold(draw, "preserve") % len(keys)] if keys else None
 
     def video_key_of(self, draw: int) -> str:
-        """Return the key of the sample, or in half of the draws that of its mirror image."""
+        """Key of the clip or, for half of the draws, of its mirrored version."""
         if self.mirror_key is None:
             return self.video_key
         mirrored = torch.rand((), generator=generator(0, "flip", draw)) < 0.5
@@ -55,23 +55,23 @@ class Entry:
 
 
 class Encodings(Protocol):
-    """Encoded clips, or captions, by key: a `TensorCache`, or an encoder that is asked for each."""
+    """Encoded clips or captions by key: a `TensorCache`, or an encoder that computes each on request."""
 
     def first_spec(self, keys: Sequence[str]) -> Spec: ...
 
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
-        """Return the tensors and what is wrong with them; tensors that are missing are NaN of shape `spec`."""
+        """The tensors, and a message about a fault or None; missing tensors are NaN with the shapes of `spec`."""
 
 
 def preserved_spec(text: Spec) -> Spec:
-    """Return the shapes and dtypes of a caption without the trigger, and of the factor of the loss on it."""
-    tensors = {f"{PRESERVE}{name}": one for name, one in text.items()}
+    """Shapes and dtypes of a caption without the trigger word, and of the weight of its loss."""
+    tensors = {f"{PRESERVE}{name}": tensor_spec for name, tensor_spec in text.items()}
     return {**tensors, PRESERVE_WEIGHT: (torch.Size([]), torch.float32)}
 
 
 @dataclass(frozen=True)
 class EncodedClips:
-    """The encoded training set; `empty_text_key` is the caption that dropout puts in place."""
+    """The encoded training set; `empty_text_key` is the key of the caption used by caption dropout."""
 
     entries: tuple[Entry, ...]
     empty_text_key: str
@@ -79,7 +79,7 @@ class EncodedClips:
     texts: Encodings
 
     def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
-        """Return the order in which a run, whose steps take `group` samples, reads the entries."""
+        """Order in which a run, whose steps take `group` samples, reads the entries."""
         return Order(
             [entry.id for entry in self.entries],
             seed=seed,
@@ -91,7 +91,7 @@ class EncodedClips:
 
     @cached_property
     def video_specs(self) -> dict[VideoShape | None, Spec]:
-        """Shapes and dtypes of each bucket's clips, from its first entry that can be read; the largest first."""
+        """Shapes and dtypes of each bucket's clips, from its first readable entry; the largest bucket first."""
         keys: dict[VideoShape | None, list[str]] = {}
         for entry in self.entries:
             keys.setdefault(entry.shape, []).append(entry.video_key)
@@ -100,14 +100,14 @@ class EncodedClips:
 
     @cached_property
     def text_spec(self) -> Spec:
-        """Shapes and dtypes of captions: one for all, from the first entry that can be read."""
+        """Shapes and dtypes of captions, which are equal for all; from the first entry that can be read."""
         return self.texts.first_spec(
             [self.empty_text_key, *(entry.text_key for entry in self.entries)]
         )
 
     @property
     def largest(self) -> tuple[VideoShape | None, Spec]:
-        """The largest shape, and the tensors of a sample of it."""
+        """The largest shape, and the shapes and dtypes of a sample's tensors in it."""
         shape, spec = next(iter(self.video_specs.items()))
         spec = {**spec, **self.text_spec}
         if self.preserves:
@@ -116,37 +116,40 @@ class EncodedClips:
 
     @cached_property
     def preserves(self) -> bool:
-        """True if samples have a caption without the trigger too."""
+        """Whether any sample also has captions without the trigger word."""
         return any(entry.preserve_text_keys for entry in self.entries)
 
     @cached_property
     def has_loss_weights(self) -> bool:
+        """Whether any sample has a loss weight other than 1."""
         return any(entry.loss_weight != 1 for entry in self.entries)
 
     @cached_property
     def empty_text(self) -> tuple[dict[str, torch.Tensor], str | None]:
-        """The caption that dropout puts in place, and what is wrong with it.
+        """The caption used by caption dropout, and a message about its fault.
 
-        It is read once: if it went bad later, every sample would be blamed.
+        It is read only once: if it became bad later, every sample would get the fault.
         """
         tensors, fault = self.texts.read(self.empty_text_key, self.text_spec)
-        # A view would keep its whole shard mapped as long as the run lasts.
+        # Copy: a view would keep its whole shard mapped during the whole run.
         return {name: tensor.clone() for name, tensor in tensors.items()}, fault
 
     def read(self, entry: Entry, text_key: str, draw: int) -> "Batch":
-        """Return one sample as a batch of one; `faults` says what is wrong with it."""
+        """Read one sample as a batch of one; `faults` has a message if something is wrong with it."""
         spec = self.video_specs[entry.shape]
+        # The draw decides whether the clip is mirrored.
         video, video_fault = self.videos.read(entry.video_key_of(draw), spec)
         is_empty = text_key == self.empty_text_key
         text, text_fault = (
             self.empty_text if is_empty else self.texts.read(text_key, self.text_spec)
         )
-        tensors, other_fault = {**video, **text}, None
-        if (other_key := entry.preserve_text_key_of(draw)) is not None:
-            other, other_fault = self.texts.read(other_key, self.text_spec)
-            tensors |= {f"{PRESERVE}{name}": tensor for name, tensor in other.items()}
+        tensors, preserved_fault = {**video, **text}, None
+        # The caption without the trigger word is a second text input of the same sample.
+        if (preserved_key := entry.preserve_text_key_of(draw)) is not None:
+            preserved, preserved_fault = self.texts.read(preserved_key, self.text_spec)
+            tensors |= {f"{PRESERVE}{name}": tensor for name, tensor in preserved.items()}
             tensors[PRESERVE_WEIGHT] = torch.tensor(entry.preserve_weight)
-        faults = [fault for fault in (video_fault, text_fault, other_fault) if fault]
+        faults = [fault for fault in (video_fault, text_fault, preserved_fault) if fault]
         if self.has_loss_weights:
             tensors[LOSS_WEIGHT] = torch.tensor(entry.loss_weight)
         return Batch(
@@ -157,26 +160,26 @@ class EncodedClips:
         )
 
     def one_of_each_kind(self) -> Sequence[Entry]:
-        """Return no entry, because every sample uses the whole model."""
+        """No entries, because every sample uses the whole model."""
         return ()
 
     def known(self) -> dict[str, torch.Tensor]:
-        """Return nothing, because a forward's shapes do not depend on the values that encoders give."""
+        """No tensors, because the shapes in a forward pass do not depend on encoded values."""
         return {}
 
     def sample(self, entry: Entry, draw: int) -> "Batch":
-        """Return one sample with its own caption, as a batch of one; `faults` says what is wrong with it."""
+        """Read one sample with its real caption, as a batch of one; `faults` has a message if something is wrong."""
         return self.read(entry, entry.text_key, draw)
 
     def loader(self, how: Reading) -> Iterable["Batch"]:
-        """Return the micro-batches of the sampler's positions, in its order."""
+        """Loader of the micro-batches at the sampler's positions, in order."""
         return build_loader(ClipDataset(self, how), how)
 
     def token_problems(self, model: nn.Module) -> None:
-        """Return None: text reaches the model as embeddings."""
+        """None, because text reaches the model as embeddings."""
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
-        """Set aside what is bad of these samples on disk; without a cache nothing is there, and no path is returned."""
+        """No paths, because nothing is stored on disk without a cache."""
         return []
 
 
@@ -188,9 +191,9 @@ class CachedClips(EncodedClips):
     texts: TensorCache
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
-        """Mark the bad entries of these samples, so that the next start encodes them anew; return the marks' paths."""
-        wanted = {*samples}
-        bad = [entry for entry in self.entries if entry.id in wanted]
+        """Mark the bad entries of these samples, so that the next start encodes them again; returns the marks."""
+        sample_ids = {*samples}
+        bad = [entry for entry in self.entries if entry.id in sample_ids]
         keys = {
             key: self.video_specs[entry.shape]
             for entry in bad
@@ -207,18 +210,18 @@ class CachedClips(EncodedClips):
         texts = [(self.texts, key, self.text_spec) for key in text_keys]
         aside = []
         for cache, key, spec in [*videos, *texts]:
-            # The clip or the caption may be to blame, so only what is bad now is set aside.
+            # The fault may be in the clip or in the caption, so mark only the entries that are bad now.
             if cache.path(key).exists() and cache.read(key, spec)[1]:
                 aside.append(cache.set_aside(key))
         return aside
 
 
 class ClipDataset(OrderedDataset):
-    """Reads the sample at each position of a run: which clip, and whether its caption is dropped."""
+    """Dataset of the sample at each position of a run, including whether its caption is dropped."""
 
     def __init__(self, clips: EncodedClips, how: Reading) -> None:
         self.clips = clips
-        # Read now: an error in a worker process would reach nobody.
+        # Compute these before the workers start: an error in a worker process would not reach the user.
         _ = clips.largest, clips.empty_text, clips.has_loss_weights, clips.preserves
         self.order = clips.order(seed=how.seed, quarantine=how.quarantine, group=how.sampler.group)
         self.pick = Picker(
@@ -230,7 +233,7 @@ class ClipDataset(OrderedDataset):
 
 
 class Pick(NamedTuple):
-    """The sample that a run takes at one position."""
+    """The sample at one position of a run, with the caption to use and the seed of its random numbers."""
 
     entry: Entry
     text_key: str
@@ -239,7 +242,7 @@ class Pick(NamedTuple):
 
 @dataclass(frozen=True)
 class Picker:
-    """Picker of the sample at each position of a run; it also draws whether the caption is dropped."""
+    """Chooses the sample at each position of a run, and whether its caption is dropped."""
 
     entries: tuple[Entry, ...]
     order: Order
@@ -251,7 +254,7 @@ class Picker:
         epoch, copy, index = self.order.draw_at(position)
         entry = self.entries[index]
         draw = draw_number(entry.id, epoch, copy)
-        # The draw number alone decides, so every worker and a resumed run drop the same captions.
+        # Only the seed decides, so that every worker and a resumed run drop the same captions.
         share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
         empty = entry.empty_text_key or self.empty_text_key
         text_key = empty if share < self.caption_dropout else entry.text_key

@@ -1,13 +1,12 @@
-"""Order of a run's samples: a function of the seed, the step and the samples' names alone.
+"""Order of a run's samples, which depends only on the seed, the step and the samples' names.
 
-Every epoch is a permutation of the samples, and the epochs follow one another as one stream. Each sample
-joins the queue of its bucket; when a queue holds the samples of one step, they are the next step. What is
-left in the queues waits for the next epoch. So a step has one bucket, every rank and worker computes the
-same without asking the others, and with one bucket a step is just the next samples of the stream.
+Every epoch is a permutation of the samples, and the epochs form one continuous stream. Each sample joins the
+queue of its bucket. When a queue holds the samples of one step, they become the next step. Samples left in the
+queues wait for the next epoch. So a step has one bucket, and every rank and worker computes the same order
+without communication. With a single bucket, a step is simply the next samples of the stream.
 
-A sample's place depends on no other sample. Leaving one out from where it comes first changes no step
-before that, so a run that drops a sample where it first meets it goes on exactly as a run that never had
-it.
+A sample's position depends on no other sample. Leaving one out from its first occurrence changes no earlier
+step. A run that drops a sample when it first meets it continues exactly like a run that never had it.
 """
 
 import hashlib
@@ -39,10 +38,10 @@ class Draw(NamedTuple):
 class Order:
     """Order of the samples at a run's positions; step s takes positions s * group .. s * group + group - 1.
 
-    `buckets` says of each sample which others it may share a step with (by default all), `times` how often
-    it comes in an epoch, at least once: 2.5 is twice, and a third time in every other epoch. The
-    permutation sorts by a hash of (seed, epoch, sample). Memory and the time for any position are those of
-    about two epochs.
+    `buckets` gives each sample's bucket; samples of one step share a bucket (by default all samples do).
+    `times` says how often each sample comes in an epoch, at least once: 2.5 means twice, and a third time in
+    every other epoch. The permutation sorts by a hash of (seed, epoch, sample). Memory, and time to find any
+    position, correspond to about two epochs.
     """
 
     def __init__(
@@ -69,36 +68,39 @@ class Order:
         self.forget()
 
     def forget(self) -> None:
-        """Compute the steps anew, because the quarantine grew."""
+        """Compute the steps again, because samples were added to the quarantine."""
         self._lost: _Lost | None = None
+        # First step and draws, (steps, group, 3), of the epoch that was used last.
         self._plan: tuple[int, np.ndarray] = (0, np.empty((0, self.group, 3), np.int64))
 
     def draw_at(self, position: int) -> Draw:
-        """Return the draw at a position; raises `DitLoraError` if no sample is left for it."""
-        step, place = divmod(position, self.group)
-        first, steps = self._plan
-        # Only the steps of one epoch are kept, since positions are asked for nearly in order.
-        if not first <= step < first + len(steps):
+        """The draw at a position; raises `DitLoraError` if no sample is left for it."""
+        step, index = divmod(position, self.group)
+        first_step, steps = self._plan
+        # Only the steps of one epoch are cached, since positions are requested almost in order.
+        if not first_step <= step < first_step + len(steps):
             epoch = self._epoch_of(step)
-            first, steps = self._plan = (self._steps_before(epoch), self._steps_of(epoch))
-        return Draw(*steps[step - first, place].tolist())
+            first_step, steps = self._plan = (self._steps_before(epoch), self._steps_of(epoch))
+        return Draw(*steps[step - first_step, index].tolist())
 
     def _epoch_of(self, step: int) -> int:
-        """Return the epoch in which a step's last sample comes."""
-        # After the last change of the quarantine, a sample that stays comes in every epoch.
-        last = self._left_out().settled + (step + 1) * self.group
-        epoch = bisect_right(range(last + 1), step, key=self._steps_before) - 1
-        if epoch == last:
+        """The epoch in which a step's last sample comes."""
+        # From the epoch after which the quarantine changes nothing, each remaining sample comes in every epoch.
+        # Each step then needs at most `group` epochs, which bounds the search.
+        latest_epoch = self._left_out().settled + (step + 1) * self.group
+        epoch = bisect_right(range(latest_epoch + 1), step, key=self._steps_before) - 1
+        if epoch == latest_epoch:
             raise DitLoraError(
                 f"no sample is left: all {len(self.ids)} are in {self.quarantine.path}"
             )
         return epoch
 
     def _steps_before(self, epoch: int) -> int:
+        """Number of complete steps before an epoch."""
         return int((self._counts(epoch) // self.group).sum())
 
     def _counts(self, epoch: int) -> np.ndarray:
-        """Return the number of samples of each bucket, copies counted, that come before an epoch."""
+        """Number of draws of each bucket before an epoch, int64 (buckets,), without those in quarantine."""
         partial = self._copies.extra_before(epoch, self._partial)
         total = self._per_epoch * epoch + self._by_bucket(self._bucket[self._partial], partial)
         lost = self._left_out()
@@ -107,35 +109,39 @@ class Order:
         return total
 
     def _by_bucket(self, buckets: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Sum of the counts in each bucket, int64 (buckets,)."""
         # bincount adds weights in float64, which holds integers up to 2^53 exactly.
         return np.bincount(buckets, weights=counts, minlength=self.buckets).astype(np.int64)
 
     def _left_out(self) -> "_Lost":
+        """Draws that the quarantine removes, computed when first needed."""
         if self._lost is None:
             self._lost = _Lost.of(self.ids, self.quarantine)
         return self._lost
 
     def _steps_of(self, epoch: int) -> np.ndarray:
-        """Return the draws of the steps that an epoch fills, int64 (steps, group, 3)."""
+        """Draws of the steps that are completed in an epoch, int64 (steps, group, 3)."""
+        # (N, 3): epoch, copy and index of each draw, in the order of the stream.
         draws = self._stream(epoch, np.arange(len(self.ids)))
+        # Stable sort by bucket: within a bucket, draws keep the order of the stream.
         arrived = self._bucket[draws[:, 2]]
         by_bucket = np.argsort(arrived, kind="stable")
         borders = np.searchsorted(arrived[by_bucket], np.arange(self.buckets + 1))
-        # Earlier epochs left so many draws in each queue.
+        # Number of draws that earlier epochs left in each queue.
         waiting = self._counts(epoch) % self.group
         steps, filled_at = [], []
-        for bucket, (first, last) in enumerate(pairwise(borders.tolist())):
-            places, ahead = by_bucket[first:last], int(waiting[bucket])
-            count = (ahead + len(places)) // self.group
+        for bucket, (begin, end) in enumerate(pairwise(borders.tolist())):
+            members, ahead = by_bucket[begin:end], int(waiting[bucket])
+            count = (ahead + len(members)) // self.group
             if count:
-                queue = np.concatenate([self._queue(bucket, epoch, ahead), draws[places]])
+                queue = np.concatenate([self._queue(bucket, epoch, ahead), draws[members]])
                 steps.append(queue[: count * self.group].reshape(count, self.group, 3))
-                # A step takes its turn where its last sample arrives in the stream.
-                filled_at.append(places[self.group - ahead - 1 :: self.group])
+                # Steps are ordered by when their last sample arrives in the stream.
+                filled_at.append(members[self.group - ahead - 1 :: self.group])
         return np.concatenate(steps)[np.argsort(np.concatenate(filled_at))]
 
     def _queue(self, bucket: int, epoch: int, length: int) -> np.ndarray:
-        """Return the last `length` draws of a bucket before an epoch, int64 (length, 3)."""
+        """The last `length` draws of a bucket before an epoch, int64 (length, 3)."""
         if not length:
             return np.empty((0, 3), np.int64)
         members = np.flatnonzero(self._bucket == bucket)
@@ -145,7 +151,7 @@ class Order:
             draws = self._stream(epoch, members)
             parts.append(draws)
             missing -= len(draws)
-            # The whole bucket is left out for some epochs: go on before the latest epoch that has any of it.
+            # The whole bucket is in quarantine for some epochs: continue with the latest epoch that has a draw of it.
             if not len(draws):
                 until = self._counts(epoch)[bucket]
                 epoch = bisect_left(
@@ -154,15 +160,15 @@ class Order:
         return np.concatenate(parts[::-1])[-length:]
 
     def _stream(self, epoch: int, members: np.ndarray) -> np.ndarray:
-        """Return the draws of an epoch of the samples `members` (ascending) in their order, int64 (N, 3)."""
+        """Draws of the samples `members` (ascending indices) in an epoch, in the epoch's order, int64 (N, 3)."""
         before = self._copies.before(epoch, members)
         counts = self._copies.before(epoch + 1, members) - before
         index = np.repeat(members, counts)
-        # Copies of a sample count from 0.
+        # Copies of a sample are numbered from 0.
         copy = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
         keys = self._keys(epoch, index, copy)
         if len(index) > len(members):
-            # Copies are numbered in the order in which they come.
+            # Number the copies of each sample in the order in which they come.
             keys = keys[np.lexsort((keys, index))]
         order = np.argsort(keys, kind="stable")
         index, copy = index[order], copy[order]
@@ -171,21 +177,23 @@ class Order:
         return draws[stays]
 
     def _keys(self, epoch: int, index: np.ndarray, copy: np.ndarray) -> np.ndarray:
+        """Sort keys of draws, uint64 (N,): hashes of seed, epoch, sample and copy."""
         hashed = hashlib.blake2b
         names = ["order", *(f"order+{number}" for number in range(1, int(copy.max(initial=0)) + 1))]
         starts = [f"{self.seed}/{name}/{epoch}/" for name in names]
         pairs = zip(copy.tolist(), index.tolist(), strict=True)
         ids = self.ids
         digests = (hashed((starts[c] + ids[i]).encode(), digest_size=8).digest() for c, i in pairs)
-        # Big-endian on every machine, so that the order is the same.
+        # Always big-endian, so that the order is the same on every machine.
         return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
 
 @dataclass(frozen=True)
 class _Copies:
-    """Numbers of times that each sample comes: `whole` times an epoch, and once more in a `share` of the epochs.
+    """How often each sample comes: `whole` times in each epoch, and once more in a `share` of the epochs.
 
-    The extra times are spread evenly, from a hash of (seed, sample) on, so that counting them needs no walk.
+    The extra times are spread evenly, with a `phase` from a hash of (seed, sample), so that they can be counted
+    by a formula.
     """
 
     whole: np.ndarray
@@ -194,62 +202,65 @@ class _Copies:
 
     @classmethod
     def of(cls, ids: Sequence[str], times: Sequence[float] | None, seed: int) -> "_Copies":
-        asked = np.ones(len(ids)) if times is None else np.asarray(times, np.float64)
-        if not (np.isfinite(asked).all() and (asked >= 1).all()):
-            raise ValueError(f"every sample comes at least once in an epoch; got {asked.min()}")
-        whole = np.floor(asked)
+        """Copies of samples that come `times` times in an epoch; None means once. Raises `ValueError` below 1."""
+        requested = np.ones(len(ids)) if times is None else np.asarray(times, np.float64)
+        if not (np.isfinite(requested).all() and (requested >= 1).all()):
+            raise ValueError(f"every sample comes at least once in an epoch; got {requested.min()}")
+        whole_times = np.floor(requested)
         phase = np.zeros(len(ids))
-        for index in np.flatnonzero(asked - whole).tolist():
-            # fold gives 63 bits, of which float64 holds 53: this is uniform in [0, 1).
+        for index in np.flatnonzero(requested - whole_times).tolist():
+            # fold gives 63 bits; float64 holds 53 of them. The result is uniform in [0, 1).
             phase[index] = (fold(seed, "times", ids[index]) >> 10) / 2**53
-        return cls(whole.astype(np.int64), asked - whole, phase)
+        return cls(whole_times.astype(np.int64), requested - whole_times, phase)
 
     def extra_before(self, epoch: int | np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Number of extra copies of each of these samples before an epoch."""
         return np.floor(self.share[index] * epoch + self.phase[index]).astype(np.int64)
 
     def before(self, epoch: int | np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Return how often each of these samples comes before an epoch."""
+        """Number of copies of each of these samples before an epoch."""
         return self.whole[index] * epoch + self.extra_before(epoch, index)
 
 
 @dataclass(frozen=True)
 class _Lost:
-    """Draws that the quarantine takes away: sample `index` has `kept` copies left in each of epochs start..end-1."""
+    """Draws removed by the quarantine: in epochs start..end-1, sample `index` has only its first `kept` copies."""
 
     index: np.ndarray
     start: np.ndarray
     end: np.ndarray
     kept: np.ndarray
     settled: int
-    """The epoch after which nothing changes."""
+    """The epoch from which on nothing changes any more."""
 
     @classmethod
     def of(cls, ids: Sequence[str], quarantine: Quarantine) -> "_Lost":
+        """Draws that the records of a quarantine remove."""
         rows, settled = [], 0
         for number, sample in enumerate(ids):
             edges: set[int] = set()
             for record in quarantine.of(sample):
                 end = _FOREVER if record.to_epoch is None else record.to_epoch + 1
-                # A record's first epoch may keep some copies, so it is a stretch of its own.
+                # A record's first epoch may keep some copies, so it is a separate range.
                 edges |= {record.from_epoch, record.from_epoch + 1, end}
             settled = max([settled, *(edge for edge in edges if edge < _FOREVER)])
             for start, end in pairwise(sorted(edges)):
                 copies_left = quarantine.kept_in(sample, start)
                 if copies_left is not None:
                     rows.append((number, start, end, copies_left))
-        # Reshaped, since an empty list has no columns.
-        index, starts, ends, left = np.array(rows, np.int64).reshape(-1, 4).T
-        return cls(index, starts, ends, left, settled)
+        # Reshape, since the array of an empty list has no columns.
+        index, starts, ends, copies = np.array(rows, np.int64).reshape(-1, 4).T
+        return cls(index, starts, ends, copies, settled)
 
     def before(self, epoch: int, copies: _Copies) -> np.ndarray:
-        """Return how many draws each row takes away before an epoch."""
+        """Number of draws that each row removes before an epoch."""
         start, end = np.minimum(epoch, self.start), np.minimum(epoch, self.end)
-        there = copies.before(end, self.index) - copies.before(start, self.index)
-        # Only rows of a single epoch keep copies, so `kept` counts once.
-        return np.maximum(0, there - self.kept)
+        num_draws = copies.before(end, self.index) - copies.before(start, self.index)
+        # Only rows of a single epoch keep copies, so `kept` is subtracted once.
+        return np.maximum(0, num_draws - self.kept)
 
     def kept_in(self, epoch: int, samples: int) -> np.ndarray:
-        """Return how many copies of each sample stay in an epoch; the largest integer where all do."""
+        """Number of copies of each sample that stay in an epoch; the largest integer if all do."""
         limits = np.full(samples, np.iinfo(np.int64).max)
         now = (self.start <= epoch) & (epoch < self.end)
         limits[self.index[now]] = self.kept[now]

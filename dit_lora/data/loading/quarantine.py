@@ -1,4 +1,4 @@
-"""The quarantine: samples that a run leaves out, from which epoch on."""
+"""The quarantine: samples that a run leaves out, and in which epochs."""
 
 import json
 from collections import defaultdict
@@ -12,12 +12,12 @@ from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
 QUARANTINE = "quarantine.jsonl"
-"""Name of the list in a run's folder."""
+"""File name of the list in a run's folder."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """One sample, with the first and last epoch that go without it."""
+    """One sample that is left out, with the first and last epoch without it."""
 
     sample_id: str
     from_epoch: int
@@ -27,18 +27,18 @@ class LeftOut:
     cause: str
     reason: str
     from_copy: int = 0
-    """First copy in `from_epoch` that is left out; those before it have been trained on."""
+    """First copy in `from_epoch` that is left out; earlier copies have been trained on."""
     evidence: dict[str, Any] = field(default_factory=dict)
-    """Tests that were run, with their results; empty where a fact was enough, as a NaN in the cache entry is."""
+    """Results of the tests that were run; empty if the cause was evident, such as NaN in a cache entry."""
 
     def kept_in(self, epoch: int) -> int | None:
-        """Return how many of the sample's copies stay in an epoch; None if this record leaves none out."""
+        """Number of the sample's copies that stay in an epoch; None if this record leaves none out."""
         if epoch < self.from_epoch or (self.to_epoch is not None and epoch > self.to_epoch):
             return None
         return self.from_copy if epoch == self.from_epoch else 0
 
     def told(self) -> str:
-        """Say which sample is out, how long, why, and on what evidence."""
+        """Lines for people: which sample is left out, for how long, why, and on what evidence."""
         how_long = "for good" if self.to_epoch is None else f"to epoch {self.to_epoch}"
         line = f"{self.sample_id}: from epoch {self.from_epoch} {how_long}, since step {self.step}"
         facts = [f"{name}: {json.dumps(value)}" for name, value in self.evidence.items()]
@@ -46,6 +46,7 @@ class LeftOut:
 
 
 def _record(values: object) -> LeftOut:
+    """A record from the values of one line; raises `TypeError` if they do not fit."""
     if not isinstance(values, dict):
         raise TypeError(f"a line is an object; got {values!r}")
     record = LeftOut(**values)
@@ -61,31 +62,31 @@ def _record(values: object) -> LeftOut:
 
 
 class Quarantine:
-    """The samples that a run leaves out. Every rank holds equal records; the main process keeps them in `path`."""
+    """Samples that a run leaves out. Every rank holds equal records; the main process stores them in `path`."""
 
     def __init__(self, path: Path, records: Iterable[LeftOut] = ()) -> None:
         self.path = path
         self.records: list[LeftOut] = []
         self.torn = 0
-        """Number of lines that were passed over because a killed process left them incomplete."""
+        """Number of skipped lines, which a killed process left incomplete."""
         self._by_sample: defaultdict[str, list[LeftOut]] = defaultdict(list)
         self.add(records)
 
     @classmethod
     def load(cls, path: Path) -> "Quarantine":
-        """Return the records of a file; none if it is not there. Raises `DitLoraError` if it holds something else."""
+        """Read the records of a file; none if it does not exist. Raises `DitLoraError` if it has other contents."""
         if not path.exists():
             return cls(path)
         try:
-            # A write may end in the middle of a character; its line is then torn, and the other
-            # lines still count.
+            # A killed process may have stopped writing in the middle of a character. Only that line
+            # is lost; the others still count.
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             quarantine = cls(path)
             for line in lines:
                 try:
                     values = parse_json(line)
                 except ValueError:
-                    # It begins as a record: its end is missing, or the next is joined to it.
+                    # It begins like a record: its end is missing, or the next record is joined to it.
                     if not line.startswith("{"):
                         raise
                     quarantine.torn += 1
@@ -96,6 +97,7 @@ class Quarantine:
             raise DitLoraError(f"{path} is not a quarantine list: {error}") from error
 
     def save(self) -> None:
+        """Write all records atomically."""
         write_whole(
             self.path, "".join(json.dumps(asdict(record)) + "\n" for record in self.records)
         )
@@ -106,29 +108,32 @@ class Quarantine:
             self._by_sample[record.sample_id].append(record)
 
     def release(self, samples: Iterable[str]) -> list[str]:
-        """Take all records of these samples away and return their names; raise `DitLoraError` if a name has none."""
-        wanted = list(dict.fromkeys(samples))
-        unknown = [name for name in wanted if name not in self._by_sample]
+        """Remove all records of these samples and return their names; raises `DitLoraError` if one has no records."""
+        names_to_release = list(dict.fromkeys(samples))
+        unknown = [name for name in names_to_release if name not in self._by_sample]
         if unknown:
             names = sorted(self._by_sample) or ["none"]
             raise DitLoraError(
                 f"{self.path} does not leave out {', '.join(unknown)}; it leaves out: {', '.join(names)}"
             )
-        self.records = [record for record in self.records if record.sample_id not in wanted]
-        for name in wanted:
+        self.records = [
+            record for record in self.records if record.sample_id not in names_to_release
+        ]
+        for name in names_to_release:
             del self._by_sample[name]
-        return wanted
+        return names_to_release
 
     def of(self, sample_id: str) -> tuple[LeftOut, ...]:
-        """Return the records of one sample."""
+        """The records of one sample."""
         return tuple(self._by_sample.get(sample_id, ()))
 
     def kept_in(self, sample_id: str, epoch: int) -> int | None:
-        """Return how many of a sample's copies stay in an epoch; None if all do."""
-        # Several records may name a sample: the strictest counts.
+        """Number of a sample's copies that stay in an epoch; None if all do."""
+        # If several records name the sample, the strictest counts.
         limits = (record.kept_in(epoch) for record in self.of(sample_id))
         return min((number for number in limits if number is not None), default=None)
 
     def is_out(self, sample_id: str, epoch: int, copy: int = 0) -> bool:
+        """Whether this copy of a sample is left out in an epoch."""
         limit = self.kept_in(sample_id, epoch)
         return limit is not None and copy >= limit

@@ -1,4 +1,4 @@
-"""Reading of micro-batches: failures of the machine or a worker are raised where data is asked for."""
+"""Reads micro-batches; failures of the machine or of a worker are raised where data is requested."""
 
 import re
 import signal
@@ -18,24 +18,24 @@ from dit_lora.numerics.streams import Drawn, Draws, Streams, generator
 
 T = TypeVar("T")
 _LOST = re.compile("DataLoader worker|Pin memory thread")
-"""Beginning of torch's message when a worker or the pinning thread has died."""
+"""Start of torch's message when a worker or the pinning thread has died."""
 
 
 class WatchedLoader(DataLoader):
-    """A `DataLoader` that reports a dead worker where data is asked for, and nowhere else."""
+    """A `DataLoader` that reports a dead worker only where data is requested."""
 
     def __iter__(self) -> Any:
         before = signal.getsignal(signal.SIGCHLD)
         iterator = super().__iter__()
-        # torch's handler raises in the middle of whatever runs, be it an optimizer's step. It is
-        # not needed: whoever waits for data looks after the workers every five seconds.
+        # torch's signal handler would raise in the middle of any code, such as an optimizer step. It is
+        # not needed: a process that waits for data checks the workers every five seconds.
         if threading.current_thread() is threading.main_thread() and before is not None:
             signal.signal(signal.SIGCHLD, before)
         return iterator
 
 
 class Reader(Generic[T]):
-    """Reader of a rank's micro-batches, one after another; the last one stands for one that cannot be read."""
+    """Reads a rank's micro-batches one after another; returns the last one again when the data cannot be read."""
 
     def __init__(self) -> None:
         self._batches: Iterable[T] = ()
@@ -44,12 +44,15 @@ class Reader(Generic[T]):
         self._why = ""
 
     def begin(self, batches: Iterable[T]) -> None:
-        """Go on with these micro-batches."""
+        """Continue with these micro-batches."""
         self._batches, self._stream, self._why = batches, None, ""
 
     def next(self) -> tuple[T, str]:
-        """Return the next one, or the last one again and why; raises `UnreadableError` where there is no last one."""
-        # A stream that has failed gives nothing more.
+        """The next micro-batch and "", or the last one again with the reason.
+
+        Raises `UnreadableError` if the first micro-batch cannot be read.
+        """
+        # Do not read from a stream that has failed.
         if not self._why:
             try:
                 self._last = self._read()
@@ -61,12 +64,13 @@ class Reader(Generic[T]):
         return self._last, self._why
 
     def _read(self) -> T:
+        """Read the next micro-batch; raises `UnreadableError` if the machine or a worker failed."""
         try:
             if self._stream is None:
                 self._stream = iter(self._batches)
             return next(self._stream)
         except (OSError, EOFError) as error:
-            # A worker died while a batch of it was on the way.
+            # A worker died while it was sending a batch.
             if _is_of_connection(error):
                 raise _lost(error) from error
             raise UnreadableError(f"data cannot be read: {_words(error)}") from error
@@ -77,9 +81,10 @@ class Reader(Generic[T]):
 
 
 def _is_of_connection(error: OSError | EOFError) -> bool:
-    """Return True if the connection to a worker broke.
+    """Whether the connection to a worker broke.
 
-    An error within a worker arrives with its traceback ("Caught ..."), and a file's error has the file's name.
+    An error raised inside a worker arrives with its traceback ("Caught ..."), and a file's error has the file's
+    name.
     """
     if "Caught " in str(error) or getattr(error, "filename", None) is not None:
         return False
@@ -87,14 +92,16 @@ def _is_of_connection(error: OSError | EOFError) -> bool:
 
 
 def _words(error: OSError | EOFError) -> str:
+    """The error's message, with the name of the file."""
     message = getattr(error, "strerror", None) or str(error).strip().rpartition("\n")[2]
     name = getattr(error, "filename", None)
     return message if name is None else f"{message}: {name}"
 
 
 def _lost(error: Exception) -> UnreadableError:
+    """Error for a worker process that has ended."""
     message = str(error).partition("\n")[0]
-    # The connection to the worker broke before torch saw that it had died.
+    # The connection to the worker broke before torch noticed that it had died.
     if not _LOST.match(message):
         message = getattr(error, "strerror", None) or message or type(error).__name__
         message = f"DataLoader worker, in the middle of a batch ({message})"
@@ -106,7 +113,7 @@ def _lost(error: Exception) -> UnreadableError:
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings by which a run reads its training set."""
+    """Settings for reading the training set."""
 
     sampler: PositionSampler
     seed: int
@@ -116,14 +123,14 @@ class Reading:
     prefetch: int
     pin_memory: bool
     draws: Callable[[Mapping[str, torch.Tensor]], Draws] | None = None
-    """Says what a step draws for a batch: it is drawn by whoever reads the batch. None to leave it to the step."""
+    """Which random inputs a step needs for a batch, to draw them while reading it. None: the step draws them."""
 
 
 @dataclass(frozen=True)
 class _Drawing:
-    """Joins samples and draws what their step will: in a worker, so that no step waits for it.
+    """Joins samples and draws the random inputs of their step in the worker, so that no step waits for them.
 
-    A draw is of the seed and the samples' draw numbers alone, so that it has the same bits in every process.
+    They depend only on the seed and the samples' draw numbers, so they are bit-identical in every process.
     """
 
     join: Callable[[list[Any]], Batch]
@@ -133,8 +140,8 @@ class _Drawing:
     def __call__(self, samples: list[Any]) -> Batch:
         batch = self.join(samples)
         streams = Streams(self.seed, batch.draws)
-        drawn = streams.drawn(self.draws(batch.tensors), torch.device("cpu"))
-        return replace(batch, ahead=Drawn(self.seed, batch.draws, drawn))
+        values = streams.drawn(self.draws(batch.tensors), torch.device("cpu"))
+        return replace(batch, ahead=Drawn(self.seed, batch.draws, values))
 
 
 def build_loader(
@@ -144,10 +151,10 @@ def build_loader(
     source: Dataset | None = None,
     collate_fn: Callable[[list[Any]], Any] = collate,
 ) -> DataLoader:
-    """Return a loader of the sampler's micro-batches in its order, each worker reading `how.prefetch` of them ahead.
+    """Loader of the sampler's micro-batches in order; each worker reads `how.prefetch` of them ahead.
 
-    Workers read `source` where that is not the dataset itself. Raises `ValueError` if the steps of the
-    order and of the sampler differ in size.
+    Workers read `source` instead of the dataset if given. Raises `ValueError` if the steps of the order and of
+    the sampler differ in size.
     """
     group = dataset.order.group
     if dataset.order.buckets > 1 and group != how.sampler.group:
@@ -162,10 +169,10 @@ def build_loader(
         collate_fn=collate_fn,
         num_workers=how.workers,
         worker_init_fn=wait_in_worker,
-        # DataLoader refuses a prefetch factor without workers.
+        # DataLoader raises for a prefetch factor without workers.
         prefetch_factor=how.prefetch if how.workers else None,
         pin_memory=how.pin_memory,
-        # A loader without a generator draws its base seed from the global one, which would change
-        # the run's draws.
+        # Without a generator, the loader would draw its base seed from the global one, which would
+        # change the run's random numbers.
         generator=generator(how.seed, "workers"),
     )

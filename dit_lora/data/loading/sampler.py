@@ -1,4 +1,4 @@
-"""Sampler of a rank's positions in a run; reading can start at any step."""
+"""Sampler of one rank's positions in a run; it can start at any step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dit_lora.data.loading.order import Order
 
 
 class OrderedDataset(Dataset):
-    """Dataset that reads the sample at each position of a run."""
+    """Dataset of the sample at each position of a run."""
 
     order: Order
 
@@ -18,9 +18,8 @@ class OrderedDataset(Dataset):
 class PositionSampler(Sampler[list[int]]):
     """Sampler of the positions of each micro-batch of one rank, from the step after `start_step` on.
 
-    Step s covers positions s*G .. s*G + G-1, where G = `group` = accumulate * ranks * batch_size.
-    Micro-steps and ranks share them out in order, so the samples of a step do not depend on how it is
-    split.
+    Step s covers positions s*G .. s*G + G-1, where G = `group` = accumulate * ranks * batch_size. They are
+    divided among micro-steps and ranks in order, so the samples of a step do not depend on how it is split.
     """
 
     start_step: int
@@ -32,6 +31,7 @@ class PositionSampler(Sampler[list[int]]):
 
     @property
     def group(self) -> int:
+        """Number of samples in one optimizer step, over all ranks."""
         return self.accumulate * self.ranks * self.batch_size
 
     def __len__(self) -> int:
@@ -40,5 +40,5 @@ class PositionSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.start_step, self.steps):
             for micro in range(self.accumulate):
-                first = step * self.group + (micro * self.ranks + self.rank) * self.batch_size
-                yield list(range(first, first + self.batch_size))
+                start = step * self.group + (micro * self.ranks + self.rank) * self.batch_size
+                yield list(range(start, start + self.batch_size))

@@ -1,4 +1,4 @@
-"""Interface of what a run trains on, whatever it is made of: entries in an order, samples, and micro-batches."""
+"""Interface of the data that a run trains on: entries in an order, samples, and micro-batches."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class AnyEntry(Protocol):
 
     @property
     def shape(self) -> Any:
-        """The key that samples of one batch share; memory grows with its `volume`."""
+        """Key that all samples of one batch share; memory grows with its `volume`."""
 
 
 class TrainingSet(Protocol):
@@ -35,40 +35,40 @@ class TrainingSet(Protocol):
 
     @property
     def largest(self) -> tuple[Any, Spec]:
-        """The shape with the largest volume, and the tensors of a sample of that shape."""
+        """The shape with the largest volume, and the shapes and dtypes of a sample's tensors in it."""
 
     def one_of_each_kind(self) -> Sequence[AnyEntry]:
-        """Return one entry of each kind, where samples use different parts of the model, such as a vision encoder."""
+        """One entry of each kind, if samples use different parts of the model, such as a vision encoder."""
 
     def known(self) -> dict[str, torch.Tensor]:
-        """Return integers of one sample of the largest shape on which a forward's shapes depend, such as token ids."""
+        """Integer inputs of a sample of the largest shape that decide shapes in a forward pass, such as token ids."""
 
     def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
-        """Return the order in which a run, whose steps take `group` samples, reads the entries."""
+        """Order in which a run, whose steps take `group` samples, reads the entries."""
 
     def sample(self, entry: Any, draw: int) -> Batch:
-        """Return one sample, nothing of it dropped, as a batch of one; `faults` says what is wrong with it."""
+        """Read one sample, with nothing dropped, as a batch of one; `faults` has a message if something is wrong."""
 
     def loader(self, how: Reading) -> Iterable[Batch]:
-        """Return the micro-batches of the sampler's positions, in its order."""
+        """Loader of the micro-batches at the sampler's positions, in order."""
 
     def token_problems(self, model: nn.Module) -> list[str] | None:
-        """Name each token of a sample that the model has no embedding of; return None if samples hold no token ids."""
+        """A message per token of the samples without an embedding in the model; None if samples have no token ids."""
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
-        """Set aside what is bad of these samples on disk; return the paths of the marks, none without a cache."""
+        """Mark the bad cache entries of these samples; returns the paths of the marks, none without a cache."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The training set, ready to be read, and the digests by which a resumed run knows its data, model and adapters."""
+    """The training set, with the digests that let a resumed run recognize its data, model and adapters."""
 
     clips: TrainingSet
     data_digest: str
     transformer_digest: str
     rejected: Mapping[str, str] = field(default_factory=dict)
-    """Samples that `data.rejects: skip` leaves out, each with the reason."""
+    """Samples that `data.rejects: skip` leaves out, with the reasons."""
     report: BucketReport | None = None
-    """Report of which samples are in which bucket; None where there are no buckets."""
+    """Report on the buckets; None if there are none."""
     adapters: Mapping[str, Any] = field(default_factory=dict)
-    """Names and digests of the LoRA files that training starts from, as the result's header has them."""
+    """Names and digests of the LoRA files that training starts from, as stored in the result's metadata."""

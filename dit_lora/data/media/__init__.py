@@ -1,1 +1,1 @@
-"""Videos and images: where their bytes are, headers, frames and pixels."""
+"""Videos and images: location of their bytes, headers, frames and pixels."""

@@ -1,4 +1,4 @@
-"""The sound of a clip: exactly the span of the frames that are taken, at the rate and with the channels that a model wants.
+"""Sound of a clip: exactly the span of its chosen frames, with the sample rate and channels of the model.
 
 Shapes: N samples of sound.
 """
@@ -22,14 +22,14 @@ from dit_lora.data.media.sound_stream import SLACK, no_sound, sound_frames, soun
 from dit_lora.data.media.video import ClipError, reason
 from dit_lora.data.media.video_header import VideoHeader, video_stream
 
-# Changes whenever the same file and arguments would give another waveform; part of each clip's cache key.
+# Part of each clip's cache key; change it whenever the same file and arguments would give another waveform.
 SOUND_VERSION = "pyav-1: by time stamps, swresample's rate, mono repeated, stereo averaged"
 
 _JUMP = 0.05
-"""Seconds between a packet's time and the end of the one before, from which on it is a gap: Matroska rounds to 1 ms."""
+"""Seconds between the end of a packet and the start of the next that count as a gap; Matroska rounds to 1 ms."""
 _MARGIN = 0.1
-"""Seconds decoded beyond either end of the span, for the resampler's filter."""
-# Integers of 32 bits: for them, FFmpeg scales the channels that it mixes so that none can exceed the range.
+"""Seconds that are decoded beyond both ends of the span, for the resampler's filter."""
+# 32-bit integers: when FFmpeg mixes channels in this format, it scales them so that the result cannot overflow.
 _FORMAT = "s32p"
 _FULL = 2.0**31
 
@@ -37,10 +37,10 @@ _FULL = 2.0**31
 def unusable_sound(
     header: VideoHeader, *, frames: int, fps: float, start: float = 0.0
 ) -> str | None:
-    """Return why a clip surely cannot give the sound of these frames; None if decoding must tell."""
+    """Why a clip certainly cannot give the sound of these frames; None if only decoding can tell."""
     if not header.has_sound:
         return no_sound(header.is_image)
-    # Headers round, and count a packet more or less.
+    # Headers are rounded, and may be off by one packet.
     ends = header.sound_ends
     return None if ends is None else sound_too_short(ends + SLACK, frames, fps, start)
 
@@ -48,12 +48,16 @@ def unusable_sound(
 def read_sound(
     media: Media, how: SoundFormat, *, frames: int, fps: float, start: float = 0.0
 ) -> torch.Tensor:
-    """Return the sound from `start` seconds after the first frame to the end of the last one taken, float32 (channels, N).
+    """Sound from `start` seconds after the first frame to the end of the last chosen frame, float32 (channels, N).
 
-    Values are from -1 to 1. Where the file has none before or between, it is silent. It is decoded from the file's beginning
-    to the span's end, since what a decoder gives depends on the packets before; where the last call was for the same file and
-    no later span, from where that ended, which is the same to the last bit (`close_sound` closes it). Raises `ClipError` if there is no sound, or it
-    ends before the last frame; `UnreadableError` if the file is away.
+    Values are from -1 to 1, and 0 where the file has no sound before or between. The file is decoded from its
+    beginning to the end of the span, because the output of a decoder depends on earlier packets. If the last
+    call was for the same file and no later span, decoding continues from there, with bit-identical results;
+    `close_sound` closes that file.
+
+    Raises:
+        ClipError: There is no sound, or it ends before the last frame.
+        UnreadableError: The file cannot be reached.
     """
     if is_image(media):
         raise ClipError(f"{media.name}: {no_sound(True)}")
@@ -70,6 +74,7 @@ def read_sound(
     if short:
         raise ClipError(f"{media.name}: {short}")
     waveform = np.zeros((how.channels, how.samples(frames, fps)), np.float32)
+    # Pieces may begin before or end after the span; `_put` cuts them.
     for seconds, piece in pieces:
         try:
             _put(waveform, _resampled(piece, how), round((seconds - start) * how.rate))
@@ -81,27 +86,27 @@ def read_sound(
 
 
 _Piece = tuple[float, list[av.AudioFrame]]
-"""Sound without a gap: its first frame's seconds since the first picture, and its frames."""
+"""Sound without a gap: the time of its first frame, in seconds since the first picture, and its frames."""
 
 
 def close_sound() -> None:
-    """Close the clip that stays open between windows, of this thread."""
+    """Close the clip that this thread keeps open between windows."""
     _LAST.reading = None
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """A frame of sound with its times in seconds since the first picture."""
+    """A sound frame with its start and end, in seconds since the first picture."""
 
     frame: av.AudioFrame
     seconds: float
     ends: float
     jumps: bool
-    """True if it does not follow the frame before."""
+    """True if there is a gap before it."""
 
 
 class _Reading:
-    """The sound of one clip, decoded once from its beginning, for windows one after the other."""
+    """Sound of one clip, decoded once from its beginning, for consecutive windows."""
 
     def __init__(self, media: Media) -> None:
         self.media, self.stamp = media, media.stamp()
@@ -109,46 +114,48 @@ class _Reading:
             self._origin = first_time(container, video_stream(container))
         self._decoded = self._timed()
         self._kept: deque[_Timed] = deque()
-        """The frames that this window or a later one may take, and the one after them."""
+        """Frames that this window or a later one may need, and the one after them."""
         self._ends: float | None = None
-        """When the last frame that was let go ended."""
+        """End of the last frame that was dropped."""
         self._window = (-math.inf, -math.inf)
 
     def serves(self, media: Media, start: float, end: float) -> bool:
-        """Return true if a window is of this clip and begins and ends no earlier than the one before."""
+        """Whether a window is of this clip, and neither begins nor ends before the previous one."""
         before = self._window
-        same = media == self.media and media.stamp() == self.stamp
-        return same and start >= before[0] and end >= before[1]
+        is_same_file = media == self.media and media.stamp() == self.stamp
+        return is_same_file and start >= before[0] and end >= before[1]
 
     def pieces(self, start: float, end: float) -> tuple[list[_Piece], float | None]:
-        """Return the sound near a span, and when the sound decoded ends; None where there is none."""
+        """Sound near a span, and the end of the decoded sound in seconds (None without sound)."""
         self._window = (start, end)
         while self._kept and self._kept[0].ends <= start - _MARGIN:
             self._ends = self._kept.popleft().ends
         pieces: list[_Piece] = []
         ends = self._ends
-        for one in self._from_kept():
-            ends = one.ends
-            if one.seconds >= end + _MARGIN:
+        for timed in self._from_kept():
+            ends = timed.ends
+            if timed.seconds >= end + _MARGIN:
                 break
-            if one.ends <= start - _MARGIN:
+            if timed.ends <= start - _MARGIN:
                 continue
-            if one.jumps or not pieces:
-                pieces.append((one.seconds, []))
-            pieces[-1][1].append(one.frame)
+            # A gap begins a new piece, since the resampler must not join the two sides.
+            if timed.jumps or not pieces:
+                pieces.append((timed.seconds, []))
+            pieces[-1][1].append(timed.frame)
         return pieces, ends
 
     def _from_kept(self) -> Iterator[_Timed]:
-        """Yield the frames that are kept, then decode on, keeping what is not before the window."""
+        """Yield the frames that were kept, then decode more, and keep those that are not before the window."""
         yield from tuple(self._kept)
-        for one in self._decoded:
-            if self._kept or one.ends > self._window[0] - _MARGIN:
-                self._kept.append(one)
+        for timed in self._decoded:
+            if self._kept or timed.ends > self._window[0] - _MARGIN:
+                self._kept.append(timed)
             else:
-                self._ends = one.ends
-            yield one
+                self._ends = timed.ends
+            yield timed
 
     def _timed(self) -> Iterator[_Timed]:
+        """Yield every sound frame with its times."""
         ends: float | None = None
         with open_media(self.media) as container:
             for frame in sound_frames(container):
@@ -159,6 +166,7 @@ class _Reading:
                 else:
                     seconds = frame.time - self._origin
                 length = frame.samples / frame.sample_rate
+                # Without a gap, use the end of the previous frame: it is more exact than a rounded time stamp.
                 jumps = ends is None or abs(seconds - ends) > _JUMP
                 if not jumps and ends is not None:
                     seconds = ends
@@ -167,7 +175,7 @@ class _Reading:
 
 
 class _Last(threading.local):
-    """The clip that was read last: a long one is cut into many windows, which are read in order."""
+    """Per thread, the clip that was read last: a long clip has many windows, which are read in order."""
 
     reading: _Reading | None = None
 
@@ -176,35 +184,35 @@ _LAST = _Last()
 
 
 def _pieces(media: Media, start: float, end: float) -> tuple[list[_Piece], float | None]:
-    """Return the sound near a span, and when the sound decoded ends; None where there is none."""
+    """Sound near a span, and the end of the decoded sound in seconds (None without sound)."""
     reading, _LAST.reading = _LAST.reading, None
     if reading is None or not reading.serves(media, start, end):
         reading = _Reading(media)
-    found = reading.pieces(start, end)
-    # Not where it raised: the next window begins anew, and finds the same fault.
+    result = reading.pieces(start, end)
+    # Only if nothing was raised: otherwise the next window decodes from the beginning and meets the same fault.
     _LAST.reading = reading
-    return found
+    return result
 
 
 def _resampled(frames: list[av.AudioFrame], how: SoundFormat) -> np.ndarray:
-    """Return float32 (channels, N) of frames that follow each other."""
-    given = frames[0].layout.nb_channels
-    # Channels are mixed here where there are two at most: FFmpeg would lower one that it puts on two.
-    layout = "mono" if given == 1 else "stereo"
+    """Samples of consecutive frames in the wanted format, float32 (channels, N)."""
+    num_channels = frames[0].layout.nb_channels
+    # Mono to stereo is done below and not by FFmpeg, which would lower the volume.
+    layout = "mono" if num_channels == 1 else "stereo"
     resampler = av.AudioResampler(format=_FORMAT, layout=layout, rate=how.rate)
-    made = []
+    resampled = []
     for frame in frames:
         frame.pts = None
-        made += resampler.resample(frame)
-    made += resampler.resample(None)
-    whole = np.concatenate([one.to_ndarray() for one in made], axis=1) / _FULL
-    if len(whole) > how.channels == 1:
-        whole = whole.mean(axis=0, keepdims=True)
-    return np.broadcast_to(whole, (how.channels, whole.shape[1])).astype(np.float32)
+        resampled += resampler.resample(frame)
+    resampled += resampler.resample(None)
+    samples = np.concatenate([piece.to_ndarray() for piece in resampled], axis=1) / _FULL
+    if len(samples) > how.channels == 1:
+        samples = samples.mean(axis=0, keepdims=True)
+    return np.broadcast_to(samples, (how.channels, samples.shape[1])).astype(np.float32)
 
 
 def _put(waveform: np.ndarray, piece: np.ndarray, at: int) -> None:
-    """Write a piece over a waveform from a position on, which may be before its beginning."""
+    """Write a piece into a waveform at a position, which may be negative."""
     piece, at = piece[:, max(0, -at) :], max(0, at)
     length = min(piece.shape[1], waveform.shape[1] - at)
     if length > 0:

@@ -1,4 +1,4 @@
-"""Conversion of pictures with an ICC profile to sRGB, as browsers and viewers show them."""
+"""Converts pictures with an ICC profile to sRGB, as browsers and viewers show them."""
 
 import io
 from collections.abc import Mapping
@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageCms
 
-# Modes that a profile of that colour space can describe, and the mode in which lcms is given the picture.
+# By the profile's colour space: the mode in which lcms receives the picture, and the Pillow modes it applies to.
 _MODES: Mapping[str, tuple[str, frozenset[str]]] = {
     "RGB ": ("RGB", frozenset({"RGB", "RGBA", "RGBX", "P", "PA", "L", "LA", "1"})),
     "GRAY": ("L", frozenset({"L", "LA", "1"})),
     "CMYK": ("CMYK", frozenset({"CMYK"})),
 }
 _MAX_ROUNDING = 1
-"""Levels of 255 by which a profile of sRGB itself differs from ours."""
+"""Maximum difference, in levels of 255, at which a profile counts as sRGB itself."""
 _PROBE = Image.fromarray(
     np.stack(np.meshgrid(*[np.arange(0, 256, 17)] * 3), -1).reshape(1, -1, 3).astype(np.uint8)
 )
 
 
 def convert_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """Convert a picture of 8 bits, with its transparency, to sRGB; unchanged without a profile that says otherwise."""
+    """Convert a picture of 8 bits, with its transparency, to sRGB; unchanged if its profile is missing or sRGB."""
     transform = _transform(profile, image.mode) if profile else None
     if transform is None:
         return image
@@ -37,16 +37,16 @@ def convert_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def has_other_colours(image: Image.Image) -> bool:
-    """Return True if `convert_to_srgb` changes the colours of an opened picture."""
+    """Whether `convert_to_srgb` would change the colours of an opened picture."""
     profile = image.info.get("icc_profile")
     mode = "L" if image.mode.startswith("I") else image.mode
     return profile is not None and _transform(profile, mode) is not None
 
 
-# One set of pictures has a few profiles.
+# A set of pictures usually has only a few profiles.
 @lru_cache(maxsize=64)
 def _transform(profile: bytes, mode: str) -> tuple[str, Any] | None:
-    """Return the mode that lcms takes and its transform; None if the profile is damaged, of another kind, or sRGB."""
+    """Mode that lcms receives, and the transform; None if the profile is damaged, of another kind, or sRGB."""
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         space = str(source.profile.xcolor_space)

@@ -1,9 +1,8 @@
-"""The frames of a video nearest to given times, with no more decoding than the answer needs.
+"""Finds the frames of a video nearest to given times, with as little decoding as possible.
 
-The answer is defined by decoding from the beginning. Two things make it cheaper: decoding starts at the key
-frame before the first wanted time, and stops when the last wanted frame is certain. Where the file gives
-reason to doubt that the answer stays the same (a search that lands elsewhere, errors), it is decoded from
-the beginning instead.
+The result is defined by decoding from the beginning. Two things make it cheaper: decoding starts at the key
+frame before the first time, and stops when the last frame is certain. If the file gives reason to doubt that
+the result is the same (a seek that ends elsewhere, errors), it is decoded from the beginning instead.
 """
 
 import math
@@ -22,15 +21,15 @@ from dit_lora.data.media.opened import FrameLimit, open_media
 from dit_lora.data.media.video_header import first_frame, frame_time, video_stream
 
 _MOST_THREADS = 4
-"""The most threads of a decoder: each decodes one frame ahead, in vain for the last ones."""
+"""Maximum number of decoder threads: each decodes one frame ahead, which is wasted at the end."""
 
 _TAIL = 1.0
-"""Least number of seconds that the last frame stands for, where times come from the length that a file says it has.
+"""Minimum time after its start for which the last frame is used, in seconds, if times come from the file's length.
 
-Its sound may be longer than its pictures.
+The stated length may be that of the sound, which may be longer than the pictures.
 """
 
-# PyAV's class is generic for type checkers only.
+# PyAV's class is generic only for type checkers.
 _Packet: TypeAlias = "av.Packet[av.VideoStream]"
 
 
@@ -43,19 +42,19 @@ class WantedTimes:
     start: float = 0.0
 
     def until(self, seconds: float) -> int:
-        """Return how many of the times are not after `seconds`."""
-        # The small shift lets a time on the border belong to the earlier frame in spite of rounding.
+        """Number of the times that are not after `seconds`."""
+        # The small addend makes a time on the border belong to the earlier frame in spite of rounding.
         passed = math.floor((seconds - self.start) * self.fps + 1e-6) + 1
         return max(0, min(self.count, passed))
 
     def last_stands(self, frame: av.VideoFrame, interval: float) -> float:
-        """Return the seconds for which the last frame is the nearest; `interval` lies between it and the one before."""
+        """Seconds for which the last frame is the nearest; `interval` is the time since the previous frame."""
         return interval / 2
 
     def from_key_frames(
         self, container: av.container.InputContainer, stream: av.VideoStream
     ) -> Iterator[tuple[av.VideoFrame, int]]:
-        """Decode from the key frame before the first time; yield the nearest frames, each with its number of times."""
+        """Decode from the key frame before the first time; yields the nearest frames with their number of times."""
         origin = first_time(container, stream)
         target = _tick(stream, origin + self.start)
         return _pick(_forwards(_from_key_frame(container, stream, origin, target)), self)
@@ -63,41 +62,44 @@ class WantedTimes:
 
 @dataclass(frozen=True)
 class Instants:
-    """Any times, ascending, in seconds since the first frame."""
+    """Arbitrary ascending times, in seconds since the first frame."""
 
     seconds: tuple[float, ...]
 
     @property
     def count(self) -> int:
+        """Number of times."""
         return len(self.seconds)
 
     @property
     def start(self) -> float:
-        """The last time: if it is not after the first frame, there is nothing to search for."""
+        """The last time: if it is not after the first frame, no seek is needed."""
         return self.seconds[-1]
 
     def until(self, seconds: float) -> int:
-        """Return how many of the times are not after `seconds`."""
+        """Number of the times that are not after `seconds`."""
         return bisect_right(self.seconds, seconds + 1e-6)
 
     def last_stands(self, frame: av.VideoFrame, interval: float) -> float:
-        """Return the seconds that the last frame stands for: as long as it is shown, and at least `_TAIL`."""
-        shown = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 0
-        return max(interval, shown, _TAIL)
+        """Seconds for which the last frame is used: as long as it is shown, and at least `_TAIL`."""
+        display_time = (
+            float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 0
+        )
+        return max(interval, display_time, _TAIL)
 
     def from_key_frames(
         self, container: av.container.InputContainer, stream: av.VideoStream
     ) -> Iterator[tuple[av.VideoFrame, int]]:
-        """Decode from the key frame before each group of times; yield what `Wanted.from_key_frames` yields.
+        """Decode from the key frame before each group of times; yields the nearest frames with their number of times.
 
-        Frames between the last time after one key frame and the next key frame are passed over.
+        Frames between the last time after one key frame and the next key frame are skipped.
         """
         origin = first_time(container, stream)
 
         def head(seconds: float) -> int:
             return _search(container, stream, _tick(stream, origin + seconds))[0]
 
-        # Times after one key frame are decoded together.
+        # Times after the same key frame are decoded together.
         groups = [
             (target, Instants(tuple(times))) for target, times in groupby(self.seconds, key=head)
         ]
@@ -108,7 +110,7 @@ class Instants:
 
 @dataclass(frozen=True)
 class Nearest:
-    """A frame, and how many of the wanted times in a row it is the nearest to."""
+    """A frame, and how many consecutive times it is the nearest to."""
 
     frame: av.VideoFrame
     times: int
@@ -119,18 +121,18 @@ class Nearest:
 def nearest_frames(
     media: Media, wanted: WantedTimes | Instants, *, quick: bool = True
 ) -> Iterator[Nearest]:
-    """Yield the nearest frames in the order of the times; they serve fewer times if the video ends before the last.
+    """Yield the nearest frames in the order of the times; together they cover fewer times if the video ends early.
 
-    With `quick`, it may raise `ValueError` or `av.error.FFmpegError` after some frames, where decoding from
-    the beginning gives them all.
+    With `quick`, this may raise `ValueError` or `av.error.FFmpegError` after some frames even if decoding from
+    the beginning (`quick=False`) gives them all.
     """
     with open_media(media) as container:
         stream = video_stream(container)
-        # DataLoader's workers and torchrun's ranks have one torch thread each, so the decoder keeps to as many.
+        # DataLoader workers and torchrun ranks have one torch thread each; the decoder uses no more.
         stream.codec_context.thread_count = min(torch.get_num_threads(), _MOST_THREADS)
         stream.codec_context.thread_type = "AUTO"
         stretch = float(stream.sample_aspect_ratio or 1)
-        # AVI stores no times, and those that FFmpeg guesses for H.264 run backwards.
+        # AVI stores no times, and those that FFmpeg guesses for H.264 run backwards, so do not seek.
         guessed = (container.format.name, stream.codec_context.name) == ("avi", "h264")
         if quick and wanted.start > 0 and not guessed:
             chosen = wanted.from_key_frames(container, stream)
@@ -144,27 +146,27 @@ def _pick(
     frames: Iterable[tuple[float, av.VideoFrame]], wanted: WantedTimes | Instants
 ) -> Iterator[tuple[av.VideoFrame, int]]:
     """Yield the frames that are nearest to wanted times, each with its number of times."""
-    taken, interval, limit = 0, 0.0, FrameLimit()
-    shown: av.VideoFrame | None = None
-    shown_at = 0.0
+    num_served, interval, limit = 0, 0.0, FrameLimit()
+    previous: av.VideoFrame | None = None
+    previous_at = 0.0
     for seconds, frame in frames:
         limit.take()
-        if shown is not None:
-            interval = seconds - shown_at
-            # A frame is the nearest until half-way to the next one, so it can be yielded once that
-            # one is known.
-            times = wanted.until(shown_at + interval / 2) - taken
+        if previous is not None:
+            interval = seconds - previous_at
+            # A frame is the nearest until half-way to the next one, so it can be yielded once the
+            # next one is known.
+            times = wanted.until(previous_at + interval / 2) - num_served
             if times > 0:
-                yield shown, times
-                taken += times
-        # All times are served, so the rest is not decoded.
-        if taken == wanted.count:
+                yield previous, times
+                num_served += times
+        # All times have a frame, so the rest is not decoded.
+        if num_served == wanted.count:
             return
-        shown, shown_at = frame, seconds
-    if shown is not None:
-        times = wanted.until(shown_at + wanted.last_stands(shown, interval)) - taken
+        previous, previous_at = frame, seconds
+    if previous is not None:
+        times = wanted.until(previous_at + wanted.last_stands(previous, interval)) - num_served
         if times > 0:
-            yield shown, times
+            yield previous, times
 
 
 def _timed(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.VideoFrame]]:
@@ -179,6 +181,7 @@ def _timed(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.VideoFra
 def _forwards(
     frames: Iterable[tuple[float, av.VideoFrame]],
 ) -> Iterator[tuple[float, av.VideoFrame]]:
+    """Pass the frames on; raises `ValueError` if time runs backwards."""
     previous = -math.inf
     for seconds, frame in frames:
         if seconds < previous:
@@ -188,15 +191,15 @@ def _forwards(
 
 
 def first_time(container: av.container.InputContainer, stream: av.VideoStream) -> float:
-    """Return the time of the first frame, in seconds of the stream."""
+    """Time stamp of the first frame, in seconds."""
     return frame_time(first_frame(container, stream))
 
 
 def _tick(stream: av.VideoStream, seconds: float) -> int:
-    """Return a time in ticks of the stream."""
+    """A time in units of the stream's time base."""
     if stream.time_base is None:
         raise ValueError("no time base")
-    # Rounding must not put the time just before a key frame that is at it.
+    # Rounding must not move the time to just before a key frame at exactly this time.
     return math.floor(seconds / stream.time_base + 1e-3)
 
 
@@ -220,7 +223,7 @@ def _from_key_frame(
 def _search(
     container: av.container.InputContainer, stream: av.VideoStream, target: int
 ) -> tuple[int, Iterator[_Packet]]:
-    """Return the time, in ticks, of the last key frame not after `target`, and the packets from that frame on."""
+    """Time of the last key frame not after `target`, in ticks, and the packets from it on."""
     aim = target
     for _ in range(3):
         container.seek(aim, stream=stream)
@@ -230,6 +233,6 @@ def _search(
             break
         if head.pts <= target:
             return head.pts, chain([head], packets)
-        # MP4 is searched by times of decoding, which are before the times of showing.
+        # MP4 is searched by decoding times, which are before the presentation times, so try an earlier time.
         aim = (head.pts if head.dts is None else head.dts) - 1
     raise ValueError("the search for the key frame failed")

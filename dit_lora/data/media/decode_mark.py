@@ -1,6 +1,6 @@
-"""Marks of files that are decoded to other pixels than by earlier versions, for the keys of cached latents.
+"""Marks for files that this version decodes to different pixels than earlier versions, for keys of cached latents.
 
-Keys of all other files stay as they were, so that caches of earlier versions are used.
+Keys of all other files are unchanged, so that the caches of earlier versions stay valid.
 """
 
 import av
@@ -15,7 +15,7 @@ from dit_lora.data.media.video_header import first_frame, video_stream
 
 
 def decode_mark(media: Media) -> str:
-    """Return `srgb` for a picture whose ICC profile is applied, `display` for a mirrored video, else an empty string."""
+    """`srgb` for a picture whose ICC profile is applied, `display` for a mirrored video, "" for all others."""
     try:
         if is_image(media):
             with open_picture(media) as image:

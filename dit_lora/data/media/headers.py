@@ -1,4 +1,4 @@
-"""Headers of media files, remembered by size and time of change."""
+"""Headers of media files, remembered by size and modification time."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -14,27 +14,27 @@ from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
-_VERSION = 3  # raised when a header would be read otherwise
+_VERSION = 3  # raised when the same file would give another header
 _THREADS = 8  # opening a file waits for the disk
 
 Progress = Callable[[Sequence[Any]], Iterable[Any]]
-"""A progress bar around a sequence that is worked through, as tqdm is."""
+"""Wraps a sequence in a progress bar, like tqdm."""
 
 
 class Headers:
-    """Reader of media headers; a file is opened again only if its size or time of change differs."""
+    """Reads media headers; a file is opened again only if its size or modification time differs."""
 
     def __init__(self, memo: Path) -> None:
         self._memo = memo
         self._known: dict[str, tuple[list[int], dict[str, Any]]] = {}
-        # If a killed run tore the memo, headers are read anew.
+        # If a killed run left the memo incomplete, headers are read again.
         with suppress(OSError, ValueError):
             stored = parse_json(memo.read_bytes())
             if stored["version"] == _VERSION:
                 self._known = stored["headers"]
 
     def read(self, media: Sequence[Media], progress: Progress) -> list[VideoHeader | ClipError]:
-        """Return the header of each medium, or the error that says why it has none."""
+        """The header of each medium, or the error that tells why it has none."""
         headers: dict[int, VideoHeader | ClipError] = {}
         for index, medium in enumerate(media):
             stored = self._known.get(medium.place)
@@ -43,7 +43,7 @@ class Headers:
         unread = [index for index in range(len(media)) if index not in headers]
         with ThreadPoolExecutor(_THREADS) as pool:
             fresh = pool.map(lambda index: _read(media[index]), unread)
-            # `map` keeps the order of `unread`, so the bar and the results advance together.
+            # `map` keeps the order of `unread`, so the progress bar and the results advance together.
             for index, header in zip(progress(unread) if unread else (), fresh, strict=False):
                 headers[index] = header
                 if isinstance(header, VideoHeader):
@@ -59,7 +59,7 @@ def _stamp(media: Media) -> list[int]:
     try:
         return list(media.stamp())
     except OSError:
-        return []  # gone: reading it says so
+        return []  # missing: reading it will report that
 
 
 def _read(media: Media) -> VideoHeader | ClipError:

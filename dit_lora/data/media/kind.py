@@ -1,4 +1,4 @@
-"""Kind of a medium, picture or video: its content decides, and its name only where the content is unknown."""
+"""Whether a medium is a picture or a video: its content decides, or its name if the content is unknown."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -18,9 +18,9 @@ from dit_lora.data.media.pictures import DAMAGED
 
 
 def is_image(media: Media | Path) -> bool:
-    """Return True if a medium is a picture. A GIF with several frames is a video; other formats give their first frame.
+    """Whether a medium is a picture. A GIF with several frames is a video; of other formats, the first frame is used.
 
-    A file that cannot be read is what its name says.
+    For a file that cannot be read, the suffix of its name decides.
     """
     media = as_media(media)
     try:

@@ -1,4 +1,4 @@
-"""Media: a video or image is a file of its own, or a member of a tar."""
+"""Media: a video or image that is a file, or a member of a tar."""
 
 import io
 import os
@@ -35,7 +35,7 @@ IMAGE_SUFFIXES = frozenset(
     }
 )
 HEIC = ".heic"
-"""Suffix of the pictures that most phones take, which Pillow does not read."""
+"""Suffix of pictures from most phones, a format that Pillow does not read."""
 
 _MAGIC = {
     b"\xff\xd8\xff": ".jpg",
@@ -63,36 +63,36 @@ _STILL_BRANDS = (
 )
 
 MOST_BYTES = 2**31
-"""The most bytes of a member of a tar or a cell of a dataset, which is read into memory whole."""
+"""Maximum size of a tar member or dataset cell, in bytes, because it is read into memory as a whole."""
 _AT_A_TIME = 2**20
 _HEAD = 64
 
 Stamp = tuple[int, ...]
-"""Numbers that change when the bytes may have."""
+"""Numbers that differ if the bytes may have changed."""
 
 
 def file_stamp(path: Path) -> Stamp:
-    """Return size, time of change, inode and time of the inode's change, which no program can set back; raises `OSError`."""
+    """Size, modification time, inode, and its change time, which programs cannot set back; raises `OSError`."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
 
 
 class Media(Protocol):
-    """One video or image, wherever it is stored; picklable and hashable."""
+    """One video or image, wherever it is stored; must be picklable and hashable."""
 
     @property
     def name(self) -> str:
-        """Name of the medium in messages; its suffix says which format it should be."""
+        """Name of the medium for messages; its suffix is that of its format."""
 
     @property
     def place(self) -> str:
-        """Place of the medium, without ambiguity on this machine."""
+        """Location of the medium, unique on this machine."""
 
     def source(self) -> Path | io.BytesIO:
-        """Return what PyAV and Pillow can open: a path, or the bytes. Raises `OSError`."""
+        """A path, or the bytes, that PyAV and Pillow can open; raises `OSError`."""
 
     def stamp(self) -> Stamp:
-        """Return the stamp; raises `OSError` if the medium is not there."""
+        """Numbers that differ if the bytes may have changed; raises `OSError` if the medium does not exist."""
 
     def exists(self) -> bool: ...
 
@@ -101,7 +101,7 @@ class Media(Protocol):
 
 @dataclass(frozen=True)
 class MediaFile:
-    """A video or image that is a file."""
+    """A video or image in a file."""
 
     path: Path
 
@@ -111,30 +111,30 @@ class MediaFile:
 
     @property
     def place(self) -> str:
-        # Following links takes ten times as long, and the stamp tells which file is behind them.
+        # Resolving links takes ten times as long, and the stamp identifies the file behind them.
         return os.path.abspath(self.path)
 
     def source(self) -> Path:
-        # The path is absolute, since FFmpeg takes what stands before a colon, as in `concat:a.mp4`,
-        # for a protocol.
+        # An absolute path, since FFmpeg would read the text before a colon, as in `concat:a.mp4`, as a
+        # protocol.
         return self.path.absolute()
 
     def stamp(self) -> Stamp:
         return file_stamp(self.path)
 
     def exists(self) -> bool:
-        # isfile is False too for a name that no file system takes, where `Path.stat` raises.
+        # isfile is also False for a name that no file system accepts, for which `Path.stat` raises.
         return os.path.isfile(self.path)
 
 
 @dataclass(frozen=True)
 class TarMember:
-    """A member of an uncompressed tar, read in place."""
+    """A member of an uncompressed tar, read directly from it."""
 
     tar: Path
     member: str
     offset: int
-    """Offset of the member's first byte in the tar."""
+    """Offset of the member's content in the tar, in bytes."""
     size: int
 
     @property
@@ -158,17 +158,17 @@ class TarMember:
 
 
 def below(folder: Path, name: str) -> str | None:
-    """Return the path below `folder` that a list in it means by `name`; None if `..` or an absolute path leads out.
+    """Path of a name relative to `folder`; None if `..` or an absolute path leads out of the folder.
 
-    Only the name is judged: links in the folder are its owner's, and are followed.
+    Only the name is checked: links in the folder belong to its owner, and are followed.
     """
-    whole = os.path.join(os.path.abspath(folder), "")
-    path = os.path.normpath(os.path.join(whole, name))
-    return path[len(whole) :] if path.startswith(whole) else None
+    prefix = os.path.join(os.path.abspath(folder), "")
+    path = os.path.normpath(os.path.join(prefix, name))
+    return path[len(prefix) :] if path.startswith(prefix) else None
 
 
 def too_many_bytes(size: int) -> tuple[str, str] | None:
-    """Return code and message if a member or cell of this size is not read; None if it is."""
+    """Code and message if a member or cell of this size is too large to be read; None if it is not."""
     if size <= MOST_BYTES:
         return None
     message = f"it has {size:,} bytes, and {MOST_BYTES:,} are read into memory at most; give it as a file of its own"
@@ -176,6 +176,7 @@ def too_many_bytes(size: int) -> tuple[str, str] | None:
 
 
 def as_media(media: Media | Path) -> Media:
+    """The medium itself, or the `MediaFile` of a path."""
     return MediaFile(media) if isinstance(media, Path) else media
 
 
@@ -186,7 +187,7 @@ def open_bytes(media: Media) -> io.BufferedReader | io.BytesIO:
 
 
 def read_bytes(media: Media) -> bytes:
-    """Return all bytes of a medium; raises `DitLoraError` if they cannot be read."""
+    """All bytes of a medium; raises `DitLoraError` if they cannot be read."""
     try:
         with open_bytes(media) as stream:
             return stream.read()
@@ -195,7 +196,7 @@ def read_bytes(media: Media) -> bytes:
 
 
 def read_head(media: Media) -> bytes:
-    """Return the first 64 bytes, by which `sniffed_suffix` knows a format; raises `OSError`."""
+    """The first 64 bytes, from which `sniffed_suffix` recognizes a format; raises `OSError`."""
     if isinstance(media, TarMember):
         with media.tar.open("rb") as stream:
             stream.seek(media.offset)
@@ -205,9 +206,10 @@ def read_head(media: Media) -> bytes:
 
 
 def require_readable(media: Media) -> bool:
-    """Wait until a medium's bytes can be read, all of them; return True if that took more than one try.
+    """Wait until all bytes of a medium can be read; returns True if that took more than one try.
 
-    Decoders call a file damaged where the storage is at fault. Raises `UnreadableError` if it does not come back.
+    Decoders report a damaged file when in fact the storage is at fault. Raises `UnreadableError` if the storage
+    does not come back.
     """
     tries = 0
 
@@ -225,14 +227,14 @@ def require_readable(media: Media) -> bool:
 def read_media(
     media: Media, read: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)
 ) -> T:
-    """Return `read()`; in a run, wait for a medium that is away.
+    """Call `read`; in a run, wait for a medium that cannot be reached.
 
-    There, an error counts as the medium's own only if its bytes can be read, and it comes again.
+    In a run, an error counts as the medium's own only if its bytes can be read and the error occurs again.
 
     Args:
         media: The medium that `read` reads.
         read: Reads the medium; it may be called several times.
-        errors: What `read` raises at a damaged medium.
+        errors: Exceptions that `read` raises for a damaged medium.
 
     Raises:
         UnreadableError: The bytes cannot be read.
@@ -251,27 +253,27 @@ def read_media(
 
 
 def sniffed_suffix(head: bytes) -> str | None:
-    """Return the suffix that a file with these first 64 bytes should have; None if the format is not known here."""
+    """Suffix of the format of a file with these first 64 bytes; None if the format is not known here."""
     if head[:4] == b"RIFF":
         return {b"WEBP": ".webp", b"AVI ": ".avi"}.get(head[8:12])
-    # `ftyp` names the brand and then compatible ones (ISO 14496-12); AVIF and HEIC are images in the same container.
+    # `ftyp` lists the brand and compatible ones (ISO 14496-12); AVIF and HEIC are images in the same container.
     if head[4:8] == b"ftyp":
         brand = head[8:12]
         if brand in _STILL_BRANDS:
             return ".avif" if b"avif" in head or b"avis" in head else HEIC
         return ".mov" if brand == b"qt  " else ".mp4"
-    # QuickTime files from before ftyp.
+    # QuickTime files that are older than `ftyp`.
     if head[4:8] in (b"moov", b"mdat") or head[:8] == b"\0\0\0\x08wide":
         return ".mov"
-    # Two letters are little to go by, so BMP's reserved zeros are asked for too.
+    # Two letters are a weak signature, so BMP's reserved zeros are checked too.
     if head[:2] == b"BM" and head[6:10] == bytes(4):
         return ".bmp"
-    # EBML: WebM says so in its DocType, and the rest is Matroska.
+    # EBML: WebM is named in the DocType; everything else is Matroska.
     if head[:4] == b"\x1aE\xdf\xa3":
         return ".webm" if b"webm" in head else ".mkv"
     return next((end for magic, end in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def suffix(media: Media) -> str:
-    """Return the suffix of a medium's name in lower case, with its dot."""
+    """Suffix of a medium's name in lower case, with its dot."""
     return Path(media.name).suffix.lower()

@@ -1,7 +1,7 @@
-"""Check that an image holds all of its pixels, where Pillow fills in missing ones silently.
+"""Checks that an image has all of its pixels, in formats where Pillow silently fills in missing ones.
 
-A PNG's compressed stream may end after some rows, and a JPEG's coded data before the marker that ends it.
-For every other format that is read, Pillow itself raises.
+A PNG's compressed stream may end after some rows, and a JPEG's coded data before its end marker. For every
+other supported format, Pillow raises an error itself.
 """
 
 import zlib
@@ -12,11 +12,11 @@ import av
 import numpy as np
 from PIL import Image
 
-_PIECE = 2**18  # bytes that are decompressed at a time
+_PIECE = 2**18  # number of bytes that are decompressed at a time
 _PNG_START = 8
 _METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _SAMPLES = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-"""Values a pixel by PNG's colour type (PNG specification, 11.2.1)."""
+"""Number of values per pixel by PNG's colour type (PNG specification, 11.2.1)."""
 _ADAM7 = (
     (0, 0, 8, 8),
     (4, 0, 8, 8),
@@ -26,18 +26,18 @@ _ADAM7 = (
     (1, 0, 2, 2),
     (0, 1, 1, 2),
 )
-"""First column and row, and steps, of an interlaced PNG's passes (PNG specification, 8.2)."""
+"""First column, first row, and their steps, for each pass of an interlaced PNG (PNG specification, 8.2)."""
 _FILLED = (127, 128)
-"""The values that libjpeg fills in for missing data: grey in every channel, or its complement in CMYK."""
+"""Values that libjpeg fills in for missing data: grey in every channel, or its complement in CMYK."""
 _CORNER = 4  # pixels; a block has 8, of which the picture may show fewer
 
 
 def missing_rows(stream: BinaryIO, image: Image.Image) -> str | None:
-    """Return why the decoded image is not whole; None if it is. `stream` holds its file."""
+    """Why the decoded image is incomplete; None if it is complete. `stream` contains its file."""
     stream.seek(0)
     if image.format == "PNG":
         lacks = _png_lacks(stream)
-        # Only a suspicious JPEG is decoded a second time.
+        # An incomplete JPEG is only suspected from its last pixels, and then decoded a second time to be sure.
         return f"the image is truncated: {lacks:,} bytes of its rows are missing" if lacks else None
     if image.format in ("JPEG", "MPO") and _may_lack(image) and _jpeg_breaks(stream.read()):
         return "the image is truncated: its coded data ends before its last row"
@@ -45,7 +45,7 @@ def missing_rows(stream: BinaryIO, image: Image.Image) -> str | None:
 
 
 def _png_lacks(stream: BinaryIO) -> int:
-    """Return the number of bytes of filtered rows that do not come out of the IDAT chunks."""
+    """Number of bytes of filtered rows that are missing from the IDAT chunks."""
     stream.seek(_PNG_START + 8)  # length and name of IHDR
     header = stream.read(13)
     width, height = int.from_bytes(header[:4]), int.from_bytes(header[4:8])
@@ -53,7 +53,7 @@ def _png_lacks(stream: BinaryIO) -> int:
     passes = _ADAM7 if header[12] else ((0, 0, 1, 1),)
     size = 0
     for column, row, across, down in passes:
-        # -(-a // b) rounds up; each row that has pixels begins with a byte for its filter.
+        # -(-a // b) rounds up; each row with pixels begins with a byte for its filter type.
         columns, rows = -(-max(0, width - column) // across), -(-max(0, height - row) // down)
         size += rows * (1 + -(-columns * bits // 8)) if columns else 0
     inflate = zlib.decompressobj()
@@ -65,7 +65,7 @@ def _png_lacks(stream: BinaryIO) -> int:
 
 
 def has_late_metadata(stream: BinaryIO) -> bool:
-    """Return True if a PNG has text or EXIF, which may hold its orientation, behind its pixels."""
+    """Whether a PNG has text or EXIF, which may contain its orientation, after its pixels."""
     is_late = False
     for kind, _ in _chunks(stream):
         if is_late and kind in _METADATA:
@@ -82,7 +82,7 @@ def _image_data(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Yield kind and length of each chunk of a PNG, with the stream at its contents."""
+    """Yield type and length of each chunk of a PNG, with the stream at its contents."""
     at = _PNG_START
     stream.seek(at)
     while len(head := stream.read(8)) == 8 and head[4:] != b"IEND":
@@ -93,13 +93,13 @@ def _chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 def _may_lack(image: Image.Image) -> bool:
-    """Return True if the last pixels are a decoder's filling, or if the image is progressive and they cannot tell."""
+    """Whether the last pixels have the decoder's filling value, or the image is progressive (they tell nothing)."""
     corner = np.asarray(image)[-_CORNER:, -_CORNER:]
     return bool("progressive" in image.info or np.isin(corner, _FILLED).all())
 
 
 def _jpeg_breaks(data: bytes) -> bool:
-    """Return True if FFmpeg's decoder, which can be told to stop at errors, stops where libjpeg fills in."""
+    """Whether FFmpeg's decoder, told to stop at errors, fails where libjpeg would fill in pixels."""
     decoder = av.CodecContext.create("mjpeg", "r")
     decoder.options = {"err_detect": "explode"}
     decoder.thread_count = 1
@@ -108,6 +108,6 @@ def _jpeg_breaks(data: bytes) -> bool:
     except av.error.InvalidDataError:
         return True
     except av.error.FFmpegError:
-        # This decoder does not know every kind of JPEG; such a one is left to Pillow's verdict.
+        # This decoder does not support every kind of JPEG; for those, rely on Pillow.
         return False
     return False

@@ -1,6 +1,6 @@
-"""The one place where FFmpeg and Pillow open a file: with limits of size and of what may be opened beside it.
+"""The only module that opens files with FFmpeg and Pillow: with limits on size and on what a file may refer to.
 
-Nothing here needs torch, so that the audit's processes start quickly.
+Nothing here needs torch, so that the audit's worker processes start quickly.
 """
 
 import gc
@@ -17,43 +17,42 @@ from PIL import Image, UnidentifiedImageError
 
 from dit_lora.data.media.media import HEIC, Media, read_head, sniffed_suffix
 
-# A forked process, such as a data worker, inherits frames and decoders of its parent, without the threads of FFmpeg that
-# belong to them: to free them there would wait for these for ever. What is frozen is not collected.
+# A forked process, such as a data worker, inherits its parent's frames and decoders, but not the FFmpeg threads that
+# belong to them. Freeing them would wait for those threads forever, so exclude them from garbage collection.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=gc.freeze)
 
 MOST_PIXELS = 2 * 89_478_485
-"""The most pixels of one picture.
+"""Maximum number of pixels of a picture or video frame.
 
-Pillow takes a larger image for a decompression bomb (`Image.MAX_IMAGE_PIXELS`, twice), and a video's frame
-is one no less.
+Pillow treats a larger image as a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`).
 """
 MOST_FRAMES = 1_000_000
-"""The most frames of one video: eleven hours at 25 a second.
+"""Maximum number of frames of one video: eleven hours at 25 fps.
 
-A few megabytes can promise more than can be decoded in a day.
+A file of a few megabytes can claim more frames than can be decoded in a day.
 """
 
-# Formats whose files hold all that they show. The others that FFmpeg knows may be texts that name what to open:
-# playlists (HLS, DASH, concat), session descriptions (SDP), patterns of file names, filter graphs, devices.
+# Formats whose files are self-contained. FFmpeg's other formats may be texts that name other things to open:
+# playlists (HLS, DASH, concat), session descriptions (SDP), file name patterns, filter graphs, devices.
 _FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,asf,flv,mpeg,mpegts,mpegvideo,m4v,h264,hevc,ivf,ogg,gif,apng,"
     "png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,mp3,wav,flac,aac"
 )
 _NO_PROTOCOL = "none"
-# Pillow also knows formats whose reading starts another program, as EPS does Ghostscript.
+# Pillow also supports formats that start another program, as EPS does with Ghostscript; they are excluded.
 _IMAGES = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "JPEG2000", "PPM")
 
 HEIC_REASON = "Pillow does not read HEIC; convert it to JPEG or PNG"
 
-# PyAV 19 reads metadata of any encoding, and has no option for it.
+# PyAV 19 reads metadata of any encoding and no longer has this option.
 _ANY_ENCODING: dict[str, Any] = (
     {"metadata_errors": "replace"} if Version(av.__version__).major < 19 else {}
 )
 
 
 def open_media(media: Media) -> av.container.InputContainer:
-    """Open a container that opens nothing but this file: no other, no address, no device.
+    """Open a container without opening anything else: no other file, no address, no device.
 
     Metadata may be in any encoding. Decoders refuse pictures above `MOST_PIXELS`. Raises `OSError` or
     `av.error.FFmpegError`.
@@ -65,7 +64,7 @@ def open_media(media: Media) -> av.container.InputContainer:
         "max_pixels": str(MOST_PIXELS),
     }
     container = av.open(source, "r", options=options, **_ANY_ENCODING)
-    # Options of the container do not reach its decoders.
+    # The container's options do not reach its decoders, so set the limit on each of them.
     for stream in container.streams.video:
         if stream.codec_context is not None:
             stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
@@ -73,25 +72,25 @@ def open_media(media: Media) -> av.container.InputContainer:
 
 
 def oversize(height: int, width: int) -> str | None:
-    """Return why pictures of this size are not decoded; None if they are."""
+    """Why pictures of this size are not decoded; None if they are."""
     if height * width <= MOST_PIXELS:
         return None
     return f"its header promises pictures of {width} x {height}, and {MOST_PIXELS:,} pixels are decoded at most"
 
 
 def message_of(error: Exception) -> str:
-    """Return FFmpeg's, Pillow's or the system's message without its number."""
+    """Message of FFmpeg, Pillow or the system, without its error number."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 class FrameLimit:
-    """Counter of the frames that come out of a video, up to `MOST_FRAMES`."""
+    """Counts the decoded frames of a video, up to `MOST_FRAMES`."""
 
     def __init__(self) -> None:
         self._left = MOST_FRAMES
 
     def take(self) -> None:
-        """Count one frame; raises `ValueError` beyond the limit."""
+        """Count one frame; raises `ValueError` above the limit."""
         self._left -= 1
         if self._left < 0:
             raise ValueError(f"more than {MOST_FRAMES:,} frames come out of it; cut it into parts")
@@ -99,10 +98,10 @@ class FrameLimit:
 
 @contextmanager
 def open_picture(media: Media) -> Iterator[Image.Image]:
-    """Open an image of one of the accepted formats, nothing of it decoded yet.
+    """Open an image of an accepted format without decoding it.
 
-    Raises `OSError`, `Image.DecompressionBombError` above `MOST_PIXELS`, or what Pillow's readers raise at
-    damaged headers.
+    Raises `OSError`, `Image.DecompressionBombError` above `MOST_PIXELS`, or the errors that Pillow raises for damaged
+    headers.
     """
     Image.init()
     # AVIF is an optional part of Pillow.
@@ -114,7 +113,7 @@ def open_picture(media: Media) -> Iterator[Image.Image]:
             raise UnidentifiedImageError(HEIC_REASON) from error
         raise
     with opened as image:
-        # Pillow's own limit can be switched off.
+        # Check here too, because Pillow's own limit can be switched off.
         too_large = oversize(image.height, image.width)
         if too_large:
             raise Image.DecompressionBombError(too_large)
@@ -122,6 +121,6 @@ def open_picture(media: Media) -> Iterator[Image.Image]:
 
 
 def own_jpeg(data: bytes) -> Image.Image:
-    """Return a picture of which this library made the JPEG, such as an audit's small one; RGB."""
+    """Decode a JPEG made by this library, such as a thumbnail of the audit, to RGB."""
     with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
         return image.convert("RGB")

@@ -1,4 +1,4 @@
-"""Single pictures of images and videos: upright, in square pixels, scaled to cover, cropped at the centre.
+"""Single pictures of images and videos: upright, in square pixels, scaled to cover a shape, cropped at the centre.
 
 Shapes: H and W pixels.
 """
@@ -17,7 +17,7 @@ from dit_lora.data.media.media import Media, open_bytes
 from dit_lora.data.media.missing_rows import has_late_metadata, missing_rows
 from dit_lora.data.media.opened import open_picture
 
-# What Pillow's readers raise at damaged files.
+# Exceptions that Pillow's readers raise for damaged files.
 DAMAGED = (
     OSError,
     ValueError,
@@ -36,13 +36,13 @@ DAMAGED = (
 )
 
 ORIENTATION = 0x0112
-"""EXIF's tag of the orientation."""
+"""EXIF tag of the orientation."""
 _QUARTER_TURNS = (5, 6, 7, 8)
-"""Orientations in which height and width change places."""
+"""EXIF orientations in which height and width are swapped."""
 
 
 def open_image(media: Media) -> Image.Image:
-    """Return the decoded picture in RGB, upright, its colours those of sRGB, transparent parts white.
+    """Decode a picture to RGB: upright, in sRGB colours, with transparent parts white.
 
     Raises one of `DAMAGED`.
     """
@@ -51,28 +51,28 @@ def open_image(media: Media) -> Image.Image:
 
 
 def open_mask(media: Media, *, alpha: bool) -> Image.Image:
-    """Return a decoded mask in mode L, upright: its luma, transparent parts black; with `alpha`, its opacity alone.
+    """Decode a mask to mode L, upright: its luma with transparent parts black, or with `alpha` only its opacity.
 
     Raises one of `DAMAGED`.
     """
-    # A mask's levels are data: a profile does not change them.
+    # The levels of a mask are data, so its colour profile is ignored.
     image, _ = _open_upright(media)
     if alpha:
         return image.convert("RGBA").getchannel("A")
     if image.mode == "F":
         raise ValueError("its levels are floating-point numbers, and a mask's are 8 or 16 bits")
-    # From RGB, since palettes and CMYK are no luma.
+    # Convert to RGB first, since palette and CMYK values are not luma.
     return _on(image, "black").convert("RGB").convert("L")
 
 
 def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
-    """Return the decoded picture in its own mode, upright, of 8 bits a level, and its ICC profile."""
+    """The decoded picture in its own mode, upright, with 8 bits per level, and its ICC profile."""
     with open_picture(media) as opened:
         opened.load()
         _require_whole(media, opened)
         profile = opened.info.get("icc_profile")
         image = ImageOps.exif_transpose(opened)
-    # Modes I and I;16 hold 16 bits a pixel, which Pillow would cut at 255; 65535 / 255 is 257.
+    # Modes I and I;16 have 16 bits per pixel, which Pillow would clip at 255; 65535 / 255 is 257.
     if image.mode.startswith("I"):
         levels = np.asarray(image, np.float32) / 257
         image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
@@ -80,7 +80,7 @@ def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
 
 
 def _on(image: Image.Image, colour: str) -> Image.Image:
-    """Return a picture with its transparent parts in that colour."""
+    """The picture with its transparent parts filled with a colour."""
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
         return image
     ground = Image.new("RGBA", image.size, colour)
@@ -88,6 +88,7 @@ def _on(image: Image.Image, colour: str) -> Image.Image:
 
 
 def _require_whole(media: Media, image: Image.Image) -> None:
+    """Raise `ValueError` if pixels of the image are missing in its file."""
     with open_bytes(media) as stream:
         lacks = missing_rows(stream, image)
     if lacks:
@@ -95,24 +96,24 @@ def _require_whole(media: Media, image: Image.Image) -> None:
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """Return height and width in pixels of the upright image, as `open_image` turns it, from its header.
+    """Height and width in pixels of the upright image, as `open_image` returns it, from its header.
 
     Raises one of `DAMAGED`.
     """
     with open_picture(media) as image:
         with open_bytes(media) as stream:
-            # Pillow would decode every PNG without EXIF to look for it behind the pixels, where it hardly ever is.
+            # To find EXIF after the pixels of a PNG, Pillow must decode it. It is rarely there, so check first.
             if image.format == "PNG" and has_late_metadata(stream):
                 image.load()
         orientation = Image.Image.getexif(image).get(ORIENTATION)
-        # Pillow turns the size of a TIFF by its own tag when it opens it.
+        # When Pillow opens a TIFF, it swaps height and width itself according to the TIFF's own tag.
         tags = getattr(image, "tag_v2", {})
         is_turned = orientation in _QUARTER_TURNS and tags.get(ORIENTATION) not in _QUARTER_TURNS
         return (image.width, image.height) if is_turned else (image.height, image.width)
 
 
 def upright(frame: av.VideoFrame, stretch: float) -> tuple[Image.Image, float]:
-    """Return a frame's picture, turned and mirrored as its display matrix says, with the `stretch` of that picture."""
+    """Picture of a frame, turned as its display matrix says, and the picture's pixel aspect ratio `stretch`."""
     orientation = Orientation.from_frame(frame)
     picture = orientation.apply(frame.to_ndarray(format="rgb24"))
     return Image.fromarray(picture), 1 / stretch if orientation.is_on_its_side else stretch
@@ -125,18 +126,18 @@ def cover(
     width: int,
     resample: Image.Resampling = Image.Resampling.LANCZOS,
 ) -> np.ndarray:
-    """Return uint8 (H, W, 3), of mode L (H, W), of an image scaled to cover the shape and cropped at the centre."""
-    # In square pixels the picture is `stretch` times as wide as it is stored.
+    """Scale an image to cover the shape and crop it at the centre: uint8 (H, W, 3), or (H, W) for mode L."""
+    # In square pixels, the picture is `stretch` times as wide as stored.
     scale = max(width / (image.width * stretch), height / image.height)
     kept_width, kept_height = width / scale / stretch, height / scale
-    left, top = (image.width - kept_width) / 2, (image.height - kept_height) / 2
-    box = (left, top, left + kept_width, top + kept_height)
+    x, y = (image.width - kept_width) / 2, (image.height - kept_height) / 2
+    box = (x, y, x + kept_width, y + kept_height)
     return np.asarray(image.resize((width, height), resample, box=box))
 
 
 def planes(pictures: Sequence[np.ndarray]) -> np.ndarray:
     """Stack pictures (H, W, 3) to uint8 (F, 3, H, W)."""
-    # Plane by plane takes an eighth of the time of transposing them all.
+    # Copying plane by plane takes an eighth of the time of a transpose.
     stacked = np.empty((len(pictures), 3, *pictures[0].shape[:2]), np.uint8)
     for frame, picture in zip(stacked, pictures, strict=True):
         for channel in range(3):

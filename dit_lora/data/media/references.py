@@ -1,4 +1,4 @@
-"""References and masks as pixels: references at their own size, masks as their sample is scaled and cropped.
+"""Decodes references and masks: references at their own size, masks scaled and cropped like their sample.
 
 Shapes: F frames, H and W pixels.
 """
@@ -15,16 +15,16 @@ from dit_lora.data.media.pictures import DAMAGED, cover, open_mask, planes
 from dit_lora.data.media.video import ClipError, pictures_at, read_frames, reason
 
 NEAR = 0.02
-"""Part by which the aspect ratio of a mask may differ from its picture's: sizes are whole numbers."""
+"""Relative difference allowed between the aspect ratios of a mask and its picture, since sizes are rounded."""
 
 
 def read_reference(
     media: Media, clip: VideoShape | None, fps: float | None, start: float = 0.0
 ) -> torch.Tensor:
-    """Return a reference's pixels, uint8 (F, 3, H, W): a picture, or a video's first frame, upright and at its own size.
+    """Pixels of a reference, uint8 (F, 3, H, W): a picture or a video's first frame, upright and at its own size.
 
-    With `clip`, the frames that a clip of that shape has, scaled and cropped to it. Raises `ClipError` if it cannot be
-    read as far as needed.
+    With `clip`, the frames of a clip of that shape instead, scaled and cropped to it. Raises `ClipError` if the
+    file cannot be read as far as needed.
     """
     if clip is not None and clip.frames > 1:
         size = {"height": clip.height, "width": clip.width}
@@ -36,7 +36,7 @@ def read_reference(
 
 
 def _own_size(image: Image.Image, stretch: float) -> np.ndarray:
-    """Return uint8 (H, W, 3) of a picture in square pixels."""
+    """A picture in square pixels, uint8 (H, W, 3)."""
     if stretch != 1:
         size = (max(1, round(image.width * stretch)), image.height)
         image = image.resize(size, Image.Resampling.LANCZOS)
@@ -44,9 +44,10 @@ def _own_size(image: Image.Image, stretch: float) -> np.ndarray:
 
 
 def read_mask(media: Media, *, alpha: bool, height: int, width: int) -> torch.Tensor:
-    """Return a mask as float32 (H, W) from 0 to 1: grey values, or with `alpha` how opaque a picture is.
+    """A mask as float32 (H, W) from 0 to 1: grey values, or with `alpha` the opacity of a picture.
 
-    It is scaled and cropped as its sample. Raises `ClipError` if the file is no picture, or nothing in it is above 0.
+    It is scaled and cropped like its sample. Raises `ClipError` if the file is not a picture, or nothing in it
+    is above 0.
     """
     if not is_image(media):
         raise ClipError(f"{media.name}: a mask is a picture, and it is not named as one")
@@ -55,9 +56,9 @@ def read_mask(media: Media, *, alpha: bool, height: int, width: int) -> torch.Te
     except DAMAGED as error:
         raise ClipError(f"{media.name}: cannot be read as a mask: {reason(error)}") from error
     if grey.getextrema()[1] == 0:
-        what = "it is wholly transparent" if alpha else "its mask is black"
-        raise ClipError(f"{media.name}: {what}, so that nothing of the sample would be learned")
-    # Means over areas: what is black stays 0 beside an edge, where Lanczos would swing above it.
+        problem = "it is wholly transparent" if alpha else "its mask is black"
+        raise ClipError(f"{media.name}: {problem}, so that nothing of the sample would be learned")
+    # Average over areas: black stays 0 next to an edge, where Lanczos would overshoot.
     pixels = cover(grey, 1.0, height, width, Image.Resampling.BOX)
     if not pixels.any():
         raise ClipError(
@@ -67,8 +68,11 @@ def read_mask(media: Media, *, alpha: bool, height: int, width: int) -> torch.Te
 
 
 def wrong_mask(mask: tuple[int, int], picture: tuple[int, int]) -> str | None:
-    """Return why a mask of that height and width does not fit a picture's; None if it does."""
+    """Why a mask of that height and width does not fit a picture of the other; None if it does."""
     ratio = mask[1] * picture[0] / (mask[0] * picture[1])
     if abs(ratio - 1) <= NEAR:
         return None
-    return f"its mask is {mask[1]} x {mask[0]} and the picture {picture[1]} x {picture[0]}: they have to have one shape"
+    return (
+        f"its mask is {mask[1]} x {mask[0]} and the picture {picture[1]} x {picture[0]}: "
+        "they have to have one shape"
+    )

@@ -1,4 +1,4 @@
-"""Sound as models take it, and out: a track of AAC beside a video."""
+"""Sound in a model's format, and writing it as an AAC track of a video."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,19 +12,19 @@ _LAYOUTS = ("mono", "stereo")
 
 
 class Sound(NamedTuple):
-    """A waveform (1 or 2 channels, samples) in floating point from -1 to 1, and its samples a second."""
+    """A waveform (1 or 2 channels, samples), floating point from -1 to 1, and its sample rate."""
 
     waveform: torch.Tensor
     rate: int
 
 
 def unplayable(sound: Sound | None) -> str | None:
-    """Return what of a sound is not finite, in words; None where all of it is, or there is none."""
+    """Message about values of a sound that are not finite; None if all are finite or there is no sound."""
     return None if sound is None else describe_bad("sound", sound.waveform)
 
 
 def sound_packets(container: av.container.OutputContainer, sound: Sound) -> list[av.Packet]:
-    """Add a track to a container that nothing was written to yet, and return what belongs into it.
+    """Add a sound track to an output container before anything is written, and return its packets.
 
     Equal sound gives equal packets.
     """
@@ -41,12 +41,12 @@ def sound_packets(container: av.container.OutputContainer, sound: Sound) -> list
 
 @dataclass(frozen=True)
 class SoundFormat:
-    """The sound that a model is trained on."""
+    """Format of the sound that a model is trained on."""
 
     rate: int
-    """Samples a second."""
+    """Samples per second."""
     channels: int
 
     def samples(self, frames: int, fps: float) -> int:
-        """Return the number of samples that belong to so many frames."""
+        """Number of samples that belong to this many frames."""
         return round(frames / fps * self.rate)

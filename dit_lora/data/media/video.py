@@ -1,4 +1,4 @@
-"""Videos and images in and out: frames chosen by their time stamps, resized with their aspect kept.
+"""Reads and writes videos and images: frames chosen by time stamp, resized with their aspect ratio kept.
 
 Shapes: F frames, H and W pixels.
 """
@@ -24,11 +24,11 @@ from dit_lora.data.media.sound import Sound, sound_packets, unplayable
 from dit_lora.data.media.video_header import VideoHeader, read_container
 from dit_lora.errors import DitLoraError
 
-# Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
+# Part of each clip's cache key; change it whenever the same file and arguments would give other pixels.
 DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, centre crop"
 
 
-# x264's macroblock tree, and more than one thread, made equal frames differ by some grey levels (docs/log.md).
+# With x264's macroblock tree, or more than one thread, equal frames differed by some grey levels (docs/log.md).
 _H264 = {"crf": "17", "x264-params": "mbtree=0"}
 
 
@@ -38,12 +38,12 @@ _COLOURS_SD = (Colorspace.SMPTE170M, ColorPrimaries.SMPTE170M, ColorTrc.SMPTE170
 
 
 def _is_hd(height: int, width: int) -> bool:
-    """Say whether players assume BT.709 for an untagged picture of this size (as mpv and browsers do)."""
+    """Whether players, such as mpv and browsers, assume BT.709 for an untagged picture of this size."""
     return width >= 1280 or height > 576
 
 
 class ClipError(DitLoraError):
-    """Error of a clip that cannot give the frames asked for; the message names file and reason."""
+    """A clip cannot give the requested frames; the message names the file and the reason."""
 
 
 def read_frames(
@@ -55,17 +55,19 @@ def read_frames(
     fps: float | None,
     start: float = 0.0,
 ) -> torch.Tensor:
-    """Return the frames nearest to start, start + 1/fps, ... seconds after the first, uint8 (F, 3, H, W).
+    """Frames nearest to start, start + 1/fps, ... seconds after the first one, uint8 (F, 3, H, W).
 
-    An image is one frame; a clip without `fps` gives one. Frames are scaled to cover height x width and
-    cropped at the centre. Memory holds the chosen frames only. Decodes with at most as many threads as
-    PyTorch has. Raises `ClipError` if the file cannot be read as far as needed or is too short,
-    `UnreadableError` if the file is away.
+    An image is one frame, and so is a clip without `fps`. Frames are scaled to cover height x width and cropped
+    at the centre. Memory holds only the chosen frames. Decodes with at most as many threads as PyTorch has.
+
+    Raises:
+        ClipError: The file is too short, or cannot be read as far as needed.
+        UnreadableError: The file cannot be reached.
     """
-    media, wanted = as_media(media), WantedTimes(frames, fps or 1.0, start)
-    chosen = pictures_at(media, wanted, partial(cover, height=height, width=width))
+    media, times = as_media(media), WantedTimes(frames, fps or 1.0, start)
+    chosen = pictures_at(media, times, partial(cover, height=height, width=width))
     if len(chosen) < frames:
-        raise ClipError(f"{media.name}: {_shortage(wanted, len(chosen))}")
+        raise ClipError(f"{media.name}: {_shortage(times, len(chosen))}")
     return torch.from_numpy(planes(chosen))
 
 
@@ -74,11 +76,14 @@ def pictures_at(
     wanted: WantedTimes | Instants,
     fit: Callable[[Image.Image, float], np.ndarray],
 ) -> list[np.ndarray]:
-    """Return the frames nearest to the wanted times; an image is one frame, whatever the times.
+    """Frames nearest to the wanted times; an image is one frame, regardless of the times.
 
-    `fit` makes uint8 (H, W, 3) of an upright picture and the ratio of its pixels' width to their height.
-    There are fewer pictures if the video ends before the last time. Raises `ClipError` if the file cannot
-    be read as far as needed, `UnreadableError` if the file is away.
+    `fit` converts an upright picture, given its pixel aspect ratio (width by height), to uint8 (H, W, 3). There
+    are fewer pictures than times if the video ends early.
+
+    Raises:
+        ClipError: The file cannot be read as far as needed.
+        UnreadableError: The file cannot be reached.
     """
 
     def decode(quick: bool) -> list[np.ndarray]:
@@ -93,7 +98,7 @@ def pictures_at(
         try:
             return decode(quick=True)
         except (av.error.FFmpegError, ValueError):
-            # Seeking failed or cannot be trusted in this file: decode from the beginning.
+            # Seeking failed or is unreliable in this file: decode from the beginning.
             return decode(quick=False)
 
     errors = (av.error.FFmpegError, OSError, ValueError)
@@ -104,6 +109,7 @@ def pictures_at(
 
 
 def _open_image(media: Media) -> Image.Image:
+    """Open an image, with any error of Pillow as a `ValueError`."""
     try:
         return open_image(media)
     except DAMAGED as error:
@@ -113,34 +119,35 @@ def _open_image(media: Media) -> Image.Image:
 def write_sample(
     path: Path, video: torch.Tensor, fps: float | None, sound: Sound | None = None
 ) -> Path:
-    """Write uint8 (F, H, W, 3) to `path` with .png added for one frame, else .mp4; returns the path written.
+    """Write uint8 (F, H, W, 3) to `path` plus .png for one frame, else plus .mp4; returns the path written.
 
     A picture has no sound.
     """
     if len(video) > 1:
-        whole = path.with_name(f"{path.name}.mp4")
-        write_video(whole, video, fps or 8.0, sound)
-        return whole
-    whole = path.with_name(f"{path.name}.png")
-    whole.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside the target and renamed, so that nobody reads half a file.
+        target = path.with_name(f"{path.name}.mp4")
+        write_video(target, video, fps or 8.0, sound)
+        return target
+    target = path.with_name(f"{path.name}.png")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Write to a temporary file and rename it, so that nobody reads an incomplete file.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     Image.fromarray(video[0].numpy()).save(partial, format="PNG")
-    partial.replace(whole)
-    return whole
+    partial.replace(target)
+    return target
 
 
 def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None = None) -> None:
-    """Write uint8 (F, H, W, 3) as H.264, and sound as AAC, that browsers and players take; H and W must be even.
+    """Write uint8 (F, H, W, 3) as H.264 and sound as AAC, which browsers and players support; H and W must be even.
 
-    Colours are tagged, and converted with the tagged matrix: BT.709 for HD, else BT.601, as players assume without tags. Equal frames and sound give equal bytes. Raises `DitLoraError` for sound that is not finite.
+    Colours are tagged, and converted with the tagged matrix: BT.709 for HD, else BT.601, as players assume
+    without tags. Equal frames and sound give equal bytes. Raises `DitLoraError` for sound that is not finite.
     """
-    wrong = unplayable(sound)
-    if wrong:
-        raise DitLoraError(f"{path.name}: its {wrong}")
+    fault = unplayable(sound)
+    if fault:
+        raise DitLoraError(f"{path.name}: its {fault}")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    # NTSC's rates are multiples of 1000/1001.
+    # NTSC frame rates are multiples of 1000/1001.
     rate = Fraction(fps).limit_denominator(1001)
     with av.open(partial, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=rate, options=_H264)
@@ -163,9 +170,11 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
 
 
 def read_header(media: Media | Path) -> VideoHeader:
-    """Read an image's header, or that of the first video stream with its first frame.
+    """Read the header of an image, or of the first video stream together with its first frame.
 
-    Raises `ClipError` if the file has no header, or a video no first frame; `UnreadableError` if the file is away.
+    Raises:
+        ClipError: The file has no header, or the video no first frame.
+        UnreadableError: The file cannot be reached.
     """
     media = as_media(media)
 
@@ -179,28 +188,30 @@ def read_header(media: Media | Path) -> VideoHeader:
     try:
         return read_media(media, read, errors)
     except errors as error:
+        # The error alone does not tell which reader failed.
         kind = "an image" if is_image(media) else "a video"
         raise ClipError(f"{media.name}: cannot be opened as {kind}: {reason(error)}") from error
 
 
 def reason(error: Exception) -> str:
-    """Return FFmpeg's or the system's message without its number, and what to do."""
+    """Message of FFmpeg or the system without its error number, and what to do."""
     return f"{message_of(error)}; encode it anew or remove it"
 
 
 def too_short(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:
-    """Return why this clip surely cannot give `frames` at `fps` from `start` on; None if decoding must tell.
+    """Why this clip certainly cannot give `frames` at `fps` from `start` on; None if only decoding can tell.
 
-    It is generous by one frame, because some files leave the last frame's time out of their duration.
+    It allows one frame more than stated, because some files do not count the last frame's duration.
     """
     if header.seconds is None or header.fps is None:
         return None
-    wanted = WantedTimes(frames, fps, start)
-    gives = wanted.until(header.seconds + 0.5 / header.fps)
-    return _shortage(wanted, gives) if gives < frames else None
+    times = WantedTimes(frames, fps, start)
+    gives = times.until(header.seconds + 0.5 / header.fps)
+    return _shortage(times, gives) if gives < frames else None
 
 
 def _shortage(wanted: WantedTimes, gives: int) -> str:
+    """Message about a clip that gives only `gives` of the wanted frames."""
     after = f" from {wanted.start:g} s on" if wanted.start else ""
     return (
         f"too short: {wanted.count} frames at {wanted.fps:g} fps{after} are asked for, it gives at most {gives}; "

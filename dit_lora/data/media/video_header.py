@@ -1,6 +1,6 @@
-"""Header of a video, read together with its first frame: the one reader that the audit, buckets and training share.
+"""Reads a video's header together with its first frame; shared by the audit, buckets and training.
 
-Nothing here needs torch, so that the audit's processes start quickly.
+Nothing here needs torch, so that the audit's worker processes start quickly.
 """
 
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ from dit_lora.data.media.sound_stream import sound_ends, sound_stream
 
 @dataclass(frozen=True)
 class VideoHeader:
-    """Header of a video or image; a field is None where the file does not say."""
+    """Header of a video or image; a field is None if the file does not state it."""
 
     fps: float | None
     seconds: float | None
     frames: int | None
     height: int
-    """Height in pixels as shown: upright, and square."""
+    """Height as shown, in square pixels, upright; `width` likewise."""
     width: int
     is_image: bool = False
     has_sound: bool = False
     sound_ends: float | None = None
-    """Seconds from the first picture to the end of the sound."""
+    """End of the sound, in seconds after the first picture."""
 
 
 def read_container(container: av.container.InputContainer) -> VideoHeader:
-    """Read the header of the first video stream, and its first frame, which knows size and orientation.
+    """Read the header of the first video stream, and its first frame for the real size and orientation.
 
-    Raises `av.error.FFmpegError` or `ValueError` if there is no first frame that training could take.
+    Raises `av.error.FFmpegError` or `ValueError` if there is no first frame that training could use.
     """
     stream = video_stream(container)
     stream.codec_context.thread_count = 1
@@ -43,7 +43,7 @@ def read_container(container: av.container.InputContainer) -> VideoHeader:
     seconds = None
     if stream.duration and stream.time_base:
         seconds = float(stream.duration * stream.time_base)
-    # Matroska has a duration of the file only; with sound, that is the longest stream's.
+    # Matroska states only the duration of the file, which is that of its longest stream.
     elif container.duration:
         seconds = container.duration / av.time_base
     fps = float(stream.average_rate) if stream.average_rate else None
@@ -59,7 +59,7 @@ def read_container(container: av.container.InputContainer) -> VideoHeader:
 
 
 def video_stream(container: av.container.InputContainer) -> av.VideoStream:
-    """Return the first video stream that is no cover picture; raise `ValueError` if none can be decoded."""
+    """The first video stream other than cover pictures; raises `ValueError` if none can be decoded."""
     for stream in container.streams.video:
         if not stream.disposition & Disposition.attached_pic:
             if stream.codec_context is None:
@@ -74,7 +74,7 @@ def video_stream(container: av.container.InputContainer) -> av.VideoStream:
 def first_frame(container: av.container.InputContainer, stream: av.VideoStream) -> av.VideoFrame:
     """Decode the first frame that is shown, from a container that was just opened.
 
-    Frames that an edit list hides, which a clip cut without re-encoding needs for its decoding, are decoded and passed over.
+    Frames hidden by an edit list are decoded and skipped; clips cut without re-encoding need them for decoding.
     """
     frame = next(container.decode(stream), None)
     if frame is None:
@@ -84,7 +84,7 @@ def first_frame(container: av.container.InputContainer, stream: av.VideoStream) 
 
 
 def frame_time(frame: av.VideoFrame) -> float:
-    """Return a frame's time stamp in seconds; raise `ValueError` if it has none or is damaged."""
+    """Time stamp of a frame in seconds; raises `ValueError` if it has none, or is damaged."""
     if frame.time is None:
         raise ValueError("a frame has no time stamp")
     if frame.is_corrupt:
@@ -93,7 +93,7 @@ def frame_time(frame: av.VideoFrame) -> float:
 
 
 def num_shown_frames(stream: av.VideoStream) -> int | None:
-    """Return the number of frames by the header, without those that an edit list hides; None if it does not say."""
+    """Number of frames in the header, without those hidden by an edit list; None if it is not stated."""
     if not stream.frames:
         return None
     hidden = sum(entry.is_discard for entry in stream.index_entries)

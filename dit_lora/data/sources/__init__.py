@@ -1,1 +1,1 @@
-"""Folders, tables, tars and data sets that hold clips and captions."""
+"""Readers of clips and captions from folders, tables, tars and datasets."""

@@ -1,4 +1,4 @@
-"""References and masks in folders of their own, whose files have the names of the samples; and masks in transparency."""
+"""References and masks in separate folders, with files named like the samples; and masks in the alpha channel."""
 
 import os
 from collections.abc import Sequence
@@ -15,14 +15,15 @@ from dit_lora.errors import DitLoraError
 
 
 def with_beside(scanned: Scan, source: SourceConfig, *, walked: bool) -> Scan:
-    """Return the clips of a folder with their files in `reference_folders` and `mask_folder`, and with `alpha_mask`.
+    """Add to clips of a folder their files in `reference_folders` and `mask_folder`, and masks from `alpha_mask`.
 
-    A clip that has no file there is a problem. Raises `DitLoraError` if a folder is missing, has no file for any clip,
-    or, where every file of the source's folder is a sample (`walked`), lies in that folder.
+    A clip without a file there is a problem. Raises `DitLoraError` if a folder is missing or has no file for
+    any clip. With `walked`, every file below the source's folder is a sample; such a folder inside it is an
+    error too.
     """
     root = Path(source.path).expanduser() if walked else None
     option = "reference_folders"
-    references = [_Folder.of(one, option, REFERENCE, root) for one in source.reference_folders]
+    references = [_Folder.of(name, option, REFERENCE, root) for name in source.reference_folders]
     masks = (
         [_Folder.of(source.mask_folder, "mask_folder", MASK, root)] if source.mask_folder else []
     )
@@ -30,18 +31,19 @@ def with_beside(scanned: Scan, source: SourceConfig, *, walked: bool) -> Scan:
         folder.require_any(scanned.clips, source.path)
     clips, problems = [], list(scanned.problems)
     for clip in scanned.clips:
+        # A clip needs exactly one file in every folder.
         faults = [folder.fault(clip) for folder in (*references, *masks)]
-        wrong = by_code([fault for fault in faults if fault is not None])
-        problems += [ClipProblem(clip.id, code, words) for code, words in wrong]
-        if not wrong:
-            own = [folder.file(clip) for folder in references]
+        merged = by_code([fault for fault in faults if fault is not None])
+        problems += [ClipProblem(clip.id, code, message) for code, message in merged]
+        if not merged:
+            files = [folder.file(clip) for folder in references]
             mask = LossMask(masks[0].file(clip)) if masks else None
-            clips.append(_given(clip, own, mask))
+            clips.append(_given(clip, files, mask))
     return with_alpha(Scan(clips, problems, scanned.notes), source)
 
 
 def with_alpha(scanned: Scan, source: SourceConfig) -> Scan:
-    """Return the clips with their pictures' own transparency for a mask, if the source says `alpha_mask`."""
+    """Use the alpha channel of each picture as its mask, if the source has `alpha_mask`."""
     if not source.alpha_mask:
         return scanned
     masked = [
@@ -52,7 +54,7 @@ def with_alpha(scanned: Scan, source: SourceConfig) -> Scan:
 
 
 def refuse_folders(source: SourceConfig) -> None:
-    """Raise `DitLoraError` for folders beside a source that is no folder of files."""
+    """Raise `DitLoraError` if a source other than a folder of files has folders of references or masks."""
     if source.reference_folders or source.mask_folder:
         raise DitLoraError(
             f"reference_folders and mask_folder are for folders of files; {source.path} holds its media itself: name "
@@ -61,7 +63,8 @@ def refuse_folders(source: SourceConfig) -> None:
 
 
 def _given(clip: Clip, references: Sequence[MediaFile], mask: LossMask | None) -> Clip:
-    # References and masks may come from two places, a table and a folder.
+    """Add references and a mask to a clip."""
+    # A table may name the references and a folder hold the masks, or the reverse: keep what the clip has.
     return replace(clip, references=tuple(references) or clip.references, mask=mask or clip.mask)
 
 
@@ -73,16 +76,18 @@ class _Folder:
     option: str
     what: str
     files: dict[str, list[str]]
-    """Paths of pictures and videos below it, by the same without suffix."""
+    """Paths of the pictures and videos below it, by the path without suffix."""
 
     @classmethod
     def of(cls, name: str, option: str, what: str, root: Path | None) -> "_Folder":
+        """List a folder; raises `DitLoraError` if it is missing, or inside `root`."""
         path = Path(name).expanduser()
         if not path.is_dir():
             raise DitLoraError(f"{option}: no folder {name}")
         if root is not None and path.resolve().is_relative_to(root.resolve()):
             raise DitLoraError(
-                f"{option}: {name} lies in {root}, where every picture and video is a sample; move it beside that folder"
+                f"{option}: {name} lies in {root}, where every picture and video is a sample; "
+                "move it beside that folder"
             )
         files: dict[str, list[str]] = {}
         for file in Listing(path).media:
@@ -90,27 +95,28 @@ class _Folder:
         return cls(name, option, what, files)
 
     def require_any(self, clips: Sequence[Clip], source: str) -> None:
-        """Raise `DitLoraError` if no clip has a file here: then the folder is another, or its names are."""
+        """Raise `DitLoraError` if no clip has a file here: then the folder or its file names must be wrong."""
         if not clips or any(_stem(clip) in self.files for clip in clips):
             return
-        there = next((file for files in self.files.values() for file in files), None)
-        has = f"it has {there}" if there else "it has no picture and no video"
+        example = next((file for files in self.files.values() for file in files), None)
+        has = f"it has {example}" if example else "it has no picture and no video"
         raise DitLoraError(
-            f"{self.option}: no file in {self.name} has the name of a sample in {source}, such as {_stem(clips[0])} with "
-            f"any suffix; {has}"
+            f"{self.option}: no file in {self.name} has the name of a sample in {source}, "
+            f"such as {_stem(clips[0])} with any suffix; {has}"
         )
 
     def fault(self, clip: Clip) -> Fault | None:
-        """Return what is wrong with a clip's file here; None if nothing is."""
+        """The fault of a clip's file in this folder; None if it has none."""
         files = self.files.get(_stem(clip), [])
         if not files or not self._path(files[0]).exists():
             return f"{self.what}_missing", f"it has no {self.what} of its name in {self.name}"
         if len(files) > 1:
-            there = ", ".join(files)
-            return f"{self.what}_ambiguous", f"it has several of its name in {self.name}: {there}"
+            names = ", ".join(files)
+            return f"{self.what}_ambiguous", f"it has several of its name in {self.name}: {names}"
         return None
 
     def file(self, clip: Clip) -> MediaFile:
+        """A clip's file in this folder."""
         return self._path(self.files[_stem(clip)][0])
 
     def _path(self, file: str) -> MediaFile:

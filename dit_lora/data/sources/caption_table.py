@@ -1,6 +1,6 @@
 """The captions of a folder of clips and pictures, in its metadata.jsonl: read, added, and edited in place.
 
-An edit changes the caption's characters and no other byte. Every writer holds `locked_table`, a lock between processes.
+An edit changes only the characters of the caption. Every writer holds `locked_table`, a lock between processes.
 """
 
 import fcntl
@@ -21,28 +21,28 @@ from dit_lora.parsing import parse_json
 
 TABLE = TABLES[0]
 WORK_FOLDER = ".captions"
-"""Hidden folder of locks and of captions that are not in the table yet."""
+"""Hidden folder for locks, and for captions that are not in the table yet."""
 _BOM = b"\xef\xbb\xbf"
 _LISTS = (*TABLES[1:], "prompts.txt", "videos.txt")
-"""Other lists of captions, in whose place a metadata.jsonl would be read."""
+"""Other lists of captions, which would be ignored once there is a metadata.jsonl."""
 
 
 @dataclass
 class CaptionTable:
-    """A folder's files and their captions."""
+    """Files of a folder and their captions."""
 
     root: Path
     captions: dict[str, str]
-    """Captions by file, character for character as the table holds them; without a table, those of a .txt beside a file."""
+    """Captions by file, exactly as in the table; without a table, from the .txt file of the same name."""
     media: list[str]
-    """Files that may have a caption, in the order of their paths; what a row names in another column is none of them."""
+    """Files that may have a caption, sorted by path; without files that a row names in another column."""
     listing: Listing
     names: set[str] = field(default_factory=set)
-    """The same files, to look one up."""
+    """The files in `media`, for lookup."""
     _lines: list[str] = field(default_factory=list)
-    """Lines of the table without their newline; the last one is empty if the table ends with a newline."""
+    """Lines of the table without newlines; the last one is empty if the table ends with a newline."""
     _rows: dict[str, int] = field(default_factory=dict)
-    """Places of rows in the lines, by file."""
+    """Index of each file's row in `_lines`."""
     _columns: tuple[str, str] = (FILE_COLUMNS[0], CAPTION_COLUMNS[0])
     _not_samples: set[str] = field(default_factory=set)
     """Files that rows name in other columns, such as masks."""
@@ -52,28 +52,28 @@ class CaptionTable:
 
     @classmethod
     def read(cls, root: Path, previous: "CaptionTable | None" = None) -> "CaptionTable":
-        """Read a folder. Parts of `previous`, an earlier reading, are used if their files have not changed since.
+        """Read a folder. Parts of `previous`, an earlier result, are reused if their files have not changed.
 
         Raises `DitLoraError` if the folder is missing, has no media, or keeps its captions in another list.
         """
         if not root.is_dir():
             raise DitLoraError(f"no folder {root}; give the folder with your clips and pictures")
-        others = [name for name in _LISTS if (root / name).is_file()]
-        if others:
+        other_lists = [name for name in _LISTS if (root / name).is_file()]
+        if other_lists:
             raise DitLoraError(
-                f"{root} has its captions in {' and '.join(others)}, in whose place a {TABLE} would be read; write them "
-                f"into a {TABLE} first, or edit them there"
+                f"{root} has its captions in {' and '.join(other_lists)}, in whose place a {TABLE} would be read; "
+                f"write them into a {TABLE} first, or edit them there"
             )
         is_listed = previous is not None and previous.listing.is_current()
         listing = previous.listing if previous is not None and is_listed else Listing(root)
         if not listing.media:
-            what = (
+            contents = (
                 "tar files, whose captions lie in them"
                 if listing.tars
                 else "no clip and no picture"
             )
-            raise DitLoraError(f"{root} has {what}; captions are made for a folder of files")
-        # The stamp is taken before the bytes are read: a change in between is seen next time.
+            raise DitLoraError(f"{root} has {contents}; captions are made for a folder of files")
+        # Take the stamp before reading the bytes, so that a change in between is noticed next time.
         stamp = _stamp(root, listing)
         if previous is not None and stamp == previous._stamp:
             previous.listing = listing
@@ -88,13 +88,13 @@ class CaptionTable:
 
     @property
     def missing(self) -> list[str]:
-        """Return the files without a caption, in order."""
+        """Files without a caption, in order."""
         return [name for name in self.media if not self.captions.get(name, "").strip()]
 
     def put(self, captions: Mapping[str, str]) -> None:
-        """Write captions into metadata.jsonl by one rename; those of .txt files come along where there was no table.
+        """Write captions to metadata.jsonl atomically; a new table also gets the captions of the .txt files.
 
-        Only within `locked_table`. Raises `DitLoraError` if the table cannot be written.
+        Only inside `locked_table`. Raises `DitLoraError` if the table cannot be written.
         """
         if not self._is_locked:
             raise RuntimeError("captions are written within locked_table only")
@@ -107,16 +107,16 @@ class CaptionTable:
         lines, rows = list(self._lines), dict(self._rows)
         if lines and not lines[-1]:
             lines.pop()
-        # A table of Windows gets rows with its line ends.
+        # A table with Windows line ends gets new rows with the same line ends.
         line_end = "\r" if lines and lines[0].endswith("\r") else ""
         for name, caption in new.items():
-            place = rows.get(name)
-            if place is not None:
-                lines[place] = set_value(lines[place], caption_column, caption)
+            row_index = rows.get(name)
+            if row_index is not None:
+                lines[row_index] = set_value(lines[row_index], caption_column, caption)
                 continue
             rows[name] = len(lines)
             lines.append(json_text({file_column: name, caption_column: caption}) + line_end)
-        # A table that ends without a newline keeps doing so, unless rows were added.
+        # Without new rows, a table that ends without a newline stays that way.
         if len(lines) > len(self._lines) or not self._lines[-1]:
             lines.append("")
         try:
@@ -128,6 +128,7 @@ class CaptionTable:
         self._stamp = _stamp(self.root, self.listing)
 
     def _read_rows(self) -> None:
+        """Read the captions of the table."""
         path = self.root / TABLE
         text = read_text(path)
         with path.open("rb") as file:
@@ -139,23 +140,25 @@ class CaptionTable:
             _column(records, CAPTION_COLUMNS),
         )
         file_column, caption_column = self._columns
-        for place, record in records.items():
+        for row_index, record in records.items():
+            # Rows that name a file outside the folder are ignored here; the audit reports them.
             name = below(self.root, str(record.get(file_column) or ""))
             if name is None:
                 continue
-            self._rows[name] = place
+            self._rows[name] = row_index
             caption = record.get(caption_column)
             if isinstance(caption, str | int | float) and str(caption):
                 self.captions[name] = str(caption)
-            others = (
+            other_cells = (
                 value for key, value in record.items() if key not in (file_column, caption_column)
             )
             self._not_samples |= {
-                below(self.root, text) or "" for value in others for text in _texts(value)
+                below(self.root, text) or "" for value in other_cells for text in _texts(value)
             }
         self._set_media()
 
     def _set_media(self) -> None:
+        """Update `media` from the listing and the rows."""
         self.media = [
             name
             for name in self.listing.media
@@ -164,34 +167,35 @@ class CaptionTable:
         self.names = set(self.media)
 
     def _records(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the rows that are objects by their line; `audit` tells of the others."""
-        for place, line in enumerate(self._lines):
+        """Yield the rows that are JSON objects, by line index; the audit reports the others."""
+        for row_index, line in enumerate(self._lines):
             try:
                 record = parse_json(line) if line.strip() else None
             except ValueError:
                 continue
             if isinstance(record, dict):
-                yield place, record
+                yield row_index, record
 
     def _read_texts(self) -> None:
+        """Read the captions of the .txt files."""
         self._set_media()
         for name in self.media:
-            beside = _text_beside(name)
-            if beside in self.listing.texts:
-                # Training collapses white space of .txt captions too.
-                caption = " ".join(read_text(self.root / beside).split())
+            text_file = _text_beside(name)
+            if text_file in self.listing.texts:
+                # Training collapses white space in .txt captions too.
+                caption = " ".join(read_text(self.root / text_file).split())
                 self.captions |= {name: caption} if caption else {}
 
 
 @contextmanager
 def locked_table(root: Path, previous: CaptionTable | None = None) -> Iterator[CaptionTable]:
-    """Yield the table as it is now, and keep every other writer of this folder out, in whatever process.
+    """Yield the current table, and keep all other writers of this folder out, in any process.
 
-    Raises `DitLoraError` if the lock's file cannot be written.
+    Raises `DitLoraError` if the lock file cannot be written.
     """
     folder = root / WORK_FOLDER
     if not root.is_dir():
-        CaptionTable.read(root)  # says that there is no folder, and makes none
+        CaptionTable.read(root)  # raises the error for a missing folder, before one is created
     try:
         folder.mkdir(exist_ok=True)
         handle = os.open(folder / "table.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -216,35 +220,37 @@ def locked_table(root: Path, previous: CaptionTable | None = None) -> Iterator[C
 
 
 def _stamp(root: Path, listing: Listing) -> tuple[object, ...]:
-    """Values that differ if the table's bytes may differ, or without a table those of the .txt files."""
+    """Values that differ if the bytes of the table, or without a table of the .txt files, may have changed."""
     with suppress(OSError):
         return _file_stamp(root / TABLE)
     stamps: list[object] = []
     for name in listing.media:
-        beside = _text_beside(name)
-        if beside in listing.texts:
+        text_file = _text_beside(name)
+        if text_file in listing.texts:
             with suppress(OSError):
-                stamps += (beside, *_file_stamp(root / beside))
+                stamps += (text_file, *_file_stamp(root / text_file))
     return tuple(stamps)
 
 
 def _file_stamp(path: Path) -> tuple[int, ...]:
+    """Device, inode, size and times of a file."""
     stat = path.stat()
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def _text_beside(name: str) -> str:
+    """Name of the .txt file with the caption of a file."""
     return f"{name.rpartition('.')[0]}.txt"
 
 
 def _column(records: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) -> str:
-    """Return the first of these columns that any row has, or the usual one."""
-    there = {key for record in records.values() for key in record}
-    return next((name for name in names if name in there), names[0])
+    """The first of these columns that any row has, or the default one."""
+    columns = {key for record in records.values() for key in record}
+    return next((name for name in names if name in columns), names[0])
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield the texts in a cell, which may hold several."""
+    """Yield the texts in a cell, which may be a list."""
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and text:
             yield text

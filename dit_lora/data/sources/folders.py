@@ -1,4 +1,4 @@
-"""Reader of folders of clips or images: with a table, a list, a .txt each, one folder a class, or tars."""
+"""Reads folders of clips or images: with a table, a list, a .txt file each, one folder per class, or tars."""
 
 import os
 import re
@@ -21,13 +21,14 @@ from dit_lora.errors import DitLoraError
 _TARS, _PAIRED = "tars", "prompts.txt and videos.txt"
 _NOT_KOHYA = KohyaFolder("", 1)
 _LISTS = (*TABLES, _PAIRED)
-"""Layouts in which a file is a sample only if a list names it."""
+"""Layouts in which only files named in a list are samples."""
 
 
 def read_folder(root: Path, source: SourceConfig, memo: Path | None) -> Scan:
-    """Read the clips of a folder; the first layout that it has, in the order of `_read_layout`, decides.
+    """Read the clips of a folder, in the first layout that matches, in the order of `_read_layout`.
 
-    Raises `DitLoraError` if the folder holds no sample. A folder that is yet to be generated may be missing or empty.
+    Raises `DitLoraError` if the folder contains no sample. A folder that is to be generated may be missing or
+    empty.
     """
     if source.generate is not None:
         if source.reference_columns or source.reference_folders or source.has_masks:
@@ -53,18 +54,19 @@ def read_folder(root: Path, source: SourceConfig, memo: Path | None) -> Scan:
 
 
 def media_in(root: Path) -> list[str]:
-    """Return the videos and images below a folder, hidden ones left out, in the order of their paths."""
+    """Paths of the videos and images below a folder, sorted, without hidden ones."""
     return Listing(root).media
 
 
 def class_name(folder: str) -> str:
-    """Return a class folder's name as separate words."""
-    # Borders of CamelCase, with acronyms whole: `PlayTVGame` is `Play TV Game`.
+    """Name of a class folder as separate words."""
+    # Split CamelCase, but keep acronyms: `PlayTVGame` becomes `Play TV Game`.
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", folder)
     return " ".join(spaced.replace("_", " ").split())
 
 
 def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[str, Scan]:
+    """Name and contents of the layout that the folder has."""
     table = next((root / name for name in TABLES if (root / name).is_file()), None)
     if table is not None:
         return table.name, read_table(table, source)
@@ -94,8 +96,8 @@ def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[s
     media = listing.media
     if source.caption is not None:
         return "media with one caption", _plain(listing, source)
-    # One .txt anywhere says that captions are written out, so a folder's name is taken only where
-    # there is none.
+    # A single .txt file means that captions are written out, so folder names are used as classes
+    # only if there is none.
     has_text = any(f"{os.path.splitext(name)[0]}.txt" in listing.texts for name in media)
     if media and not has_text and all("/" in name for name in media):
         return "one folder a class", _class_folders(listing)
@@ -103,7 +105,7 @@ def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[s
 
 
 def _paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
-    """Read CogVideo's layout: line n of prompts.txt is the caption of line n of videos.txt."""
+    """Read CogVideo's layout: line n of prompts.txt is the caption of the file in line n of videos.txt."""
     missing = [path.name for path in (prompts, videos) if not path.is_file()]
     if missing:
         raise DitLoraError(
@@ -111,6 +113,7 @@ def _paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
         )
     captions = read_text(prompts).rstrip("\n").splitlines()
     names = read_text(videos).rstrip("\n").splitlines()
+    # Pairing unequal lists would silently shift captions.
     if len(captions) != len(names):
         raise DitLoraError(
             f"{prompts.parent}: prompts.txt has {len(captions)} lines and videos.txt {len(names)}; "
@@ -128,6 +131,7 @@ def _paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
 
 
 def _plain(listing: Listing, source: SourceConfig) -> Scan:
+    """Read media without captions of their own."""
     gathered = _gather_broken(listing, source.caption)
     for name in listing.media:
         gathered.add(name, MediaFile(listing.root / name), None)
@@ -135,7 +139,7 @@ def _plain(listing: Listing, source: SourceConfig) -> Scan:
 
 
 def _gather_broken(listing: Listing, caption: str | None = None) -> Gathered:
-    """Return a `Gathered` that holds the listing's broken links as problems."""
+    """A `Gathered` with the listing's broken links as problems."""
     gathered = Gathered(caption)
     for name in listing.media if listing.broken else ():
         if name in listing.broken:
@@ -144,25 +148,26 @@ def _gather_broken(listing: Listing, caption: str | None = None) -> Gathered:
 
 
 def _text_files(listing: Listing) -> Scan:
+    """Read media with a .txt file each."""
     gathered, root = _gather_broken(listing), listing.root
     kohya = kohya_folders(listing)
     for name in listing.media:
-        beside = f"{name.rpartition('.')[0]}.txt"
-        text, fault = None, ("caption_missing", f"it has no caption: there is no {beside}")
-        if beside not in listing.texts:
-            similar = similar_name(root / beside)
+        text_file = f"{name.rpartition('.')[0]}.txt"
+        text, fault = None, ("caption_missing", f"it has no caption: there is no {text_file}")
+        if text_file not in listing.texts:
+            similar = similar_name(root / text_file)
             fault = (fault[0], f"{fault[1]}; {similar}") if similar else fault
         else:
             try:
-                with open(os.path.join(root, beside), "rb", buffering=0) as file:
-                    # One byte more than the limit tells that a file is longer, without reading all of it.
+                with open(os.path.join(root, text_file), "rb", buffering=0) as file:
+                    # Read one byte more than the limit, to notice a longer file without reading all of it.
                     data = file.read(MOST_BYTES + 1)
                 if len(data) > MOST_BYTES:
                     fault = too_long(f"more than {MOST_BYTES:,} bytes")
                 else:
                     text = " ".join(data.decode("utf-8-sig").split())
             except (OSError, UnicodeDecodeError) as error:
-                message = f"{beside} cannot be read as UTF-8 text: {error}{encoding_hint(error)}"
+                message = f"{text_file} cannot be read as UTF-8 text: {error}{encoding_hint(error)}"
                 fault = ("caption_not_text", message)
         folder = kohya.get(name.partition("/")[0], _NOT_KOHYA)
         gathered.add(name, MediaFile(root / name), text, times=folder.repeats, no_caption=fault)
@@ -170,9 +175,9 @@ def _text_files(listing: Listing) -> Scan:
 
 
 def _class_folders(listing: Listing) -> Scan:
-    """Read UCF101's and CIFAR's layout, `class/clip.avi`.
+    """Read the layout of UCF101 and CIFAR, `class/clip.avi`.
 
-    The caption is the class's name in words: `BoxingPunchingBag` and `boxing_punching_bag` are equal.
+    The caption is the class name in words: `BoxingPunchingBag` and `boxing_punching_bag` are equal.
     """
     gathered = _gather_broken(listing)
     kohya = kohya_folders(listing)

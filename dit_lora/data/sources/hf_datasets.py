@@ -1,6 +1,6 @@
-"""Reader of Hugging Face datasets with a column of videos or images, in place from their Arrow files.
+"""Reads Hugging Face datasets with a column of videos or images, directly from their Arrow files.
 
-It needs the `datasets` package, which is no dependency of ours: `pip install 'dit-lora[datasets]'`.
+It needs the `datasets` package, an optional dependency: `pip install 'dit-lora[datasets]'`.
 """
 
 import io
@@ -35,28 +35,28 @@ from dit_lora.data.sources.tables import REFERENCES, caption_columns
 from dit_lora.errors import DitLoraError
 from dit_lora.files import require_regular
 
-# `save_to_disk` writes the first for a dataset, the second for a dictionary of splits.
+# `save_to_disk` writes the first file for a dataset, and the second for a dictionary of splits.
 _SAVED = ("state.json", "dataset_dict.json")
 _SUFFIXES = VIDEO_SUFFIXES | IMAGE_SUFFIXES
 
 
 @dataclass(frozen=True)
 class DatasetCell:
-    """Encoded bytes in one cell of a dataset, which stay there until they are asked for."""
+    """Encoded bytes in one cell of a dataset, read only when they are needed."""
 
     name: str
     place: str
-    """The dataset's fingerprint, the column and the row."""
+    """The dataset's fingerprint, the column and the row, which identify the cell."""
     row: int
     column: str
     size: int
     """Number of bytes."""
     written: int
-    """Nanoseconds at which the dataset's files last changed; 0 for a dataset in memory."""
+    """Time of the last change of the dataset's files, in nanoseconds; 0 for a dataset in memory."""
     rows: Any = field(compare=False, repr=False)
-    """The dataset, with nothing decoded. It is pickled by the paths of its files."""
+    """The dataset without decoding; pickled as the paths of its files."""
     place_in_list: int | None = None
-    """The place in the cell, where it holds a list."""
+    """Index in the cell's list; None if the cell is not a list."""
 
     def source(self) -> io.BytesIO:
         cell = self.rows[self.row].column(self.column)[0]
@@ -75,7 +75,7 @@ class _DataFile(TypedDict):
 
 
 class _State(TypedDict):
-    """state.json of a dataset on disk; its files lie beside it."""
+    """state.json of a dataset on disk; its files are next to it."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
     _data_files: list[_DataFile]
@@ -87,7 +87,7 @@ class _State(TypedDict):
     _split: str | None
 
 
-# What datasets and pyarrow raise for features and columns that are not what the files say.
+# Exceptions that datasets and pyarrow raise if features or columns do not match the files.
 _OF_DAMAGE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError),
     *(RuntimeError, OverflowError, SystemError),
@@ -95,22 +95,24 @@ _OF_DAMAGE = (
 
 
 def is_saved_dataset(root: Path) -> bool:
+    """Whether the folder was written by `save_to_disk`."""
     return any((root / name).is_file() for name in _SAVED)
 
 
 def name_on_hub(source: SourceConfig) -> str | None:
-    """Return the `owner/dataset` that a source names; None if it is local, looks local, or is to be generated."""
+    """The `owner/dataset` that a source names; None if it is local, looks local, or is to be generated."""
     return None if source.generate is not None else hub_name(source.path)
 
 
 def read_dataset(source: SourceConfig) -> Scan:
-    """Read the clips of the split `train`, or of the only split; nothing is decoded or copied.
+    """Read the clips of the split `train`, or of the only split, without decoding or copying.
 
-    A ClassLabel column gives the class's name. Raises `DitLoraError` if there is no column of media or of captions.
+    The caption from a ClassLabel column is the name of the class. Raises `DitLoraError` if there is no column
+    of media or of captions.
     """
     rows = _load(source.path)
     try:
-        # A damaged offset or length would be followed out of the file's memory, and end the process.
+        # Validate first: a damaged offset or length would be followed outside the mapped file, and crash the process.
         rows.data.validate(full=True)
         return _read_rows(source, rows)
     except DitLoraError:
@@ -137,14 +139,17 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
     captions: Sequence[object] = [None] * len(rows)
     if columns.caption is not None:
         captions = _stored(rows, rows.data.column(columns.caption)).to_pylist()
+    # Class labels are stored as integers; `names` has their texts.
     names = getattr(rows.features[columns.caption], "names", None) if columns.caption else None
     lists = zip(*references, strict=True) if references else repeat((), len(rows))
-    every = zip(cells, images, masks, lists, captions, strict=True)
-    for row, (cell, first, mask, given, text) in enumerate(every):
+    cells_by_row = zip(cells, images, masks, lists, captions, strict=True)
+    for row, (cell, image, mask, reference_cells, text) in enumerate(cells_by_row):
         sample_id = f"{row:08d}{cell.suffix}"
         if cell.fault is not None:
             gathered.refuse(sample_id, *cell.fault)
-        own, faults = _belonging(first, mask, [one for of_column in given for one in of_column])
+        ordered, faults = _belonging(
+            image, mask, [reference for of_column in reference_cells for reference in of_column]
+        )
         for fault in faults:
             gathered.refuse(sample_id, *fault)
         if names is not None and isinstance(text, int):
@@ -157,7 +162,7 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
         if cell.media is not None:
             masked = LossMask(mask.media) if mask.media else None
             gathered.add(
-                sample_id, cell.media, text, image=first.media, references=own, mask=masked
+                sample_id, cell.media, text, image=image.media, references=ordered, mask=masked
             )
     return gathered.scan()
 
@@ -165,23 +170,28 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
 def _belonging(
     first: "_Cell", mask: "_Cell", references: Sequence["_Cell"]
 ) -> tuple[list[Media], list[Fault]]:
-    """Return a sample's references in their order, and the faults of what it has beside its own media."""
+    """A sample's references in order, and the faults of its first image, mask and references."""
     faults = []
-    named = [("first image", first), (MASK, mask), *((REFERENCE, one) for one in references)]
-    for what, cell in named:
-        # A cell that holds nothing is a sample without one.
+    named = [
+        ("first image", first),
+        (MASK, mask),
+        *((REFERENCE, reference) for reference in references),
+    ]
+    for part, cell in named:
+        # An empty cell means that the sample has no such file.
         if cell.fault is not None and cell.fault != _NOTHING:
             code, message = cell.fault
-            code = f"{what}_missing" if code == "missing" and what in (MASK, REFERENCE) else code
-            faults.append((code, f"its {what}: {message}"))
-    held, gap = in_order([one.media for one in references])
-    # A cell that cannot be read leaves a gap too.
+            code = f"{part}_missing" if code == "missing" and part in (MASK, REFERENCE) else code
+            faults.append((code, f"its {part}: {message}"))
+    ordered, gap = in_order([reference.media for reference in references])
+    # An unreadable cell leaves a gap too, but is already reported.
     if gap is not None and not faults:
         faults.append(gap)
-    return held, by_code(faults)
+    return ordered, by_code(faults)
 
 
 def _load(path: str) -> Any:
+    """Load a dataset from a folder or the Hub, and choose its split."""
     try:
         import datasets
         from datasets.exceptions import DatasetsError
@@ -211,6 +221,7 @@ def _load(path: str) -> Any:
         ) from error
     if not isinstance(loaded, dict):
         return loaded
+    # A dictionary of splits: only `train`, or a single split, is unambiguous.
     splits = list(loaded)
     if "train" not in splits and len(splits) != 1:
         raise DitLoraError(
@@ -221,7 +232,7 @@ def _load(path: str) -> Any:
 
 
 class _Columns(NamedTuple):
-    """The columns of a dataset that are read."""
+    """Names of the dataset's columns that are used."""
 
     media: str
     image: str | None
@@ -231,7 +242,7 @@ class _Columns(NamedTuple):
 
 
 def _columns(source: SourceConfig, rows: Any) -> _Columns:
-    """Return the columns of media and what belongs to them; raise `DitLoraError` if one is missing."""
+    """The columns of media and of what belongs to them; raises `DitLoraError` if one is missing."""
     from datasets import ClassLabel, Image, LargeList, List, Value, Video
 
     features = rows.features
@@ -245,9 +256,9 @@ def _columns(source: SourceConfig, rows: Any) -> _Columns:
     of_references = source.reference_columns
     if of_references is None:
         of_references = tuple({REFERENCES} & {*images, *videos, *lists})
-    # A column of references is none of samples, also where it is left out.
-    beside = {source.image_column, source.mask_column, REFERENCES, *of_references}
-    media = [name for name in (*videos, *images) if name not in beside]
+    # A column of references never contains samples, even if references are not used.
+    not_media = {source.image_column, source.mask_column, REFERENCES, *of_references}
+    media = [name for name in (*videos, *images) if name not in not_media]
     labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
     texts = [
         name
@@ -255,20 +266,20 @@ def _columns(source: SourceConfig, rows: Any) -> _Columns:
         if isinstance(feature, Value) and ("string" in feature.dtype or "int" in feature.dtype)
     ]
     captions = caption_columns(source)
-    wanted = [name for name in captions if name in (*labels, *texts)]
-    # Classes are taken whatever their column's name, unless one was asked for.
-    if not wanted and source.caption_column is None:
-        wanted = labels
+    caption_names = [name for name in captions if name in (*labels, *texts)]
+    # A column of classes is used regardless of its name, unless `caption_column` is set.
+    if not caption_names and source.caption_column is None:
+        caption_names = labels
     lacks = []
     if not media:
         lacks.append("videos or images")
-    if source.caption is None and not wanted:
+    if source.caption is None and not caption_names:
         lacks.append(f"text or classes among {', '.join(captions)}")
     for name in (source.image_column, source.mask_column):
         if name is not None and name not in images:
             lacks.append(f"images called {name}")
-    there = (*images, *videos, *lists)
-    lacks += [f"images called {name}" for name in of_references if name not in there]
+    media_columns = (*images, *videos, *lists)
+    lacks += [f"images called {name}" for name in of_references if name not in media_columns]
     if lacks:
         has = ", ".join(f"{name} ({type(f).__name__})" for name, f in features.items())
         message = f"{source.path} has no column of {', none of '.join(lacks)}; it has {has}"
@@ -277,13 +288,13 @@ def _columns(source: SourceConfig, rows: Any) -> _Columns:
                 ". Arrays of pixels are not read: encode them, as an Image() or Video() column"
             )
         raise DitLoraError(message)
-    caption = wanted[0] if source.caption is None else None
+    caption = caption_names[0] if source.caption is None else None
     return _Columns(media[0], source.image_column, of_references, source.mask_column, caption)
 
 
 def _stored(rows: Any, column: Any) -> Any:
-    """Return a column of the table behind the dataset in the order of the rows, which `select` or `shuffle` changed."""
-    # `_indices` has no public name, and asking the dataset itself for a column would read all the bytes in it.
+    """A column of the table behind the dataset in the order of the rows, which `select` or `shuffle` may change."""
+    # `_indices` has no public equivalent, and getting the column from the dataset would read all of its bytes.
     return column if rows._indices is None else column.take(rows._indices.column(0))
 
 
@@ -294,32 +305,33 @@ _NOTHING = ("missing", "no bytes")
 class _Cell:
     suffix: str
     media: Media | None = None
-    """The cell's media; None where it holds nothing that can be read."""
+    """The cell's media; None if it contains nothing readable."""
     fault: tuple[str, str] | None = None
-    """Code and message of what is wrong, if anything is."""
+    """Code and message if something is wrong."""
 
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of media, whose cells are not decoded."""
+    """A column of media whose cells are not decoded."""
 
     path: str
     name: str
     from_hub: bool
     encoded: Any
-    """The dataset of this column alone, as Arrow: a cell is its bytes and its path, or a list of such."""
+    """The dataset with only this column, as Arrow: a cell has bytes and a path, or is a list of such pairs."""
     fingerprint: str
     written: int
-    """Nanoseconds at which the dataset's files last changed."""
+    """Time of the last change of the dataset's files, in nanoseconds."""
 
     @classmethod
     def of(cls, path: str, rows: Any, name: str, from_hub: bool) -> "_Column":
-        # As Arrow, nothing is decoded; casting a column of lists would copy all of it.
+        """The column `name` of a dataset."""
+        # The Arrow format decodes nothing, while casting a column of lists would copy all of it.
         encoded = rows.select_columns([name]).with_format("arrow")
         files = [Path(file["filename"]) for file in rows.cache_files]
         stamps = [file_stamp(file) for file in files]
         written = max((max(mtime, ctime) for _, mtime, _, ctime in stamps), default=0)
-        # No public name for it either.
+        # `_fingerprint` has no public equivalent either.
         return cls(path, name, from_hub, encoded, rows._fingerprint, written)
 
     def cell(
@@ -330,9 +342,14 @@ class _Column:
         head: Callable[[], bytes],
         place: int | None = None,
     ) -> _Cell:
-        """Return what is in a cell of that many bytes and that path, of which `head` gives the first bytes.
+        """Contents of one cell.
 
-        `place` is that in a list.
+        Args:
+            row: Index of the row in the dataset.
+            size: Number of bytes; None if the cell has no bytes but a path.
+            name: Path in the cell, if it has one.
+            head: Returns the first bytes; called only if the name does not tell the format.
+            place: Index in the cell's list; None if it is not a list.
         """
         suffix: str | None = os.path.splitext(name or "")[1].lower()
         if size is None:
@@ -342,12 +359,10 @@ class _Column:
         if too_large is not None:
             return _Cell("", None, too_large)
         if suffix not in _SUFFIXES:
-            first = head()
-            suffix = sniffed_suffix(first)
+            head_bytes = head()
+            suffix = sniffed_suffix(head_bytes)
             if suffix is None:
-                message = (
-                    f"its bytes are no video or image of a format known here: {first[:8]!r} ..."
-                )
+                message = f"its bytes are no video or image of a format known here: {head_bytes[:8]!r} ..."
                 fault = ("not_media", message) if size else ("empty_file", "it has no bytes")
                 return _Cell("", None, fault)
         number = "" if place is None else f".{place}"
@@ -365,7 +380,7 @@ class _Column:
 
 
 def _cells(path: str, rows: Any, name: str | None, from_hub: bool) -> Iterator[_Cell]:
-    """Yield the media of a column, or nothing for each row; only sizes and names are read, and some first bytes."""
+    """Yield the media of a column, or empty cells without a column; reads only sizes, names and some first bytes."""
     from pyarrow import compute
 
     if name is None:
@@ -374,49 +389,50 @@ def _cells(path: str, rows: Any, name: str | None, from_hub: bool) -> Iterator[_
     column = _Column.of(path, rows, name, from_hub)
     content = compute.struct_field(rows.data.column(name), "bytes")
     names = compute.struct_field(rows.data.column(name), "path")
-    place = _places(rows)
+    table_rows = _places(rows)
     sizes = _stored(rows, compute.binary_length(content)).to_pylist()
     for row, (size, file) in enumerate(zip(sizes, _stored(rows, names).to_pylist(), strict=True)):
-        yield column.cell(row, size, file, partial(_head_of, content, place[row]))
+        yield column.cell(row, size, file, partial(_head_of, content, table_rows[row]))
 
 
 def _lists(path: str, rows: Any, name: str, from_hub: bool) -> Iterator[list[_Cell]]:
-    """Yield the media of a column whose cells may be lists."""
+    """Yield the media of each row of a column whose cells may be lists."""
     if not hasattr(rows.features[name], "feature"):
         yield from ([cell] for cell in _cells(path, rows, name, from_hub))
         return
     column, stored = _Column.of(path, rows, name, from_hub), rows.data.column(name)
-    for row, place in enumerate(_places(rows)):
-        made = []
-        for number, cell in enumerate(stored[place].values or ()):
+    for row, table_row in enumerate(_places(rows)):
+        list_cells = []
+        for number, cell in enumerate(stored[table_row].values or ()):
             content = cell["bytes"]
-            # The bytes stay in their Arrow buffer.
+            # The bytes are not copied from their Arrow buffer.
             size = content.as_buffer().size if content.is_valid else None
             file = cell["path"].as_py()
-            made.append(column.cell(row, size, file, partial(_head, content), number))
-        yield made
+            list_cells.append(column.cell(row, size, file, partial(_head, content), number))
+        yield list_cells
 
 
 def _places(rows: Any) -> Sequence[int]:
-    """Return the places of the rows in the table behind the dataset."""
-    places: Sequence[int] = (
+    """Index of each row of the dataset in the table behind it."""
+    table_rows: Sequence[int] = (
         range(len(rows)) if rows._indices is None else rows._indices.column(0).to_pylist()
     )
-    return places
+    return table_rows
 
 
 def _head_of(contents: Any, place: int) -> bytes:
+    """First bytes of the cell at an index of a column."""
     return _head(contents[place])
 
 
 def _head(content: Any) -> bytes:
-    """Return the first bytes of an Arrow scalar; a slice of its buffer copies no more."""
+    """First bytes of an Arrow scalar; slicing its buffer avoids copying the rest."""
     head: bytes = content.as_buffer()[:64].to_pybytes()
     return head
 
 
 def _elsewhere(name: str, end: str, from_hub: bool) -> _Cell:
-    """Return the file whose path a row holds; a dataset from the Hub may only name files that came with it."""
+    """The file whose path is in a row; for a dataset from the Hub, it must be among the downloaded files."""
     media = MediaFile(Path(name))
     if from_hub and not _is_downloaded(name):
         message = f"{name} is none of the files that were downloaded with it"
@@ -426,6 +442,7 @@ def _elsewhere(name: str, end: str, from_hub: bool) -> _Cell:
 
 
 def _is_downloaded(name: str) -> bool:
+    """Whether a path is in the caches of the Hub."""
     from datasets import config
     from huggingface_hub.constants import HF_HUB_CACHE
 

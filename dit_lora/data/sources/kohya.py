@@ -1,4 +1,4 @@
-"""Folders in the layout of kohya's sd-scripts: `10_sks dog` holds pictures of the caption `sks dog`, each 10 times an epoch."""
+"""Folders named as for kohya's sd-scripts: pictures in `10_sks dog` have the caption `sks dog`, 10 times per epoch."""
 
 import re
 from collections.abc import Mapping
@@ -6,22 +6,22 @@ from typing import NamedTuple
 
 from dit_lora.data.sources.listing import Listing
 
-# Names such as 007_car number classes, and repeat nothing.
+# A name with leading zeros, such as 007_car, is a numbered class and not a number of repeats.
 _NAME = re.compile(r"([1-9][0-9]{0,3})_(.*\S.*)")
 _SHOWN = 5
-"""Folders in a note."""
+"""Maximum number of folders in a note."""
 
 
 class KohyaFolder(NamedTuple):
-    """Caption and repeats that the name of a folder gives to the pictures in it."""
+    """Caption and repeats for the pictures in a folder, from its name."""
 
     caption: str
-    """The caption of pictures that have none of their own, as it is written."""
+    """Caption of the pictures without one of their own, unchanged from the folder's name."""
     repeats: int
 
 
 def kohya_folders(listing: Listing) -> dict[str, KohyaFolder]:
-    """Return the folders directly in the root, if all media lie in such folders; empty otherwise."""
+    """The folders directly in the root by name, if all media are in folders named this way; empty otherwise."""
     tops = dict.fromkeys(name.partition("/")[0] for name in listing.media)
     matches = {top: _NAME.fullmatch(top) for top in tops}
     if not all("/" in name for name in listing.media) or not all(matches.values()):
@@ -32,12 +32,12 @@ def kohya_folders(listing: Listing) -> dict[str, KohyaFolder]:
 
 
 def kohya_notes(folders: Mapping[str, KohyaFolder]) -> list[str]:
-    """Say how the names of the folders were taken."""
+    """A note about how the folder names were interpreted."""
     if not folders:
         return []
-    shown = [
+    described = [
         f"{top!r} is the caption {folder.caption!r}, {folder.repeats} times an epoch"
         for top, folder in list(folders.items())[:_SHOWN]
     ]
     more = ", ..." if len(folders) > _SHOWN else ""
-    return [f"folders are named as kohya's: {', '.join(shown)}{more}"]
+    return [f"folders are named as kohya's: {', '.join(described)}{more}"]

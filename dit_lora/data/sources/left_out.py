@@ -1,4 +1,4 @@
-"""Notes on the files of a folder that are left out, with their number and the reason."""
+"""Notes about files of a folder that are left out, with their number and the reason."""
 
 import os
 from collections import Counter
@@ -45,22 +45,23 @@ _VIDEOS = {
     *(".vob", ".mxf", ".rm", ".rmvb", ".y4m"),
 }
 _SHOWN = 3
-"""Names in a note."""
+"""Maximum number of names in a note."""
 
 
 def unread_notes(listing: Listing, named: Set[str] = frozenset()) -> list[str]:
-    """Note the files of formats that are not read, and files that have a caption and are no picture or video by name.
+    """Notes about files in unsupported formats, and files with a caption that are not named as a picture or video.
 
-    Those that a table names are problems of their own.
+    Files in `named`, which a table lists, are reported as problems instead.
     """
     media_stems = {os.path.splitext(name)[0] for name in listing.media}
-    left: list[str] = []
+    unread: list[str] = []
     reasons: dict[str, str] = {}
     for name in listing.others:
         if name in named:
             continue
         stem, end = os.path.splitext(name)
         end = end.lower()
+        # A caption suggests that the file was meant to be a sample.
         has_caption = f"{stem}.txt" in listing.texts and stem not in media_stems
         if end in _HEIC:
             reasons[end] = HEIC_REASON
@@ -72,19 +73,21 @@ def unread_notes(listing: Listing, named: Set[str] = frozenset()) -> list[str]:
             reasons[end] = "beside a caption, but not named as a picture or a video"
         else:
             continue
-        left.append(name)
-    if not left:
+        unread.append(name)
+    if not unread:
         return []
-    counts = Counter(os.path.splitext(name)[1].lower() for name in left)
+    counts = Counter(os.path.splitext(name)[1].lower() for name in unread)
     kinds = "; ".join(
         f"{count:,} {end or 'without a suffix'} ({reasons[end]})"
         for end, count in counts.most_common()
     )
-    return [f"{_files(len(left))} left out, of formats that are not read: {kinds}{_such_as(left)}"]
+    return [
+        f"{_files(len(unread))} left out, of formats that are not read: {kinds}{_such_as(unread)}"
+    ]
 
 
 def orphan_notes(listing: Listing) -> list[str]:
-    """Note the .txt files of a folder of captions that have no picture or video of their name."""
+    """Notes about .txt files in a folder of captions without a picture or video of the same name."""
     stems = {os.path.splitext(name)[0] for name in (*listing.media, *listing.others)}
     orphans = sorted(name for name in listing.texts if os.path.splitext(name)[0] not in stems)
     if not orphans:
@@ -93,7 +96,7 @@ def orphan_notes(listing: Listing) -> list[str]:
 
 
 def unlisted_notes(listing: Listing, table: str, named: Set[str], beside: Set[Path]) -> list[str]:
-    """Note the pictures and videos that a table does not name, in any column; `beside` are folders of references and masks."""
+    """Notes about media that a table names in no column; `beside` are the folders of references and masks."""
     unlisted = [
         name
         for name in listing.media
@@ -108,10 +111,12 @@ def unlisted_notes(listing: Listing, table: str, named: Set[str], beside: Set[Pa
 
 
 def _files(count: int) -> str:
+    """The number of files, with its verb."""
     return f"{count:,} file is" if count == 1 else f"{count:,} files are"
 
 
 def _such_as(names: list[str]) -> str:
+    """The first names as examples."""
     more = ", ..." if len(names) > _SHOWN else ""
     return f": {', '.join(names[:_SHOWN])}{more}"
 

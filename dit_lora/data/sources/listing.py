@@ -1,4 +1,4 @@
-"""Listing of a folder's media, captions and tars."""
+"""Lists a folder's media, captions and tars."""
 
 import os
 import time
@@ -11,28 +11,28 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import MAX_FOLDERS
 
 PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-"""Suffixes of compressed tars, which cannot be read in place."""
+"""Suffixes of compressed tars, which cannot be read without unpacking."""
 _MEDIA = VIDEO_SUFFIXES | IMAGE_SUFFIXES
 _TICK_NS = 2_000_000_000
-"""The coarsest clock of a file system's times (FAT: two seconds)."""
+"""Coarsest resolution of a file system's times, in nanoseconds (FAT: two seconds)."""
 
 
 @dataclass
 class Listing:
-    """Listing of the files below a folder by relative path; hidden ones are left out, links are followed."""
+    """Files below a folder by relative path, without hidden ones; links are followed."""
 
     root: Path
     media: list[str] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
     tars: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
-    """Every other file."""
+    """All files of other kinds."""
     folders: list[str] = field(default_factory=list)
     """Names of the folders directly in the root."""
     broken: set[str] = field(default_factory=set)
-    """Links to files that are not there."""
+    """Links to files that do not exist."""
     _folder_times: dict[str, int] = field(default_factory=dict)
-    """Modification times (ns) of the folders, which change with every name that is added or removed."""
+    """Modification times (ns) of the folders, which change when a name is added or removed."""
     _listed_ns: int = field(default_factory=time.time_ns)
 
     def __post_init__(self) -> None:
@@ -48,8 +48,8 @@ class Listing:
                 self.others.append(name)
 
     def is_current(self) -> bool:
-        """True if no folder has changed since it was listed."""
-        # A change right after the listing may have left the same time on a clock of coarse ticks.
+        """Whether no folder has changed since it was listed."""
+        # With a coarse clock, a change right after the listing may have left the same modification time.
         newest = max(self._folder_times.values(), default=self._listed_ns)
         if newest > self._listed_ns - _TICK_NS:
             return False
@@ -62,11 +62,12 @@ class Listing:
             return False
 
     def _files(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[str]:
+        """Yield the relative paths of all files below a folder; `above` are the real paths of the folders it is in."""
         if len(above) > MAX_FOLDERS:
             raise DitLoraError(
                 f"{above[0]} has more than {MAX_FOLDERS} folders within one another; give the one with the samples"
             )
-        # scandir tells a name's kind without a further system call, which would be most of the time.
+        # scandir returns each entry's kind without a further system call, which would take most of the time.
         try:
             self._folder_times[folder] = os.stat(folder).st_mtime_ns
             with os.scandir(folder) as scanned:
@@ -82,7 +83,7 @@ class Listing:
                 if not prefix:
                     self.folders.append(entry.name)
                 real = os.path.realpath(entry.path)
-                # A link to a folder that it lies in would be walked for ever.
+                # Do not follow a link to a folder that contains it, which would never end.
                 if real not in above:
                     yield from self._files(entry.path, f"{prefix}{entry.name}/", (*above, real))
                 continue

@@ -1,7 +1,7 @@
-"""Captions on their way into a folder's metadata.jsonl: each is on the disk as soon as it is made.
+"""Generated captions on their way into a folder's metadata.jsonl: each is on disk as soon as it exists.
 
-They wait in `.captions/`, a file a process, and go into the table when the work ends or begins again; so a killed
-process loses none, and several may work at one folder.
+They are collected in `.captions/`, in one file per process, and added to the table when the work ends or is
+started again. So a killed process loses none, and several processes may work on one folder.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ from dit_lora.files import append_line, read_lines
 
 
 class MadeCaptions:
-    """One process' captions of a folder."""
+    """The captions of a folder that one process generates."""
 
     def __init__(self, root: Path, rank: int = 0) -> None:
         self._folder = root / WORK_FOLDER
@@ -25,7 +25,7 @@ class MadeCaptions:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the folder within, for one command at a time; raises `DitLoraError` where another holds it."""
+        """Lock the folder inside the context, for one command at a time; raises `DitLoraError` if another has it."""
         try:
             self._folder.mkdir(exist_ok=True)
             handle = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -45,13 +45,13 @@ class MadeCaptions:
             os.close(handle)
 
     def add(self, name: str, caption: str) -> None:
-        """Put a caption on the disk."""
+        """Write a caption to the disk."""
         append_line(self._file, json_text({"file": name, "caption": caption}))
 
     def merge(self, *, of_all: bool) -> int:
-        """Move what waits into metadata.jsonl, this process' or that of all; return how many captions there were.
+        """Move the collected captions, of this process or of all, into metadata.jsonl; returns how many were added.
 
-        A caption that the table has by now, such as one of an editor, is left as it is.
+        A caption that was added to the table in the meantime, for example in an editor, stays.
         """
         files = sorted(self._folder.glob("part_*.jsonl")) if of_all else [self._file]
         waiting = {
@@ -61,10 +61,12 @@ class MadeCaptions:
             if {"file", "caption"} <= row.keys()
         }
         with locked_table(self._folder.parent) as table:
+            # Files that got a caption in the table in the meantime are not in `missing`.
             missing = {*table.missing}
             new = {name: text for name, text in waiting.items() if name in missing}
             if new:
                 table.put(new)
+        # Delete the collected files only after the table was written.
         for file in files:
             file.unlink(missing_ok=True)
         return len(new)

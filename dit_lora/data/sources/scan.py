@@ -1,4 +1,4 @@
-"""Reader of clips, images and captions from folders, tables, tars and datasets, as one list of `Clip`."""
+"""Reads clips, images and captions from folders, tables, tars and datasets into one list of `Clip`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,11 +22,10 @@ Sample = TypeVar("Sample", Clip, Conversation)
 
 
 def scan(data: DataConfig, cache: Path | None = None) -> Scan:
-    """Return every clip of the sources and every problem of a sample; no byte of media is read.
+    """Read every clip of the sources and every problem of a sample; the media files are not read.
 
-    The folder `cache` keeps the indices of tars. Where there are `data.sources`, ids begin with the
-    source's name, which sources appended later do not change. Raises `DitLoraError` that lists every source
-    that cannot be read at all.
+    The folder `cache` stores the indices of tars. With `data.sources`, ids begin with the source's name, which
+    does not change if sources are appended later. Raises `DitLoraError` that lists every unreadable source.
     """
     notes: list[str] = []
 
@@ -39,7 +38,7 @@ def scan(data: DataConfig, cache: Path | None = None) -> Scan:
 
 
 def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
-    """Return every clip of the sources; raises one `DitLoraError` that lists all problems that `scan` finds."""
+    """Read every clip of the sources; raises one `DitLoraError` that lists all problems found by `scan`."""
     scanned = scan(data, cache)
     if scanned.problems:
         where = data.path or "data.sources"
@@ -49,21 +48,22 @@ def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
 
 
 def class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
-    """Return the classes that a model needs, sorted: `data.classes`, else those of the data."""
+    """The classes that a model needs, sorted: `data.classes`, or else those in the data."""
     if data.classes is not None:
         return sorted(set(data.classes))
     names = {source.caption for source in data.all_sources if source.caption is not None}
-    others = tuple(source for source in data.all_sources if source.caption is None)
-    # A source with one caption need not be read: it may still have to be generated.
-    if others:
-        rest = data.model_copy(update={"sources": others}) if data.sources else data
+    uncaptioned = tuple(source for source in data.all_sources if source.caption is None)
+    # A source with one caption for all samples is not read: it may not be generated yet.
+    if uncaptioned:
+        remaining = data.model_copy(update={"sources": uncaptioned}) if data.sources else data
         skips = data.rejects == "skip"
-        clips = scan(rest, cache).clips if skips else read_clips(rest, cache)
+        clips = scan(remaining, cache).clips if skips else read_clips(remaining, cache)
         names |= {clip.caption for clip in clips}
     return sorted(names)
 
 
 def _read(source: SourceConfig, memo: Path | None) -> Scan:
+    """Read one source with the reader for its kind."""
     root = Path(source.path).expanduser()
     is_dataset = is_saved_dataset(root) or name_on_hub(source) is not None
     if source.media is not None and (is_tar(root) or is_dataset):
@@ -80,13 +80,14 @@ def _read(source: SourceConfig, memo: Path | None) -> Scan:
 def read_all(
     data: DataConfig, read: Callable[[SourceConfig], tuple[list[Sample], list[ClipProblem]]]
 ) -> tuple[list[Sample], list[ClipProblem]]:
-    """Return the samples and problems of all sources; where there are `data.sources`, with their names and weights.
+    """Samples and problems of all sources; with `data.sources`, the sources' names and weights are applied.
 
     Raises one `DitLoraError` for all sources that `read` cannot read.
     """
     results, faults = [], []
     for number, source in enumerate(data.all_sources):
         try:
+            # Collect the errors, so that one run reports all unreadable sources.
             results.append(read(source))
         except DitLoraError as error:
             where = f"data.sources[{number}]" if data.sources else "data.path"
@@ -114,28 +115,31 @@ def read_all(
 
 
 def _names_of(sources: Sequence[SourceConfig]) -> list[str]:
-    """Return the beginning of each source's ids: its folder's or file's name, with a number where that is taken."""
+    """Prefix of each source's ids: the name of its folder or file, with a number if that is taken."""
     names: list[str] = []
     for source in sources:
-        wanted = Path(source.path).expanduser().absolute().name
-        name, number = f"{wanted}/", 2
+        base = Path(source.path).expanduser().absolute().name
+        name, number = f"{base}/", 2
         while name in names:
-            name, number = f"{wanted}-{number}/", number + 1
+            name, number = f"{base}-{number}/", number + 1
         names.append(name)
     return names
 
 
 def _times_of(sources: Sequence[SourceConfig], counts: Sequence[float]) -> list[float]:
-    """Return the factor by which the samples of each source come more often in an epoch.
+    """How many times more often the samples of each source come in an epoch.
 
-    `counts` are the numbers of samples, with a folder's own repeats. With weights, the samples that come least come once.
+    `counts` are the numbers of samples, including a folder's own repeats. With weights, the samples of the
+    rarest source come once.
     """
     shares = [
         (source.weight or 0.0) / max(1, count)
         for source, count in zip(sources, counts, strict=True)
     ]
-    # An empty source has no samples that could come least.
-    least = min((share for share, count in zip(shares, counts, strict=True) if count), default=0.0)
-    if not least:
+    # An empty source has no samples, so it cannot be the rarest.
+    min_share = min(
+        (share for share, count in zip(shares, counts, strict=True) if count), default=0.0
+    )
+    if not min_share:
         return [float(source.repeats) for source in sources]
-    return [share / least for share in shares]
+    return [share / min_share for share in shares]

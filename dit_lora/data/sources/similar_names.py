@@ -1,4 +1,4 @@
-"""Finds files whose names differ from a wanted one only in case or in the form of their Unicode characters."""
+"""Finds files whose names differ from a wanted name only in case or in the form of Unicode characters."""
 
 import os
 import unicodedata
@@ -7,23 +7,25 @@ from pathlib import Path
 
 
 def similar_name(path: Path) -> str | None:
-    """Return why the file is not there although one like it is, with the remedy; None if there is none like it."""
+    """Message about a file with a similar name, if the wanted one does not exist; None if there is no similar one."""
     try:
         names = _names(str(path.parent), path.parent.stat().st_mtime_ns)
     except OSError:
         return None
-    found = names.get(_key(path.name))
-    if found is None or found == path.name:
+    match = names.get(_key(path.name))
+    if match is None or match == path.name:
         return None
-    same_case = unicodedata.normalize("NFC", found) == unicodedata.normalize("NFC", path.name)
-    why = "in another Unicode form" if same_case else "in upper and lower case"
-    return f"{found!r} is there, whose name differs {why}; rename it to {path.name!r}"
+    same_case = unicodedata.normalize("NFC", match) == unicodedata.normalize("NFC", path.name)
+    difference = "in another Unicode form" if same_case else "in upper and lower case"
+    return f"{match!r} is there, whose name differs {difference}; rename it to {path.name!r}"
 
 
 @lru_cache(maxsize=64)
 def _names(folder: str, changed_ns: int) -> dict[str, str]:
+    """File names in a folder by their normalized form; `changed_ns` makes the cache notice changes."""
     return {_key(name): name for name in os.listdir(folder)}
 
 
 def _key(name: str) -> str:
+    """Form of a name in which case and Unicode form make no difference."""
     return unicodedata.normalize("NFC", name).casefold()

@@ -1,4 +1,4 @@
-"""Reader of metadata.jsonl, metadata.csv and metadata.parquet: a folder's table of files and captions."""
+"""Reads metadata.jsonl, metadata.csv and metadata.parquet: a folder's table of files and captions."""
 
 import csv
 import io
@@ -18,52 +18,52 @@ from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 
 CAPTION_COLUMNS = ("text", "caption", "prompt", "label")
-# `file_name` is the Hugging Face videofolder layout's.
+# `file_name` is the name in Hugging Face's videofolder layout.
 FILE_COLUMNS = ("file_name", "video", "path")
 REFERENCES = "references"
-"""The column of references that is read without being asked for."""
+"""The column of references that is used by default."""
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
 Record = dict[str, Any]
 _Read = tuple[list[str], Callable[[list[str]], Iterable[Record]]]
-"""The table's columns, and a function that returns its rows with at least the columns asked for."""
+"""The table's columns, and a function that returns its rows with at least the requested columns."""
 
 
 def read_table(table: Path, source: SourceConfig) -> Scan:
-    """Read the clips of a table: one row each, files below the table's folder, or below `media`.
+    """Read the clips of a table: one per row, with files below the table's folder or below `media`.
 
-    Raises `DitLoraError` if the table itself cannot be read or lacks a column.
+    Raises `DitLoraError` if the table cannot be read or lacks a column.
     """
     gathered = Gathered(source.caption)
     columns, rows = _READERS[table.suffix](table, gathered)
-    # An empty table has no columns; `read_folder` says that no clip is there.
+    # An empty table has no columns; `read_folder` reports that there is no clip.
     if not columns:
         return gathered.scan()
     file_column = _column(table, columns, FILE_COLUMNS, "the clip's file")
-    wanted, caption_column = [file_column], ""
+    needed, caption_column = [file_column], ""
     if source.caption is None:
-        what = "the caption (caption_column)"
-        caption_column = _column(table, columns, caption_columns(source), what)
-        wanted.append(caption_column)
+        purpose = "the caption (caption_column)"
+        caption_column = _column(table, columns, caption_columns(source), purpose)
+        needed.append(caption_column)
     if source.image_column:
-        what = "the first image (image_column)"
-        wanted.append(_column(table, columns, (source.image_column,), what))
+        purpose = "the first image (image_column)"
+        needed.append(_column(table, columns, (source.image_column,), purpose))
     of_references = _reference_columns(table, columns, source)
-    wanted += of_references
+    needed += of_references
     if source.mask_column:
-        what = "the mask (mask_column)"
-        wanted.append(_column(table, columns, (source.mask_column,), what))
+        purpose = "the mask (mask_column)"
+        needed.append(_column(table, columns, (source.mask_column,), purpose))
     folder = ListedFiles(table.parent, source, gathered)
-    for number, row in enumerate(rows(wanted), start=1):
+    for number, row in enumerate(rows(needed), start=1):
         name = row.get(file_column)
         folder.note_names(row.values())
         if name:
-            beside = Beside(
+            extra_cells = Beside(
                 image=row.get(source.image_column) if source.image_column else None,
                 references=tuple(n for column in of_references for n in _names(row.get(column))),
                 mask=row.get(source.mask_column) if source.mask_column else None,
             )
-            folder.add(str(name), row.get(caption_column), beside)
+            folder.add(str(name), row.get(caption_column), extra_cells)
         else:
             gathered.refuse(f"{table.name} row {number}", "missing", f"its {file_column} is empty")
     return gathered.scan(folder.left_out(table.name))
@@ -72,30 +72,31 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
 def _reference_columns(
     table: Path, columns: Sequence[str], source: SourceConfig
 ) -> tuple[str, ...]:
+    """The columns of references; raises `DitLoraError` if the table lacks one that the source names."""
     if source.reference_folders:
         return ()
     if source.reference_columns is None:
         return (REFERENCES,) if REFERENCES in columns else ()
-    what = "a reference (reference_columns)"
-    return tuple(_column(table, columns, (name,), what) for name in source.reference_columns)
+    purpose = "a reference (reference_columns)"
+    return tuple(_column(table, columns, (name,), purpose) for name in source.reference_columns)
 
 
 def _names(cell: object) -> list[object]:
-    """Return the names in a cell, which holds one, a list of them, or nothing; in CSV, a list is one of JSON."""
+    """The names in a cell, which has one, a list, or none; in CSV, a list is written as JSON."""
     if isinstance(cell, str) and cell.startswith("["):
-        # A file may be called so too, and is no JSON then.
+        # A file name may begin with a bracket too, and is not JSON then.
         with suppress(ValueError):
             cell = parse_json(cell)
     return cell if isinstance(cell, list) else [cell]
 
 
 def caption_columns(source: SourceConfig) -> tuple[str, ...]:
-    """Return the columns that may hold the caption; the first that the table has does."""
+    """The columns that may contain the caption; the first that the table has is used."""
     return (source.caption_column,) if source.caption_column else CAPTION_COLUMNS
 
 
 class Beside(NamedTuple):
-    """The cells about files that belong to a sample beside its own; None and "" are empty."""
+    """Cells that name the additional files of a sample; None and "" are empty."""
 
     image: object = None
     references: tuple[object, ...] = ()
@@ -106,7 +107,7 @@ NOTHING = Beside()
 
 
 class ListedFiles:
-    """Adds files that a list in a folder names, and that lie below that folder or below the source's `media`."""
+    """Adds the files named in a list, which must be below the list's folder or the source's `media`."""
 
     def __init__(self, folder: Path, source: SourceConfig, found: Gathered) -> None:
         self._root = Path(source.media).expanduser() if source.media else folder
@@ -115,23 +116,23 @@ class ListedFiles:
         self._found = found
         self._source = source
         self._named: set[str] = set()
-        """Files that the list names, below the root."""
+        """Files that the list names, relative to the root."""
 
     def note_names(self, cells: Iterable[object]) -> None:
-        """Remember what a row names in any column: such files are not left out."""
+        """Remember all files that a row names in any column, because they are not left out."""
         for cell in cells:
             for name in _names(cell):
                 if isinstance(name, str) and name:
                     self._named.add(below(self._root, name) or "")
 
     def left_out(self, table: str) -> list[str]:
-        """Note the files of the folder that the list does not name. A folder in `media` may serve several lists."""
+        """Notes about files that the list does not name; none with `media`, which several lists may share."""
         if self._source.media is not None:
             return []
         listing = Listing(self._root)
         folders = (*self._source.reference_folders, self._source.mask_folder)
-        beside = {Path(folder).expanduser().absolute() for folder in folders if folder}
-        unlisted = unlisted_notes(listing, table, self._named, beside)
+        extra_folders = {Path(folder).expanduser().absolute() for folder in folders if folder}
+        unlisted = unlisted_notes(listing, table, self._named, extra_folders)
         return [*unlisted, *unread_notes(listing, self._named)]
 
     def add(self, name: str, caption: object, beside: Beside = NOTHING) -> None:
@@ -150,17 +151,17 @@ class ListedFiles:
         image = self._other("first image", beside.image, faults)
         references = [self._other(REFERENCE, cell, faults) for cell in beside.references]
         mask = self._other(MASK, beside.mask, faults)
-        held, gap = in_order(references)
-        # A file that is not there leaves a gap too.
+        ordered, gap = in_order(references)
+        # A missing file leaves a gap too, but is already reported.
         if gap is not None and not faults:
             faults.append(gap)
         for fault in by_code(faults):
             self._found.refuse(path, *fault)
         masked = LossMask(mask) if mask else None
-        self._found.add(path, media, caption, image=image, references=held, mask=masked)
+        self._found.add(path, media, caption, image=image, references=ordered, mask=masked)
 
     def _other(self, what: str, cell: object, faults: list[Fault]) -> MediaFile | None:
-        """Return another file of a sample; None where there is none, with its fault added if one was named."""
+        """An additional file of a sample; None if there is none, with a fault if one was named."""
         if cell is None or cell == "":
             return None
         path = below(self._root, cell) if isinstance(cell, str) else None
@@ -170,6 +171,7 @@ class ListedFiles:
         return None
 
     def _fault(self, what: str, cell: object, path: str | None) -> Fault:
+        """The fault of an additional file that cannot be used."""
         if not isinstance(cell, str):
             return f"{what}_missing", f"its {what} is of type {type(cell).__name__}, not a name"
         if path is None:
@@ -183,7 +185,7 @@ class ListedFiles:
 
 
 def read_text(path: Path) -> str:
-    """Return a UTF-8 file's text without byte order mark; raises `DitLoraError` if it cannot be read."""
+    """Text of a UTF-8 file without byte order mark; raises `DitLoraError` if it cannot be read."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -205,12 +207,13 @@ def _read_jsonl(path: Path, gathered: Gathered) -> _Read:
             records.append(record)
         else:
             gathered.refuse(f"{path.name} line {number}", "unreadable", fault)
+    # Rows may have different keys; a column is any key of any row.
     columns = dict.fromkeys(key for record in records for key in record)
     return list(columns), lambda wanted: records
 
 
 def _read_csv(path: Path, gathered: Gathered) -> _Read:
-    # The file is read as one text with its line ends kept, because a quoted caption may hold some.
+    # Keep the line ends of the file, because a quoted caption may contain some.
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     try:
         records = list(reader)
@@ -234,7 +237,7 @@ def _read_parquet(path: Path, gathered: Gathered) -> _Read:
         except (OSError, pyarrow.ArrowException) as error:
             raise DitLoraError(f"cannot read {path}: {error}") from error
 
-    # Bytes of other columns than those wanted, such as whole images, are never read.
+    # Other columns, which may contain whole images, are never read.
     return read(parquet.read_schema).names, lambda wanted: read(
         parquet.read_table, columns=wanted, partitioning=None
     ).to_pylist()

@@ -1,4 +1,4 @@
-"""Reader of tars in WebDataset's layout, in place: members of one base name are a sample, such as 7.mp4 and 7.txt."""
+"""Reads tars in WebDataset's layout without unpacking: members of one base name (7.mp4, 7.txt) are a sample."""
 
 import hashlib
 import json
@@ -25,30 +25,31 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
-# gzip, bzip2, xz and zstd.
+# First bytes of gzip, bzip2, xz and zstd files.
 _PACKED_MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _CAPTIONS = ("txt", "json", "cls")
-_VERSION = 1  # raised when a tar would be indexed otherwise
-_MOST_JSON = 2**24  # bytes: beside the caption, whatever else is known of a sample
+_VERSION = 1  # raised when the same tar would get another index
+_MOST_JSON = 2**24  # bytes; a .json may contain more than the caption
 # A tar ends with blocks of zeros.
 _END = bytes(tarfile.BLOCKSIZE)
 
 Place = tuple[str, int, int]
-"""A member's name, its first byte in the tar, and its number of bytes."""
+"""A member's name, the offset of its content in the tar, and its size in bytes."""
 Members = dict[str, Place]
-"""The members of one sample, by extension."""
+"""Members of one sample, by extension."""
 
 
 def is_tar(path: Path) -> bool:
+    """Whether the path is named as a tar, compressed or not, and is not a folder."""
     return path.name.lower().endswith((".tar", *PACKED_SUFFIXES)) and not path.is_dir()
 
 
 def read_tars(root: Path, tars: Sequence[str], source: SourceConfig, memo: Path | None) -> Scan:
     """Read the samples of tars below a folder; ids begin with the tar's path below it.
 
-    Only headers and captions are read, and only captions of a tar whose index is in the folder `memo`. All
-    problems are listed: members that could write outside a folder if somebody unpacked them, compressed
-    tars, a tar that is cut (its samples before the cut are there).
+    Only headers and captions are read, and only captions if the tar's index is in the folder `memo`. All
+    problems are reported: members that would be written outside the folder if the tar were unpacked, compressed
+    tars, and truncated tars (whose samples before the end are read).
     """
     gathered = Gathered(source.caption)
     for name in tars:
@@ -57,7 +58,7 @@ def read_tars(root: Path, tars: Sequence[str], source: SourceConfig, memo: Path 
 
 
 def read_tar(path: Path, source: SourceConfig, memo: Path | None) -> Scan:
-    """Read the samples of one tar; ids are members' names. Raises `DitLoraError` if there is no such file."""
+    """Read the samples of one tar; ids are the members' names. Raises `DitLoraError` if the file does not exist."""
     if not path.is_file():
         raise DitLoraError(f"no file {path}")
     gathered = Gathered(source.caption)
@@ -68,21 +69,23 @@ def read_tar(path: Path, source: SourceConfig, memo: Path | None) -> Scan:
 def _read(
     path: Path, prefix: str, source: SourceConfig, gathered: Gathered, memo: Path | None
 ) -> None:
+    """Add the samples and problems of one tar to `gathered`; ids begin with `prefix`."""
     file = prefix.rstrip("/") or path.name
     try:
         with path.open("rb") as stream:
             index = _remembered(path, stream, memo)
+            # Refused members are part of the stored index, so they are reported on every scan.
             for name, code, message in index.refused:
                 gathered.refuse(prefix + name, code, message)
             adding = _Samples(path, prefix, source, gathered, stream)
-            whole = sum(adding.add(key, members) for key, members in index.samples.items())
+            num_added = sum(adding.add(key, members) for key, members in index.samples.items())
     except OSError as error:
         gathered.refuse(file, "unreadable", error.strerror or str(error))
         return
     if index.fault is not None:
         code, message = index.fault
-        there = f"{message}; {whole} whole samples before it can be used; fetch it again"
-        gathered.refuse(file, code, message if code == "unreadable" else there)
+        full_message = f"{message}; {num_added} whole samples before it can be used; fetch it again"
+        gathered.refuse(file, code, message if code == "unreadable" else full_message)
 
 
 @dataclass
@@ -90,43 +93,53 @@ class _Index:
     """Index of a tar, from the headers of its members."""
 
     samples: dict[str, Members] = field(default_factory=dict)
-    """The members of each sample, by key; a sample that has a refused member is left out."""
+    """Members of each sample by key; samples with a refused member are left out."""
     refused: list[tuple[str, str, str]] = field(default_factory=list)
     """Name, code and message of each member that is refused."""
     fault: tuple[str, str] | None = None
-    """Code and message, if the tar is not whole."""
+    """Code and message if the tar is incomplete or damaged."""
 
 
 class _Memo(TypedDict):
-    """The memory of a tar: its key (path, size and times), and the fields of `_Index`."""
+    """Stored index of a tar: its key (path, size and times), and the fields of `_Index`."""
 
     key: list[Any]
     index: dict[str, Any]
 
 
 def _remembered(path: Path, stream: BinaryIO, memo: Path | None) -> _Index:
-    """Return the index, which is made again only if the tar's size, time of change or inode differs."""
+    """Index of a tar, computed again only if the tar's size, times or inode differ from the memo."""
     status = os.fstat(stream.fileno())
     if memo is None:
         return _index(stream, status.st_size)
-    place = os.path.abspath(path)
-    key = [_VERSION, place, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns]
-    file = memo / f"{hashlib.sha256(place.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+    location = os.path.abspath(path)
+    key = [
+        _VERSION,
+        location,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ino,
+        status.st_ctime_ns,
+    ]
+    file = (
+        memo / f"{hashlib.sha256(location.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+    )
     try:
         stored = read_typed(file, _Memo)
         if stored["key"] == key:
             return _Index(**stored["index"])
     except (OSError, ValueError, TypeError):
-        # There is no memo of this tar, or a killed process tore it.
+        # There is no memo of this tar, or a killed process left it incomplete.
         pass
     index = _index(stream, status.st_size)
-    # A run without the memo is only slower.
+    # Ignore errors: without the memo, the next run is only slower.
     with suppress(OSError):
         write_whole(file, json.dumps({"key": key, "index": vars(index)}))
     return index
 
 
 def _index(stream: BinaryIO, size: int) -> _Index:
+    """Read the index of a tar from the headers of its members."""
     index, left_out = _Index(), set()
     if stream.read(8).startswith(_PACKED_MAGIC):
         message = "a compressed tar cannot be read in place; decompress it, for example with gunzip"
@@ -136,7 +149,7 @@ def _index(stream: BinaryIO, size: int) -> _Index:
     for member in _headers(stream, size, index):
         name = posixpath.normpath(member.name)
         folder, base = posixpath.split(name)
-        # The key ends at the first dot, as in the webdataset package.
+        # The sample's key ends at the first dot, as in the webdataset package.
         stem, _, extension = base.partition(".")
         key, extension = posixpath.join(folder, stem), extension.lower()
         members = index.samples.setdefault(key, {})
@@ -146,13 +159,13 @@ def _index(stream: BinaryIO, size: int) -> _Index:
             index.refused.append((member.name, *fault))
         elif member.isreg() and not any(part.startswith(".") for part in name.split("/")):
             members[extension] = (name, member.offset_data, member.size)
-    # A sample goes whole, since what is left of it would have another caption or medium.
+    # Drop samples with a refused member entirely: the rest of such a sample may have a wrong caption or medium.
     index.samples = {k: m for k, m in index.samples.items() if m and k not in left_out}
     return index
 
 
 def _headers(stream: BinaryIO, size: int, index: _Index) -> Iterator[tarfile.TarInfo]:
-    """Yield the headers of all members; set the index's fault if they end before the tar does."""
+    """Yield the headers of all members; sets the index's fault if they end before the tar does."""
     try:
         opened = tarfile.TarFile(fileobj=stream)
     except (tarfile.TarError, ValueError) as error:
@@ -163,7 +176,7 @@ def _headers(stream: BinaryIO, size: int, index: _Index) -> Iterator[tarfile.Tar
     except (tarfile.TarError, ValueError) as error:
         index.fault = ("truncated", f"it ends before its end, at byte {size}: {error}")
         return
-    # TarFile takes a damaged header for the end of the tar; the true end is a block of zeros.
+    # TarFile treats a damaged header as the end of the tar; the real end is a block of zeros.
     stream.seek(opened.offset)
     block = stream.read(len(_END))
     if len(block) < len(_END):
@@ -173,7 +186,7 @@ def _headers(stream: BinaryIO, size: int, index: _Index) -> Iterator[tarfile.Tar
 
 
 def _wrong(member: tarfile.TarInfo, size: int, is_there: bool) -> tuple[str, str] | None:
-    """Return code and message if nothing should be read from a member of a tar of `size` bytes."""
+    """Code and message if a member of a tar of `size` bytes must not be read; None if it may be."""
     unsafe = _unsafe(member)
     if unsafe is not None:
         return "unsafe_name", unsafe
@@ -195,20 +208,20 @@ class _Samples:
     stream: BinaryIO
 
     def add(self, key: str, members: Members) -> bool:
-        """Add a sample; return False if the members are not one, or it is refused."""
-        beside = _Beside.of(members, self.source)
-        media = _media([name for name in _pictured(members) if name not in beside.all])
+        """Add a sample; returns False if the members are not a sample, or it is refused."""
+        extra = _Beside.of(members, self.source)
+        media = _media([name for name in _pictured(members) if name not in extra.all])
         captions = [name for name in _CAPTIONS if name in members]
         if not media:
-            # Members without media or caption are files about the data, such as a README.
-            if captions or beside.all:
-                there = ", ".join(f".{name}" for name in members)
-                message = f"it has no video and no image of its own, but {there}"
+            # Members without media and caption are other files, such as a README.
+            if captions or extra.all:
+                extensions = ", ".join(f".{name}" for name in members)
+                message = f"it has no video and no image of its own, but {extensions}"
                 self.found.refuse(self.prefix + key, "missing", message)
             return False
         if len(media) > 1:
-            there = ", ".join(f".{name}" for name in media)
-            message = f"it has {len(media)} videos or images, and a sample has one: {there}"
+            extensions = ", ".join(f".{name}" for name in media)
+            message = f"it has {len(media)} videos or images, and a sample has one: {extensions}"
             self.found.refuse(self.prefix + key, "duplicate_clip", message)
             return False
         member = TarMember(self.path, *members[media[0]])
@@ -217,14 +230,14 @@ class _Samples:
             self.found.refuse(self.prefix + member.member, *too_large)
             return False
         caption, fault = self._caption(members, captions)
-        references = [TarMember(self.path, *members[name]) for name in beside.references]
-        masks = [TarMember(self.path, *members[name]) for name in beside.masks]
-        for one in (*references, *masks):
-            too_large = too_many_bytes(one.size)
+        references = [TarMember(self.path, *members[name]) for name in extra.references]
+        masks = [TarMember(self.path, *members[name]) for name in extra.masks]
+        for extra_member in (*references, *masks):
+            too_large = too_many_bytes(extra_member.size)
             if too_large is not None:
-                beside.faults.append((too_large[0], f"{one.member}: {too_large[1]}"))
-        for code, words in by_code(beside.faults):
-            self.found.refuse(self.prefix + member.member, code, words)
+                extra.faults.append((too_large[0], f"{extra_member.member}: {too_large[1]}"))
+        for code, text in by_code(extra.faults):
+            self.found.refuse(self.prefix + member.member, code, text)
         self.found.add(
             self.prefix + member.member,
             member,
@@ -236,14 +249,17 @@ class _Samples:
         return True
 
     def _caption(self, members: Members, captions: Sequence[str]) -> tuple[object, tuple[str, str]]:
-        """Return the caption and a pair that is not used, or None with code and message of what is wrong."""
+        """The caption (then the second value is unused), or None with the code and message of the fault."""
         if self.source.caption is not None:
             return None, ("", "")
         if self.source.caption_column is not None:
             captions = [name for name in captions if name == "json"]
         if not captions:
-            wanted = ".json" if self.source.caption_column else ".txt, .json or .cls"
-            return None, ("caption_missing", f"it has no caption: there is no {wanted} of its name")
+            suffixes = ".json" if self.source.caption_column else ".txt, .json or .cls"
+            return None, (
+                "caption_missing",
+                f"it has no caption: there is no {suffixes} of its name",
+            )
         _, offset, size = members[captions[0]]
         # A .json may hold more than the caption, so its limit is higher.
         if size > (_MOST_JSON if captions[0] == "json" else MOST_BYTES):
@@ -254,14 +270,14 @@ class _Samples:
             if captions[0] != "json":
                 return " ".join(text.split()), ("", "")
             return _chosen(parse_json(text), caption_columns(self.source))
-        # UnicodeDecodeError is a ValueError.
+        # This includes UnicodeDecodeError.
         except ValueError as error:
             hint = encoding_hint(error)
             return None, ("caption_not_text", f"its .{captions[0]} cannot be read: {error}{hint}")
 
 
 def _unsafe(member: tarfile.TarInfo) -> str | None:
-    """Return why nothing should be read from a member, or unpacked; None if it is safe."""
+    """Why a member must not be read or unpacked; None if it is safe."""
     if member.issym() or member.islnk():
         return f"a link, to {member.linkname}"
     if not (member.isreg() or member.isdir()):
@@ -272,7 +288,7 @@ def _unsafe(member: tarfile.TarInfo) -> str | None:
 
 
 def _media(pictured: Sequence[str]) -> list[str]:
-    """Return the extensions of a sample's media that rank first: videos before images, `jpg` before `depth.jpg`."""
+    """Extensions of the highest-ranking media of a sample: videos before images, `jpg` before `depth.jpg`."""
     ranks: dict[tuple[bool, bool], list[str]] = {}
     for extension in pictured:
         is_image = _end(extension) in IMAGE_SUFFIXES
@@ -281,13 +297,13 @@ def _media(pictured: Sequence[str]) -> list[str]:
 
 
 def _pictured(members: Members) -> list[str]:
-    """Return the extensions of a sample's pictures and videos."""
+    """Extensions of a sample's pictures and videos."""
     return [name for name in members if _end(name) in VIDEO_SUFFIXES | IMAGE_SUFFIXES]
 
 
 @dataclass(frozen=True)
 class _Beside:
-    """The extensions of a sample's references, in their order, and of its mask, such as `mask.png`."""
+    """Extensions of a sample's references, in order, and of its mask, such as `mask.png`."""
 
     references: list[str]
     masks: list[str]
@@ -295,31 +311,35 @@ class _Beside:
 
     @property
     def all(self) -> tuple[str, ...]:
+        """Extensions of the references and the masks."""
         return *self.references, *self.masks
 
     @classmethod
     def of(cls, members: Members, source: SourceConfig) -> "_Beside":
-        """Return what the source's columns name; without any, references are `reference.png`, `reference_1.jpg` ..."""
+        """Files that the source's columns name; by default, references are `reference.png`, `reference_1.jpg` ..."""
         by_middle: dict[str, list[str]] = {}
         for name in _pictured(members):
+            # `mask.png` and `mask.jpg` both have the middle part `mask`.
             by_middle.setdefault(name.rpartition(".")[0], []).append(name)
-        found = cls([], [], [])
+        result = cls([], [], [])
         columns: Sequence[str] | None = source.reference_columns
         if columns is None:
             columns = sorted(filter(_NUMBERED.fullmatch, by_middle), key=_number)
-        named = [(REFERENCE, column, found.references) for column in columns]
+        named = [(REFERENCE, column, result.references) for column in columns]
         if source.mask_column is not None:
-            named.append((MASK, source.mask_column, found.masks))
-        for what, column, into in named:
-            there = by_middle.get(column.lower(), [])
-            into += there
-            if not there:
-                message = f"it has no {what}: there is no .{column}.png or the like"
-                found.faults.append((f"{what}_missing", message))
-            elif len(there) > 1:
-                several = ", ".join(f".{name}" for name in there)
-                found.faults.append((f"{what}_ambiguous", f"it has several of one name: {several}"))
-        return found
+            named.append((MASK, source.mask_column, result.masks))
+        for part, column, into in named:
+            extensions = by_middle.get(column.lower(), [])
+            into += extensions
+            if not extensions:
+                message = f"it has no {part}: there is no .{column}.png or the like"
+                result.faults.append((f"{part}_missing", message))
+            elif len(extensions) > 1:
+                several = ", ".join(f".{name}" for name in extensions)
+                result.faults.append(
+                    (f"{part}_ambiguous", f"it has several of one name: {several}")
+                )
+        return result
 
 
 # `reference.png`, `reference_2.png`, `reference10.png`.
@@ -327,16 +347,18 @@ _NUMBERED = re.compile(rf"{REFERENCE}[_-]?(\d{{0,9}})")
 
 
 def _number(middle: str) -> int:
-    """Return the number in a reference's name, by which they are ordered; the one without comes first."""
+    """Number in a reference's name, by which references are sorted; a name without a number comes first."""
     matched = _NUMBERED.fullmatch(middle)
     return int(matched[1] or -1) if matched else -1
 
 
 def _end(extension: str) -> str:
+    """Suffix of an extension that may have several parts."""
     return f".{extension.rpartition('.')[2]}"
 
 
 def _chosen(record: object, columns: Sequence[str]) -> tuple[object, tuple[str, str]]:
+    """The caption in a record, or None with the code and message of the fault."""
     if not isinstance(record, dict):
         return None, ("caption_not_text", "its .json is not an object")
     for name in columns:

@@ -1,1 +1,1 @@
-"""Clips and conversations made up for demos and tests."""
+"""Generated clips and conversations for demos and tests."""

@@ -1,4 +1,4 @@
-"""Captioned clips and images of shapes: real H.264 and PNG files for demos and tests, no download needed."""
+"""Captioned clips and images of shapes: real H.264 and PNG files for demos and tests, without a download."""
 
 import json
 from pathlib import Path
@@ -23,9 +23,10 @@ def write_shapes(
     fps: float,
     sound: bool = False,
 ) -> list[Path]:
-    """Write `clips` mp4 files and their metadata.jsonl; each clip has a colour, a shape and a direction, and with `sound` a tone.
+    """Write `clips` mp4 files and their metadata.jsonl; each clip has a colour, a shape and a direction.
 
-    With one frame, writes png files, each with a .txt of the same name, as Sana's trainer reads them.
+    With `sound`, each also has a tone. With one frame, png files are written instead, each with a .txt of the
+    same name, as Sana's trainer reads them.
     """
     out.mkdir(parents=True, exist_ok=True)
     paths, lines = [], []
@@ -38,7 +39,7 @@ def write_shapes(
         stem = out / f"{index:02d}_{colour}_{shape}"
         if frames == 1:
             paths.append(write_sample(stem, video, None))
-            # A single frame shows the place where the movement would start.
+            # A single frame shows the position where the movement would start.
             where = "left" if rightwards else "right"
             text = f"a {colour} {shape} at the {where} of a dark background"
             stem.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
@@ -58,9 +59,9 @@ def write_shapes(
 def write_class_folders(
     out: Path, *, images: int, height: int, width: int, frames: int = 1, fps: float = 8.0
 ) -> list[Path]:
-    """Write `images` png files in one folder a class, such as red_disc; a class's images differ in the shape's place.
+    """Write `images` png files in one folder per class, such as red_disc; a class's images differ in the position.
 
-    With more than one frame, writes mp4 clips in which the shape moves.
+    With more than one frame, mp4 clips in which the shape moves are written instead.
     """
     classes = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     paths = []
@@ -78,7 +79,7 @@ def write_class_folders(
 def render(
     shape: str, colour: str, rightwards: bool, frames: int, height: int, width: int
 ) -> torch.Tensor:
-    """Return a clip of a moving shape, uint8 (frames, height, width, 3)."""
+    """A clip of a moving shape, uint8 (frames, height, width, 3)."""
     y = torch.arange(height).view(-1, 1) - height / 2
     radius = height / 4
     video = torch.tensor(_BACKGROUND, dtype=torch.uint8).repeat(frames, height, width, 1)

@@ -1,4 +1,4 @@
-"""Conversations about clips and images of shapes: real files for demos and tests, no download needed."""
+"""Conversations about clips and images of shapes: real files for demos and tests, without a download."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,10 @@ _WATCH = "Watch the {medium} and answer the question."
 def write_conversations(
     out: Path, *, clips: int, images: int, frames: int, height: int, width: int, fps: float
 ) -> Path:
-    """Write mp4 clips, png images and `conversations.json`, their annotations as VideoChat2's; return its path.
+    """Write mp4 clips, png images and `conversations.json`, their annotations in VideoChat2's format; return its path.
 
-    Each clip has questions about colour, shape and direction, each image about colour and shape; every
-    second image has a caption instead, which answers no question. H and W must be even, `frames` 2 or more.
+    Each clip has questions about colour, shape and direction, each image about colour and shape. Every second
+    image has a caption without a question instead. H and W must be even, `frames` at least 2.
     """
     out.mkdir(parents=True, exist_ok=True)
     records = [_clip(out, index, frames, height, width, fps) for index in range(clips)]
@@ -28,7 +28,7 @@ def write_conversations(
 
 
 def _facts(index: int) -> tuple[str, str, bool]:
-    """Return colour, shape, and True if it moves to the right; twelve in a row have all combinations."""
+    """Colour, shape, and whether it moves right; any twelve consecutive indices cover all combinations."""
     colours, shapes = list(COLOURS), list(SHAPES)
     per_side = len(colours) * len(shapes)
     colour, shape = colours[index % len(colours)], shapes[index // len(colours) % len(shapes)]

@@ -1,4 +1,4 @@
-"""Pairs for models that edit: a shape where it was, where it is to be, and the words for it."""
+"""Pairs for editing models: a shape before and after it moves, and the instruction."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dit_lora.data.synthetic.clips import SHAPES
 from dit_lora.files import write_whole
 
 SIDES = {"left": (0.0, 0.5), "right": (1.0, 0.5), "top": (0.5, 0.0), "bottom": (0.5, 1.0)}
-"""Place of a shape as shares of the way from left to right and from top to bottom."""
+"""Position of a shape as shares of the way from left to right and from top to bottom."""
 
 _BAND = 8  # pixels between the bands of a background
 
@@ -26,11 +26,11 @@ def write_edit_pairs(
     fps: float = 8.0,
     seed: int = 0,
 ) -> list[Path]:
-    """Write `pairs` png files to after/, each one's reference to before/, to mask/ where they differ, and captions.
+    """Write `pairs` edited png files to after/, their references to before/, masks to mask/, and captions.
 
-    A caption says where the shape goes; its colour, its kind and the background are seen in the reference alone. With
-    more than one frame, writes mp4 clips in which the shape goes there, coloured before and grey after. Captions
-    are in .txt files, and in metadata.jsonl, which names all the files.
+    A caption says where the shape goes; its colour, its kind and the background can only be seen in the
+    reference. With more than one frame, mp4 clips are written in which the shape moves there, coloured before
+    and grey after. Captions are in .txt files, and in metadata.jsonl, which names all the files.
     """
     generator = torch.Generator().manual_seed(seed)
     paths, lines = [], []
@@ -40,14 +40,14 @@ def write_edit_pairs(
         colours[0] += 128  # a bright shape on a dark background
         colours[0, index % 3] //= 3  # that is not grey
         start = torch.rand(2, generator=generator)
-        way = torch.linspace(0, 1, max(2, frames)).view(-1, 1)
-        places = torch.lerp(start, torch.tensor(SIDES[side]), way).tolist()
-        moved = _drawn(kind, colours, places, height, width)
+        progress = torch.linspace(0, 1, max(2, frames)).view(-1, 1)
+        positions = torch.lerp(start, torch.tensor(SIDES[side]), progress).tolist()
+        moved = _drawn(kind, colours, positions, height, width)
         if frames == 1:
             before, after, text = moved[:1], moved[1:], f"move the shape to the {side}"
         else:
             colours[0] = colours[0].sum() // 3
-            before, after = moved, _drawn(kind, colours, places, height, width)
+            before, after = moved, _drawn(kind, colours, positions, height, width)
             text = f"the shape moves to the {side}, and is grey"
         differs = (before != after).any(-1, keepdim=True).any(0, keepdim=True)
         mask = differs.byte().mul(255).expand(-1, -1, -1, 3)
@@ -56,8 +56,8 @@ def write_edit_pairs(
             write_sample(out / name / f"{index:03d}", video, fps) for name, video in folders.items()
         ]
         write_whole(files[0].with_suffix(".txt"), text + "\n")
-        own, reference, masked = (file.relative_to(out).as_posix() for file in files)
-        row = {"file_name": own, "references": [reference], "mask": masked, "text": text}
+        target, reference, masked = (file.relative_to(out).as_posix() for file in files)
+        row = {"file_name": target, "references": [reference], "mask": masked, "text": text}
         lines.append(json.dumps(row))
         paths.append(files[0])
     write_whole(out / "metadata.jsonl", "\n".join(lines) + "\n")
@@ -67,7 +67,7 @@ def write_edit_pairs(
 def _drawn(
     kind: str, colours: torch.Tensor, places: Sequence[Sequence[float]], height: int, width: int
 ) -> torch.Tensor:
-    """Return frames, uint8 (frames, height, width, 3); `colours` are the shape's and the background's, which has bands."""
+    """Frames, uint8 (frames, height, width, 3); `colours` of the shape and of the banded background are (2, 3)."""
     radius = min(height, width) / 4
     rows, columns = torch.arange(height).view(-1, 1), torch.arange(width).view(1, -1)
     bands = (rows + columns) // _BAND % 2 == 0

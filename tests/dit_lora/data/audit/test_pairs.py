@@ -1,4 +1,4 @@
-"""Pairs are judged as pairs: by what they have in common, their sizes and their masks; sets of subjects are left in peace."""
+"""Findings about pairs: likeness, sizes, masks; nothing is reported for sets that place a subject in other scenes."""
 
 from collections.abc import Callable
 from dataclasses import replace

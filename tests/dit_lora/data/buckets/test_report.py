@@ -153,5 +153,6 @@ def test_references_of_many_sizes_split_samples_into_rare_shapes() -> None:
     (advice,) = advice_on_references(many, 4)
     assert advice.startswith(
         "with their references, samples have 3 shapes, and a step takes 4 samples of one; these do not come in every "
-        "epoch: 1x64x96 + 1x80x96 (1 sample, every 4.0 epochs), 1x64x96 + 1x80x96 + 1x96x96 (2 samples, every 2.0 epochs);"
+        "epoch: 1x64x96 + 1x80x96 (1 sample, every 4.0 epochs), 1x64x96 + 1x80x96 + 1x96x96 "
+        "(2 samples, every 2.0 epochs);"
     )

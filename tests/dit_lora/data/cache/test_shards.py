@@ -138,9 +138,12 @@ def test_no_flipped_bit_of_a_header_or_of_values_gives_a_wrong_value(tmp_path: P
         b'{"__metadata__": 3}',
         b'{"__metadata__": {"facts": "{}"}, "k/x": {"dtype": "F32", "shape": [1]}}',
         b'{"__metadata__": {"facts": "{}", "k": ""}, "k/x": 3}',
-        b'{"__metadata__": {"facts": "{}", "k": "00 []"}, "k/x": {"dtype": "F32", "shape": [-1], "data_offsets": [8, 4]}}',
-        b'{"__metadata__": {"facts": "{}", "k": "00 []"}, "k/x": {"dtype": "F7", "shape": [1], "data_offsets": [0, 4]}}',
-        b'{"__metadata__": {"facts": "{}", "k": "00 []"}, "k/x": {"dtype": "F32", "shape": ["a"], "data_offsets": [0, 4]}}',
+        b'{"__metadata__": {"facts": "{}", "k": "00 []"}, '
+        b'"k/x": {"dtype": "F32", "shape": [-1], "data_offsets": [8, 4]}}',
+        b'{"__metadata__": {"facts": "{}", "k": "00 []"}, '
+        b'"k/x": {"dtype": "F7", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"__metadata__": {"facts": "{}", "k": "00 []"}, '
+        b'"k/x": {"dtype": "F32", "shape": ["a"], "data_offsets": [0, 4]}}',
     ],
 )
 def test_a_nonsense_header_is_no_exception_and_hides_no_other_shard(

@@ -1,4 +1,4 @@
-"""Videos of many kinds give the frames that ffmpeg's command line shows, and the audit judges them as training reads them.
+"""Videos of many kinds give the same frames as ffmpeg's command line, and the audit agrees with training about them.
 
 `benchmarks/media_corpus.py` made the files and the expected frames.
 """

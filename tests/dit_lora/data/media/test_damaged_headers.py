@@ -1,4 +1,7 @@
-"""Damaged headers cost one line each: no traceback, no hang. `python tests/dit_lora/data/media/test_damaged_headers.py 2000` draws more."""
+"""Damaged headers give a message of one line each: no traceback, no hang.
+
+`python tests/dit_lora/data/media/test_damaged_headers.py 2000` tries more of them.
+"""
 
 import random
 import sys

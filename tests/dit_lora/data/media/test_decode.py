@@ -1,4 +1,4 @@
-"""Frames found through key frames are those of decoding from the beginning, bit for bit; so are those left to choose."""
+"""Frames that are decoded from key frames on are bit-identical to those from decoding from the beginning."""
 
 import random
 from fractions import Fraction
