@@ -34,7 +34,8 @@ def refuse_all(checkpoint: Opened, clips: Sequence[Clip]) -> None:
     if takes is None and with_some:
         raise DitLoraError(
             f"{checkpoint.path.name} takes no references, and {len(with_some)} of {len(clips)} samples "
-            f"have some, such as {with_some[0].id}; take a model that edits, or set data.reference_columns to [] to leave them out"
+            f"have some, such as {with_some[0].id}; "
+            f"take a model that edits, or set data.reference_columns to [] to leave them out"
         )
     if takes is not None and takes.least and clips and not with_some:
         raise DitLoraError(
