@@ -142,6 +142,7 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
     away, worst, host = max(distances)
     if away <= limit:
         return None
+    # The host is named only if there are several ranks.
     where = f" on rank {-worst} ({host})" if setup.session.accelerator.num_processes > 1 else ""
     is_away = f"{percent(away)} from then" if math.isfinite(away) else "not finite"
     start = "the run's start" if not base.since else f"step {base.since}, where its record begins"
@@ -153,6 +154,7 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
     backend = _backend_at_fault(setup, base, limit)
     if backend is not None:
         return f"{message}; with {backend} off it is as it was: that attention backend went wrong in the run"
+    # Only the main process builds an unpatched model, so the test works only if its rank is the worst one.
     if worst == 0 and _is_whole(setup, base, limit):
         cause = "the stock model with the same weights is as it was: a hook or another forward changes the run's"
     else:
@@ -195,6 +197,7 @@ def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) ->
     apart, base.kernels = _kernels_apart(setup, inputs, KERNEL)
     worst: dict[str, float] = {}
     for name, away in gather_object([(switch.name, away) for switch, away in apart.items()]):
+        # The largest distance over all ranks, so that every rank takes the same decision.
         worst[name] = max(away, worst.get(name, 0.0))
     events = []
     for switch in model_switches(setup.transformer):
@@ -260,6 +263,7 @@ def _as_loaded(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator
     with.
     """
     live = {n: local(p.detach()) for n, p in model.named_parameters() if n in loaded}
+    # The trained values are kept on the device and restored, bit for bit, at the end.
     trained = {name: tensor.clone() for name, tensor in live.items()}
     try:
         for name, tensor in live.items():
@@ -297,9 +301,7 @@ def _unlike(
 
 
 def _backend_at_fault(setup: AnySetup, base: BaseOutput, limit: float) -> str | None:
-    """Name of the attention backend whose removal restores the base's output on all ranks; None if there is no such
-    backend.
-    """
+    """Name of the attention backend that, switched off, restores the base's output on all ranks; None if none does."""
     assert base.noted is not None
     for switch in attention_switches():
         with switch.off():
@@ -372,6 +374,7 @@ def _kernels_apart(
 
 def _alone_apart(model: nn.Module, limit: float, away: Callable[[], float]) -> dict[Switch, float]:
     """Measure each kernel with all others off; returns those that exceed the limit, with their distance."""
+    # torch.compile is not one of the kernels.
     parts = [part for part in model_switches(model) if part.name != COMPILE]
     wholes = {part.part_of for part in parts}
     distances: dict[Switch, float] = {}

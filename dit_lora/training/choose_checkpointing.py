@@ -98,6 +98,7 @@ def free_bytes(setup: AnySetup) -> int:
 
 def bytes_to_come(optimizer: torch.optim.Optimizer, name: str = DEFAULT) -> int:
     """Bytes of gradients and optimizer state that are not allocated yet; `name` is `optim.name`."""
+    # Optimizers allocate their state in the first step, so it is not in the used memory yet.
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = sum(local(p).nbytes for p in trained if p.grad is None)
     without_state = [local(p) for p in trained if p not in optimizer.state]

@@ -44,6 +44,7 @@ class TrainedEMA:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live averages as `ema/<parameter>`; DTensors if the weights are sharded."""
+        # Diffusers keeps the averages in the order of the parameters.
         averages = zip(self._parameters, self._average.shadow_params, strict=True)
         return {
             f"ema/{name}": as_part_of(self._parameters[name], average) for name, average in averages

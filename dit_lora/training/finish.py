@@ -161,7 +161,7 @@ def verify_result(
     apart = why_apart(live)
     full = setup.recipe.train.mode == "full"
     fresh = stock.without_values(dtype)
-    # The run's own frozen tensors, not a copy: a second base may not fit beside the first.
+    # The run's own frozen tensors, not a copy: there may be no memory for a second base.
     if apart is None:
         fresh = sharing_weights(fresh, live, dtype, trained=full)
     later = f"{apart}; dit-lora verify {setup.session.dir.name} does" if apart else None
@@ -204,6 +204,7 @@ def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
 def require_verified(session: Session, verification: Verification | None) -> None:
     """Raise `CheckFailedError` on every rank if the written result failed verification; the files stay. Collective."""
     with agreeing(session.accelerator):
+        # Only the main process has a verification; the error is raised on all ranks.
         if verification is not None and not verification.passed:
             summary = (
                 "the run wrote its result, and it does not pass "
@@ -219,6 +220,7 @@ def summary(
     losses = held_out_losses(session.dir)
     kind = "model" if session.recipe.train.mode == "full" else "adapter"
     lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]
+    # Trained base weights are a second file, which must be loaded before the adapter.
     base = adapter.with_name(BASE_FILE)
     if base.exists() and base != adapter:
         lines.insert(

@@ -44,6 +44,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     setup = run.setup
     recipe, session, phases = setup.recipe, setup.session, setup.session.phases
     base_waits = _show_start(run)
+    # Before the first step: a run that cannot train ends here.
     if recipe.guard.preflight:
         with phases.timing("preflight"):
             _tell(run, preflight(setup, run.recovery, run.parity))
@@ -135,6 +136,7 @@ def _was_not_measured(run: Run) -> bool:
 
 def _loop(run: Run, bar: tqdm) -> Loop:
     setup, recipe = run.setup, run.setup.recipe
+    # A function of group and step: it has no state to save.
     schedule = build_schedule(recipe.optim, recipe.train.steps)
     return Loop(
         engine=setup.engine,
@@ -254,6 +256,7 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
     if starving is not None:
         setup.session.say(f"warning: step {step}: {starving}")
     bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
+    # After a rollback the bar goes back too.
     bar.update(step - bar.n)
     for spike in spikes:
         _report(run, step, "spike", spike.words)
@@ -360,6 +363,7 @@ def _end_unread(run: Run, step: int, why: str) -> NoReturn:
 
 def _ended(run: Run, step: int, error: DitLoraError) -> DitLoraError:
     ended = DitLoraError(f"{error}{_last_effort(run, step)}")
+    # The same exit code, so that schedulers see the original failure.
     ended.exit_code, ended.collective = error.exit_code, True
     return ended
 

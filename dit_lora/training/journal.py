@@ -138,6 +138,7 @@ class Journal:
             return
         verdict = {"cause": "data", "words": "; ".join(samples.values())}
         event = Event(step, "data_rejected", verdict, "skip", sample_ids=tuple(samples))
+        # A resumed run finds the same samples again: only a changed list is a new event.
         earlier = [line for line in _lines(self.dir / "events.jsonl") if line["kind"] == event.kind]
         if not earlier or earlier[-1]["sample_ids"] != list(samples):
             self.event(event)
@@ -191,6 +192,7 @@ def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
     flat = {
         k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "lr")
     }
+    # Derived here; metrics.jsonl does not contain it.
     flat["samples_per_second"] = line["samples"] / line["seconds"]
     for name in ("lr_groups", "grad_norm_groups", *LOSS_PARTS):
         prefix = name.removesuffix("_groups")

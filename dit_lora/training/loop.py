@@ -150,6 +150,7 @@ def train(
     # Once: code that evaluates in between restores the mode.
     loop.engine.model.train()
     loop.engine.warm_up(lambda: _first_loss(loop, batches(start_step), start_step + 1))
+    # Two steps are in flight: while the host reads step n, forward and backward of step n + 1 are queued.
     progress, reader = _Progress(start_step), Reader[Batch]()
     while progress.done < steps:
         # A recovery may have rolled back or changed the order: request the batches again, from `done`.
@@ -239,7 +240,7 @@ def _settled(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], No
             loop.engine.discard()
             progress.done = back.step
             return False
-    # The next step's gradients may exist: they were computed for weights that the rollback discards.
+    # The next step's gradients may exist: it was launched behind a step that was not taken.
     loop.engine.discard()
     # Neither weights nor data are at fault, the data could not be read: there is nothing to diagnose.
     if outcome.kind == "unread_data":
@@ -297,6 +298,7 @@ def _update(loop: Loop, step: _Step, stop_code: int) -> _Sent:
     # One all-reduce of the flag, which every rank meets: all take this step or none does.
     engine.step(step.gate.agreed())
     loop.watcher.after_update(number)
+    # Queued behind the update: flags and norms stay on the device until the gather.
     row = own_row(
         step.losses,
         step.timesteps,
@@ -312,6 +314,7 @@ def _update(loop: Loop, step: _Step, stop_code: int) -> _Sent:
 
 def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
     """The failure of this step, equal on all ranks; None if it is healthy."""
+    # One column per micro-step, one row per rank.
     ranks, accumulate = rows.bad_data.shape
     # First: the repeated micro-batch that stood in for unread data says nothing about the model.
     if (rows.bad_data == _UNREAD).any():
@@ -335,6 +338,7 @@ def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
 def _result(rows: StepRows, sent: _Sent, copies: int) -> StepResult:
     # Ranks that share a sample report the same loss: one row of each group of `copies` is counted.
     losses = rows.losses[::copies].flatten()
+    # Norms are equal on all ranks; the last one is over all groups.
     *norms, norm = rows.norms[0].tolist()
     return StepResult(
         step=sent.step.number,

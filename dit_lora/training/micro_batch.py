@@ -21,6 +21,7 @@ def sample_losses(checkpoint: Trained) -> LossFunction:
 
     def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
         output = trained_losses(checkpoint, model, batch.tensors, streams)
+        # One weight per sample, (samples,).
         weights = batch.tensors.get(LOSS_WEIGHT)
         if weights is None:
             return output
@@ -70,7 +71,7 @@ def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Plac
         single=lambda index: replayable(losses, model, batch.single(index), place),
         faults=batch.faults,
         draws=batch.draws,
-        # For trials: the same samples at draws that training never uses, so that a bad draw is told from bad data.
+        # For the diagnosis: the same samples with noise that training never uses, to tell bad noise from bad data.
         redrawn=lambda number: replayable(losses, model, _elsewhere(batch, number), place),
         at=lambda position, draws: replayable(
             losses,

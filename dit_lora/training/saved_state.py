@@ -79,6 +79,7 @@ class Checkpoints:
         """
         self.settle()
         session, train, engine = self.setup.session, self.setup.recipe.train, self.setup.engine
+        # Empty without an EMA: gathering nothing is no collective.
         averages = self.ema.tensors() if self.ema else {}
         # Every rank gathers, though only one keeps the values: a rank that skipped this would hang the others.
         state = SavedState(
@@ -167,6 +168,7 @@ def best_checkpoints(run_dir: Path, count: int) -> list[dict[str, Any]]:
     if not count:
         return []
     losses, checkpoints = held_out_losses(run_dir), checkpoint_steps(run_dir)
+    # Of equal losses, the earlier step comes first.
     measured = sorted((losses[step], step) for step in checkpoints if step in losses)
     return [
         {"checkpoint": checkpoints[step].name, "step": step, "held_out_loss": loss}

@@ -46,9 +46,11 @@ def start_from_data(session: Session, checkpoint: Trained, data: Any, model: nn.
         for name, layer in model.named_modules()
         if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear)
     }
+    # The model is moved back afterwards: the engine places it later.
     home = next(model.parameters()).device
     model.to(device)
     entries = data.clips.entries
+    # Evenly spaced, with repetitions in a small data set, which the next line drops.
     chosen = [entries[at * len(entries) // SAMPLES] for at in range(SAMPLES)]
     chosen = list({entry.id: entry for entry in chosen}.values())
     bar = tqdm(chosen, desc="EVA", unit="sample", leave=False, disable=not session.is_main)

@@ -66,6 +66,7 @@ def write_data_record(session: Session, data: Prepared) -> None:
         "buckets": None,
     }
     if data.report is not None:
+        # Long lists are cut, as above.
         record["buckets"] = data.report.as_dict()
         record["buckets"]["dropped"] = record["buckets"]["dropped"][:_LISTED]
     write_whole(session.dir / "data.json", json.dumps(record, indent=2) + "\n")

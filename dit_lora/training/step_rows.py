@@ -60,6 +60,7 @@ class SentRows:
 
     def arrives(self, seconds: float) -> bool:
         """Wait at most `seconds` for the rows; returns whether they have arrived."""
+        # Polled, because waiting for a CUDA event has no timeout.
         ends = time.monotonic() + seconds
         while self.arrived is not None and not self.arrived.query():
             if time.monotonic() > ends:
@@ -89,7 +90,6 @@ def own_row(
     The last entry of `norms` is the norm over all groups. `gradient_flags` come from `Gate.gradients`, so that the
     host decides by the same values that gated the optimizer. `poisoned` is true if a weight is not finite.
     """
-    # fp64 throughout: one dtype for one gather, and an fp32 loss or an int timestep keeps its value in it.
     stacked = torch.stack([local(norm) for norm in norms.values()])
     return StepRows(
         torch.cat([*losses]).double()[None],

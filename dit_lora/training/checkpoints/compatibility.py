@@ -38,6 +38,7 @@ def moved(stored: Mapping[str, Any], own: Mapping[str, Any], *, dropout: bool) -
     `stored` may be empty, for a checkpoint without this record. `dropout`: the model uses dropout.
     """
     parts = []
+    # A missing key counts as equal: checkpoints from before it was recorded.
     if any(stored.get(key, own[key]) != own[key] for key in _SPLIT):
         draws = "; dropout draws otherwise" if dropout else ""
         was, now = (
@@ -75,6 +76,7 @@ def samples_remedy(key: str, samples: Any, place: Mapping[str, Any]) -> str:
     if key != SAMPLES or not place or not isinstance(samples, int):
         return ""
     processes, batch = place["data_ranks"], place["train.batch_size"]
+    # The largest number of processes that can share the samples evenly.
     if samples % processes:
         launch = max(n for n in range(1, processes) if samples % n == 0)
         return f"; {processes} processes cannot share {samples} samples: launch {launch}"
@@ -87,6 +89,7 @@ def samples_remedy(key: str, samples: Any, place: Mapping[str, Any]) -> str:
 
 def _sharding(session: "Session") -> str:
     """How the model or a sample is split over processes, such as `fsdp2`; `none` if each process has all of both."""
+    # Each entry is listed only if it applies.
     kinds = ["fsdp2"] * (session.sharding is not None)
     kinds += [f"zero{session.zero}"] * (session.zero is not None)
     degree = session.recipe.train.context_parallel

@@ -206,6 +206,7 @@ def require_same_recipe(
     about: dict[str, Any] = {**read_typed(path / _STATE, CheckpointState)}
     # Through JSON like the stored identity: a tuple would differ from the list that it became.
     stored, current = about["identity"], parse_json(json.dumps(dict(identity)))
+    # Listed in full: a user should fix all differences in one go.
     different = [
         f"{key}: {stored.get(key)!r} in the checkpoint, {current.get(key)!r} in the recipe"
         + samples_remedy(key, stored.get(key), place or {})
@@ -242,6 +243,7 @@ def _steps_remedy(key: str, own: Mapping[str, Any], path: Path) -> str:
 
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
     """Delete the checkpoints of later steps, which another trajectory wrote; returns their folders."""
+    # Only for another trajectory: these steps will be written again with other values.
     later = [path for number, path in checkpoint_steps(run_dir).items() if number > step]
     for path in later:
         _remove(path)
@@ -274,6 +276,7 @@ def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:
             f"step {step} is not saved: {len(bad)} of {len(tensors)} tensors are not finite, {bad[0]} "
             f"first; {f'the newest whole checkpoint is {earlier}' if earlier else 'there is no earlier one'}"
         )
+        # The exit code of a stop by the guard.
         error.exit_code = 3
         raise error
 

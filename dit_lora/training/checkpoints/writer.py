@@ -62,6 +62,7 @@ class Saver:
     def stop_code(self) -> int:
         """Exit code of an error so far, or 0. Does not wait."""
         # In order, and without waiting: the loop asks at every step.
+        # Jobs finish in the order in which they were submitted.
         while self._jobs and self._jobs[0].done():
             self._take()
         return self._error.exit_code if self._error else 0

@@ -110,6 +110,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+        # Accelerate counts micro-steps to find the last one of a step.
         self.accelerator.step = 0
 
     def weights_are_bad(self) -> torch.Tensor:

@@ -77,6 +77,7 @@ class Sharded(Engine):
 
     def _spread(self, moments: Tensors) -> dict[str, torch.Tensor]:
         """Shard each moment like its parameter; step counts, which are 0-dim, stay as they are."""
+        # A moment has its parameter's name plus its own: `<group>/<parameter>/<moment>`.
         like = named_parameters(self.optimizer.param_groups)
         return {
             name: spread(tensor, like[name.rpartition("/")[0]]) if tensor.ndim else tensor
@@ -102,6 +103,7 @@ def shard(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     # `evaluation_mode` keeps Accelerate from wrapping the model in DDP as well.
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # its autocast
+    # One dimension over all ranks: every weight is sharded over all of them.
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     apart = [model.get_submodule(name) for name in called_alone]
     # Inner modules first: `fully_shard` gives a module the parameters that no inner module has taken.
@@ -151,6 +153,7 @@ def _inside_or_by(
 
 def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:
     """The blocks that no other block contains: inner ones are gathered with the outer one."""
+    # Every module inside a block, except the block itself.
     inside = {id(part) for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if id(block) not in inside]
 

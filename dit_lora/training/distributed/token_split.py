@@ -31,6 +31,7 @@ def _plan(model: Any) -> dict[str, Any]:
         "transformer_blocks.0": {"hidden_states": tokens, "encoder_hidden_states": tokens},
         "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
     }
+    # Rotary tables (tokens, D) have no batch dimension: they are split along the first.
     if model.config.use_rotary_positional_embeddings:
         positions = ContextParallelInput(split_dim=0, expected_dims=2)
         plan[""] = {"image_rotary_emb": [positions, positions]}
@@ -75,6 +76,7 @@ def split_context(model: Any, degree: int, device: torch.device, rank: int, rank
         summary = "train.context_parallel: these attention processors do not exchange tokens"
         raise DitLoraError(listed(summary, sorted(unsupported)))
     # The steps of Diffusers' `enable_parallelism`, which requires an accelerator.
+    # Data parallel groups of `degree` ranks each; no ring attention.
     mesh = init_device_mesh(
         device.type, (ranks // degree, 1, degree), mesh_dim_names=("data", "ring", "ulysses")
     )

@@ -87,6 +87,7 @@ class Zero2(Engine):
         deepspeed = import_deepspeed(accelerator.device.type)
         self.accelerator = accelerator
         self._micro_steps = 0
+        # Before DeepSpeed replaces the groups' parameters with its flat parts.
         parameters = [named_parameters([group]) for group in optimizer.param_groups]
         trained = sum(parameter.numel() for named in parameters for parameter in named.values())
         # DeepSpeed allocates the bucket whole: a LoRA needs no 200 MB of it.
@@ -136,6 +137,7 @@ class Zero2(Engine):
     @contextmanager
     def micro_step(self) -> Iterator[None]:
         self._micro_steps += 1
+        # DeepSpeed must be told which micro-step is a step's last.
         is_last = self._micro_steps % self.accelerator.gradient_accumulation_steps == 0
         self.model.set_gradient_accumulation_boundary(is_last)
         yield
@@ -220,6 +222,7 @@ class Zero2(Engine):
 
     def forget(self, names: Sequence[str]) -> None:
         """Zero the moments of every group that contains a tensor of these names."""
+        # A flat part mixes parameters, so the moments of the whole group are reset.
         owners = {_owner(name) for name in names}
         for part in self._parts:
             if owners & part.parameters.keys():
@@ -246,6 +249,7 @@ class Zero2(Engine):
         # The optimizer's fp32 parts are copies: without this the first step would undo the load.
         self._zero.refresh_fp32_params()
         for part in self._parts:
+            # For example exp_avg, exp_avg_sq and step.
             kinds = {name.rpartition("/")[2] for name in moments if _owner(name) in part.parameters}
             self.optimizer.state[part.tensor] = {
                 kind: self._own_moment(part, kind, moments) for kind in sorted(kinds)

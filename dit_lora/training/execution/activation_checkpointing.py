@@ -38,6 +38,7 @@ _ATTENTION = re.compile(
 @cache
 def is_attention(op: OpOverload) -> bool:
     """True if an op is a fused attention forward: small outputs, many FLOPs."""
+    # The name without its overload.
     name = op.name().partition(".")[0]
     return bool(_ATTENTION.fullmatch(name)) and "backward" not in name
 
@@ -75,6 +76,7 @@ def call_blocks_by(transformer: nn.Module, function: Callable[..., Any] | None) 
     The model must support checkpointing. Transformers' blocks, which do this only in training mode, are passed as a
     `functools.partial` that also holds inputs.
     """
+    # Transformers' models have `supports_gradient_checkpointing`, Diffusers' an underscored one.
     model: Any = transformer
     if not getattr(model, "supports_gradient_checkpointing", False):
         if function is None:
@@ -184,6 +186,7 @@ def called_block(function: Callable[..., Any]) -> nn.Module | None:
 
 def _selectively(block: Callable[..., Any], *args: Any) -> Any:
     """Run a block; its attention outputs are kept, the rest is recomputed in the backward pass."""
+    # The general way, for compiled blocks and unknown callables.
     contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, _policy)
     module = called_block(block)
     if module is not None and not torch.compiler.is_compiling():

@@ -62,6 +62,7 @@ class _Ledger:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pack hook of autograd: called with each tensor that it saves."""
+        # Tensors saved outside of blocks are kept in every mode.
         saved = self.outside if self._current is None else self._current.saved
         saved |= self._activations([tensor])
         return tensor.detach()
@@ -110,6 +111,7 @@ class _Ledger:
         return self._numbers(v for v in values if isinstance(v, torch.Tensor)) - self._weights
 
     def _numbers(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        # By storage, not by tensor: views share their memory.
         storages = {(s := tensor.untyped_storage())._cdata: s for tensor in tensors}
         self._storages |= storages
         return set(storages)
@@ -194,6 +196,7 @@ def advise(needs: Needs, free: int, asked: Literal["auto", Mode]) -> Advice:
 
     If nothing fits, `auto` takes the mode that needs least memory. `free` is in bytes.
     """
+    # In the order of increasing recomputation: the first that fits is the fastest.
     fitting = [mode for mode in MODES if mode in needs and needs[mode] <= SHARE * free]
     best = fitting[0] if fitting else min(needs, key=lambda mode: needs[mode])
     mode = best if asked == "auto" else asked

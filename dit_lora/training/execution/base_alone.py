@@ -31,6 +31,7 @@ def base_alone(model: nn.Module) -> Iterator[None]:
     """
     idle = _idle_parts(model)
     trained = [part.clone() for part in idle]
+    # Only DoRA has these parameters.
     magnitudes = any("lora_magnitude_vector" in name for name, _ in model.named_parameters())
     try:
         for part in idle:

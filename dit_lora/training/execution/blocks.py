@@ -19,6 +19,7 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
     """
     if isinstance(transformer, PreTrainedModel):
         return [m for m in transformer.modules() if isinstance(m, GradientCheckpointingLayer)]
+    # Direct children only, as gradient checkpointing expects.
     lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
     return [block for blocks in lists for block in blocks]
 

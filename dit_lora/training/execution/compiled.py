@@ -79,6 +79,7 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
     torch._inductor.config.fallback_random = True
     # Compile backward together with forward: a failure shows at the block's first call.
     torch._functorch.config.force_non_lazy_backward_lowering = True
+    # One switch for all blocks, which the guard can turn off.
     state = _State()
     for block in repeated_blocks(transformer):
         if isinstance(block, GradientCheckpointingLayer):
@@ -103,6 +104,7 @@ def _plain_path(folder: Path) -> str:
                 prefix="dit_lora_compile_", dir=parent
             )  # readable by this user only
             atexit.register(shutil.rmtree, aside, ignore_errors=True)
+            # A symbolic link with a plain name; the cache itself stays where the recipe puts it.
             link = Path(aside, "cache")
             link.symlink_to(folder, target_is_directory=True)
             return str(link)

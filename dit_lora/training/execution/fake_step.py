@@ -79,6 +79,7 @@ class _FakeMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index.Tensor:
+            # Replace each real mask by its integer indices, which give the result a known shape.
             tensor, indices = args
             args = tensor, [plain_index for index in indices for plain_index in _places(index)]
         return super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -143,6 +144,7 @@ class Live(TorchDispatchMode):
 
 def _called_by_autograd() -> bool:
     """True if the autograd engine itself called the current op, rather than a Python backward function."""
+    # Skip this function and the dispatch method that called it.
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_between(frame.f_code):
         frame = frame.f_back

@@ -108,6 +108,7 @@ class Offload:
             torch.autograd.Variable._execution_engine.queue_callback(self._rest)
         self._follows[self._trail] = group
         self._trail = (self._trail[1], group)
+        # The block that followed these two the last time: prefetch it.
         ahead = self._follows.get(self._trail)
         # Earlier blocks have been computed, in a backward pass too: otherwise this block would not be called yet.
         for passed in [resident for resident in self.resident if resident not in (group, ahead)]:
@@ -174,6 +175,7 @@ def _groups(transformer: nn.Module, called_alone: Sequence[str]) -> dict[nn.Modu
             f"train.offload=group: {name} has no gradient checkpointing, which brings a block's weights back "
             "for its backward pass; set it to none"
         )
+    # Weights that the model also reads outside of their block must stay on the device.
     stays = read_outside(transformer, called_alone)
     frozen = {
         block: [p for p in block.parameters() if not p.requires_grad and p not in stays]

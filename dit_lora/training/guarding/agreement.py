@@ -92,6 +92,7 @@ def differing_rank(
     else:
         ranks_text = ", ".join(f"rank {rank} ({host})" for rank, host in enumerate(hosts))
         message = f"{names[0]}{more} differs between {ranks_text}, none of which stands out: the memory of one"
+    # Weights are named as the cause unless only optimizer state differs.
     only_moments = all(_is_moment(name) for name in names)
     return Verdict(
         "optimizer" if only_moments else "weights",
@@ -108,6 +109,7 @@ def _contradicted(digests: Sequence[Mapping[str, int]], names: Sequence[str]) ->
     at_fault = set()
     for name in names:
         values = [by_name.get(name) for by_name in digests]
+        # The digest that most ranks have.
         value, count = Counter(values).most_common(1)[0]
         # A strict majority: two ranks cannot outvote each other.
         if 2 * count > len(values):

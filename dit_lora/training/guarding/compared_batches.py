@@ -28,6 +28,7 @@ def several_rows(batch: Batch, others: Sequence[Batch] = ()) -> Batch:
     """
     if len(batch.ids) >= ROWS:
         return batch
+    # Shapes without the batch dimension: samples of equal shapes can be joined.
     shapes = {name: tensor.shape[1:] for name, tensor in batch.tensors.items()}
     fitting = [
         candidate.single(0)
@@ -77,6 +78,7 @@ def compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
     counts = Counter(entry.shape for entry in trained_on)
     if not counts:
         return []
+    # The largest bucket finds errors of size, the fullest one errors in the most common case.
     largest = max(counts, key=lambda shape: shape.volume)
     kinds = [[entry] for entry in setup.data.clips.one_of_each_kind()]
     fullest = max(counts, key=lambda shape: (counts[shape], shape.volume))

@@ -57,6 +57,7 @@ def _facts(setup: AnySetup, parity: ParityWatch, batches: Sequence[MicroBatch]) 
     recipe, accelerator, model = setup.recipe, setup.session.accelerator, setup.transformer
     environment = probe_environment()
     named = (*model.named_parameters(), *model.named_buffers())
+    # Names, shapes and dtypes, not values: kernels are compared for a layout.
     layout = [(name, tuple(x.shape), str(x.dtype), x.requires_grad) for name, x in named]
     return {
         "what": "kernels",

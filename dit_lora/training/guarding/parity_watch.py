@@ -94,6 +94,7 @@ class ParityWatch:
         """
         off = self.recovery.state.switched_off
         switches = self.recovery.suspects.switches
+        # A part is off too if its parent is.
         on = [switch for switch in switches if not {switch.name, switch.part_of} & {*off}]
         return [
             switch
@@ -291,6 +292,7 @@ class ParityWatch:
 
     def _target(self) -> int | None:
         """The held step, if its state is finite on every rank; else None."""
+        # Empty if no comparison has passed yet.
         steps = self._held.steps if self._held is not None else []
         if not steps or self._held is None:
             return None
@@ -327,5 +329,6 @@ def some_blocks(names: Sequence[str], turn: int) -> tuple[set[str], int]:
         return {*names}, turn
     between, count = repeated[1:-1], _BLOCKS - 2
     chosen = {between[(turn + k) % len(between)] for k in range(count)}
+    # Blocks that are not repeated are always compared.
     left_out = {*between} - chosen
     return {*names} - left_out, turn + count

@@ -87,6 +87,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
     except torch.OutOfMemoryError:
         # The largest bucket is tried now, so that it does not end the run at a later step.
         error = _too_large(setup)
+    # All problems in one error, so that a user can fix them together.
     fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
     if fatal:
         error = DitLoraError(listed("the run would not train; guard.preflight found", fatal))
@@ -108,6 +109,7 @@ def _together(setup: AnySetup, own: list[CheckFinding]) -> list[CheckFinding]:
     """This rank's findings; for collective forwards, a check that fails on any rank fails on all."""
     if not setup.engine.lockstep:
         return own
+    # By check: a rank that passed takes the finding of a rank that failed.
     failed = {f.check: f for f in gather_object([f for f in own if not f.ok])}
     return [failed.get(finding.check, finding) for finding in own]
 
@@ -256,6 +258,7 @@ def _judged(setup: AnySetup, seen: _Seen) -> list[CheckFinding]:
         seen.peak(),
         saturates=is_emulated(setup.transformer),
     )
+    # The backends that this model would call, with its own shapes and masks.
     backends, _ = attention_backends(seen.calls, setup.session.accelerator.device)
     return [*precision, *backends]
 

@@ -252,6 +252,7 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
         if action.kind == "fallback":
             for name in action.switches:
                 find_switch(list(self.suspects.switches), name).turn_off()
+            # Saved in checkpoints: a resumed run keeps them off.
             self.state.switched_off += action.switches
             notes = [f"{name} stays off for this run" for name in action.switches]
             return Resolved(action, result, notes, target=before)
@@ -287,6 +288,7 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
         for position in range(first_position, first_position + self.samples_per_step):
             draw = self.order.draw_at(position)
             draws.setdefault(self.order.ids[draw.sample], draw)
+        # By sample: the verdict that names it.
         causes = {s: v for v in verdicts for s in v.sample_ids}
         self.quarantine.add(
             LeftOut(
@@ -314,6 +316,7 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
     ) -> NonFiniteError:
         samples = [sample for verdict in verdicts for sample in verdict.sample_ids]
         notes = [*answered.notes, *self.files.set_aside_bad(samples)]
+        # May restore a snapshot; what is saved below is that state.
         good = self._go_to_last_good(trip.trip, verdicts)
         state = "not to be used" if good is None else f"those of step {good}"
         kind, advice = trip.kind.replace("_", " "), _advice(verdicts)

@@ -87,11 +87,13 @@ def _compared(verdict: Verdict, outcomes: Sequence[Sequence[Healthy]]) -> Verdic
     if any(healthy is None for of_rank in outcomes for healthy in of_rank):
         return _not_tried(verdict)
     if any(len(set(of_rank)) > 1 for of_rank in outcomes):
+        # A rank that disagrees with itself: the fault is not reproducible.
         runs = [healthy for of_rank in outcomes for healthy in of_rank]
         evidence = {**verdict.evidence, "replays": {"failed": runs.count(False), "of": len(runs)}}
         failed, times = runs.count(False), len(runs)
         message = f"it fails in {failed} of {times} runs on equal bits, over {len(outcomes)} ranks: hardware or memory"
         return _without_blame(verdict, "transient", message, evidence)
+    # From here on each rank's runs agree, so the first stands for all.
     failing = [rank for rank, (healthy, *_) in enumerate(outcomes) if not healthy]
     if not failing:
         message = (

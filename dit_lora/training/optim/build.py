@@ -91,6 +91,7 @@ def schedule_factor(kind: str, step: int, *, warmup: int, steps: int, least: flo
         return step / warmup
     if kind == "constant":
         return 1.0
+    # From 0 in the first step after warm-up to almost 1 in the last.
     progress = min(1.0, (step - 1 - warmup) / max(1, steps - warmup))
     remaining = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return least + (1.0 - least) * remaining
@@ -165,6 +166,7 @@ def clip_gradients(
             _scale([group], norms[group["name"]], bound)
             clipped_norms[group["name"]] = norms[group["name"]].clamp(max=bound)
     clips = {name: group.clip for name, group in optim.groups.given().items()}
+    # Groups without their own clip are clipped together.
     shared = [group for group in groups if clips[group["name"]] is None]
     for group in groups:
         clip = clips[group["name"]]

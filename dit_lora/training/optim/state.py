@@ -47,6 +47,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
     for key, value in stored.items():
         prefix, _, name = key.rpartition("/")
         by_parameter.setdefault(prefix, {})[name] = value
+    # Shared tables have no prefix.
     tables = by_parameter.get("", {})
     for number, group in enumerate(bare.param_groups):
         put_back(group, group["name"], stored)
@@ -65,6 +66,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
 
 def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
     """Delete the optimizer state of these parameters, named as in `optimizer_state`; they start as on step 1."""
+    # The name without its last part is the parameter's: `<group>/<parameter>`.
     owners = {name.rpartition("/")[0] for name in names}
     for prefix, parameter in named_parameters(optimizer.param_groups).items():
         if prefix in owners:

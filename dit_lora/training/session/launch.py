@@ -60,6 +60,7 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
         refused.append("fsdp_offload_params: set it to false; more GPUs share the weights further")
     if refused:
         raise DitLoraError(listed("the launch asks FSDP for what this version cannot do", refused))
+    # Resharding is the default.
     stays_whole = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
     return Sharding(reshard_after_forward=not stays_whole)
 

@@ -65,6 +65,7 @@ class Phases:
     def note(self, name: str, seconds: float, cpu_seconds: float) -> None:
         """Add a measurement to a phase."""
         path = "/".join([*self._open, name])
+        # A phase that runs again adds to its first entry.
         phase = next((p for p in self.all if (p.name, p.stage) == (path, self.stage)), None)
         if phase is None:
             phase = Phase(path, self.stage)
@@ -115,6 +116,7 @@ class Phases:
         total = self.seconds.get(stage, time.perf_counter() - self._began)
         phases = [p for p in self.all if p.stage == stage and "/" not in p.name]
         parts = [self._words(phase) for phase in phases if phase.seconds >= _SHOWN]
+        # Time of the stage that belongs to no named phase.
         other_seconds = total - sum(phase.seconds for phase in phases)
         if other_seconds >= _SHOWN:
             parts.append(f"other {other_seconds:.1f}")
@@ -153,7 +155,9 @@ def _age(pid: int) -> float:
     """Seconds since a process began."""
     try:
         # psutil is off by up to a second on Linux: the boot time in /proc is in whole seconds.
+        # After the process name, which may contain spaces and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # Field 22 of /proc/PID/stat: clock ticks from boot to the start of the process.
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - began
     except OSError:

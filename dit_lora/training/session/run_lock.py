@@ -103,12 +103,14 @@ class RunLock:
 
         Raises `DitLoraError` if another process trains there. An earlier lock of this process is released.
         """
+        # flock also conflicts within a process: without the release this run would be refused.
         earlier = _held.get(self._key)
         if earlier is not None:
             earlier.release()
         try:
             self._make_folder()
             holder = self._take()
+            # The lock is held: name this process as its holder.
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, json.dumps(asdict(holder)).encode(), 0)
         except OSError as error:
@@ -196,6 +198,7 @@ class RunLock:
 
     def _beats(self, named: Holder) -> bool:
         """True if the lock shows a heartbeat; waits as long as one may take."""
+        # The rest of `STALE` by the file server's clock, because hosts' clocks may differ.
         last_beat = self._time()
         wait = min(STALE, STALE - (_now_at(self.path.parent) - last_beat))
         if wait <= 0:

@@ -233,6 +233,7 @@ def _take_folder(session: Session) -> None:
         raise DitLoraError(
             f"run.dir {folder} cannot be written: {existing} is no folder that may be"
         )
+    # A folder of an earlier run may be reused; other folders with files may not.
     is_run = any((folder / name).exists() for name in _OF_A_RUN)
     if existing == folder and any(folder.iterdir()) and not is_run:
         raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
@@ -328,6 +329,7 @@ def shared(accelerator: Accelerator, own: Any) -> list[Any]:
     """Gather a picklable value from every rank, in rank order. Ranks wait as in `meet`. Collective."""
     if accelerator.num_processes == 1:
         return [own]
+    # One entry per rank.
     everyones = [None] * accelerator.num_processes
     dist.all_gather_object(everyones, own, group=_waiting_room(dist.group.WORLD))
     return everyones

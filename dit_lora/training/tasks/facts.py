@@ -170,6 +170,7 @@ def _of_conversations(entries: Sequence[Any]) -> dict[str, Any]:
 
 
 def _seconds(headers: Sequence[Any]) -> dict[str, float] | None:
+    # Pictures and unreadable files have no duration.
     durations = [
         header.seconds
         for header in headers

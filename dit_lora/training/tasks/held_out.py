@@ -75,6 +75,7 @@ def measured_loss(
     left_out = dict(gather_object(list(faults.items())))
     for sample_id, fault in left_out.items():
         setup.session.say(f"held-out loss leaves out {sample_id}: {fault}")
+    # Over all ranks; in a collective forward each rank counts every draw, which cancels out.
     total, weight = accelerator.reduce(sums, reduction="sum").tolist()
     return (total / weight if weight else None), not left_out
 

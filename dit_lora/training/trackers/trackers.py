@@ -93,6 +93,7 @@ class Trackers:
             self._guarded("all are left out", lambda: self._start(config, start_step))
 
     def _start(self, config: Mapping[str, Any], start_step: int) -> None:
+        # A resumed run continues under the id of its first start.
         earlier_id = (read_lines(self._folder / IDENTITY)[0] or [{}])[0].get("id")
         run_id = earlier_id or secrets.token_hex(4)
         if not earlier_id:
@@ -264,6 +265,7 @@ def _add_animation(writer: Any, tag: str, path: Path, caption: str, step: int) -
         with open_picture(MediaFile(path)) as image:
             frames = [image.convert("RGB")]
     for frame in frames:
+        # In place; keeps the aspect ratio.
         frame.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
     data, kind = io.BytesIO(), "GIF" if len(frames) > 1 else "PNG"
     # These options have no effect on a PNG.
@@ -287,6 +289,7 @@ def _log_table(
         _log(tracker, {tag: table(columns=list(columns), data=rows)}, step)
         return
     lines = [columns, ["---"] * len(columns), *rows]
+    # Markdown: a bar would end the cell, a line break the table.
     cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
     _log(tracker, {tag: "\n".join(f"| {' | '.join(line)} |" for line in cells)}, step)
 
@@ -301,6 +304,7 @@ def _alert(tracker: GeneralTracker, event: Mapping[str, Any]) -> None:
     """Send an alert to subscribers; TensorBoard has no alerts."""
     if isinstance(tracker, TensorBoardTracker):
         return
+    # wandb and trackio have the same interface for alerts.
     levels = importlib.import_module(tracker.name).AlertLevel
     at = {"step": event["step"]} if isinstance(tracker, TrackioTracker) else {}
     tracker.tracker.alert(

@@ -182,6 +182,7 @@ def find_origin(target: Path, model: str | None) -> ModelOrigin:
     Raises `DitLoraError` if `target` is neither a run, nor an adapter, nor a checkpoint, or does not name its base.
     """
     adapter = _adapter_of(target)
+    # `target` is a run's folder, or the folder `adapter` inside one.
     run = target if adapter in (None, target / "adapter") else target.parent
     if (run / "config.yaml").is_file():
         return _of_run(run, adapter, model)

@@ -107,6 +107,7 @@ def _entry(
             len(checkpoint.render(rendered, pixels, seconds).instruction)
             for rendered in single_turns
         )
+    # Rounded up, so that few shapes occur.
     length = bucket_length(len(longest), chat.length_step)
     size = (pixels.frames, pixels.height, pixels.width) if pixels else (0, 0, 0)
     shape = ChatShape(length, *size, conversation.kind)

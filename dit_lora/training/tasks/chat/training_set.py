@@ -161,6 +161,7 @@ class ChatSet:
         problems = []
         for entry in self.entries:
             pieces = self.render(entry, None)[0].pieces
+            # Media placeholders are replaced by features and need no embedding.
             ids = {token for piece in pieces if piece.part != "media" for token in piece.ids}
             problems += [
                 f"{entry.id}: {not_embedded[token]!r} is token {token}, "
@@ -285,6 +286,7 @@ def _reordered(
 ) -> Conversation:
     if draws is None or not (chat.shuffle_turns and conversation.independent):
         return conversation
+    # Independent turns may come in any order.
     order = torch.randperm(len(conversation.turns), generator=draws).tolist()
     return dataclasses.replace(
         conversation, turns=tuple(conversation.turns[index] for index in order)

@@ -90,6 +90,7 @@ class Encoding:
     ) -> "Encoding":
         def resolved(facts: Mapping[str, Any]) -> dict[str, Any]:
             """Replace folders by digests of their contents, and add the dtype of encoding: it is a fact too."""
+            # A folder is replaced by the digest of its content: a moved checkpoint keeps its cache.
             components = {
                 name: digests.component(value) if isinstance(value, Path) else value
                 for name, value in facts.items()

@@ -141,6 +141,7 @@ def make_plan(
         digests.save()
     # By content, not by name: a file that was repaired since is audited again.
     at_fault = audited(recipe, samples.clips, digests, recipe.data, samples.shapes)
+    # An audit rejects files; one file may be cut into several samples.
     windows: dict[str, list[str]] = {}
     for sample in samples.all:
         windows.setdefault(sample.clip.id, []).append(sample.id)

@@ -30,6 +30,7 @@ def other_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | None:
         return None
     (other_part,) = (part for part in checkpoint.parts if part != checkpoint.part)
     files = files_of_experts(result_folder(named, (ADAPTER_FILE, *PAIR_PATTERNS)))
+    # Each adapter file's metadata name the expert it was trained on.
     parts = {read_provenance(file).get("part"): file for file in files}
     if other_part not in parts:
         parts_text = ", ".join(f"{file.name} is for {part}" for part, file in parts.items())

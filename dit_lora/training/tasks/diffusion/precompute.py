@@ -77,7 +77,7 @@ def precompute(
         for planned in (_missing(videos, plan) if recipe.data.precompute else plan.wanted)
         if planned.sample.id not in plan.rejected
     ]
-    # All at once: a user who repairs a folder wants one list, not one file per start.
+    # All at once: a user wants one list of the files to repair, not one file per start.
     rejects.add({**plan.rejected, **check_headers(unread, recipe, quiet=quiet)})
     if recipe.data.precompute:
         clips = _cached(session, checkpoint, plan, rejects, videos, second)
@@ -122,6 +122,7 @@ def _sample_id(wanted: PlannedSample) -> str:
 
 def _keys(entry: Entry) -> list[str]:
     keys = [entry.id, entry.video_key, entry.text_key]
+    # Only if not the default, so that digests from before the option still match.
     weights = (entry.times, entry.loss_weight)
     return [
         *keys,
@@ -145,6 +146,7 @@ def _preserved_note(recipe: Recipe, plan: Plan) -> list[str]:
 
 def _missing(videos: TensorCache, plan: Plan) -> list[PlannedSample]:
     """The samples that are not in the cache yet."""
+    # One query for all keys.
     missing = set(videos.missing([planned.video.key for planned in plan.wanted]))
     return [planned for planned in plan.wanted if planned.video.key in missing]
 

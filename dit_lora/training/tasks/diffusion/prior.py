@@ -82,6 +82,7 @@ def _lacking(session: Session) -> list[tuple[int, int]]:
         files = media_in(folder)
         # By name, not by count: a user may have removed one from the middle.
         used_stems = {Path(name).stem for name in files}
+        # The lowest unused numbers, without an upper end.
         free = (index for index in count() if _stem(index) not in used_stems)
         missing = list(islice(free, max(0, source.generate - len(files))))
         if missing and recipe.model.from_scratch is not None:

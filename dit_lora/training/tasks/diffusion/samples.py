@@ -85,6 +85,7 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
         if isinstance(where, Dropped):
             rejected[clip.id] = where.words
             continue
+        # One sample per window; a clip without windows has a single start.
         all_samples += [
             BucketedSample(window_id(clip.id, start), clip, where.shape, start)
             for start in where.starts

@@ -101,6 +101,7 @@ def _differing(checkpoint: Checkpoint, second: Checkpoint) -> list[str]:
     """One message for each difference between the two pipelines and transformer configs."""
     pipelines = [opened.pipeline_class.__name__ for opened in (second, checkpoint)]
     messages = [f"{pipelines[0]}, not {pipelines[1]}"] if pipelines[0] != pipelines[1] else []
+    # Compared by key, so that a missing setting counts as a difference.
     theirs, ours = (_architecture(opened.transformer_config) for opened in (second, checkpoint))
     messages += [
         f"{key} {theirs.get(key)}, not {ours.get(key)}"

@@ -155,6 +155,7 @@ def require_moved(
     continued = read_stored(recipe, checkpoint, bare).continued
     assert continued is not None
     for name, layer in continued.layers.items():
+        # One changed matrix is enough.
         for part, was in (("lora_A", layer.a), ("lora_B", layer.b)):
             (now,) = (t for n, t in weights.items() if n.startswith(f"{name}.{part}."))
             if not torch.equal(now.cpu(), was):
