@@ -8,7 +8,7 @@ import gc
 import sys
 from typing import Any
 
-# Imports leave millions of objects that live as long as the process: no collection has to look at them.
+# Imports leave millions of objects that live as long as the process: no collection needs to scan them.
 gc.disable()
 
 from dit_lora.config.experts import in_turn
@@ -31,7 +31,7 @@ from dit_lora.training.tasks.registry import task_of
 
 gc.freeze()
 gc.enable()
-atexit.register(gc.unfreeze)  # or extensions report what is left at the end as leaks
+atexit.register(gc.unfreeze)  # otherwise extensions report the remaining objects as leaks
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
 
@@ -44,21 +44,22 @@ def main(argv: list[str]) -> None:
         raise DitLoraError(f"usage: {USAGE}")
     recipe = load_recipe(argv[0], argv[1:])
     family = get_family(recipe.model.family)
-    # Both experts of a checkpoint are two runs; what refuses the second refuses them before the first.
+    # Both experts of a checkpoint are two runs: open both before the first one starts, so that it fails early.
     turns = in_turn(recipe)
-    checkpoints = [family.open(one.model, one) for one in turns]
+    checkpoints = [family.open(turn.model, turn) for turn in turns]
     require_fresh(turns)
+    # The earlier session is passed on, so that both runs share one process group.
     before = None
-    for one, checkpoint in zip(turns, checkpoints, strict=True):
-        last = one is turns[-1]
-        if not last and is_done(one):
+    for turn, checkpoint in zip(turns, checkpoints, strict=True):
+        is_last = turn is turns[-1]
+        if not is_last and is_done(turn):
             continue
-        with running(one, after=before, last=last) as session:
+        with running(turn, after=before, last=is_last) as session:
             if before is None:
                 require_hub(session, recipe.hub)
             train(session, family, checkpoint, argv[0])
-            if last:
-                if one is not recipe:
+            if is_last:
+                if turn is not recipe:
                     put_together(session, recipe)
                 push_result(session, recipe)
         before = session
@@ -72,7 +73,7 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     require_optimizer(recipe.optim, session.accelerator.device)
     require_quantization(recipe)
     with session.phases.timing("encoding"):
-        data = task.prepare_data(session, checkpoint)  # encoders live and die here
+        data = task.prepare_data(session, checkpoint)  # encoders are loaded and freed inside
 
     dtype = session.precision.dtype
     with session.phases.timing("loading"):
@@ -88,10 +89,10 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
             fit(run, on_checkpoint=report.update)
             written = finish(run)
     except DitLoraError:
-        report.finish()  # a run that was stopped has curves and events too
+        report.finish()  # a stopped run has curves and events too
         raise
     if session.is_main:
-        session.phases.write(session.dir)  # the report shows it
+        session.phases.write(session.dir)  # the report reads this file
     with session.phases.timing("report"):
         page = report.finish()
     if written.path is not None:

@@ -1,1 +1,1 @@
-"""The verbs: precompute, train, sample, and what they run on."""
+"""Training: precompute the data, run the training loop, save the result, and everything these steps need."""

@@ -1,8 +1,8 @@
-"""Notes the base's output before the first step, to compare it when a run goes on and when it ends.
+"""Records the base model's output before the first step, and compares it on resume and at the end of the run.
 
-At a run's end the frozen weights in memory are those that it trained on, and not always those that it loaded. So the
-output of made-up inputs (`output_record`) is noted as soon as the model is loaded, by the model's own code, into
-base_output.json. A start that resumes compares itself with the first one's.
+At the end of a run, the frozen weights in memory are those that the run trained on, but not always those it loaded. So
+as soon as the model is loaded, its output on synthetic inputs (`output_record`) is computed with the model's own code
+and written to base_output.json. A resumed run compares its base with the record of the first start.
 """
 
 import json
@@ -54,51 +54,63 @@ _TRAINED_ON_IT = (
 
 @dataclass
 class BaseOutput:
-    """The base's output of made-up inputs at a run's first start."""
+    """The base model's output on synthetic inputs at the run's first start."""
 
     noted: dict[str, Any] | None
-    """The result of `output_now`, or the reason why it could not be made. None without a base: every weight trains."""
+    """The result of `output_now`, or the reason why it could not be computed. None if every weight trains: there is no
+    base.
+    """
     loaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Base weights that train, as they were loaded, on the host; of sharded ones this rank's part."""
+    """CPU copies of the base weights that train, with the values they were loaded with; this rank's shard if
+    sharded.
+    """
     since: int = 0
-    """The step at which it was noted: later than the first of a run from before there was a record."""
+    """Step at which the output was recorded: not 0 for runs that were started before this record existed."""
     begins_alone: bool = False
-    """True if only an adapter trains, which changes nothing before the first step: the base can be shown after it."""
+    """True if only an adapter trains and it has no effect before step 1: the base can then be validated after that
+    step.
+    """
     kernels: float = 0.0
-    """Distance between the outputs with the kernels in use and by the model's own code, when this process started."""
+    """Distance between the outputs with the active kernels and with the model's own code, when this process
+    started.
+    """
 
 
 def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
-    """Note the base's output, before a checkpoint is put into the model; for a resumed run, that of its first start.
+    """Record the base model's output before a checkpoint is loaded into the model; a resumed run reads its first
+    record.
 
-    Collective. Raises `DitLoraError` on every rank if the base is another on one of them, or than at the first start.
+    Collective. Raises `DitLoraError` on every rank if one rank's base differs from rank 0's, or from the first
+    start's.
     """
     model, main = setup.transformer, setup.session.is_main
     if all(parameter.requires_grad for parameter in model.parameters()):
         return BaseOutput(None)
-    # Base weights that train are no base at the end: the record is of their values at loading.
+    # At the end, base weights that train are not a base: the record needs their values at loading.
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not is_adapter(n)]
     loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in named}
     record = _first_record(setup.session.dir, resume_from) if main else None
-    (first,) = broadcast_object_list([record])
+    (first_record,) = broadcast_object_list([record])
     base = BaseOutput(None, loaded, begins_alone=does_nothing(model))
     # Every rank computes it: a rank with a damaged file is found here, before it spoils the others' gradients.
-    today = _now(setup, base, first["inputs"] if first else made_up_inputs(setup))
-    (noted,) = broadcast_object_list([first or today])  # the main process'
+    today = _now(setup, base, first_record["inputs"] if first_record else made_up_inputs(setup))
+    (noted,) = broadcast_object_list([first_record or today])  # the main process's
     base.noted = noted
-    agree(setup.session.accelerator, _unlike(setup, noted, today, resumed=first is not None))
+    agree(setup.session.accelerator, _unlike(setup, noted, today, resumed=first_record is not None))
     return base
 
 
 def keep_base(setup: AnySetup, base: BaseOutput, start_step: int) -> None:
-    """Write the record where it is new, into a folder that is open now; say what it cannot tell."""
+    """Write the record to the opened run folder if it is new, and warn about what it cannot check."""
     file = setup.session.dir / BASE_OUTPUT
     if base.noted is None:
         return
     base.since = base.noted.setdefault("since", start_step)
     if NOT_RECORDED in base.noted:
-        why = base.noted[NOT_RECORDED]
-        setup.session.say(f"warning: the result of this run will not pass its verification: {why}")
+        reason = base.noted[NOT_RECORDED]
+        setup.session.say(
+            f"warning: the result of this run will not pass its verification: {reason}"
+        )
     elif base.since and base.since == start_step:
         setup.session.say(
             f"guard: the first start of this run has no record of its base's output; it is compared with today's, "
@@ -109,9 +121,11 @@ def keep_base(setup: AnySetup, base: BaseOutput, start_step: int) -> None:
 
 
 def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
-    """Return what is wrong with the base at the run's end, against its start; None if nothing is. Collective.
+    """Compare the base at the end of the run with its record from the start. A message, or None if they match.
+    Collective.
 
-    The model's own code is compared with itself, on every rank, with adapters off and no weight as trained.
+    Every rank runs the model's own code, without kernels or adapters, and with trained base weights at their loaded
+    values.
     """
     if base.noted is None:
         return None
@@ -119,7 +133,7 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
         return f"not recorded at the run's start: {base.noted[NOT_RECORDED]}"
     now = _now(setup, base, base.noted["inputs"])
     if NOT_RECORDED in now:
-        # An output that cannot be had counts as infinitely far.
+        # An output that cannot be computed counts as infinitely far.
         now = {**base.noted, "norm": math.nan}
     limit = tolerance(base.noted, setup.transformer, setup.dtype)
     rank = setup.session.accelerator.process_index
@@ -128,29 +142,31 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
     away, worst, host = max(distances)
     if away <= limit:
         return None
+    # The host is named only if there are several ranks.
     where = f" on rank {-worst} ({host})" if setup.session.accelerator.num_processes > 1 else ""
     is_away = f"{percent(away)} from then" if math.isfinite(away) else "not finite"
     start = "the run's start" if not base.since else f"step {base.since}, where its record begins"
-    words = (
+    message = (
         f"the base is not what it was at {start}: with adapters and kernels off its output{where} is {is_away} "
         f"(up to {percent(limit)} is rounding)"
     )
-    # Before memory is blamed: a backend that mends the output when it is off acquits the weights.
+    # Before memory is named as the cause: if switching a backend off restores the output, the weights are right.
     backend = _backend_at_fault(setup, base, limit)
     if backend is not None:
-        return f"{words}; with {backend} off it is as it was: that attention backend went wrong in the run"
+        return f"{message}; with {backend} off it is as it was: that attention backend went wrong in the run"
+    # Only the main process builds an unpatched model, so the test works only if its rank is the worst one.
     if worst == 0 and _is_whole(setup, base, limit):
         cause = "the stock model with the same weights is as it was: a hook or another forward changes the run's"
     else:
         cause = "its frozen weights or buffers have changed in memory"
-    return f"{words}: {cause}, and {_TRAINED_ON_IT}"
+    return f"{message}: {cause}, and {_TRAINED_ON_IT}"
 
 
 def kernel_fault(setup: AnySetup, base: BaseOutput, noted: Mapping[str, Any]) -> str | None:
-    """Return which kernels move the trained model's output off its own code's; None if none does. For the run's end.
+    """Message naming the kernels that change the trained model's output at the end of the run; None if none does.
 
-    `noted` is the output of the model's own code. The limit is twice the sum of the distance at the start, the parity
-    limit for the part that the adapter changes, and rounding. Collective where a forward pass is.
+    `noted` is the output of the model's own code. The limit is twice the sum of the distance at the start and the
+    parity limit for the adapter's part of the output, plus rounding. Collective if a forward pass is.
     """
     # A kernel errs in proportion to what it computes, and the adapter's part grew since the start.
     effect = min(1.0, distance(noted, noted["base"])) if "base" in noted else 1.0
@@ -168,10 +184,11 @@ def kernel_fault(setup: AnySetup, base: BaseOutput, noted: Mapping[str, Any]) ->
 
 
 def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) -> list[Event]:
-    """Switch off on all ranks the kernels that the run's end would refuse, and return the events. Collective.
+    """Switch off on all ranks the kernels that the check at the run's end would refuse; returns the events.
+    Collective.
 
-    Names are added to `switched_off`. The same inputs and the same scale as at the end: what passes here fails there
-    only if it changes. Raises `DitLoraError` on every rank if the recipe insists on one of them.
+    Names are added to `switched_off`. Inputs and scale are those of the check at the end, so a kernel that passes here
+    fails there only if it changes. Raises `DitLoraError` on every rank if the recipe requires one of these kernels.
     """
     noted, accelerator = base.noted, setup.session.accelerator
     if noted is not None and NOT_RECORDED in noted:
@@ -180,20 +197,21 @@ def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) ->
     apart, base.kernels = _kernels_apart(setup, inputs, KERNEL)
     worst: dict[str, float] = {}
     for name, away in gather_object([(switch.name, away) for switch, away in apart.items()]):
+        # The largest distance over all ranks, so that every rank takes the same decision.
         worst[name] = max(away, worst.get(name, 0.0))
     events = []
     for switch in model_switches(setup.transformer):
         if switch.name not in worst:
             continue
-        words = (
+        message = (
             f"kernel {switch.name}: with it the model's output is "
             f"{_amount(worst[switch.name])} from its own code's"
         )
-        agree(accelerator, DitLoraError(refusal(switch, words)) if switch.insisted else None)
+        agree(accelerator, DitLoraError(refusal(switch, message)) if switch.insisted else None)
         switch.turn_off()
         switched_off.append(switch.name)
         events.append(
-            kernel_event(0, "preflight", f"{words}; switched off for this run", switch.name)
+            kernel_event(0, "preflight", f"{message}; switched off for this run", switch.name)
         )
     if events:
         choose_checkpointing(setup)  # without the kernel, more is kept for backward
@@ -202,7 +220,7 @@ def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) ->
 
 
 def _first_record(folder: Path, resume_from: Path | None) -> dict[str, Any] | None:
-    """Return the record of the run's first start, or of the run whose checkpoint it goes on from, or None."""
+    """Read the record of the run's first start, or of the run that wrote the checkpoint; None if neither has one."""
     if resume_from is None:
         return None
     # The second is where a run goes on in a folder of its own from another's checkpoint.
@@ -217,13 +235,14 @@ def _first_record(folder: Path, resume_from: Path | None) -> dict[str, Any] | No
 
 
 def _now(setup: AnySetup, base: BaseOutput, inputs: Inputs) -> dict[str, Any]:
-    """Return the base's output in this moment, as `output_now` gives it, or why there is none."""
+    """Compute the base's present output with `output_now`, or give the reason why that is impossible."""
     model, dtype = setup.transformer, setup.dtype
     try:
         with without_kernels(model), _as_loaded(model, base.loaded):
             noted = output_now(setup.task.stock(setup.checkpoint), model, inputs, dtype)
     except torch.OutOfMemoryError:
         return {NOT_RECORDED: "a forward pass of the base does not fit the memory of its device"}
+    # JSON has no NaN, and nothing could be compared with it.
     if is_finite(noted):
         return noted
     return {
@@ -232,16 +251,19 @@ def _now(setup: AnySetup, base: BaseOutput, inputs: Inputs) -> dict[str, Any]:
 
 
 def made_up_inputs(setup: AnySetup) -> Inputs:
-    """Return the recipe of the made-up inputs for the run's model, by which its output is noted."""
+    """Description of the synthetic inputs on which this run's model is compared."""
     # Ranks that share a sample's tokens can do so with the sizes that the run has.
-    whole = setup.recipe.train.context_parallel > 1
-    return setup.task.stock(setup.checkpoint).inputs(setup.data.clips, whole=whole)
+    needs_full_size = setup.recipe.train.context_parallel > 1
+    return setup.task.stock(setup.checkpoint).inputs(setup.data.clips, whole=needs_full_size)
 
 
 @contextmanager
 def _as_loaded(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Turn every adapter off within, and put base weights that train back to the values that they were loaded with."""
+    """Disable all adapters inside the context, and set trained base weights back to the values they were loaded
+    with.
+    """
     live = {n: local(p.detach()) for n, p in model.named_parameters() if n in loaded}
+    # The trained values are kept on the device and restored, bit for bit, at the end.
     trained = {name: tensor.clone() for name, tensor in live.items()}
     try:
         for name, tensor in live.items():
@@ -256,7 +278,7 @@ def _as_loaded(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator
 def _unlike(
     setup: AnySetup, noted: Mapping[str, Any], own: Mapping[str, Any], *, resumed: bool
 ) -> DitLoraError | None:
-    """Return the error if this rank's base is not the one that was noted, else None."""
+    """The error to raise if this rank's base differs from the recorded output; None if it matches."""
     if NOT_RECORDED in noted or NOT_RECORDED in own:
         return None
     limit = tolerance(noted, setup.transformer, setup.dtype)
@@ -279,7 +301,7 @@ def _unlike(
 
 
 def _backend_at_fault(setup: AnySetup, base: BaseOutput, limit: float) -> str | None:
-    """Return the attention backend without which the base's output is as it was, on all ranks, or None."""
+    """Name of the attention backend that, switched off, restores the base's output on all ranks; None if none does."""
     assert base.noted is not None
     for switch in attention_switches():
         with switch.off():
@@ -292,7 +314,9 @@ def _backend_at_fault(setup: AnySetup, base: BaseOutput, limit: float) -> str | 
 
 @torch.no_grad()
 def _is_whole(setup: AnySetup, base: BaseOutput, limit: float) -> bool:
-    """Return true if a fresh stock model with this run's weights gives the start's output; main process only."""
+    """True if an unpatched model with this run's weights gives the output from the start. False except on the main
+    process.
+    """
     live, dtype, noted = setup.transformer, setup.dtype, base.noted
     if not setup.session.is_main or setup.engine.lockstep or why_apart(live) is not None:
         return False
@@ -310,10 +334,10 @@ def _is_whole(setup: AnySetup, base: BaseOutput, limit: float) -> bool:
 def _kernels_apart(
     setup: AnySetup, inputs: Inputs, allowed: float, expected: Mapping[str, Any] | None = None
 ) -> tuple[dict[Switch, float], float]:
-    """Return the kernels that alone move the output off the model's own code's, beyond that and rounding.
+    """Find the kernels that change the output by more than `allowed` and rounding, each enabled by itself.
 
-    `expected` is the output of its own code, where that is known. Of several that are wrong only together, one stands
-    for all. The second value is how far all are together.
+    `expected` is the output of the model's own code; it is computed if None. If several kernels are wrong only in
+    combination, the first stands for all. The second result is the distance with all kernels together.
     """
     model, dtype = setup.transformer, setup.dtype
     kernels, stock = kernels_of(model), setup.task.stock(setup.checkpoint)
@@ -323,12 +347,12 @@ def _kernels_apart(
         with without_kernels(model):
             expected = output_now(stock, model, inputs, dtype)
     limit = tolerance(expected, model, dtype) + allowed
-    # What has a rounding of its own is judged by that, and the others without it.
+    # Kernels with their own rounding error have a larger limit: measure them one by one, and the rest without them.
     coarse = [switch for switch in kernels if switch.error]
 
     def away() -> float:
         measured = [distance(output_now(stock, model, inputs, dtype), expected)]
-        if setup.engine.lockstep:  # one answer for all ranks, so that none goes on alone
+        if setup.engine.lockstep:  # one answer for all ranks, so that all take the same branch
             broadcast_object_list(measured)
         return measured[0]
 
@@ -340,26 +364,27 @@ def _kernels_apart(
         together = away()
         distances = _alone_apart(model, limit, away) if together > limit else {}
     if together > limit and not distances:
-        distances = {next(one for one in kernels if one not in coarse): together}
+        distances = {next(kernel for kernel in kernels if kernel not in coarse): together}
     for switch in coarse:
-        own = switch.error * math.sqrt(max(1, expected["blocks"]))
-        if (found := away()) > limit + own:
-            distances[switch] = found
+        rounding = switch.error * math.sqrt(max(1, expected["blocks"]))
+        if (distance_with_it := away()) > limit + rounding:
+            distances[switch] = distance_with_it
     return distances, together
 
 
 def _alone_apart(model: nn.Module, limit: float, away: Callable[[], float]) -> dict[Switch, float]:
-    """Return the kernels that move the output beyond the limit when each is on by itself, and how far."""
-    parts = [one for one in model_switches(model) if one.name != COMPILE]
-    wholes = {one.part_of for one in parts}
+    """Measure each kernel with all others off; returns those that exceed the limit, with their distance."""
+    # torch.compile is not one of the kernels.
+    parts = [part for part in model_switches(model) if part.name != COMPILE]
+    wholes = {part.part_of for part in parts}
     distances: dict[Switch, float] = {}
     for switch in parts:
         if switch.name in wholes or switch.error:
             continue
         with without_kernels(model, but=switch):
-            alone = away()
-        if alone > limit:
-            distances[switch] = alone
+            distance_by_itself = away()
+        if distance_by_itself > limit:
+            distances[switch] = distance_by_itself
     return distances
 
 
@@ -368,7 +393,7 @@ def _amount(away: float) -> str:
 
 
 def _off(switch: Switch) -> str:
-    """Return the recipe's value that leaves a kernel out."""
+    """The recipe setting that switches this kernel off."""
     if switch.cause == "attention_backend":
         return "kernels.attention=auto"
     return "all of kernels off" if switch.name == KERNELS else f"kernels.{switch.name}=off"

@@ -1,4 +1,4 @@
-"""Chooses the gradient checkpointing that a run takes, by the memory its activations find free."""
+"""Chooses the run's gradient checkpointing mode from the memory that is free for activations."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,17 +21,17 @@ from dit_lora.training.task import AnySetup
 
 
 def choose_checkpointing(setup: AnySetup, free: Callable[[AnySetup], int] | None = None) -> None:
-    """Checkpoint the run's model as `train.checkpointing` says, and say so. Collective; equal on all ranks.
+    """Apply `train.checkpointing` to the run's model and log the mode. Collective; every rank takes the same mode.
 
-    `auto` is decided by the model as it is now: call it again when kernels were put in or taken out. No value
-    depends on the choice, so that a resumed run may take another. Raises `DitLoraError` for a model without
-    checkpointing that is asked for it. `free` gives the bytes that activations find, by default `free_bytes`.
+    `auto` is decided for the model as it is now: call this again after kernels were patched in or removed. The mode
+    changes no value, so a resumed run may take another. `free` gives the bytes available to activations, by default
+    `free_bytes`. Raises `DitLoraError` if checkpointing is requested for a model that has none.
     """
-    asked = setup.recipe.train.asked_checkpointing
-    require_checkpointing(setup.transformer, asked)
+    requested_mode = setup.recipe.train.asked_checkpointing
+    require_checkpointing(setup.transformer, requested_mode)
     # `measure` counts all modes from one pass without checkpointing.
     set_checkpointing(setup.transformer, "none")
-    # One mode for all: a rank with less memory free would be the one to fail.
+    # One mode for all: the rank with the least free memory would be the first to fail.
     agreed = most_saving(gather_object([_own(setup, free or free_bytes)]))
     set_checkpointing(setup.transformer, agreed.mode)
     setup.session.say(f"checkpointing: {agreed.words}")
@@ -39,19 +39,24 @@ def choose_checkpointing(setup: AnySetup, free: Callable[[AnySetup], int] | None
         setup.session.say(
             "warning: these activations will hardly fit; a smaller train.batch_size or shape of data needs "
             "less"
-            + ("" if asked == "auto" else ", and train.checkpointing=auto takes what fits best")
+            + (
+                ""
+                if requested_mode == "auto"
+                else ", and train.checkpointing=auto takes what fits best"
+            )
         )
 
 
 def most_saving(advices: Sequence[Advice]) -> Advice:
-    """Return the advice that all ranks follow: the most saving one, the first of several."""
+    """The advice that all ranks follow: the mode that saves the most memory; the first of several."""
     return max(advices, key=lambda advice: (MODES.index(advice.mode), not advice.fits))
 
 
 def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
-    """Return this rank's advice, by activations counted on tensors without values."""
-    asked, size = setup.recipe.train.asked_checkpointing, setup.recipe.train.batch_size
+    """This rank's advice, from activations counted on fake tensors."""
+    requested_mode, size = setup.recipe.train.asked_checkpointing, setup.recipe.train.batch_size
     _, spec = setup.data.clips.largest
+    # Shapes of the largest bucket, with a batch dimension in front.
     batch = {name: (torch.Size([size, *shape]), dtype) for name, (shape, dtype) in spec.items()}
     streams = Streams(setup.recipe.train.seed, range(size))
     try:
@@ -66,22 +71,22 @@ def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
             },
             alone=setup.engine.alone(),
         )
-    # An op that takes no fake tensors, and token ids that do not fit the media, raise many classes.
+    # Ops without fake tensor support, and token ids that do not fit the media, raise many exception classes.
     except (RuntimeError, ValueError) as error:
-        mode = least_memory(setup.transformer) if asked == "auto" else asked
+        mode = least_memory(setup.transformer) if requested_mode == "auto" else requested_mode
         reason = str(error).strip().partition("\n")[0]
         return Advice(mode, f"{mode}: activations could not be counted: {reason}", fits=True)
     # Embeddings and the output are not shared, but they are small.
     shared = setup.recipe.train.context_parallel
     needs = {mode: peak // shared for mode, peak in needs.items()}
     if setup.recipe.train.compile:
-        # A compiled block is one piece, of which no attention can be kept alone.
+        # A compiled block is one piece: selective checkpointing cannot keep its attention outputs.
         needs = {mode: peak for mode, peak in needs.items() if mode != "selective"}
-    return advise(needs, free(setup), asked)
+    return advise(needs, free(setup), requested_mode)
 
 
 def free_bytes(setup: AnySetup) -> int:
-    """Return the bytes that activations find free on this rank's device once the optimizer has all its state."""
+    """Bytes left for activations on this rank's device once the optimizer has allocated all of its state."""
     accelerator = setup.session.accelerator
     return max(
         0,
@@ -92,7 +97,8 @@ def free_bytes(setup: AnySetup) -> int:
 
 
 def bytes_to_come(optimizer: torch.optim.Optimizer, name: str = DEFAULT) -> int:
-    """Return the bytes of gradients and optimizer state that do not exist yet; `name` is `optim.name`."""
+    """Bytes of gradients and optimizer state that are not allocated yet; `name` is `optim.name`."""
+    # Optimizers allocate their state in the first step, so it is not in the used memory yet.
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = sum(local(p).nbytes for p in trained if p.grad is None)
     without_state = [local(p) for p in trained if p not in optimizer.state]

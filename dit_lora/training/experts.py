@@ -1,4 +1,4 @@
-"""Ends a run of both experts: their adapters side by side, as other programs and the Hub have them."""
+"""Ends a run of both experts: places their adapters in one folder, as other programs and the Hub expect."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,9 @@ from dit_lora.training.session.session import Session
 
 
 def require_fresh(turns: Sequence[Recipe]) -> None:
-    """Raise `DitLoraError` if a run of a later expert exists already, which would end this one when its turn comes."""
+    """Raise `DitLoraError` if a later expert's run folder already holds a run: this run would fail when its turn
+    comes.
+    """
     for recipe in turns[1:]:
         folder = Path(recipe.run.dir)
         if recipe.train.resume == "none" and (folder / "metrics.jsonl").exists():
@@ -29,7 +31,7 @@ def require_fresh(turns: Sequence[Recipe]) -> None:
 
 
 def is_done(recipe: Recipe) -> bool:
-    """Return true if a run that may be resumed has taken all of its steps, and ended well."""
+    """True if a run that may be resumed has taken all of its steps and finished."""
     folder = Path(recipe.run.dir)
     if recipe.train.resume == "none" or not (folder / "status.json").is_file():
         return False
@@ -38,10 +40,11 @@ def is_done(recipe: Recipe) -> bool:
 
 
 def put_together(session: Session, recipe: Recipe) -> None:
-    """Copy the adapters of a run of both into run.dir/adapter, beside the recipe, and say so; on the main process.
+    """Copy both experts' adapters to run.dir/adapter, write the recipe to run.dir, and log the files. Main process
+    only.
 
-    Nothing is copied where base weights trained beside one: they stay in the expert's own folder, where its adapter
-    finds them.
+    Nothing is copied if base weights were trained as well: they stay in the expert's folder, where its adapter finds
+    them.
     """
     root = Path(recipe.run.dir)
     if session.is_main:
@@ -57,6 +60,7 @@ def _copied(root: Path) -> Iterator[Path]:
     (root / "adapter").mkdir(exist_ok=True)
     for name, folder in folders.items():
         file = root / "adapter" / pair_file(name)
+        # Copied under another name and renamed, so that a half-written file never has the final name.
         partial = file.with_suffix(".partial")
         shutil.copyfile(folder / ADAPTER_FILE, partial)
         yield partial.replace(file)

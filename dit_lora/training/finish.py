@@ -1,4 +1,4 @@
-"""Ends a run: writes the adapter or the whole pipeline, checks what was written, measures it, and says so."""
+"""Ends a run: writes the adapter or the whole pipeline, verifies the file, validates, and reports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -47,21 +47,22 @@ from dit_lora.version import __version__
 
 @dataclass(frozen=True)
 class Written:
-    """The result of a run as it was written; known on the main process alone."""
+    """The files a run has written. Filled on the main process only."""
 
     path: Path | None = None
     """The adapter's file, or the pipeline's folder."""
     verification: Verification | None = None
-    """The result of checking it."""
+    """The result of verifying it; None if it could not be verified."""
 
 
 def finish(run: Run) -> Written:
-    """Save the adapter or whole pipeline, checked, verify the file, then validate. Collective."""
+    """Save the adapter or the whole pipeline, verify the file, then run the last validation. Collective."""
     setup, steps = run.setup, run.setup.recipe.train.steps
     written = Written()
     with averaged(run):
         weights = setup.engine.weights()  # collective where they are sharded
-        # On the weights that are saved, averages included, and before the file is written: its header has it.
+        # On the weights that are saved, averages included; before the file is written, because its header contains the
+        # output.
         with setup.session.phases.timing("output noted"):
             output = noted_output(setup, run.base)
         with agreeing(setup.session.accelerator):
@@ -93,7 +94,7 @@ def _write(
 def _verified(
     setup: AnySetup, path: Path, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> Verification | None:
-    """Return the checks of the result; None, and a message, if memory does not suffice for them."""
+    """Verify the result; None, with a warning, if memory does not suffice."""
     try:
         with one_out_of_memory_error():
             return verify_result(setup, path, made, weights)
@@ -106,9 +107,11 @@ def _verified(
 
 
 def provenance(setup: Setup[Any, Any]) -> dict[str, Any]:
-    """Return what the adapter's header says of its making; a local checkpoint is named without its folders."""
+    """Metadata for the adapter's header: how it was trained. A local checkpoint is named without its parent
+    folders.
+    """
     recipe, path = setup.recipe, Path(setup.recipe.model.path).expanduser()
-    made = {
+    metadata = {
         "version": __version__,
         "family": recipe.model.family,
         "base_model": path.resolve().name if path.is_dir() else recipe.model.path.removeprefix(HUB),
@@ -121,7 +124,7 @@ def provenance(setup: Setup[Any, Any]) -> dict[str, Any]:
         **setup.task.provenance(setup),
         "packages": dict(probe_environment().versions),
     }
-    return dict(redacted(made))
+    return dict(redacted(metadata))
 
 
 def _lora_facts(setup: AnySetup) -> dict[str, Any]:
@@ -132,7 +135,7 @@ def _lora_facts(setup: AnySetup) -> dict[str, Any]:
     if recipe.optim.groups.adapter is None:
         return {"rank": lora.rank, "alpha": lora.alpha or lora.rank, "dropout": lora.dropout}
     config = saved_config(setup.transformer, ADAPTER_NAME).to_dict()
-    # What checkpoints and files from before there were kinds say of a LoRA is left as it was.
+    # Checkpoints and files from before `kind` existed describe a LoRA without it: they must still match.
     facts: dict[str, Any] = {} if lora.kind == "lora" else {"kind": lora.kind}
     if lora.kind == "oft":
         return {**facts, "block_size": config["oft_block_size"]}
@@ -141,24 +144,24 @@ def _lora_facts(setup: AnySetup) -> dict[str, Any]:
     facts |= {"init": lora.init} if lora.init in FROM_WEIGHT else {}
     facts |= {"rslora": True} if config.get("use_rslora") else {}
     facts |= {"factor": lora.factor} if lora.factor else {}
-    # Layers that have others than the usual ones.
+    # Layers whose rank or alpha differs from the common value.
     return facts | {key: dict(config[key]) for key in PATTERNS if config[key]}
 
 
 def verify_result(
     setup: AnySetup, path: Path, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> Verification:
-    """Check what a run has just written, and write verification.json; on the main process, not collective.
+    """Verify what the run has just written, and write verification.json. Main process only, not collective.
 
-    `weights` are what was trained, whole. The fresh stock model holds the run's own frozen tensors, so that no
-    weight is in memory twice. Where these are spread over ranks, or over devices, the output is left to
-    `dit-lora verify`, and `output` says so.
+    `weights` are the trained weights, unsharded. The fresh unpatched model shares the run's frozen tensors, so that no
+    weight is in memory twice. If these are spread over ranks or devices, the output is not compared: `output` says so
+    and refers to `dit-lora verify`.
     """
     stock, dtype, live = setup.task.stock(setup.checkpoint), setup.dtype, setup.transformer
     apart = why_apart(live)
     full = setup.recipe.train.mode == "full"
     fresh = stock.without_values(dtype)
-    # The run's own frozen tensors, not a copy: a second base may not fit beside the first.
+    # The run's own frozen tensors, not a copy: there may be no memory for a second base.
     if apart is None:
         fresh = sharing_weights(fresh, live, dtype, trained=full)
     later = f"{apart}; dit-lora verify {setup.session.dir.name} does" if apart else None
@@ -179,16 +182,16 @@ def verify_result(
 
 
 def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
-    """Note the output of the weights that the model has now, and what is wrong with the model. Collective.
+    """Record the model's output with its present weights, and whatever is wrong with the model. Collective.
 
-    Where a forward pass needs one rank, the main process alone notes it, and others return an empty dict.
+    If a forward pass needs only one rank, the main process records it and the other ranks return an empty dict.
     """
     fault = base_fault(setup, base)
     if not (setup.session.is_main or setup.engine.lockstep):
         return {}
     stock = setup.task.stock(setup.checkpoint)
     try:
-        # Of the base that a user has, and the result on it: `verify` has no other.
+        # Without the frozen adapters below: users load the result on the plain base, and `verify` has no other.
         with under_off(setup.transformer):
             noted = note_output(stock, setup.transformer, made_up_inputs(setup), setup.dtype)
             if fault is None and NOT_RECORDED not in noted:
@@ -199,8 +202,9 @@ def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
 
 
 def require_verified(session: Session, verification: Verification | None) -> None:
-    """Raise `CheckFailedError` on every rank if what the run wrote did not pass; the files stay. Collective."""
+    """Raise `CheckFailedError` on every rank if the written result failed verification; the files stay. Collective."""
     with agreeing(session.accelerator):
+        # Only the main process has a verification; the error is raised on all ranks.
         if verification is not None and not verification.passed:
             summary = (
                 "the run wrote its result, and it does not pass "
@@ -212,20 +216,23 @@ def require_verified(session: Session, verification: Verification | None) -> Non
 def summary(
     session: Session, adapter: Path, verification: Verification | None, report: Path | None
 ) -> str:
-    """Return lines on what the run made, where, and by how much the held-out loss fell."""
+    """The closing lines: what was written, where, and by how much the held-out loss fell."""
     losses = held_out_losses(session.dir)
     kind = "model" if session.recipe.train.mode == "full" else "adapter"
     lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]
+    # Trained base weights are a second file, which must be loaded before the adapter.
     base = adapter.with_name(BASE_FILE)
     if base.exists() and base != adapter:
         lines.insert(
             1, f"base weights: {base}: load these too, before the adapter (docs/design.md)"
         )
     if len(losses) > 1 and 0 in losses:
-        first, last = losses[min(losses)], losses[max(losses)]
-        change = 100 * (last / first - 1)
-        lines.append(f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)")
-    # Of the whole run, resumes included: the file has a line for each step taken.
+        first_loss, last_loss = losses[min(losses)], losses[max(losses)]
+        change = 100 * (last_loss / first_loss - 1)
+        lines.append(
+            f"held-out loss: {first_loss:.4f} before, {last_loss:.4f} after ({change:+.1f}%)"
+        )
+    # The whole run, resumes included: the file has a line for each step taken.
     waited, spent = (
         sum(line[name] for line in read_lines(session.dir / "metrics.jsonl")[0])
         for name in ("data_seconds", "seconds")

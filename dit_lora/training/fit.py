@@ -1,4 +1,4 @@
-"""Trains a prepared run: the loop with all that happens between two steps."""
+"""Trains a prepared run: the training loop, and everything that happens between two steps."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -38,15 +38,17 @@ from dit_lora.training.step import StepResult
 def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     """Train to `train.steps` with metrics, checkpoints and validation; Ctrl-C saves and stops. Collective.
 
-    `on_checkpoint` is called at the start, once the base is shown, and after each step that is saved or validated.
+    `on_checkpoint` is called at the start, once the base has been validated, and after each step that is saved or
+    validated.
     """
     setup = run.setup
     recipe, session, phases = setup.recipe, setup.session, setup.session.phases
     base_waits = _show_start(run)
+    # Before the first step: a run that cannot train ends here.
     if recipe.guard.preflight:
         with phases.timing("preflight"):
             _tell(run, preflight(setup, run.recovery, run.parity))
-    # Preflight's comparison is the first that passed: a late fault goes back to this state.
+    # Preflight's comparison is the first that passed: a kernel fault found later rolls back to this state.
     run.parity.start(compared=bool(recipe.guard.preflight))
     with phases.timing("whole model's kernels"):
         _tell(run, check_kernels(setup, run.base, run.recovery.state.switched_off))
@@ -54,7 +56,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     with phases.timing("snapshot"):
         run.recovery.snapshots.take(run.start_step)
     on_checkpoint()
-    shown = [recipe.train.save_every, recipe.validation.every]
+    intervals = [recipe.train.save_every, recipe.validation.every]
     bar = tqdm(
         total=recipe.train.steps,
         initial=run.start_step,
@@ -74,13 +76,13 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
             with _kept_at(run, result.step):
                 _average_and_note(run, bar, result)
             if base_waits and not result.stop_code:
-                # Of the base, before anything is saved: samples that fail end the run in its first minutes.
+                # The base is validated before anything is saved: failing samples end the run in its first minutes.
                 base_waits = False
                 validate(run, step=0)
                 on_checkpoint()
             with _kept_at(run, result.step):
                 _after_step(run, result)
-            if any(every and result.step % every == 0 for every in shown):
+            if any(interval and result.step % interval == 0 for interval in intervals):
                 on_checkpoint()
 
         phases.begin_steps()
@@ -90,7 +92,8 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
                 lambda step: _batches(run, step),
                 start_step=run.start_step,
                 steps=recipe.train.steps,
-                # A full disk or a lost lock of one rank stops all as a signal does: the step's gather tells them.
+                # A full disk or a lost lock on one rank stops all ranks as a signal does: they learn it in the step's
+                # gather.
                 stop_asked=lambda: max(stop_asked(), run.checkpoints.trouble()),
                 on_step=on_step,
             )
@@ -98,7 +101,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
 
 
 def _tell(run: Run, events: Iterable[Event]) -> None:
-    """Say and write down the events from before the first step."""
+    """Log the events from before the first step, and write them to events.jsonl."""
     for event in events:
         run.setup.session.say(f"guard: {event.words}")
         if run.journal is not None:
@@ -106,12 +109,14 @@ def _tell(run: Run, events: Iterable[Event]) -> None:
 
 
 def _show_start(run: Run) -> bool:
-    """Validate at the start, to compare the end with. Returns True if that must wait until after the first step."""
+    """Validate the starting model, to compare the end with. Returns True if this must wait until after the first
+    step.
+    """
     if run.start_step == 0:
         if not run.base.begins_alone:
             validate(run, step=0)
         return run.base.begins_alone
-    # Of a run that was stopped in its first step, before its base was shown.
+    # A run that was stopped in its first step, before its base was validated.
     stopped = run.start_step == 1 and run.base.begins_alone
     if stopped and 0 not in held_out_losses(run.setup.session.dir):
         validate(run, step=0)
@@ -121,16 +126,17 @@ def _show_start(run: Run) -> bool:
 
 
 def _was_not_measured(run: Run) -> bool:
-    """Return true if the run was stopped between a checkpoint and the held-out loss of its step."""
+    """True if the run was stopped between a checkpoint and the validation of the same step."""
     recipe, step = run.setup.recipe, run.start_step
-    every = recipe.validation.every
+    interval = recipe.validation.every
     losses = held_out_losses(run.setup.session.dir)
-    due = every is not None and step % every == 0 and step < recipe.train.steps
+    due = interval is not None and step % interval == 0 and step < recipe.train.steps
     return due and bool(losses) and step not in losses
 
 
 def _loop(run: Run, bar: tqdm) -> Loop:
     setup, recipe = run.setup, run.setup.recipe
+    # A function of group and step: it has no state to save.
     schedule = build_schedule(recipe.optim, recipe.train.steps)
     return Loop(
         engine=setup.engine,
@@ -144,26 +150,26 @@ def _loop(run: Run, bar: tqdm) -> Loop:
         recovery=run.recovery,
         watcher=run.watcher,
         norms=chosen_norms(setup),
-        unreadable=lambda step, why: _end_unread(run, step, why),
+        unreadable=lambda step, reason: _end_unread(run, step, reason),
         note=lambda result: _note(run, bar, result),
         at_once=lambda step: _read_at_once(run, step),
     )
 
 
 def _read_at_once(run: Run, step: int) -> bool:
-    """Return true if more than the metrics of this step is needed, so that the next step must not be under way."""
+    """True if this step's metrics must be read before the next step is launched."""
     recipe = run.setup.recipe
-    # The first is told of when it is taken. Validation and comparisons need the memory that the next step's gradients
-    # would take.
+    # The first step is reported as soon as it is taken. Validation and comparisons need the memory that the next
+    # step's gradients would take.
     if step == run.start_step + 1:
         return True
     looks = (recipe.train.save_every, recipe.validation.every, recipe.guard.parity_every)
-    due = any(every and step % every == 0 for every in looks)
+    due = any(interval and step % interval == 0 for interval in looks)
     return due or run.recovery.snapshots.due(step) or run.watcher.looks_at(step)
 
 
 def _batches(run: Run, start_step: int) -> Iterable[Batch]:
-    """Return this rank's micro-batches after a step, in the order that the quarantine leaves."""
+    """This rank's micro-batches after `start_step`, in the order that the quarantine leaves."""
     session, recipe = run.setup.session, run.setup.recipe
     sampler = PositionSampler(
         start_step=start_step,
@@ -173,7 +179,7 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
         rank=session.data_rank,
         ranks=session.data_ranks,
     )
-    how = Reading(
+    loader_config = Reading(
         sampler,
         seed=recipe.train.seed,
         caption_dropout=recipe.data.caption_dropout,
@@ -183,26 +189,26 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
         pin_memory=session.accelerator.device.type == "cuda",
         draws=run.setup.checkpoint.draws,
     )
-    return run.parity.noting(run.setup.data.clips.loader(how), start_step)
+    return run.parity.noting(run.setup.data.clips.loader(loader_config), start_step)
 
 
 def _after_step(run: Run, result: StepResult) -> None:
     setup, recovery, step = run.setup, run.recovery, result.step
     train, phases = setup.recipe.train, setup.session.phases
     if result.stop_code:
-        run.checkpoints.settle()  # what could not be written stops the run as a signal does
-    last, snapshots = step == train.steps, recovery.snapshots
+        run.checkpoints.settle()  # raises what could not be written: it stopped the run as a signal does
+    is_last, snapshots = step == train.steps, recovery.snapshots
     # Before anything is saved: if a kernel has gone wrong, these steps are taken again.
     with phases.timing("kernels compared"):
-        run.parity.after_step(step, last=last)
-    # What is kept must be sound, and a check costs a read of all state: only where a state is kept.
-    to_save = step % train.save_every == 0 or last or bool(result.stop_code)
+        run.parity.after_step(step, last=is_last)
+    # A saved state must be sound, but a check reads all state: so check only when a state is saved.
+    to_save = step % train.save_every == 0 or is_last or bool(result.stop_code)
     if to_save or snapshots.due(step):
         with phases.timing("state checked"):
             _require_sound(run, step, frozen=to_save)
     if to_save:
         with phases.timing("saving"):
-            run.checkpoints.save(step, recovery.record(), wait=last or bool(result.stop_code))
+            run.checkpoints.save(step, recovery.record(), wait=is_last or bool(result.stop_code))
     if snapshots.due(step):
         with phases.timing("snapshot"):
             snapshots.take(step)
@@ -211,16 +217,20 @@ def _after_step(run: Run, result: StepResult) -> None:
             f"after step {step}, as asked; it is saved: continue with train.resume=auto",
             result.stop_code,
         )
-    every = setup.recipe.validation.every
-    if every and step % every == 0 and not last:
+    interval = setup.recipe.validation.every
+    if interval and step % interval == 0 and not is_last:
         validate(run, step=step)
 
 
 def _require_sound(run: Run, step: int, *, frozen: bool) -> None:
-    """Raise on every rank if weights or state are not what they should be; `frozen`: those too that do not train."""
+    """Raise on every rank if the state is not sound enough to keep; `frozen` also checks the weights that do not
+    train.
+    """
     setup, suspects = run.setup, run.recovery.suspects
     accelerator = setup.session.accelerator
-    require_agreement(run, step)  # first: a rank that is lost alone is not a learning rate
+    require_agreement(
+        run, step
+    )  # first: a rank that lost its weights by itself has no wrong learning rate
     require_not_lost(setup.engine, suspects.start_peak, step)
     require_finite_everywhere(accelerator, own_state(setup.engine, run.ema), step)
     require_unaltered(accelerator, suspects, step, frozen=frozen)
@@ -228,13 +238,13 @@ def _require_sound(run: Run, step: int, *, frozen: bool) -> None:
 
 def _average_and_note(run: Run, bar: tqdm, result: StepResult) -> None:
     if run.ema is not None:
-        # Only healthy steps come here: the average never sees one that tripped.
+        # Only healthy steps come here: the average never sees a failed step.
         run.ema.step(result.step)
     _note(run, bar, result)
 
 
 def _note(run: Run, bar: tqdm, result: StepResult) -> None:
-    """Write metrics, statistics and what stands out in them; nothing that other ranks would have to join in."""
+    """Write a step's metrics and module statistics, and report anything unusual. Not collective."""
     setup, step, watcher = run.setup, result.step, run.watcher
     modules, hidden = watcher.statistics(step), watcher.hidden_infinities(step)
     line = metrics_line(result, setup.task.loss_parts(setup, result))
@@ -246,26 +256,29 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
     if starving is not None:
         setup.session.say(f"warning: step {step}: {starving}")
     bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
+    # After a rollback the bar goes back too.
     bar.update(step - bar.n)
     for spike in spikes:
         _report(run, step, "spike", spike.words)
     if hidden:
         # Values beyond the dtype's range, hidden from the loss by a clamp or a mask.
-        shown = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if hidden[5:] else "")
-        words = f"the loss is finite, but the output of {shown} is not: something hides it"
-        _report(run, step, "hidden_infinity", words, cause="precision", module=hidden[0])
+        modules_text = ", ".join(hidden[:5]) + (
+            f" and {len(hidden) - 5} more" if hidden[5:] else ""
+        )
+        message = f"the loss is finite, but the output of {modules_text} is not: something hides it"
+        _report(run, step, "hidden_infinity", message, cause="precision", module=hidden[0])
     for name in run.journal.idle_groups(line):
-        words = (
+        message = (
             f"the gradient of group {name} has been zero for {IDLE} steps, though others have one: nothing of it is "
             "trained (said once)"
         )
-        _report(run, step, "zero_gradient_group", words)
+        _report(run, step, "zero_gradient_group", message)
 
 
 def _report(
     run: Run, step: int, kind: str, words: str, cause: str = "unknown", **facts: str
 ) -> None:
-    """Say and write down what stands out in a healthy step, about which nothing is done; on the main process."""
+    """Log an unusual but healthy step and write an event; no action is taken. Writes on the main process only."""
     verdict = {"cause": cause, "words": words, **facts}
     if run.journal is not None:
         run.journal.event(Event(step, kind, verdict))
@@ -273,17 +286,17 @@ def _report(
 
 
 def validate(run: Run, step: int) -> None:
-    """Measure the held-out loss and show samples, of what would be saved; at step 0 of the base. Collective.
+    """Measure the held-out loss and generate samples with the weights that would be saved. Collective.
 
-    A failure is said and costs no more than what is left out.
+    At step 0 the base is used. A failure is reported, and costs only the measurement or samples that are left out.
     """
     setup, phases, optional = run.setup, run.setup.session.phases, run.setup.session.optional
     of_base = step == 0 and run.base.begins_alone
-    shown = base_alone(setup.transformer) if of_base else averaged(run)
+    weights_context = base_alone(setup.transformer) if of_base else averaged(run)
     together = needs_all_ranks(setup.model)
     with ExitStack() as stack:
         # Copies of weights may not fit either. A rank that fails must not leave the others waiting in a forward pass.
-        if not optional.attempt("validations", step, lambda: _entered(stack, shown)):
+        if not optional.attempt("validations", step, lambda: _entered(stack, weights_context)):
             return
         with phases.timing("held-out loss"):
             loss = optional.attempt(
@@ -293,13 +306,13 @@ def validate(run: Run, step: int) -> None:
                 is_collective=together,
             )
         if run.journal is not None and loss is not None:
-            # The report and best.json sort by it, and NaN sorts nowhere.
+            # The report and best.json sort by the loss, and NaN has no order.
             if math.isfinite(loss):
                 run.journal.held_out(step, loss)
                 run.checkpoints.note_best(step)
             else:
-                words = "the held-out loss is not finite; it is not recorded, and nothing is trained on it"
-                _report(run, step, "non_finite_validation", words)
+                message = "the held-out loss is not finite; it is not recorded, and nothing is trained on it"
+                _report(run, step, "non_finite_validation", message)
         with phases.timing("samples"):
             optional.attempt(
                 "samples", step, lambda: setup.task.show(setup, step), is_collective=together
@@ -313,34 +326,35 @@ def _entered(stack: ExitStack, context: AbstractContextManager[None]) -> bool:
 
 
 def averaged(run: Run) -> AbstractContextManager[None]:
-    """Put what is saved into the model within: the averages, if the run keeps them."""
+    """Put the weights that are saved into the model inside the context: the averages, if the run keeps an EMA."""
     return run.ema.applied() if run.ema is not None else nullcontext()
 
 
 @contextmanager
 def _kept_at(run: Run, step: int) -> Iterator[None]:
-    """Save `step` if a disk, a file or a process fails within, and say in the error how that went. Collective.
+    """Save `step` if a disk, file or process error is raised inside, and append the outcome to the error. Collective.
 
-    On several ranks only errors that all agreed on are handled: after any other, the launcher ends the rest.
+    On several ranks only errors that all ranks agreed on are handled: after any other, the launcher ends the other
+    ranks.
     """
-    alone = run.setup.session.accelerator.num_processes == 1
+    is_single_process = run.setup.session.accelerator.num_processes == 1
     try:
         yield
     except (NonFiniteError, PoisonedStateError, InterruptedRunError):
-        raise  # whoever raised these has saved what can be saved
+        raise  # the code that raised these has saved what can be saved
     except DitLoraError as error:
-        if not (error.collective or alone):
+        if not (error.collective or is_single_process):
             raise
-        # To save gathers over all ranks, so that an error of one rank alone cannot lead there.
+        # Saving gathers over all ranks, so an error on only one rank must not lead there.
         raise _ended(run, step, error) from error
     except OSError as error:
-        if not alone:
+        if not is_single_process:
             raise
         raise _ended(run, step, unwritable(error)) from error
 
 
 def _end_unread(run: Run, step: int, why: str) -> NoReturn:
-    """End the run, whose state is that of `step`, because some rank cannot read its data: `why`. Collective."""
+    """End the run after `step`, because some rank cannot read its data for the reason `why`. Collective."""
     accelerator = run.setup.session.accelerator
     with _kept_at(run, step):
         agree(accelerator, DitLoraError(f"step {step + 1}: {why}") if why else None)
@@ -349,14 +363,15 @@ def _end_unread(run: Run, step: int, why: str) -> NoReturn:
 
 def _ended(run: Run, step: int, error: DitLoraError) -> DitLoraError:
     ended = DitLoraError(f"{error}{_last_effort(run, step)}")
+    # The same exit code, so that schedulers see the original failure.
     ended.exit_code, ended.collective = error.exit_code, True
     return ended
 
 
 def _last_effort(run: Run, step: int) -> str:
-    """Save a step though something failed, and say how that went. Collective."""
+    """Save a step after a failure, and describe the outcome. Collective."""
     session = run.setup.session
-    # This process has taken no step: what it started from is on the disk already.
+    # This process has taken no step: the state it started from is already on the disk.
     if step <= run.start_step:
         return ""
     if session.lock.lost() is None:  # else the saver, on the main process, refuses
@@ -371,8 +386,8 @@ def _last_effort(run: Run, step: int) -> str:
             else "there is no checkpoint"
         )
         return f"\nstep {step} cannot be saved either; {resort}"
-    # Lines that the disk did not take before: a resume does not take their steps again.
+    # Lines that the disk refused before: a resumed run does not repeat their steps.
     if run.journal is not None:
         run.journal.flush()
-    place = checkpoint_path(session.dir, step)
-    return f"\nstep {step} is saved in {place}: continue with train.resume=auto"
+    checkpoint_folder = checkpoint_path(session.dir, step)
+    return f"\nstep {step} is saved in {checkpoint_folder}: continue with train.resume=auto"

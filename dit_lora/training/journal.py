@@ -1,4 +1,4 @@
-"""Writes a run's metrics.jsonl, held_out.jsonl and events.jsonl as it goes, and tells the trackers."""
+"""Writes a run's metrics.jsonl, held_out.jsonl and events.jsonl while it trains, and forwards them to the trackers."""
 
 import json
 import math
@@ -17,19 +17,20 @@ from dit_lora.training.step import StepResult
 from dit_lora.training.trackers.trackers import Trackers
 
 STARVED, WINDOW = 0.2, 50
-"""The share of the last steps' time that is too much to wait for data; `WINDOW` is how many steps they are."""
+"""Share of the time waited for data that triggers a warning, and the number of last steps it is measured over."""
 IDLE = 10
-"""Steps in a row without a gradient after which a group is told of. One is nothing: a LoRA's A has none in the first,
-as B is zero, and a vision encoder none in a step of texts."""
+"""Consecutive steps without a gradient after which a group is reported. A single step is normal: a LoRA's A has no
+gradient in the first step, because B is zero, and a vision encoder has none in a step without media.
+"""
 LOSS_PARTS = ("loss_by_timestep", "loss_by_media")
-"""Optional keys of a line of metrics.jsonl, which depend on the kind of model."""
+"""Optional keys of a line of metrics.jsonl; which are present depends on the kind of model."""
 
 
 class Journal:
-    """Appends one JSON object a line, and tells the trackers; only the main process writes.
+    """Appends one JSON object per line and forwards it to the trackers. Main process only.
 
-    A line that the disk does not take is told to `fail`, for all ranks to stop together, and written with the
-    next one if that can be; without `fail` it is raised.
+    If the disk refuses a line, the error is passed to `fail`, so that all ranks stop together, and the line is retried
+    before the next one. Without `fail` the error is raised.
     """
 
     def __init__(
@@ -58,33 +59,33 @@ class Journal:
                 say(
                     f"warning: {name}: passed over {torn} torn line(s), of a process that was killed"
                 )
-        # A killed run may have written steps after its last checkpoint: they come again.
+        # A killed run may have written steps after its last checkpoint: these are repeated.
         self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines after a step that training goes back to."""
-        # Events stay through a rollback: they tell why it came.
-        self._unwritten = [one for one in self._unwritten if one[0] == "events.jsonl"]
+        """Drop the lines of all steps after `step`, to which training returns."""
+        # Events stay through a rollback: they explain it.
+        self._unwritten = [line for line in self._unwritten if line[0] == "events.jsonl"]
         steps = _truncate(self.dir / "metrics.jsonl", step)
         self._samples = steps[-1].get("samples", 0) if steps else 0
         lines = _truncate(self.dir / "held_out.jsonl", step, first=0)
         self._held_out_steps = {line["step"] for line in lines}
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl so far."""
+        """All lines of metrics.jsonl so far."""
         return _lines(self.dir / "metrics.jsonl")
 
     def step(
         self, line: dict[str, Any], modules: Mapping[str, Mapping[str, float]] | None = None
     ) -> None:
-        """Write a `metrics_line`; `modules` in the steps that have statistics."""
+        """Write a `metrics_line`. `modules` are per-module statistics, or None in steps without them."""
         self._samples += line["samples"]
         if self.trackers is not None:
             values = {**tracker_values(line), "samples": self._samples}
             self.trackers.scalars(values, line["step"])
         line = {**line, "samples": self._samples}
         if modules is not None:
-            # JSON has no Inf; a module that reached it has an event of its own.
+            # JSON has no Inf; a module that reached it has its own event.
             line["modules"] = {
                 name: {key: v if math.isfinite(v) else None for key, v in values.items()}
                 for name, values in modules.items()
@@ -92,7 +93,9 @@ class Journal:
         self._append("metrics.jsonl", line)
 
     def starving(self, line: Mapping[str, Any], workers: int) -> str | None:
-        """Say, once a run, that its last `WINDOW` steps waited for data for more than `STARVED` of their time."""
+        """A warning, once per run, that the last `WINDOW` steps waited for data for more than `STARVED` of their time;
+        or None.
+        """
         self._recent.append((line["data_seconds"], line["seconds"]))
         waited, spent = (sum(column) for column in zip(*self._recent, strict=True))
         if self._told or len(self._recent) < WINDOW or waited <= STARVED * spent:
@@ -104,7 +107,7 @@ class Journal:
         )
 
     def idle_groups(self, line: Mapping[str, Any]) -> list[str]:
-        """Return, once a run each, the groups whose gradient was zero in each of the last `IDLE` steps."""
+        """Groups whose gradient was zero in each of the last `IDLE` steps; each is reported once per run."""
         for name, norm in line["grad_norm_groups"].items():
             if self._idle[name] < IDLE:
                 self._idle[name] = 0 if norm else self._idle[name] + 1
@@ -113,7 +116,7 @@ class Journal:
         return [name for name, steps in self._idle.items() if steps == IDLE]
 
     def held_out(self, step: int, loss: float) -> None:
-        """Write a held-out loss, once for each step: a finished run that is resumed computes the same again."""
+        """Write a held-out loss, once per step: a finished run that is resumed computes the same value again."""
         if step in self._held_out_steps:
             return
         self._held_out_steps.add(step)
@@ -128,12 +131,15 @@ class Journal:
             self.trackers.event(line)
 
     def rejected(self, samples: Mapping[str, str], step: int) -> None:
-        """Write which samples `data.rejects: skip` leaves out, and why; once a run for equal lists."""
+        """Write an event with the samples that `data.rejects: skip` leaves out, and why; not repeated while the list
+        is unchanged.
+        """
         if not samples:
             return
         verdict = {"cause": "data", "words": "; ".join(samples.values())}
         event = Event(step, "data_rejected", verdict, "skip", sample_ids=tuple(samples))
-        earlier = [one for one in _lines(self.dir / "events.jsonl") if one["kind"] == event.kind]
+        # A resumed run finds the same samples again: only a changed list is a new event.
+        earlier = [line for line in _lines(self.dir / "events.jsonl") if line["kind"] == event.kind]
         if not earlier or earlier[-1]["sample_ids"] != list(samples):
             self.event(event)
 
@@ -142,8 +148,8 @@ class Journal:
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that a full disk did not take before."""
-        # In order: a line that waits for the disk holds back the later ones.
+        """Write the lines that a full disk refused before."""
+        # In order: a line that waits for the disk also holds back the later ones.
         while self._unwritten:
             name, text = self._unwritten[0]
             try:
@@ -157,9 +163,9 @@ class Journal:
 
 
 def metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Return one line of metrics.jsonl, equal on all ranks but for its seconds; `samples` are this step's.
+    """One line of metrics.jsonl. Equal on all ranks except for its timings.
 
-    `parts` are the task's means, such as `loss_by_timestep`.
+    `samples` counts this step's samples. `parts` are mean losses from the task, such as `loss_by_timestep`.
     """
     return {
         "step": result.step,
@@ -177,15 +183,16 @@ def metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, float]]) -
 
 
 def held_out_losses(run_dir: Path) -> dict[int, float]:
-    """Return a run's held-out losses so far, by step."""
+    """A run's held-out losses so far, by step."""
     return {line["step"]: line["held_out_loss"] for line in _lines(run_dir / "held_out.jsonl")}
 
 
 def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return a `metrics_line` flattened for trackers, with `lr/adapter`, `grad_norm/adapter` and the like."""
+    """A `metrics_line` flattened for trackers, with keys such as `lr/adapter` and `grad_norm/adapter`."""
     flat = {
         k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "lr")
     }
+    # Derived here; metrics.jsonl does not contain it.
     flat["samples_per_second"] = line["samples"] / line["seconds"]
     for name in ("lr_groups", "grad_norm_groups", *LOSS_PARTS):
         prefix = name.removesuffix("_groups")
@@ -194,7 +201,7 @@ def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def peak_gib() -> float:
-    """Return the peak so far in GiB: allocated GPU memory, or this process' resident memory without one."""
+    """Peak memory so far in GiB: allocated GPU memory, or the process's resident memory without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     # Linux gives KiB.
@@ -202,7 +209,9 @@ def peak_gib() -> float:
 
 
 def _truncate(path: Path, last_step: int, first: int = 1) -> list[dict[str, Any]]:
-    """Keep the lines of steps from `first` to `last_step`, so that what comes is written once."""
+    """Keep only the lines of steps `first` to `last_step`, so that repeated steps are not written twice; returns
+    them.
+    """
     lines = [line for line in _lines(path) if first <= line["step"] <= last_step]
     if path.exists():
         write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -1,8 +1,8 @@
-"""The loop: one function over a family's losses. No family can override the step, so none can lose the gate.
+"""The training loop: one function over a family's losses. No family can override the step, so none can skip the gate.
 
-Order in a step (docs/design.md): losses noted -> backward -> pre-clip gradients noted -> clip -> one flag over all
-ranks -> optimizer, gated on the device -> one gather of metrics and flags, which is all that the host reads of a step.
-The host reads it a step late: after the next step's forward and backward are queued, and before its optimizer.
+Order within a step (docs/design.md): losses noted -> backward -> pre-clip gradients noted -> clip -> one flag over all
+ranks -> optimizer, gated on the device -> one gather of metrics and flags, the only values of a step the host reads.
+The host reads them a step late: after the next step's forward and backward are queued, and before its optimizer.
 """
 
 import time
@@ -30,14 +30,14 @@ from dit_lora.training.step import StepResult
 from dit_lora.training.step_rows import SentRows, StepRows, own_row
 
 _ALL = "all groups"
-# Beside 0.0 and 1.0 in a row's `bad_data`.
+# A third value of a row's `bad_data`, which is otherwise 0.0 or 1.0.
 _UNREAD = 2.0
 _MOST_WAIT = 10.0
-"""Seconds for a row that is on its way: after an error it may never come, from a rank that has ended."""
+"""Seconds to wait for metrics in transit: after an error they may never arrive, because the other rank has ended."""
 
 
 class WentBackError(Exception):
-    """Raised by `on_step` on every rank once the run's state is that of an earlier step."""
+    """Raised by `on_step` on every rank after the run was rolled back to an earlier step."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"back to step {step}")
@@ -47,25 +47,25 @@ class WentBackError(Exception):
 
 @dataclass
 class _Step:
-    """Collects what a step's micro-steps give, and what its update leaves."""
+    """A step's losses, timesteps and gate, collected over its micro-steps."""
 
     number: int
     gate: Gate
-    """A gate for each step: its flags are those of all micro-steps together."""
+    """One gate per step: its flags combine all micro-steps."""
     micro_batches: list[MicroBatch] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     timesteps: list[torch.Tensor] = field(default_factory=list)
     bad_data: list[float] = field(default_factory=list)
-    """A mark for each micro-batch: 1.0 if a sample of it is bad, 0.0 if none is, `_UNREAD` if it was not read."""
+    """One value per micro-batch: 1.0 if it has a bad sample, 0.0 if not, `_UNREAD` if it could not be read."""
     unread: str = ""
-    """The reason why this rank could not read its data; empty if it could."""
+    """Reason why this rank could not read its data; empty if it could."""
     data_seconds: float = 0.0
     seconds: float = 0.0
-    """Seconds in which this step was launched, updated and waited for: what others are given in between is theirs."""
+    """Wall time of this step's launch, update and wait. Work of other steps in between is not counted."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count what happens within it with this step."""
+        """Add the time spent inside the context to this step."""
         began = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - began
@@ -73,7 +73,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A step whose update is queued, and whose row is on its way to the host."""
+    """A step whose update is queued, and whose metrics are on their way to the host."""
 
     step: _Step
     rows: SentRows
@@ -83,18 +83,20 @@ class _Sent:
 
 @dataclass
 class _Progress:
-    """The point that training has come to, and what of it the host does not know yet."""
+    """Training position: the last confirmed step, and the step whose metrics are still on the device."""
 
     done: int
-    """The last step that was read and found healthy."""
+    """The last step whose metrics were read and found healthy."""
     control: MicroBatch | None = None
-    """A micro-batch of it."""
+    """A micro-batch of that step: a healthy one for comparison."""
     sent: _Sent | None = None
-    """The step after it, once its update is queued."""
+    """The following step, once its update is queued."""
 
 
 def micro_batches_held(accumulate: int) -> int:
-    """Upper bound on micro-batches on the device: two steps in flight, and one healthy batch kept for comparison."""
+    """Upper bound on micro-batches resident on the device: two steps in flight plus one healthy batch kept for
+    comparison.
+    """
     return 2 * accumulate + 1
 
 
@@ -104,7 +106,7 @@ def _unreadable(step: int, why: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Loop:
-    """Everything that a step needs, for the whole run."""
+    """Everything a step needs, constant for the whole run."""
 
     engine: Engine
     losses: LossFunction
@@ -115,16 +117,17 @@ class Loop:
     recovery: RunRecovery
     watcher: StepWatcher
     unreadable: Callable[[int, str], NoReturn] = _unreadable
-    """Ends the run on all ranks, given the last step taken and why this rank could not read its data, if so."""
+    """Ends the run on all ranks. Takes the last completed step and why this rank could not read its data, or ""."""
     copies: int = 1
     """Number of ranks that run each sample together (1 without context parallelism)."""
     norms: Norms | None = None
-    """Computes gradient norms; PyTorch does where it is None."""
+    """Computes gradient norms; None uses PyTorch."""
     note: Callable[[StepResult], None] = lambda result: None
-    """Writes a step down without other ranks, if the next step failed before `on_step` could be called."""
+    """Logs a step without collectives. Used when the next step crashed before `on_step` ran."""
     at_once: Callable[[int], bool] = lambda step: False
-    """True if the host must read this step before the next begins, because it needs the memory or more than the row.
-    Equal on all ranks."""
+    """True if the host must read this step before the next is launched, because it needs the memory or more than the
+    metrics. Equal on all ranks.
+    """
 
 
 def train(
@@ -136,21 +139,21 @@ def train(
     stop_asked: Callable[[], int],
     on_step: Callable[[StepResult], None],
 ) -> None:
-    """Take the steps after `start_step` up to `steps`; `on_step` runs after each with equal results on all ranks.
+    """Train the steps after `start_step` up to `steps`; `on_step` runs after each, with equal results on all ranks.
 
-    It finds weights and optimizer as the step left them: of the next one, forward and backward are queued at most.
-
-    `batches(step)` gives the micro-batches of the steps after `step`. A failed step leaves weights and optimizer
-    unchanged, and the queued part of the next step is dropped. `loop.recovery` then returns the step to go on from, or
-    raises `NonFiniteError` on every rank. An `on_step` that raises `WentBackError` has the same effect. If a rank
-    cannot read a step's data, `loop.unreadable` ends the run.
+    `on_step` sees weights and optimizer as the step left them: at most the next forward and backward are queued.
+    `batches(step)` yields the micro-batches of the steps after `step`. A failed step leaves weights and optimizer
+    unchanged, and the queued part of the next step is dropped. `loop.recovery` then returns the step to continue from,
+    or raises `NonFiniteError` on every rank. If `on_step` raises `WentBackError`, training continues from its step. If
+    a rank cannot read a step's data, `loop.unreadable` ends the run.
     """
-    # Once: whoever evaluates in between puts the mode back.
+    # Once: code that evaluates in between restores the mode.
     loop.engine.model.train()
     loop.engine.warm_up(lambda: _first_loss(loop, batches(start_step), start_step + 1))
+    # Two steps are in flight: while the host reads step n, forward and backward of step n + 1 are queued.
     progress, reader = _Progress(start_step), Reader[Batch]()
     while progress.done < steps:
-        # A recovery may have gone back or changed the order: batches are asked for anew from `done`.
+        # A recovery may have rolled back or changed the order: request the batches again, from `done`.
         reader.begin(batches(progress.done))
         for number in range(progress.done + 1, steps + 1):
             step = _Step(number, Gate(loop.engine.accelerator))
@@ -158,19 +161,19 @@ def train(
                 break
             with step.timed():
                 progress.sent = _update(loop, step, stop_asked())
-            # The last is read at once too: there is nothing to launch before.
+            # The last step is read immediately too: there is no next step to launch first.
             if (number == steps or loop.at_once(number)) and not _settled(loop, progress, on_step):
                 break
 
 
 def _first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
-    """Return the mean loss of this rank's first micro-batch."""
+    """Mean loss of this rank's first micro-batch."""
     accelerator = loop.engine.accelerator
     reader = Reader[Batch]()
     reader.begin(batches)
     batch = reader.next()[0].to(accelerator.device)
-    place = Place(loop.seed, number, 0, accelerator.process_index)
-    return forward(loop.losses, loop.engine.model, batch, place).losses.mean()
+    position = Place(loop.seed, number, 0, accelerator.process_index)
+    return forward(loop.losses, loop.engine.model, batch, position).losses.mean()
 
 
 def _launched(
@@ -180,13 +183,15 @@ def _launched(
     step: _Step,
     on_step: Callable[[StepResult], None],
 ) -> bool:
-    """Queue a step's forward and backward, then settle the step before it; return whether training goes on with it."""
+    """Queue a step's forward and backward, then finish the step before it. Returns False if batches must be requested
+    again.
+    """
     try:
         with step.timed():
             _launch(loop, reader, step)
     except (DitLoraError, OSError, RuntimeError):
-        # The step before comes first: it was taken, or it tripped and this one is taken anew. Other ranks may be in
-        # the middle of this step's collectives, and cannot be asked for a recovery, nor for what may follow a step.
+        # The step before comes first: it was taken, or it failed and this one is repeated. Other ranks may be inside
+        # this step's collectives, so neither a recovery nor `on_step` can run collectively.
         if loop.engine.accelerator.num_processes > 1:
             _tell_taken(loop, progress)
             raise
@@ -197,9 +202,9 @@ def _launched(
 
 
 def _tell_taken(loop: Loop, progress: _Progress) -> None:
-    """Read the step that was sent and note it, if it was taken, without other ranks: one of them may have ended."""
+    """Read the pending step and log it if it was taken, without collectives: another rank may have ended."""
     sent, progress.sent = progress.sent, None
-    # Where the device itself has failed, its rows cannot be had, and the error that ends the run has said so.
+    # If the device itself has failed, its metrics are lost, and the error that ends the run has said so.
     with suppress(torch.AcceleratorError):
         if sent is not None and sent.rows.arrives(_MOST_WAIT):
             outcome = _read(loop, sent)
@@ -214,7 +219,9 @@ def _launch(loop: Loop, reader: Reader[Batch], step: _Step) -> None:
 
 
 def _settled(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], None]) -> bool:
-    """Read the step that was sent, if there is one, and act on it; return whether training goes on after it."""
+    """Wait for the pending step's metrics and handle them. Returns False if batches must be requested again from
+    `progress.done`.
+    """
     sent, progress.sent = progress.sent, None
     if sent is None:
         return True
@@ -226,16 +233,16 @@ def _settled(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], No
             progress.done, progress.control = step.number, step.micro_batches[-1]
             return True
         except PoisonedStateError as error:
-            # The step was healthy, and what it led to is not worth keeping.
+            # The step was healthy, but the state that it led to is not worth keeping.
             outcome = Trip(step.number, error.kind, verdict=error.verdict)
         except WentBackError as back:
-            # Late kernel parity has put back the state itself: there is no trip to diagnose.
+            # Late kernel parity has restored the state itself: there is no failed step to diagnose.
             loop.engine.discard()
             progress.done = back.step
             return False
-    # Gradients of the next step may be there: it comes after one that was not taken.
+    # The next step's gradients may exist: it was launched behind a step that was not taken.
     loop.engine.discard()
-    # No weight is at fault and the data cannot be had: there is nothing to diagnose.
+    # Neither weights nor data are at fault, the data could not be read: there is nothing to diagnose.
     if outcome.kind == "unread_data":
         loop.unreadable(step.number - 1, step.unread)
     progress.done = loop.recovery.recover(outcome, step.micro_batches, progress.control)
@@ -243,7 +250,7 @@ def _settled(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], No
 
 
 def _read(loop: Loop, sent: _Sent) -> StepResult | Trip:
-    """Wait for a step's row, all that the host reads of a step."""
+    """Wait for a step's metrics. The host reads nothing else from a step."""
     with sent.step.timed():
         rows = sent.rows.read()
     trip = _trip(rows, sent.step.number, loop.copies)
@@ -258,13 +265,14 @@ def _micro_step(loop: Loop, reader: Reader[Batch], step: _Step, micro_step: int)
     batch = batch.to(accelerator.device)
     bad_data = _UNREAD if step.unread else float(bool(batch.faults))
     step.data_seconds += time.perf_counter() - waiting
-    place = Place(loop.seed, step.number, micro_step, accelerator.process_index)
-    # A closure over the batch, not a copy of activations: replays cost memory only when one runs, and draw anew.
-    again = replace(batch, ahead=None)
-    step.micro_batches.append(replayable(loop.losses, loop.engine.bare, again, place))
+    position = Place(loop.seed, step.number, micro_step, accelerator.process_index)
+    # A closure over the batch, not a copy of activations: a replay costs memory only while it runs, and draws its
+    # noise again.
+    batch_to_replay = replace(batch, ahead=None)
+    step.micro_batches.append(replayable(loop.losses, loop.engine.bare, batch_to_replay, position))
     with loop.engine.micro_step():
-        output = forward(loop.losses, loop.engine.model, batch, place)
-        # Noted and not acted on: to look at the flag here would cost a read by the host in every micro-step.
+        output = forward(loop.losses, loop.engine.model, batch, position)
+        # Noted and not acted on: reading the flag here would synchronize the host in every micro-step.
         step.gate.losses(output.losses, bad_data=bad_data > 0)
         loop.engine.backward(output.losses.mean())
     step.losses.append(output.losses.detach())
@@ -273,7 +281,9 @@ def _micro_step(loop: Loop, reader: Reader[Batch], step: _Step, micro_step: int)
 
 
 def _update(loop: Loop, step: _Step, stop_code: int) -> _Sent:
-    """Clip, take the step unless the gate is shut, and send the row. Only learning rates are on the host by then."""
+    """Clip, run the gated optimizer step, and send the metrics. The host knows only the learning rates at this
+    point.
+    """
     engine, number = loop.engine, step.number
     # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
     norms = engine.gradient_norms(loop.norms)
@@ -283,11 +293,12 @@ def _update(loop: Loop, step: _Step, stop_code: int) -> _Sent:
     norm = engine.clip(norms, loop.optim, loop.watcher.clip)
     # A function of the step and not a scheduler: a step that is taken again cannot advance it.
     rates = apply_schedule(engine.optimizer.param_groups, loop.schedule, number)
-    # The update overwrites what a snapshot's copy may still read, so that the watcher comes first.
+    # The update overwrites tensors that a snapshot's copy may still read, so the watcher comes first.
     loop.watcher.before_update(number)
     # One all-reduce of the flag, which every rank meets: all take this step or none does.
     engine.step(step.gate.agreed())
     loop.watcher.after_update(number)
+    # Queued behind the update: flags and norms stay on the device until the gather.
     row = own_row(
         step.losses,
         step.timesteps,
@@ -302,14 +313,16 @@ def _update(loop: Loop, step: _Step, stop_code: int) -> _Sent:
 
 
 def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
-    """Return what tripped, equal on all ranks; None for a healthy step."""
+    """The failure of this step, equal on all ranks; None if it is healthy."""
+    # One column per micro-step, one row per rank.
     ranks, accumulate = rows.bad_data.shape
     # First: the repeated micro-batch that stood in for unread data says nothing about the model.
     if (rows.bad_data == _UNREAD).any():
         return Trip(step, "unread_data")
     bad_losses = ~torch.isfinite(rows.losses).view(ranks, accumulate, -1).all(2)
     bad_data = rows.bad_data > 0
-    # The first of the ranks that share a sample stands for them.
+    # With context parallelism the first of the ranks that share a sample stands for them: (samples' ranks,
+    # micro-steps).
     bad = (bad_losses | bad_data).view(-1, copies, accumulate).any(1)
     where = [(copies * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()]
     if where:
@@ -325,6 +338,7 @@ def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
 def _result(rows: StepRows, sent: _Sent, copies: int) -> StepResult:
     # Ranks that share a sample report the same loss: one row of each group of `copies` is counted.
     losses = rows.losses[::copies].flatten()
+    # Norms are equal on all ranks; the last one is over all groups.
     *norms, norm = rows.norms[0].tolist()
     return StepResult(
         step=sent.step.number,

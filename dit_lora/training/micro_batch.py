@@ -1,4 +1,4 @@
-"""Micro-batches that can be run again, bit for bit, in the loop that ran them."""
+"""Micro-batches that can be replayed bit for bit inside the loop that ran them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,10 +17,11 @@ LossFunction = Callable[[nn.Module, Batch, Streams], LossOutput]
 
 
 def sample_losses(checkpoint: Trained) -> LossFunction:
-    """Return the function of the family's losses of a batch, each times its sample's weight."""
+    """The family's loss function, with each loss multiplied by its sample's weight."""
 
     def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
         output = trained_losses(checkpoint, model, batch.tensors, streams)
+        # One weight per sample, (samples,).
         weights = batch.tensors.get(LOSS_WEIGHT)
         if weights is None:
             return output
@@ -31,7 +32,7 @@ def sample_losses(checkpoint: Trained) -> LossFunction:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a micro-batch in a run: with it, every draw is known."""
+    """The position of a micro-batch in a run. Every random number it draws follows from it."""
 
     seed: int
     step: int
@@ -40,18 +41,18 @@ class Place:
 
 
 def forward(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) -> LossOutput:
-    """Compute a micro-batch's losses, equal bit for bit at every call with equal weights."""
-    # Seeded at every call: a replay draws what the step drew, whatever was drawn in between.
-    # Dropout inside the model draws from torch's own generators.
+    """Compute a micro-batch's losses, bitwise equal at every call with equal weights."""
+    # Seeded at every call: a replay draws the numbers of the original step, even if others were drawn since. Dropout
+    # inside the model draws from torch's own generators.
     seed = fold(place.seed, "dropout", place.step, place.micro_step, place.rank)
     _seed_generators(seed, next(iter(batch.tensors.values())).device)
     return losses(model, batch, Streams(place.seed, batch.draws, batch.ahead))
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and of the device, and no other.
+    """Seed torch's generators of the CPU and of `device` only.
 
-    `torch.manual_seed` does it for every kind of device; one that is not there writes down a traceback at each call.
+    `torch.manual_seed` seeds every kind of device, and logs a traceback at each call for a kind that is missing.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -59,7 +60,7 @@ def _seed_generators(seed: int, device: torch.device) -> None:
 
 
 def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) -> MicroBatch:
-    """Return the micro-batch, to be run on the bare model whenever it is wanted."""
+    """A micro-batch that can be run again at any time on the unwrapped model."""
     return MicroBatch(
         ids=batch.ids,
         step=place.step,
@@ -70,19 +71,19 @@ def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Plac
         single=lambda index: replayable(losses, model, batch.single(index), place),
         faults=batch.faults,
         draws=batch.draws,
-        # For trials: the same samples at draws that training never uses, so that a bad draw is told from bad data.
+        # For the diagnosis: the same samples with noise that training never uses, to tell bad noise from bad data.
         redrawn=lambda number: replayable(losses, model, _elsewhere(batch, number), place),
-        at=lambda other, draws: replayable(
+        at=lambda position, draws: replayable(
             losses,
             model,
-            replace(batch, draws=other.draws) if draws else batch,
-            Place(place.seed, other.step, other.micro_step, other.rank),
+            replace(batch, draws=position.draws) if draws else batch,
+            Place(place.seed, position.step, position.micro_step, position.rank),
         ),
     )
 
 
 def sent(one: MicroBatch, seed: int) -> tuple[Batch, Place]:
-    """Return a micro-batch as it is sent to another rank, which makes an equal one of it by `replayable`."""
+    """A micro-batch as it is sent to another rank, which rebuilds it with `replayable`."""
     # Pickled on its way: a tensor on a device would come back on the sender's.
     tensors = {name: tensor.cpu() for name, tensor in one.tensors.items()}
     batch = Batch(one.ids, one.draws, tensors, dict(one.faults))
@@ -90,5 +91,5 @@ def sent(one: MicroBatch, seed: int) -> tuple[Batch, Place]:
 
 
 def _elsewhere(batch: Batch, number: int) -> Batch:
-    """Return the same samples with draws that no epoch gives them."""
+    """The same samples with random seeds that no epoch uses."""
     return replace(batch, draws=tuple(fold(draw, "redrawn", number) for draw in batch.draws))

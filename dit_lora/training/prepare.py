@@ -1,4 +1,4 @@
-"""Prepares a run: one object after another, each whole when the next one takes it."""
+"""Prepares a run: builds its objects in order, each complete before the next one uses it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -51,13 +51,13 @@ def prepare(
     _start_adapter(session, checkpoint, data, transformer, resume_from)
     with phases.timing("placing"):
         setup = _set_up(session, task, checkpoint, data, transformer, groups)
-    # Over this rank's own tensors, so after the engine has spread them.
+    # After the engine has sharded the weights: the averages are over this rank's tensors.
     ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
     identity = run_identity(setup)
     if resume_from is not None:
-        # Before anything is compared: another recipe's base is another too.
+        # First: with another recipe the base would differ too, and its message would hide the cause.
         require_same_recipe(resume_from, identity, place_of(session))
-    # Before a checkpoint's weights are put in: the base is the model as its files have it.
+    # Before a checkpoint's weights are loaded: the base is the model as its files have it.
     with phases.timing("base's output"):
         base = note_base(setup, resume_from)
     with phases.timing("checkpoint read"):
@@ -65,7 +65,7 @@ def prepare(
     start = start_of_guard(setup, record)
     with phases.timing("memory counted"):  # what is free once the model is placed
         checkpoint_blocks(setup)
-    # Nothing is written before this line: what is refused above leaves no folder behind.
+    # Nothing is written before this line: a run that is refused above leaves no folder behind.
     open_run_folder(session)
     keep_base(setup, base, start_step)
     if session.is_main and start.quarantine.records:
@@ -78,7 +78,7 @@ def prepare(
         put=setup.engine.put_numbers,
     )
     watcher = build_watcher(setup, snapshots)
-    # After the journal has dropped the lines of steps that are taken again.
+    # After the journal has dropped the lines of steps that will be repeated.
     prime_spikes(watcher, journal)
     files = RecoveryFiles(checkpoints, journal, watcher, start)
     with phases.timing("digests"):
@@ -104,7 +104,7 @@ def _start_adapter(
     transformer: nn.Module,
     resume_from: Path | None,
 ) -> None:
-    """Let a new adapter begin from the data, where the recipe says so; a checkpoint holds what it began with."""
+    """Initialize a new adapter from the training data if `lora.init: eva`. On resume the checkpoint has the values."""
     recipe = session.recipe
     is_new = resume_from is None and recipe.optim.groups.adapter is not None
     if is_new and recipe.lora.init == FROM_DATA:
@@ -120,7 +120,7 @@ def _set_up(
     transformer: nn.Module,
     groups: list[dict[str, Any]],
 ) -> Setup[Any, Any]:
-    """Spread the model over devices and ranks, with an optimizer of its groups."""
+    """Place the model on devices and ranks, and build the optimizer for its parameter groups."""
     recipe = session.recipe
     # Hooks of shared context and offload, then compiled code beneath them, then DDP or FSDP2 around all.
     share_context(session, checkpoint, data, transformer)
@@ -137,7 +137,7 @@ def _say_groups(session: Session, groups: list[dict[str, Any]]) -> None:
 
 
 def _journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) -> Journal | None:
-    """Open the journal and start the trackers, on the main process."""
+    """Open the journal and start the trackers; None except on the main process."""
     session = setup.session
     if not session.is_main:
         return None
@@ -154,7 +154,7 @@ def _journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) 
 
 
 def run_identity(setup: AnySetup) -> dict[str, Any]:
-    """Return the values that a resumed run must share with its checkpoint, flat, named as in the recipe."""
+    """The settings that a resumed run must share with its checkpoint: a flat dict, named as in the recipe."""
     session, recipe = setup.session, setup.recipe
     values = recipe.model_dump(mode="json")
     flat = {
@@ -170,7 +170,7 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
         **setup.task.identity(recipe),
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
-    # What is left out where it is as it always was, as in checkpoints from before the options.
+    # Omit options at their default: checkpoints written before the option existed must still match.
     for name, field in type(recipe.lora).model_fields.items():
         default = field.get_default(call_default_factory=True)
         if name in LATER and getattr(recipe.lora, name) == default:
@@ -178,18 +178,18 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
     flat.pop("lora.under", None)
     if recipe.lora.under:
         flat["lora.under"] = [
-            [*_digests(one), one["scale"]] for one in setup.data.adapters["under"]
+            [*_digests(adapter), adapter["scale"]] for adapter in setup.data.adapters["under"]
         ]
     if recipe.lora.from_file:
-        # Where the file lies, and what it is called, is no part of what it holds.
+        # The file's folder and name are not part of its content.
         flat["lora.init"] = " ".join(_digests(setup.data.adapters["continued"]))
         for name in (
             "rank",
             "alpha",
             "targets",
-        ):  # the file's, whether the recipe says so too or not
+        ):  # values of the file, whether the recipe repeats them or not
             del flat[f"lora.{name}"]
-    # Compiled blocks round otherwise; left out where off, as in checkpoints from before the option.
+    # Compiled blocks round differently; omitted if off, as in checkpoints from before the option.
     if recipe.train.compile:
         flat["train.compile"] = True
     if recipe.kernels.fp8 != "off":  # likewise
@@ -207,5 +207,5 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
 
 
 def _digests(adapter: dict[str, Any]) -> list[str]:
-    """Return the digests that say what a LoRA's file holds."""
+    """The digests of a LoRA file's content."""
     return [value for key, value in adapter.items() if key.endswith("sha256")]

@@ -1,6 +1,6 @@
-"""Output preservation: a second loss, on captions without the trigger, whose target is the base's own prediction.
+"""Output preservation: a second loss on captions without the trigger word, whose target is the base's own prediction.
 
-Known as differential output preservation. Both predictions use the same latents, noise and timestep.
+Also known as differential output preservation. Both predictions use the same latents, noise and timestep.
 """
 
 from collections.abc import Mapping
@@ -19,41 +19,49 @@ from dit_lora.numerics.streams import Streams
 def trained_losses(
     checkpoint: Trained, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
 ) -> LossOutput:
-    """Return the family's losses of a batch and, where it has captions without the trigger, the second loss on top."""
+    """The family's losses of a batch; adds the preservation loss if the batch has captions without the trigger
+    word.
+    """
     weight = batch.get(PRESERVE_WEIGHT)
     if weight is None:
         return checkpoint.losses(model, batch, streams)
-    own = {n: t for n, t in batch.items() if n != PRESERVE_WEIGHT and not n.startswith(PRESERVE)}
-    # Before the others: what is kept for backward is not in the way of these activations.
-    other = own | {n.removeprefix(PRESERVE): t for n, t in batch.items() if n.startswith(PRESERVE)}
+    main_batch = {
+        n: t for n, t in batch.items() if n != PRESERVE_WEIGHT and not n.startswith(PRESERVE)
+    }
+    # First: activations kept for backward would take the memory that this pass needs.
+    preserved_batch = main_batch | {
+        n.removeprefix(PRESERVE): t for n, t in batch.items() if n.startswith(PRESERVE)
+    }
     with trained_off(model), torch.no_grad():
-        base = _predicted(checkpoint, model, other, streams)
-    learned = checkpoint.losses(model, own, streams)
-    moved = difference(_predicted(checkpoint, model, other, streams), base, len(weight))
+        base = _predicted(checkpoint, model, preserved_batch, streams)
+    learned = checkpoint.losses(model, main_batch, streams)
+    moved = difference(_predicted(checkpoint, model, preserved_batch, streams), base, len(weight))
     return LossOutput(learned.losses + weight * moved, learned.timesteps)
 
 
 def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor], rows: int) -> torch.Tensor:
-    """Return each sample's mean squared difference, fp32 (rows,), summed over tensors such as pictures and sound.
+    """Mean squared difference of each sample, fp32 (rows,), summed over outputs such as pictures and sound.
 
-    A model may give each sample a tensor of its own.
+    Each list holds one tensor per output, (rows, ...), or one tensor per sample and output.
     """
+    # One entry per output: (rows, ...), or (...) for models that return one tensor per sample.
     squares = [
-        (one.float() - other.float()).square() for one, other in zip(ours, theirs, strict=True)
+        (square.float() - their_output.float()).square()
+        for square, their_output in zip(ours, theirs, strict=True)
     ]
-    if all(len(one) == rows for one in squares):
-        return torch.stack([one.flatten(1).mean(1) for one in squares]).sum(0)
-    return torch.stack([one.mean() for one in squares]).view(-1, rows).sum(0)
+    if all(len(square) == rows for square in squares):
+        return torch.stack([square.flatten(1).mean(1) for square in squares]).sum(0)
+    return torch.stack([square.mean() for square in squares]).view(-1, rows).sum(0)
 
 
 def _predicted(
     checkpoint: Trained, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
 ) -> list[torch.Tensor]:
-    """Return what the model gives in the family's own call, which is made with the batch's draws."""
-    kept: list[torch.Tensor] = []
+    """The tensors that the model outputs during the family's loss computation, which uses the batch's random seeds."""
+    outputs: list[torch.Tensor] = []
 
     def note(_module: nn.Module, _args: object, output: object) -> None:
-        kept.extend(
+        outputs.extend(
             leaf
             for leaf in tree_leaves(output)
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -61,4 +69,4 @@ def _predicted(
 
     with model.register_forward_hook(note):
         checkpoint.losses(model, batch, streams)
-    return kept
+    return outputs

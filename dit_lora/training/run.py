@@ -1,4 +1,4 @@
-"""Holds a run as data: what it was set up with, and what it has come to."""
+"""Holds a run as data: the objects it was set up with, and its state."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,11 @@ from dit_lora.training.task import Setup
 
 @dataclass(frozen=True)
 class Run:
-    """A prepared run. A function that needs no more than a part of it takes that part."""
+    """A prepared run. Functions that need only a part of it take that part."""
 
     setup: Setup[Any, Any]
     start_step: int
-    """The step that it goes on from; 0 at its first start."""
+    """The step that it continues from; 0 at its first start."""
     ema: TrainedEMA | None
     base: BaseOutput
     recovery: RunRecovery

@@ -1,4 +1,4 @@
-"""Keeps what a run is continued from: checkpoints, written beside the loop, and the state restored from one."""
+"""Checkpoints that a run is continued from: written in a background thread, and restored at the start."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -32,22 +32,23 @@ BEST = "best.json"
 def resume(
     setup: AnySetup, ema: TrainedEMA | None, identity: Mapping[str, Any], path: Path | None
 ) -> tuple[int, dict[str, Any]]:
-    """Continue from a checkpoint, if given, wherever it was written.
+    """Continue from the checkpoint `path`, if given, even if another machine layout wrote it.
 
-    Return the step to go on from, and what the guard had changed of the run until then.
+    Returns the step to continue from, and the guard's saved state (empty without a checkpoint). Raises `DitLoraError`
+    if the checkpoint is beyond `train.steps`.
     """
     session, train = setup.session, setup.recipe.train
     if path is None:
         if train.resume == "auto":
             session.say(f"no checkpoint in {session.dir} yet: starting at step 0")
         return 0, {}
-    place = place_of(session)
+    launch_topology = place_of(session)
     # Every rank reads the file: its part of a whole tensor is a slice, and nothing is sent.
-    loaded = load_checkpoint(path, identity, place)
+    loaded = load_checkpoint(path, identity, launch_topology)
     restore(loaded, setup.engine, ema)
     session.say(f"resumed at step {loaded.step} from {path}")
-    differs = moved(loaded.place, place, dropout=has_dropout(setup.transformer))
-    # Said and not refused: sums in another order are the same training, within rounding.
+    differs = moved(loaded.place, launch_topology, dropout=has_dropout(setup.transformer))
+    # A message, not an error: sums in another order are the same training up to rounding.
     if differs:
         session.say(f"continued elsewhere: {differs}")
     if train.resume == "auto":  # which takes the newest whole one
@@ -64,7 +65,7 @@ def resume(
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run. One process writes, one checkpoint at a time, beside the loop."""
+    """The checkpoints of one run. The main process writes them one at a time in a background thread."""
 
     setup: AnySetup
     ema: TrainedEMA | None
@@ -74,17 +75,18 @@ class Checkpoints:
     def save(self, step: int, guard: Mapping[str, Any], *, wait: bool = False) -> None:
         """Write a checkpoint with the guard's record; an error stops all ranks at the next step, or here with `wait`.
 
-        Collective: all wait here for an earlier one.
+        Collective: all ranks first wait for an earlier checkpoint.
         """
         self.settle()
         session, train, engine = self.setup.session, self.setup.recipe.train, self.setup.engine
+        # Empty without an EMA: gathering nothing is no collective.
         averages = self.ema.tensors() if self.ema else {}
-        # Every rank gathers, though one keeps the values: a rank that left this out would hang the others.
+        # Every rank gathers, though only one keeps the values: a rank that skipped this would hang the others.
         state = SavedState(
             engine.weights(), engine.moments(), gathered(averages, keep=session.is_main)
         )
         if session.is_main:
-            place = place_of(session)
+            launch_topology = place_of(session)
 
             def write(copy: SavedState) -> None:
                 save_checkpoint(
@@ -93,9 +95,11 @@ class Checkpoints:
                     copy,
                     self.identity,
                     keep=train.keep,
-                    best=[one["step"] for one in best_checkpoints(session.dir, train.keep_best)],
+                    best=[
+                        entry["step"] for entry in best_checkpoints(session.dir, train.keep_best)
+                    ],
                     guard=guard,
-                    place=place,
+                    place=launch_topology,
                 )
 
             self.saver.start(step, state, write)
@@ -103,7 +107,7 @@ class Checkpoints:
             self.settle()
 
     def note_best(self, step: int) -> None:
-        """Write best.json after a held-out loss or after going back, and drop checkpoints that need not stay."""
+        """Write best.json after a validation or a rollback, and delete checkpoints that need not be kept."""
         folder, train = self.setup.session.dir, self.setup.recipe.train
 
         def note() -> None:
@@ -111,7 +115,7 @@ class Checkpoints:
             file = folder / "checkpoints" / BEST
             try:
                 write_whole(file, json.dumps(best, indent=2) + "\n")
-                prune(folder, step, train.keep, [one["step"] for one in best])
+                prune(folder, step, train.keep, [entry["step"] for entry in best])
             except OSError as error:
                 # The checkpoints themselves are whole.
                 self.setup.session.say(f"warning: cannot write {file}: {error.strerror or error}")
@@ -121,14 +125,14 @@ class Checkpoints:
             self.saver.then(note)
 
     def settle(self) -> None:
-        """Wait until every checkpoint is on the disk; all ranks learn whether it is. Collective."""
+        """Wait until every checkpoint is on the disk. Raises on all ranks if writing failed. Collective."""
         error = self.saver.wait()
         if error is not None:
             error.shown = True  # by the error that is raised here
         agree(self.setup.session.accelerator, error)
 
     def trouble(self) -> int:
-        """Return the exit code of what has gone wrong with this process's files, or 0; waits for nothing."""
+        """Exit code of an error with this process's files so far, or 0. Does not wait."""
         # Another process may have taken the folder for a dead run's: this one must write no more.
         lost = self.setup.session.lock.lost()
         if lost is not None:
@@ -137,7 +141,7 @@ class Checkpoints:
 
     @contextmanager
     def written_to_the_end(self) -> Iterator[None]:
-        """Let a checkpoint under way be written to its end, whatever ends the training within."""
+        """Finish writing a pending checkpoint when the context ends, even by an exception."""
         try:
             yield
         finally:
@@ -147,23 +151,24 @@ class Checkpoints:
 
 
 def restore(loaded: Loaded, engine: Engine, ema: TrainedEMA | None = None) -> None:
-    """Put weights, optimizer state and averages bit for bit where `engine` holds them; each rank its part."""
+    """Load weights, optimizer state and averages into `engine`, bit for bit; each rank loads its part."""
     stored, averages = loaded.state, ema.tensors() if ema else {}
     # Compared before anything is filled: a model half restored would be neither the old nor the new.
     for live, saved in ((engine.weights(), stored.weights), (averages, stored.averages)):
         if {n: t.shape for n, t in live.items()} != {n: t.shape for n, t in saved.items()}:
             raise DitLoraError(f"{loaded.path}: its trainable parameters are not this model's")
-    # Copies: what an optimizer on a CPU keeps must not live in a mapped file.
+    # Copies: tensors that a CPU optimizer keeps must not live in a memory-mapped file.
     engine.load(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})
     for name, tensor in averages.items():
         fill(tensor, stored.averages[name])
 
 
 def best_checkpoints(run_dir: Path, count: int) -> list[dict[str, Any]]:
-    """Return the `count` measured checkpoints with the lowest held-out loss, the lowest first."""
+    """The `count` checkpoints with the lowest held-out loss, lowest first."""
     if not count:
         return []
     losses, checkpoints = held_out_losses(run_dir), checkpoint_steps(run_dir)
+    # Of equal losses, the earlier step comes first.
     measured = sorted((losses[step], step) for step in checkpoints if step in losses)
     return [
         {"checkpoint": checkpoints[step].name, "step": step, "held_out_loss": loss}

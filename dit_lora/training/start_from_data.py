@@ -1,7 +1,7 @@
-"""Starts a LoRA's A from what its layers are given by the training data: EVA (arXiv 2410.07170).
+"""Initializes LoRA A matrices from the inputs their layers receive on training data: EVA (arXiv 2410.07170).
 
-A's rows are the directions of most variance among a layer's inputs; B is zero, so that the model is the base still. By
-PEFT's incremental principal components. Ranks stay those of the recipe: none are moved between layers.
+The rows of A are the directions of largest variance among a layer's inputs, from PEFT's incremental PCA. B is zero, so
+the model still equals the base. The ranks of the recipe are kept: none are moved between layers.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ from dit_lora.training.execution.modes import evaluating
 from dit_lora.training.session.session import Session
 
 SAMPLES = 32
-"""Samples that are looked at, spread evenly over the training set; each is run once."""
-_ROWS = 1024  # of one layer's inputs in one pass
+"""Number of samples to look at, spread evenly over the training set; each is run once."""
+_ROWS = 1024  # rows per layer and forward pass
 
 
 def start_from_data(session: Session, checkpoint: Trained, data: Any, model: nn.Module) -> str:
-    """Set every adapted linear layer's A, alike on every rank; return a line that says so.
+    """Set A of every adapted linear layer, equally on all ranks; returns a line that reports it.
 
-    The whole model is run on this rank's device. Layers that are given fewer rows than their rank keep their random
-    start, and are counted. Raises `DitLoraError` where the model is never whole on a device.
+    Runs the whole model on this rank's device. Layers that receive fewer rows than their rank keep their random
+    initialization, and are counted in the line. Raises `DitLoraError` with offload or sharded weights.
     """
     recipe, device = session.recipe, session.accelerator.device
     if recipe.train.offload != "none" or session.sharding is not None:
@@ -46,9 +46,11 @@ def start_from_data(session: Session, checkpoint: Trained, data: Any, model: nn.
         for name, layer in model.named_modules()
         if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear)
     }
+    # The model is moved back afterwards: the engine places it later.
     home = next(model.parameters()).device
     model.to(device)
     entries = data.clips.entries
+    # Evenly spaced, with repetitions in a small data set, which the next line drops.
     chosen = [entries[at * len(entries) // SAMPLES] for at in range(SAMPLES)]
     chosen = list({entry.id: entry for entry in chosen}.values())
     bar = tqdm(chosen, desc="EVA", unit="sample", leave=False, disable=not session.is_main)
@@ -61,14 +63,18 @@ def start_from_data(session: Session, checkpoint: Trained, data: Any, model: nn.
             checkpoint.losses(
                 model, batch.tensors, Streams(fold(recipe.train.seed, "eva"), batch.draws)
             )
-    kept = [name for name, seen in layers.items() if not seen.put()]
+    unchanged_layers = [name for name, inputs in layers.items() if not inputs.put()]
     model.to(home)
-    words = f"lora.init: eva: {len(layers) - len(kept)} layers start from {len(chosen)} samples"
-    return f"{words}; {len(kept)} were given fewer rows than their rank" if kept else words
+    message = f"lora.init: eva: {len(layers) - len(unchanged_layers)} layers start from {len(chosen)} samples"
+    return (
+        f"{message}; {len(unchanged_layers)} were given fewer rows than their rank"
+        if unchanged_layers
+        else message
+    )
 
 
 class LayerInputs:
-    """The principal components of what one layer is given."""
+    """Incremental principal components of one layer's inputs."""
 
     def __init__(self, layer: LoraLayer) -> None:
         self.layer: Any = layer
@@ -77,32 +83,33 @@ class LayerInputs:
         self._rows = torch.empty(0)
 
     def take(self, _module: nn.Module, given: tuple[Any, ...]) -> None:
-        """Add rows of the layer's input (..., inputs), evenly spread."""
+        """Forward pre-hook: adds evenly spaced rows of the layer's input, (..., in_features)."""
+        # (..., in_features) to (rows, in_features), then at most `_ROWS` of them.
         rows = given[0].detach().flatten(0, -2).float()
         rows = rows[:: max(1, -(-len(rows) // _ROWS))]
-        # What a bad sample gives is left out here; training meets it too, and says what is wrong.
+        # Rows of a bad sample are left out; training meets the sample too, and reports it.
         rows = rows[torch.isfinite(rows).all(dim=1)]
         self._rows = torch.cat([self._rows.to(rows), rows]) if self._rows.numel() else rows
-        # PEFT looks for twice the components, which so many rows have.
+        # PEFT's low-rank PCA needs at least twice as many rows as components.
         if len(self._rows) >= 2 * self.rank:
             self._pca.partial_fit(self._rows)
             self._rows = self._rows[:0]
 
     @torch.no_grad()
     def put(self) -> bool:
-        """Set A, from the first rank's components on all; return whether there were any."""
-        found = getattr(self._pca, "components_", None)
-        if found is None:
+        """Set A on all ranks to the components of rank 0. Returns False if there were too few rows."""
+        components = getattr(self._pca, "components_", None)
+        if components is None:
             return False
-        self.layer.lora_A[ADAPTER_NAME].weight.copy_(broadcast(found.contiguous()))
+        self.layer.lora_A[ADAPTER_NAME].weight.copy_(broadcast(components.contiguous()))
         return True
 
 
 @contextmanager
 def _watched(layers: dict[str, LayerInputs]) -> Iterator[None]:
     handles = [
-        seen.layer.register_forward_pre_hook(partial(LayerInputs.take, seen))
-        for seen in layers.values()
+        inputs.layer.register_forward_pre_hook(partial(LayerInputs.take, inputs))
+        for inputs in layers.values()
     ]
     try:
         yield

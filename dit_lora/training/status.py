@@ -1,4 +1,4 @@
-"""Writes status.json and data.json, for those who look at a run's folder."""
+"""Writes status.json and data.json, for programs and people who look at a run's folder."""
 
 import contextlib
 import json
@@ -19,9 +19,9 @@ _LONGEST = len("interrupted")
 
 @contextmanager
 def status_noted(session: Session, recipe_file: str) -> Iterator[None]:
-    """Note in status.json `running` within, then `finished`, `interrupted`, `stopped` by the guard, or `failed`.
+    """Write `running` to status.json; at the end `finished`, `interrupted`, `stopped` (by the guard) or `failed`.
 
-    It names the recipe's file without its folder. A killed process leaves `running`, and a lock that is not held
+    The recipe's file is named without its folder. A killed process leaves `running` and a lock that nobody holds
     (`dit_lora.training.session.run_lock.is_live`).
     """
     _note(session, recipe_file, "running")
@@ -40,12 +40,13 @@ def status_noted(session: Session, recipe_file: str) -> Iterator[None]:
 
 
 def _note(session: Session, recipe_file: str, state: str) -> None:
-    """Write status.json; on a full disk in the place of the last one, which has room for it."""
+    """Write status.json. If the disk is full, overwrite the old file, which has enough bytes for any state."""
     if not session.is_main:
         return
     path = session.dir / "status.json"
     record = json.dumps({"state": state, "recipe": Path(recipe_file).name}, indent=2)
-    text = f"{record:<{len(record) - len(state) + _LONGEST}}\n"  # each has room for any other
+    # Padded, so that the file of any state has room for any other state.
+    text = f"{record:<{len(record) - len(state) + _LONGEST}}\n"
     try:
         write_whole(path, text)
     except OSError:
@@ -54,7 +55,7 @@ def _note(session: Session, recipe_file: str, state: str) -> None:
 
 
 def write_data_record(session: Session, data: Prepared) -> None:
-    """Write data.json, on the main process: samples of an epoch, what was rejected and why, and the buckets."""
+    """Write data.json on the main process: samples per epoch, rejected samples with reasons, and buckets."""
     if not session.is_main:
         return
     rejected = dict(data.rejected)
@@ -65,12 +66,13 @@ def write_data_record(session: Session, data: Prepared) -> None:
         "buckets": None,
     }
     if data.report is not None:
+        # Long lists are cut, as above.
         record["buckets"] = data.report.as_dict()
         record["buckets"]["dropped"] = record["buckets"]["dropped"][:_LISTED]
     write_whole(session.dir / "data.json", json.dumps(record, indent=2) + "\n")
 
 
 def told_to_trackers(session: Session) -> dict[str, Any]:
-    """Return what trackers are told of a run beside its numbers: the recipe, and what it runs on."""
+    """The run's configuration for trackers: the recipe, and the environment it runs in."""
     environment = read_json(session.dir / "environment.json")
     return {**session.recipe.model_dump(mode="json"), "environment": environment}

@@ -1,4 +1,4 @@
-"""The result of one optimizer step, as whoever follows a run receives it."""
+"""The result of one optimizer step, as passed to callbacks, the journal and trackers."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class StepResult:
     grad_norm_groups: dict[str, float]
     lr_groups: dict[str, float]
     losses: list[float]
-    """The loss of every sample, in the order of ranks and micro-steps."""
+    """The loss of every sample, ordered by rank, then micro-step."""
     timesteps: list[int]
     seconds: float
     data_seconds: float

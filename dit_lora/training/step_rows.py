@@ -1,4 +1,4 @@
-"""Gathers what each rank reports of a step, by one collective."""
+"""Gathers every rank's metrics of a step with one collective."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from dit_lora.numerics.dtensors import local
 
 
 class StepRows(NamedTuple):
-    """A row of doubles for each rank; the layout is the order of the fields.
+    """One row of doubles per rank, in the order of the fields.
 
-    The first four are made on the device, the last three on the host.
+    The first four fields are computed on the device, the last three on the host.
     """
 
     losses: torch.Tensor
@@ -22,7 +22,7 @@ class StepRows(NamedTuple):
     timesteps: torch.Tensor
     """(ranks, samples) timesteps, as doubles."""
     flags: torch.Tensor
-    """(ranks, 3): the gate's two flags of gradients (not finite, all zero), then: a weight is not finite."""
+    """(ranks, 3): the gate's two gradient flags (not finite, all zero), then whether a weight is not finite."""
     norms: torch.Tensor
     """(ranks, groups + 1): gradient norms of the groups, then of all together; equal on all ranks."""
     bad_data: torch.Tensor
@@ -33,20 +33,21 @@ class StepRows(NamedTuple):
     """(ranks, 1): the exit code with which a rank was asked to stop, or 0."""
 
     def gather(self, accelerator: Accelerator) -> "SentRows":
-        """Send the rows of all ranks to the host, by one gather and one copy that nobody waits for. Collective."""
+        """Start sending all ranks' rows to the host, with one gather and one asynchronous copy. Collective."""
         device = self.losses.device
-        # The host's values travel in one copy that nobody waits for.
+        # One asynchronous copy for all values from the host.
         host_values = torch.cat(self[4:], dim=1).to(device, non_blocking=True)
+        # (1, width): this rank's row, all fields side by side.
         row = torch.cat([*self[:4], host_values], dim=1)
         widths = tuple(part.shape[1] for part in self)
         gathered: torch.Tensor = accelerator.gather(row)
         if not gathered.is_cuda:
             return SentRows(gathered, widths)
         # Pinned memory: a copy started only when the host reads it would wait for everything queued until then.
-        there = torch.empty_like(gathered, device="cpu", pin_memory=True)
-        there.copy_(gathered, non_blocking=True)
+        host_rows = torch.empty_like(gathered, device="cpu", pin_memory=True)
+        host_rows.copy_(gathered, non_blocking=True)
         arrived = torch.cuda.current_stream(gathered.device).record_event()
-        return SentRows(there, widths, arrived)
+        return SentRows(host_rows, widths, arrived)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class SentRows:
     arrived: torch.cuda.Event | None = None
 
     def arrives(self, seconds: float) -> bool:
-        """Return whether they are there, waiting for as many seconds at most."""
+        """Wait at most `seconds` for the rows; returns whether they have arrived."""
+        # Polled, because waiting for a CUDA event has no timeout.
         ends = time.monotonic() + seconds
         while self.arrived is not None and not self.arrived.query():
             if time.monotonic() > ends:
@@ -67,7 +69,7 @@ class SentRows:
         return True
 
     def read(self) -> StepRows:
-        """Return them once they are there: what is queued behind them is not waited for."""
+        """Block until the rows have arrived. Does not wait for work queued after them."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return StepRows(*self.rows.cpu().split(self.widths, dim=1))
@@ -83,12 +85,11 @@ def own_row(
     data_seconds: float,
     stop_code: int,
 ) -> StepRows:
-    """Make this rank's row.
+    """Build this rank's row.
 
-    `norms` has the norm over all groups last. `gradient_flags` are those of `Gate.gradients`, so that the host decides
-    by what the optimizer was gated by. `poisoned` says that a weight is not finite.
+    The last entry of `norms` is the norm over all groups. `gradient_flags` come from `Gate.gradients`, so that the
+    host decides by the same values that gated the optimizer. `poisoned` is true if a weight is not finite.
     """
-    # fp64 throughout: one dtype for one gather, and an fp32 loss or an int timestep keeps its value in it.
     stacked = torch.stack([local(norm) for norm in norms.values()])
     return StepRows(
         torch.cat([*losses]).double()[None],

@@ -1,7 +1,7 @@
-"""Says what differs between the kinds of models that the one loop trains: diffusion, and chat.
+"""Defines what differs between the kinds of models that the training loop supports: diffusion and chat.
 
-The loop, the guard, checkpoints and resuming know neither. A task makes the training set and the model, says what
-identifies them, looks at the model before and after, and writes what was trained.
+The loop, the guard, checkpoints and resuming depend on neither. A task builds the training set and the model, names
+what identifies them, validates the model, and writes the trained result.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ PreparedT = TypeVar("PreparedT", bound=Prepared, covariant=True)
 
 @dataclass(frozen=True)
 class Setup(Generic[PreparedT, CheckpointT]):
-    """The objects that a run was set up with, the same from before its first step to its end."""
+    """The objects a run was set up with, unchanged from before its first step to its end."""
 
     session: Session
     task: "Task"
@@ -46,12 +46,12 @@ class Setup(Generic[PreparedT, CheckpointT]):
 
     @property
     def model(self) -> nn.Module:
-        """The module that a training forward goes through."""
+        """The module to call for a training forward, possibly wrapped in DDP."""
         return self.engine.model
 
     @property
     def transformer(self) -> nn.Module:
-        """The model with its own names, without DDP around it."""
+        """The unwrapped model, with its own parameter names."""
         return self.engine.bare
 
     @property
@@ -59,7 +59,7 @@ class Setup(Generic[PreparedT, CheckpointT]):
         return self.engine.optimizer
 
 
-# For the many functions to which the kind of model is all the same.
+# For functions that work with every kind of model.
 AnySetup: TypeAlias = Setup[Prepared, Trained]
 
 
@@ -67,38 +67,40 @@ class Task(Protocol):
     """One kind of model."""
 
     def prepare_data(self, session: Session, checkpoint: Any) -> Prepared:
-        """Read, check and, for diffusion, encode what the recipe trains on. Collective."""
+        """Read, check and (for diffusion) encode the training data. Collective."""
 
     def load_trainable(
         self, recipe: Recipe, family: Any, checkpoint: Any, dtype: torch.dtype
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
-        """Return model, parameter groups, and lines that say what was attached; equal on all ranks."""
+        """Load the model; returns it, its parameter groups, and lines that describe what trains. Equal on all
+        ranks.
+        """
 
     def model_digest(self, checkpoint: Any, recipe: Recipe, digests: Digests) -> str:
-        """Return the digest of the files that the model is loaded from."""
+        """Digest of the files that the model is loaded from."""
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
-        """Return the task's own values that a resumed run must share, named as in the recipe."""
+        """The task's settings that a resumed run must share with its checkpoint, named as in the recipe."""
 
     def provenance(self, setup: Setup[Any, Any]) -> dict[str, Any]:
-        """Return what the result's header says beside what all tasks say."""
+        """The task's metadata for the result's header, added to what all tasks record."""
 
     def loss_parts(self, setup: Setup[Any, Any], result: StepResult) -> dict[str, dict[str, float]]:
-        """Return means of a step's losses by something that tells them apart, for metrics.jsonl."""
+        """Mean losses of a step by category (for example by timestep), for metrics.jsonl."""
 
     def held_out_loss(self, setup: Setup[Any, Any]) -> float | None:
-        """Return a loss on what is never trained on; None without. Collective."""
+        """The validation loss; None if the recipe defines none. Collective."""
 
     def show(self, setup: Setup[Any, Any], step: int) -> None:
-        """Write what the model makes of the validation prompts below samples/step_NNNNNN. Collective."""
+        """Write the model's outputs for the validation prompts to samples/step_NNNNNN. Collective."""
 
     def stock(self, checkpoint: Any) -> "ReferenceModel":
-        """Return the checkpoint as its own library loads it, for checks of what was saved."""
+        """The checkpoint as its own library loads it, for checks of the saved result."""
 
     def save(
         self, setup: Setup[Any, Any], made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
     ) -> Path:
-        """Write the result, on the main process, and return its path; refused if it is not finite or without effect.
+        """Write the result and return its path. Main process only; raises if it is not finite or has no effect.
 
-        `weights` are what was trained, whole.
+        `weights` are the trained weights, unsharded.
         """

@@ -1,16 +1,18 @@
 """Adaptive norm with the gated residual before it: ``out = norm(x') * (1 + scale) + shift``, ``x' = x + gate * y``.
 
-Norm is LayerNorm or RMSNorm over D, then ``* weight + bias`` where they are given; each of y, gate, scale and shift
-may be missing. Streams (text and video) may write into one joint buffer, in the order given.
+The norm is LayerNorm or RMSNorm over D, then ``* weight + bias`` if given; each of y, gate, scale and shift may be
+missing. Streams (text and video) may write into one joint buffer, in the order given.
 
-Shapes: B batch, T tokens of a stream, S tokens of all streams, D channels, G groups of consecutive tokens that share
-a row of the tables: token t uses row ``t // (T // G)`` (1: a row a sample; T: a row a token).
-Source: adaLN-Zero, https://arxiv.org/abs/2212.09748 section 3.2; LayerNorm https://arxiv.org/abs/1607.06450;
-RMSNorm https://arxiv.org/abs/1910.07467.
-Traffic, with u = B*S*D elements and tables left out (they stay in L2 while G is far below T):
-forward reads x and writes out, 2u; with y it reads x, y and writes x', out, 4u.
-Backward reads the gradients of out and x' and x', and writes dx, 4u; with gate*y also dy, 5u; and y where the gate is
-trained, 6u. Kept for the backward: x' (which the caller keeps as the residual stream) and 4 or 8 bytes a row.
+Shapes: B batch, T tokens of a stream, S tokens of all streams, D channels, G groups of consecutive tokens that share a
+row of the tables: token t uses row ``t // (T // G)`` (G = 1: one row per sample; G = T: one row per token).
+
+Source: adaLN-Zero, https://arxiv.org/abs/2212.09748 section 3.2; LayerNorm https://arxiv.org/abs/1607.06450; RMSNorm
+https://arxiv.org/abs/1910.07467.
+
+Traffic, with u = B*S*D elements and without tables (they stay in L2 while G is far below T): forward reads x and
+writes out, 2u; with y it reads x, y and writes x', out, 4u. Backward reads the gradients of out and x' and x', and
+writes dx, 4u; with gate*y also dy, 5u; and reads y if the gate is trained, 6u. Saved for the backward: x' (which the
+caller keeps as the residual stream) and 4 or 8 bytes per row.
 """
 
 import functools
@@ -50,7 +52,7 @@ from dit_lora_kernels.support import (
 
 
 def _a_row_a_token(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Return a table (B,D) or (B,G,D) repeated for every token of its group: (B,T,D) in `dtype`."""
+    """Repeat a table (B,D) or (B,G,D) for every token of its group: (B,T,D) in `dtype`."""
     table = table[:, None] if table.ndim == 2 else table
     return table.to(dtype).repeat_interleave(tokens // max(table.shape[1], 1), dim=1)
 
@@ -58,10 +60,10 @@ def _a_row_a_token(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 def ada_norm_reference(
     stream: Stream, weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `out` and x' (B,T,D), and of the rows of x' rstd or (rstd, mean): (1 or 2,B,T).
+    """Reference of the op: `out` and x' (B,T,D), and for the rows of x' rstd or (rstd, mean), (1 or 2,B,T).
 
     Plain torch, in fp32 (fp64 for fp64); out and x' are rounded once, to x's dtype. The norm is that of the rounded
-    x', which is what the backward and the rest of the model see.
+    x', which the backward and the rest of the model see.
     """
     x, shift, scale, y, gate = stream
     wide, tokens, residual = wide_dtype(x.dtype), x.shape[1], x
@@ -90,7 +92,7 @@ def ada_norm_reference(
 def _backward_reference(
     operands: BackwardOperands, groups: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return dx', ``gate * dx'`` and the three sums of `launch_backward`, in fp32 (fp64 for fp64)."""
+    """Compute dx', ``gate * dx'`` and the three sums of `launch_backward`, in fp32 (fp64 for fp64)."""
     grad, grad_residual, residual, stats, y, gate, scale, weight = operands
     wide, (B, T, D) = stats.dtype, residual.shape
     grad, rstd = grad.to(wide), stats[0][..., None]
@@ -117,14 +119,14 @@ def _backward_reference(
 
 
 def _streams(flat: Sequence[Any]) -> list[Stream]:
-    """Return the Streams whose fields follow each other in `flat`; an op's schema allows no lists of tuples."""
+    """Regroup the flat list of fields into Streams; an op's schema allows no lists of tuples."""
     size = len(Stream._fields)
     return [Stream._make(flat[i : i + size]) for i in range(0, len(flat), size)]
 
 
 def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
-    """Return uninitialised: the joint output (B,S,D), rstd (and mean) of its rows (1 or 2,B,S), and x' (B,T,D) of
-    each stream that has a y.
+    """Allocate the joint output (B,S,D), rstd (and mean) of its rows (1 or 2,B,S), and x' (B,T,D) of each stream with
+    a y.
     """
     x = streams[0].x
     tokens = sum(stream.x.shape[1] for stream in streams)
@@ -135,8 +137,8 @@ def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
 
 
 def _by_stream(joint: Tensor, stats: Tensor, streams: Sequence[Stream]) -> tuple[Any, Any]:
-    """Return each stream's tokens of (B,S,D) and of (1 or 2,B,S)."""
-    if len(streams) == 1:  # most are: a view of the whole would only take time
+    """Split (B,S,D) and (1 or 2,B,S) into each stream's tokens."""
+    if len(streams) == 1:  # the usual case: a view of the whole would only take time
         return (joint,), (stats,)
     lengths = [stream.x.shape[1] for stream in streams]
     return joint.split(lengths, 1), stats.split(lengths, 2)
@@ -146,7 +148,7 @@ def _by_stream(joint: Tensor, stats: Tensor, streams: Sequence[Stream]) -> tuple
 def ada_norm_forward(
     flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> list[Tensor]:
-    """Return `out`, `stats`, and x' of every stream with a y; `flat` holds the fields of every Stream in turn."""
+    """The forward op: `out`, `stats`, and x' of every stream with a y; `flat` holds all Streams' fields in turn."""
     streams = _streams(flat)
     results = _allocate_forward(streams, layer)
     residuals = list(results[2:])
@@ -174,7 +176,7 @@ def _(
 def _allocate_backward(
     operands: BackwardOperands, dx: bool, dy: torch.dtype | None
 ) -> list[Tensor | None]:
-    """Return uninitialised dx' and ``gate * dx'`` (B,T,D), None for one that is not wanted."""
+    """Allocate dx' and ``gate * dx'`` (B,T,D), None for a gradient that is not needed."""
     shape, device = operands.residual.shape, operands.residual.device
     dtypes = (operands.residual.dtype if dx else None, dy)
     return [None if d is None else torch.empty(shape, dtype=d, device=device) for d in dtypes]
@@ -184,7 +186,8 @@ def _allocate_backward(
 def ada_norm_backward(
     flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]
 ) -> list[Tensor]:
-    """Return those wanted of dx', ``gate * dx'`` (in the dtype `dy`) and the three sums of `launch_backward`.
+    """The backward op: those of dx', ``gate * dx'`` (in the dtype `dy`) and the sums of `launch_backward` that are
+    needed.
 
     `flat` holds the fields of BackwardOperands.
     """
@@ -216,7 +219,7 @@ def _(
 def _wanted(
     ungated: bool, biased: bool, dtypes: Stream, want: Stream, affine: Sequence[bool]
 ) -> tuple[bool, list[bool]]:
-    """Return whether dx' is also the gradient of y, and which are wanted of dx', ``gate * dx'`` and the three sums."""
+    """Whether dx' is also the gradient of y, and which of dx', ``gate * dx'`` and the three sums are needed."""
     # Without a gate, and in one dtype, one tensor serves as both.
     y_is_x = ungated and dtypes.y is dtypes.x
     return y_is_x, [
@@ -237,16 +240,19 @@ def _gradients(
     want: Stream,
     affine: Sequence[bool],
 ) -> tuple[list[Tensor | None], tuple[Tensor | None, Tensor | None]]:
-    """Return the gradients of a Stream's fields in their order, and its shares of those of weight and bias, (D,).
+    """The gradients of a Stream's fields, in order, and its contributions to those of weight and bias, (D,).
 
-    `dtypes` and `want` hold each field's dtype and whether its gradient is wanted; `affine`, whether weight's, bias's.
+    `dtypes` and `want` hold each field's dtype and whether it needs a gradient; `affine`, whether weight and bias do.
     """
-    y_is_x, wanted = _wanted(operands.gate is None, bias is not None, dtypes, want, affine)
-    dy_dtype: Any = dtypes.y if wanted[1] else None
-    computed = iter(ada_norm_backward(list(operands), groups, wanted[0], dy_dtype, wanted[2:]))
-    parts: list[Any] = [next(computed) if needed else None for needed in wanted]
+    y_is_x, needed_outputs = _wanted(operands.gate is None, bias is not None, dtypes, want, affine)
+    dy_dtype: Any = dtypes.y if needed_outputs[1] else None
+    computed = iter(
+        ada_norm_backward(list(operands), groups, needed_outputs[0], dy_dtype, needed_outputs[2:])
+    )
+    parts: list[Any] = [next(computed) if needed else None for needed in needed_outputs]
     dx, dy, ones, hats, dgate = parts
-    # weight and bias stand before the scale, so their gradients take each group's factor before groups are summed.
+    # weight and bias are applied before the scale, so their gradients take each group's factor before groups are
+    # summed.
     factor = 1 if operands.scale is None else 1 + operands.scale.to(operands.stats.dtype)
     shares = (
         (factor * hats).sum((0, 1)) if affine[0] else None,
@@ -263,19 +269,19 @@ def _by_field(
     dtypes: Sequence[Any],
     want: Sequence[Any],
 ) -> list[Tensor | None]:
-    """Return the gradients of a Stream's fields in their order: of dx', that of y, and the three sums."""
+    """The gradients of a Stream's fields, in order, from dx', the gradient of y, and the three sums."""
     dy, ones, hats, dgate = others
     weight, bias = affine
     if want[2]:  # of scale
         hats = hats if weight is None else hats * weight
         hats = hats if bias is None else hats + ones * bias
-    each = zip((dx, ones, hats, dy, dgate), dtypes, want, strict=True)
-    return [(g if g.dtype is d else g.to(d)) if w else None for g, d, w in each]
+    rows = zip((dx, ones, hats, dy, dgate), dtypes, want, strict=True)
+    return [(g if g.dtype is d else g.to(d)) if w else None for g, d, w in rows]
 
 
 @dataclass(eq=False)
 class _StreamPlan:
-    """Says what is done with one stream, for operands of one layout of which none has to be copied."""
+    """The prepared work on one stream, for operands of one layout that need no copies."""
 
     launch: Prepared
     fields: Layouts
@@ -287,26 +293,28 @@ class _StreamPlan:
     def backward(
         self, tensors: Sequence[Any], grads: Sequence[Any], want: tuple[bool, ...]
     ) -> list[Tensor | None]:
-        """Return the gradients of the stream's fields.
+        """Compute the gradients of the stream's fields.
 
-        `tensors` are weight, bias, the stream's stats, x', y, gate and scale. `grads` are of its part of `out`, and of
-        x'.
+        `tensors` are weight, bias, the stream's stats, x', y, gate and scale. `grads` are those of its part of `out`,
+        and of x'.
         """
         weight, bias, stats, residual, y, gate, scale = tensors
         grad, grad_residual = readable_rows(grads[0]), readable_rows(grads[1])
         of_residual = None if grad_residual is None else plain_layout(grad_residual)
         plan = _backward_plan(self, want, plain_layout(grad), of_residual)
-        made = [None if m is None else grad.new_empty(m[0], dtype=m[1]) for m in plan.made]
-        plan.launch(grad, grad_residual, residual, stats, y, gate, scale, weight, *made)
-        dx, dy, *sums = made
+        allocated = [None if m is None else grad.new_empty(m[0], dtype=m[1]) for m in plan.made]
+        plan.launch(grad, grad_residual, residual, stats, y, gate, scale, weight, *allocated)
+        dx, dy, *sums = allocated
         if plan.chunks > 1:
             sums = [None if p is None else total(p, plan.chunks) for p in sums]
-        others = (dx if plan.y_is_x else dy, *sums)
-        return _by_field(dx, others, (weight, bias), plan.dtypes, want)
+        sums_by_field = (dx if plan.y_is_x else dy, *sums)
+        return _by_field(dx, sums_by_field, (weight, bias), plan.dtypes, want)
 
 
 class _BackwardPlan(NamedTuple):
-    """A stream's backward for gradients of one layout: allocations with dtypes, and the launch that fills them."""
+    """A stream's backward for gradients of one layout: outputs to allocate, with dtypes, and the launch that fills
+    them.
+    """
 
     launch: Prepared
     made: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
@@ -322,22 +330,22 @@ def _backward_plan(
     grad: PlainLayout,
     grad_residual: PlainLayout | None,
 ) -> _BackwardPlan:
-    """Return the plan for the fields' gradients that are wanted, of those of `out` and of x'."""
+    """The plan for the needed gradients of the fields, given the layouts of the gradients of `out` and x'."""
     of_grads = [None if v is None else Layout._make(v) for v in (grad, grad_residual)]
     x, shift, scale, y, gate = stream.fields
     assert x is not None
     want: Any = Stream._make(wants)
     dtypes: Any = Stream._make([None if v is None else v.dtype for v in stream.fields])
     weight, bias = stream.affine
-    y_is_x, wanted = _wanted(gate is None, bias is not None, dtypes, want, (False, False))
+    y_is_x, needed = _wanted(gate is None, bias is not None, dtypes, want, (False, False))
     (B, T, D), wide = x.shape, stream.stats.dtype
-    count, chunks = programs(B * T, T // stream.groups, any(wanted[2:]))
+    count, chunks = programs(B * T, T // stream.groups, any(needed[2:]))
     tables = [v.shape for v in (shift, scale, gate) if v is not None]
     table = tables[0] if tables else (B, 1, D)
     shape = table if chunks == 1 else (*table[:-1], chunks, D)
-    made: list[tuple[tuple[int, ...], Any]] = [(x.shape, x.dtype), (x.shape, dtypes.y)]
-    made += [(shape, wide)] * 3
-    kept = tuple([m if w else None for m, w in zip(made, wanted, strict=True)])
+    outputs: list[tuple[tuple[int, ...], Any]] = [(x.shape, x.dtype), (x.shape, dtypes.y)]
+    outputs += [(shape, wide)] * 3
+    needed_outputs = tuple([m if w else None for m, w in zip(outputs, needed, strict=True)])
     residual = x if y is None else x._replace(stride=(T * D, D, 1))
     launch = backward_launch(
         (*of_grads, residual, y if want.gate else None, gate, scale),
@@ -345,13 +353,13 @@ def _backward_plan(
         stream.stats,
         stream.groups,
         count,
-        tuple([None if m is None else m[1] for m in kept]),
+        tuple([None if m is None else m[1] for m in needed_outputs]),
     )
-    return _BackwardPlan(launch, kept, chunks, y_is_x, dtypes)
+    return _BackwardPlan(launch, needed_outputs, chunks, y_is_x, dtypes)
 
 
 class _Plan(NamedTuple):
-    """Says what a call does, for operands of one layout of which none has to be copied or can be wrong."""
+    """The prepared work of a call, for operands of one layout that are valid and need no copies."""
 
     out: tuple[int, ...]
     stats: tuple[int, ...]
@@ -362,11 +370,13 @@ class _Plan(NamedTuple):
     def run(
         self, weight: Tensor | None, bias: Tensor | None, flat: Sequence[Any], needs: Sequence[bool]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return `out` and each stream's x', and what `_AdaNorm` keeps; `needs` says which fields need a gradient."""
-        first = flat[0]
-        out = first.new_empty(self.out)
-        stats = first.new_empty(self.stats, dtype=self.wide)
-        outputs, kept = [out], [weight, bias, stats]
+        """Compute `out` and each stream's x', and the tensors that `_AdaNorm` saves; `needs`: fields that need a
+        gradient.
+        """
+        first_operand = flat[0]
+        out = first_operand.new_empty(self.out)
+        stats = first_operand.new_empty(self.stats, dtype=self.wide)
+        outputs, saved = [out], [weight, bias, stats]
         rows: Sequence[Tensor] = (out,)
         statistics: Sequence[Tensor] = (stats,)
         if len(self.streams) > 1:
@@ -377,15 +387,15 @@ class _Plan(NamedTuple):
             residual = None if y is None else x.new_empty(x.shape)
             plan.launch(x, y, gate, shift, scale, weight, bias, residual, rows[i], statistics[i])
             outputs.append(x if residual is None else residual)
-            kept += [outputs[-1], y if needs[5 * i + 4] else None, gate, scale]
-        return outputs, kept
+            saved += [outputs[-1], y if needs[5 * i + 4] else None, gate, scale]
+        return outputs, saved
 
 
 @functools.lru_cache(8192)
 def _plan(norm: str, eps: float, given: tuple[PlainLayout | None, ...]) -> _Plan | None:
-    """Return the plan for weight, bias and the fields of every Stream in turn.
+    """The plan for weight, bias and the fields of every Stream in turn.
 
-    None if an operand is wrong, needs a copy or is elsewhere, or if tables differ in their number of rows.
+    None if an operand is invalid, needs a copy or is on another device, or if tables differ in their number of rows.
     """
     operands = tuple([None if v is None else Layout._make(v) for v in given])
     tensors = [None if v is None else _without_values(v) for v in operands]
@@ -394,7 +404,7 @@ def _plan(norm: str, eps: float, given: tuple[PlainLayout | None, ...]) -> _Plan
         check_streams(streams, norm, {"weight": tensors[0], "bias": tensors[1]})
         wide = [grouped(stream, i) for i, stream in enumerate(streams)]
     except ValueError:
-        return None  # the long way says what is wrong
+        return None  # the path without a plan raises the error
     if len({v.device for v in operands if v is not None}) > 1:
         return None
     if any(readable_rows(tensor) is not tensor for tensor in tensors):
@@ -419,12 +429,12 @@ def _plan(norm: str, eps: float, given: tuple[PlainLayout | None, ...]) -> _Plan
 
 
 def _without_values(layout: Layout) -> Tensor:
-    """Return a tensor of this layout that has no memory."""
+    """A tensor of this layout without memory."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
 def _have_one_shape(stream: Stream, wide: Stream) -> bool:
-    """Return whether a stream's tables have one shape, as `grouped` returns them or (B,D)."""
+    """True if a stream's tables have one shape: as returned by `grouped`, or (B,D)."""
     tables = [v for v in (stream.shift, stream.scale, stream.gate) if v is not None]
     if len({table.shape for table in tables}) > 1:
         return False
@@ -432,10 +442,10 @@ def _have_one_shape(stream: Stream, wide: Stream) -> bool:
 
 
 class _AdaNorm(torch.autograd.Function):
-    """Both ops under one node that also hands on x, so that its other use's gradient arrives in the kernel.
+    """Both ops in one autograd node that also returns x, so that the gradient of its other use arrives in the kernel.
 
     `register_autograd` cannot do that: an op of torch.library must not return its input. With a plan for the operands
-    no op is called, but what it comes to.
+    the kernels are launched directly, without an op.
     """
 
     @staticmethod
@@ -450,30 +460,30 @@ class _AdaNorm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # None for an output not used, not zeros to be read
         ctx.plan = plan
-        # x' is kept and not the normalised row: the caller keeps x' anyway, as the residual stream.
+        # x' is saved, not the normalised row: the caller keeps x' anyway, as the residual stream.
         if plan is not None:
             outputs, keep = plan.run(weight, bias, flat, ctx.needs_input_grad[5:])
             ctx.save_for_backward(*keep)
             return tuple(outputs)
-        out, stats, *rest = ada_norm_forward(list(flat), weight, bias, layer, eps)
-        updated = list(rest)  # torch 2.11's Dynamo makes a tuple of starred names
+        out, stats, *updates = ada_norm_forward(list(flat), weight, bias, layer, eps)
+        updated = list(updates)  # torch 2.11's Dynamo makes a tuple of starred names
         streams, wants = _streams(flat), _streams(ctx.needs_input_grad[5:])
         residuals = [s.x if s.y is None else updated.pop(0) for s in streams]
         ctx.groups = [s.groups() for s in streams]
         ctx.dtypes = [None if v is None else v.dtype for v in flat]
-        kept: list[Tensor | None] = [weight, bias, stats]
+        saved: list[Tensor | None] = [weight, bias, stats]
         for residual, stream, want in zip(residuals, streams, wants, strict=True):
-            kept += [residual, stream.y if want.gate else None, stream.gate, stream.scale]
-        ctx.save_for_backward(*kept)
+            saved += [residual, stream.y if want.gate else None, stream.gate, stream.scale]
+        ctx.save_for_backward(*saved)
         return (out, *residuals)
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, *grad_residuals: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        weight, bias, stats, *kept = ctx.saved_tensors
+        weight, bias, stats, *saved = ctx.saved_tensors
         if grad is None:  # out was not used
-            grad = torch.zeros_like(kept[0][:, :1, :1]).expand(*stats.shape[1:], kept[0].shape[2])
+            grad = torch.zeros_like(saved[0][:, :1, :1]).expand(*stats.shape[1:], saved[0].shape[2])
         grads: list[Tensor | None] = []
         if ctx.plan is not None:
             needs, lengths = ctx.needs_input_grad[5:], ctx.plan.lengths
@@ -483,15 +493,15 @@ class _AdaNorm(torch.autograd.Function):
                 rows = grad.split_with_sizes(lengths, 1)
                 statistics = stats.split_with_sizes(lengths, 2)
             for i, plan in enumerate(ctx.plan.streams):
-                tensors = (weight, bias, statistics[i], *kept[4 * i : 4 * i + 4])
+                tensors = (weight, bias, statistics[i], *saved[4 * i : 4 * i + 4])
                 of_outputs = (rows[i], grad_residuals[i])
                 grads += plan.backward(tensors, of_outputs, needs[5 * i : 5 * i + 5])
             return (None, None, None, None, None, *grads)
         affine, wants = ctx.needs_input_grad[3:5], _streams(ctx.needs_input_grad[5:])
         shares: list[tuple[Any, Any]] = []
-        by_stream = _by_stream(grad, stats, [Stream(residual) for residual in kept[::4]])
+        by_stream = _by_stream(grad, stats, [Stream(residual) for residual in saved[::4]])
         for i, want in enumerate(wants):
-            residual, y, gate, scale = kept[4 * i : 4 * i + 4]
+            residual, y, gate, scale = saved[4 * i : 4 * i + 4]
             operands = BackwardOperands(
                 by_stream[0][i], grad_residuals[i], residual, by_stream[1][i], y, gate, scale, weight
             )  # fmt: skip
@@ -508,23 +518,28 @@ class _AdaNorm(torch.autograd.Function):
 
 
 def _describe(tensor: Tensor) -> str:
-    """Return a tensor's shape, dtype and device, for an error."""
+    """A tensor's shape, dtype and device, for an error message."""
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
 def check_streams(streams: Sequence[Stream], norm: str, affine: dict[str, Tensor | None]) -> None:
-    """Raise a ValueError that names what does not fit: the norm, a stream's rows, weight or bias."""
+    """Raise a ValueError that names the invalid operand: the norm, a stream's rows, weight or bias."""
     if norm not in ("layer", "rms"):
         raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
     if not streams:
         raise ValueError("ada_norm needs at least one stream, got none")
-    first = streams[0].x
+    first_x = streams[0].x
     for i, (x, _, _, y, gate) in enumerate(streams):
-        same = x.dtype is first.dtype and x.device == first.device
-        if x.ndim != 3 or not x.is_floating_point() or x.shape[::2] != first.shape[::2] or not same:
+        fits_first = x.dtype is first_x.dtype and x.device == first_x.device
+        if (
+            x.ndim != 3
+            or not x.is_floating_point()
+            or x.shape[::2] != first_x.shape[::2]
+            or not fits_first
+        ):
             raise ValueError(
                 f"x of stream {i} must be floating (B,T,D), with the B, D, dtype and device of stream 0: "
-                f"got {_describe(x)} beside {_describe(first)}"
+                f"got {_describe(x)} beside {_describe(first_x)}"
             )
         if y is not None and y.shape != x.shape:
             raise ValueError(
@@ -533,12 +548,12 @@ def check_streams(streams: Sequence[Stream], norm: str, affine: dict[str, Tensor
         if gate is not None and y is None:
             raise ValueError(f"gate of stream {i} multiplies y, and there is no y")
     for name, vector in affine.items():
-        if vector is not None and vector.shape != first.shape[2:]:
-            raise ValueError(f"{name} must be ({first.shape[2]},), got {_describe(vector)}")
+        if vector is not None and vector.shape != first_x.shape[2:]:
+            raise ValueError(f"{name} must be ({first_x.shape[2]},), got {_describe(vector)}")
 
 
 def grouped(stream: Stream, position: int) -> Stream:
-    """Return the stream with every table as (B,G,D), with one G.
+    """The stream with every table as (B,G,D), with one G.
 
     Raises ValueError for a table of another shape, or a G that does not divide T.
     """
@@ -566,12 +581,12 @@ def joint_ada_norm(
     norm: Literal["layer", "rms"],
     eps: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return ``norm(x + gate * y) * (1 + scale) + shift`` of each stream in order, in one buffer (B, sum of T, D).
+    """Compute ``norm(x + gate * y) * (1 + scale) + shift`` of each stream, into one buffer (B, sum of T, D).
 
-    The other results are each stream's ``x + gate * y`` (the memory of x where it has no y), both in x's dtype.
-    Go on from the x returned here: then the gradient of its other use is added in this op's backward, with no pass
-    of its own. weight and bias are (D,); each operand may have its own float dtype and strides.
-    Raises ValueError for shapes that do not fit. Source: CogVideoX, diffusers CogVideoXLayerNormZero.
+    The other results are each stream's ``x + gate * y`` (the memory of x if it has no y), both in x's dtype. Continue
+    with the x returned here: then the gradient of its other use is added in this op's backward, without a separate
+    pass. weight and bias are (D,); each operand may have its own float dtype and strides. Raises ValueError for shapes
+    that do not fit. Source: CogVideoX, diffusers CogVideoXLayerNormZero.
     """
     flat = [field for stream in streams for field in stream]
     layer = norm == "layer"
@@ -588,7 +603,7 @@ def joint_ada_norm(
 def _plan_of(
     norm: str, eps: float, weight: Tensor | None, bias: Tensor | None, flat: list[Any]
 ) -> _Plan | None:
-    """Return the plan for these operands; None if ops must be called, because tracing would not see a plain launch."""
+    """The plan for these operands; None if ops must be called, because tracing would not see a plain launch."""
     if not flat or not launches(flat[0]):
         return None
     if (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad):
@@ -639,12 +654,14 @@ def ada_norm(
     y: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return ``norm(x + gate * y) * (1 + scale) + shift``, and ``x + gate * y`` too if y is given; both in x's dtype.
+    """Compute ``norm(x + gate * y) * (1 + scale) + shift``, and also ``x + gate * y`` if y is given; both in x's
+    dtype.
 
     x, y (B,T,D); shift, scale, gate (B,D) or (B,G,D), where token t uses group ``t // (T // G)``; weight, bias (D,).
-    Every operand may have its own float dtype, and any strides. The norm is over D, of ``x + gate * y`` as it was
-    rounded. Raises ValueError for shapes that do not fit. `joint_ada_norm` of one stream also returns x where there
-    is no y, and saves a pass of the backward.
+    Every operand may have its own float dtype and any strides. The norm is over D, of the rounded ``x + gate * y``.
+    Raises ValueError for shapes that do not fit. `joint_ada_norm` with one stream also returns x if there is no y, and
+    saves a pass of the backward.
+
     Source: diffusers AdaLayerNormZero, and the block forwards of Sana, Wan and LTX.
     """
     out, (residual,) = joint_ada_norm(

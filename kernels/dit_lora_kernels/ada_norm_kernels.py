@@ -31,7 +31,7 @@ Layouts = tuple[Layout | None, ...]
 
 
 class Stream(NamedTuple):
-    """One stream of tokens: x and y (B,T,D), its tables (B,G,D) or (B,D) where G divides T."""
+    """One stream of tokens: x and y (B,T,D), its tables (B,G,D) or (B,D), where G divides T."""
 
     x: Tensor
     shift: Tensor | None = None
@@ -40,13 +40,13 @@ class Stream(NamedTuple):
     gate: Tensor | None = None
 
     def groups(self) -> int:
-        """Return G, how many rows of the tables a sample has."""
+        """G, the number of table rows per sample."""
         tables = (self.shift, self.scale, self.gate)
         return next((table.shape[1] for table in tables if table is not None), 1)
 
 
 class BackwardOperands(NamedTuple):
-    """Tensors that the backward of one stream reads: rows (B,T,D), tables (B,G,D), stats (1 or 2,B,T), weight (D,)."""
+    """Tensors that one stream's backward reads: rows (B,T,D), tables (B,G,D), stats (1 or 2,B,T), weight (D,)."""
 
     grad: Tensor
     grad_residual: Tensor | None
@@ -118,7 +118,7 @@ def _factor(
     scale_ptr, weight_ptr, b, g, scale_b, scale_g, columns, channel,
     ACC: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return ``(1 + scale) * weight`` (BLOCK_D,), which all rows of a group share."""
+    """Compute ``(1 + scale) * weight`` (BLOCK_D,), which all rows of a group share."""
     factor = tl.full((BLOCK_D,), 1.0, ACC)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + b * scale_b + g * scale_g + columns, mask=channel, other=0.0)
@@ -130,7 +130,7 @@ def _factor(
 
 @triton.jit
 def _store_sums(ones_ptr, hats_ptr, dgate_ptr, ones, hats, dgate, program, D, columns, channel):
-    """Store a program's sums (BLOCK_D,) as its row of the partials; a null pointer is a sum nobody wants."""
+    """Store a program's sums (BLOCK_D,) as its row of the partials; a null pointer skips a sum."""
     if ones_ptr is not None:
         tl.store(ones_ptr + program * D + columns, ones, mask=channel)
     if hats_ptr is not None:
@@ -210,7 +210,7 @@ def _backward_kernel(
 
 
 def _strides(layouts: Layouts) -> list[int]:
-    """Return the strides between samples and between rows of each; zeros of a missing one, which nothing reads."""
+    """The strides between samples and between rows of each layout; zeros for a missing one, which nothing reads."""
     strides: list[int] = []
     for layout in layouts:
         # A table (B,D) is its samples' only row.
@@ -222,14 +222,14 @@ def _strides(layouts: Layouts) -> list[int]:
 def forward_launch(
     rows: Layouts, affine: Layouts, stats: Layout, groups: int, eps: float
 ) -> Prepared:
-    """Return the launch for `rows`, that is x, y, gate, shift, scale, for weight and bias, and a stream's `stats`.
+    """Prepare the forward launch for `rows` (x, y, gate, shift, scale), weight and bias, and a stream's `stats`.
 
-    It is called with these seven tensors, x' (B,T,D) or None, and the stream's tokens of `out` (B,S,D) and of `stats`
-    (1 or 2,B,S).
+    Call it with these seven tensors, x' (B,T,D) or None, and the stream's tokens of `out` (B,S,D) and of `stats` (1 or
+    2,B,S).
     """
     x = rows[0]
     assert x is not None
-    del affine  # their dtypes are what the launch is of
+    del affine  # only part of the cache key: their dtypes select the launch
     B, T, D = x.shape
     numbers = (*_strides(rows), T, T // groups, stats.stride[1], D, stats.stride[0])
     constants = {
@@ -242,10 +242,10 @@ def forward_launch(
 
 
 def rows_per_program(rows: int, length: int) -> int:
-    """Return how many of `rows`, in groups of `length`, one program sums: as many as still keep the GPU busy."""
-    # A power of two, because each number is a kernel of its own to compile.
-    most = max(min(MAX_ROWS, length, rows // MIN_PROGRAMS), 1)
-    return 1 << (most.bit_length() - 1)
+    """How many of `rows`, in groups of `length`, one program sums: as many as still keep the GPU busy."""
+    # A power of two, because each number compiles another kernel.
+    max_count = max(min(MAX_ROWS, length, rows // MIN_PROGRAMS), 1)
+    return 1 << (max_count.bit_length() - 1)
 
 
 @functools.lru_cache(8192)
@@ -257,16 +257,16 @@ def backward_launch(
     count: int,
     made: tuple[torch.dtype | None, ...],
 ) -> Prepared:
-    """Return the launch for `rows`, that is grad, grad_residual, x', y, gate, scale; `count` of them a program.
+    """Prepare the backward launch for `rows` (grad, grad_residual, x', y, gate, scale), with `count` rows per program.
 
-    It is called with grad, grad_residual, x', `stats`, y, gate, scale, weight and what it fills, of the dtypes `made`:
-    dx, dy (B,T,D), and the sums of `_store_sums`, a row of D for each of a group's programs.
+    Call it with grad, grad_residual, x', `stats`, y, gate, scale, weight and its outputs, of the dtypes `made`: dx, dy
+    (B,T,D), and the sums of `_store_sums`, one row of D for each program of a group.
     """
     residual = rows[2]
     assert residual is not None
     B, T, D = residual.shape
     length = T // groups
-    chunks = -(-length // count)  # programs a group, the last of which may have rows to spare
+    chunks = -(-length // count)  # programs per group; the last one may have unused rows
     strides = (stats.stride[1], D, chunks, stats.stride[0])
     numbers = (*_strides(rows), T, groups, length, *strides)
     constants: dict[str, Any] = {
@@ -279,7 +279,7 @@ def backward_launch(
 
 
 def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
-    """Return the tensors' layouts, None for one that is missing."""
+    """The tensors' layouts; None for a missing one."""
     return tuple([None if tensor is None else layout_of(tensor) for tensor in tensors])
 
 
@@ -292,7 +292,9 @@ def launch_forward(
     stats: Tensor,
     eps: float,
 ) -> None:
-    """Fill `residual` (B,T,D), and `out` (B,T,D) and `stats` (1 or 2,B,T): slices of a joint buffer's tokens."""
+    """Fill `residual` (B,T,D), and `out` (B,T,D) and `stats` (1 or 2,B,T), which are slices of a joint buffer's
+    tokens.
+    """
     if stream.x.numel() == 0:
         return
     # In the order of the kernel's arguments.
@@ -308,9 +310,9 @@ def launch_forward(
 def launch_backward(
     operands: BackwardOperands, rows: Sequence[Tensor | None], groups: int, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Fill `rows`, dx and dy; return the sums over each group's tokens that `wanted` names, (B,G,D) or None.
+    """Fill `rows` (dx and dy) and return the sums over each group's tokens that `wanted` selects, (B,G,D) or None.
 
-    They are those of grad, of grad times the normalised row, and of dx' times y.
+    The sums are of grad, of grad times the normalised row, and of dx' times y.
     """
     grad, grad_residual, residual, stats, y, gate, scale, weight = operands
     B, T, D = residual.shape
@@ -322,22 +324,22 @@ def launch_backward(
     ]
     if residual.numel() > 0:
         read = [readable_rows(v) for v in (grad, grad_residual, residual, y, gate, scale)]
-        factor, made = packed(weight), (*rows, *partials)
-        dtypes = tuple([None if tensor is None else tensor.dtype for tensor in made])
+        factor, outputs = packed(weight), (*rows, *partials)
+        dtypes = tuple([None if tensor is None else tensor.dtype for tensor in outputs])
         of_weight = None if factor is None else layout_of(factor)
         launch = backward_launch(_layouts(read), of_weight, layout_of(stats), groups, count, dtypes)
-        launch(*read[:3], stats, *read[3:], factor, *made)
+        launch(*read[:3], stats, *read[3:], factor, *outputs)
     return [None if p is None else total(p, chunks) for p in partials]
 
 
 def programs(rows: int, length: int, sums: bool) -> tuple[int, int]:
-    """Return the rows per program, and the programs per group of `length`; the last one may have fewer rows."""
-    # Without sums rows have nothing to share, and one program a row keeps the GPU fullest.
+    """Rows per program, and programs per group of `length`; the last one may have fewer rows."""
+    # Without sums rows share nothing, and one program per row keeps the GPU fullest.
     count = rows_per_program(rows, length) if sums else 1
     return count, -(-length // count)
 
 
 def total(partials: Tensor, chunks: int) -> Tensor:
-    """Return the sum of each group's rows (..., chunks, D)."""
-    # By torch, in one order whatever the order in which programs ran.
+    """Sum each group's rows (..., chunks, D)."""
+    # With torch, in a fixed order that does not depend on the programs' order.
     return partials.squeeze(-2) if chunks == 1 else partials.sum(-2)

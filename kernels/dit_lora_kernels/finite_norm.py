@@ -38,7 +38,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def finite_norms_reference(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    """Define the op: plain torch, fp64 inside and out, (count,); of one tensor at least."""
+    """Reference of the op: plain torch, fp64 inside and out, (count,); needs at least one tensor."""
     squares = torch.zeros(count, dtype=torch.float64, device=tensors[0].device)
     for tensor, group in zip(tensors, groups, strict=True):
         squares[group] += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
@@ -53,18 +53,19 @@ def _chunk_kernel(
     table_ptr, norms_ptr,
     CHUNK: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store a chunk's norm in fp64; a row of the table (3,) has its address, its elements and its norm's place."""
-    # Addresses from a table, so that one launch covers tensors of any number and size: gradients are many and small.
+    """Store a chunk's norm in fp64; a table row (3,) holds its address, its elements and the index of its norm."""
+    # Addresses come from a table, so that one launch covers tensors of any number and size: gradients are many and
+    # small.
     row = table_ptr + tl.program_id(0).to(tl.int64) * 3
     data = tl.load(row).to(tl.pointer_type(ELEMENT))
     elements = tl.load(row + 1)
-    # Triton cannot know of an address that was loaded whether it allows 16-byte loads: it is told.
+    # Triton cannot know whether a loaded address allows 16-byte loads, so it is told.
     if ALIGNED:
         data = tl.multiple_of(data, 16)
         elements = tl.multiple_of(elements, 16)
     i = tl.arange(0, CHUNK)
     x = tl.load(data + i, mask=i < elements, other=0).to(ACC)
-    # Powers of two change the exponent alone. Whatever the largest is beside a NaN, the sum is NaN.
+    # Powers of two change only the exponent. With a NaN, the sum is NaN whatever the largest element is.
     largest = tl.max(tl.abs(x), axis=0)
     tiny, huge = largest < 2.0**-40, largest >= 2.0**56
     x = x * tl.where(tiny, 2.0**88, tl.where(huge, 2.0**-72, 1.0))
@@ -77,7 +78,7 @@ def _chunk_kernel(
 
 
 def _element(dtype: torch.dtype) -> Any:
-    """Return Triton's dtype of the elements that a loaded address points to."""
+    """Triton's dtype for the elements at a loaded address."""
     return {
         torch.float16: tl.float16,
         torch.bfloat16: tl.bfloat16,
@@ -87,27 +88,31 @@ def _element(dtype: torch.dtype) -> Any:
 
 
 Flat = tuple[int, int, torch.dtype]
-"""Address, elements and dtype of a contiguous tensor."""
+"""Address, number of elements and dtype of a contiguous tensor."""
 
 
 def _table(rows: Sequence[tuple[int, int, int]], element_size: int) -> Tensor:
-    """Return (chunks,3) int64 on the host, each chunk's address, elements and place of the norm.
+    """Build a (chunks,3) int64 table on the host: each chunk's address, elements and index of its norm.
 
-    `rows` has each tensor's address, elements and first chunk's place; those of its other chunks follow.
+    `rows` has each tensor's address, elements and its first chunk's index; those of its other chunks follow.
     """
-    address, size, place = torch.tensor(rows, dtype=torch.int64).unbind(1)
+    address, size, norm_index = torch.tensor(rows, dtype=torch.int64).unbind(1)
     chunks = (size + CHUNK - 1) // CHUNK
-    # Vectorised, because a model's gradients are thousands of chunks. `of` is each chunk's tensor, `index` its number
-    # in it.
-    of = torch.repeat_interleave(chunks)
-    index = torch.arange(len(of)) - (chunks.cumsum(0) - chunks)[of]
-    left = size[of] - index * CHUNK
-    start = address[of] + index * (CHUNK * element_size)
-    return torch.stack([start, left.clamp(max=CHUNK), place[of] + index], dim=1)
+    # Vectorised, because a model's gradients are thousands of chunks. `tensor_of_chunk` is each chunk's tensor,
+    # `index` its number within it.
+    tensor_of_chunk = torch.repeat_interleave(chunks)
+    index = torch.arange(len(tensor_of_chunk)) - (chunks.cumsum(0) - chunks)[tensor_of_chunk]
+    remaining = size[tensor_of_chunk] - index * CHUNK
+    start = address[tensor_of_chunk] + index * (CHUNK * element_size)
+    return torch.stack(
+        [start, remaining.clamp(max=CHUNK), norm_index[tensor_of_chunk] + index], dim=1
+    )
 
 
 class _Tables(NamedTuple):
-    """Tables that launches read: a group's most chunks, and the chunks of each dtype and alignment."""
+    """Tables that launches read: the largest number of chunks in a group, and the chunks of each dtype and
+    alignment.
+    """
 
     longest: int
     chunks: list[tuple[torch.dtype, bool, Tensor]]
@@ -116,8 +121,8 @@ class _Tables(NamedTuple):
 def _tables(
     device: torch.device, groups: tuple[int, ...], count: int, flat: tuple[Flat, ...]
 ) -> _Tables:
-    """Return the tables, on the device, of contiguous tensors at these addresses; see `_launch`."""
-    # A row a group, padded with zeros; a chunk's place does not depend on which launch it is in.
+    """Build the tables on the device, for contiguous tensors at these addresses; see `_launch`."""
+    # One row per group, padded with zeros; a chunk's index does not depend on its launch.
     used = [0] * count
     starts = []
     for (_, elements, _), group in zip(flat, groups, strict=True):
@@ -140,31 +145,31 @@ def _tables(
 
 @functools.lru_cache(maxsize=4)
 def _kept_tables(_stream: int, *args: Any) -> _Tables:
-    """Return `_tables(*args)`: of arguments that are equal once more, those of the last time."""
-    # Never stale: a table has only these numbers, whatever tensors are at the addresses now. A table copied on another
-    # stream might not be there yet, so the stream is part of the key.
+    """`_tables(*args)`, cached for equal arguments."""
+    # Never stale: a table contains only these numbers, whatever tensors are at the addresses now. A table copied on
+    # another stream might not have arrived yet, so the stream is part of the key.
     return _tables(*args)
 
 
 def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    """Return the groups' norms (count,) in fp64, by one launch for each dtype and alignment that there is."""
+    """Compute the groups' norms (count,) in fp64, with one launch per dtype and alignment."""
     # The current stream is asked for below: it must be that of the tensors' GPU.
     with torch.cuda.device_of(tensors[0]):
         return _launch_here(tensors, groups, count)
 
 
 def _launch_here(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    """Return what `_launch` does, on the current device."""
+    """`_launch` on the current device."""
     device = tensors[0].device
-    # Held until all is launched: a freed copy's memory could be given away before.
+    # Held until everything is launched: the memory of a freed copy could be reused before.
     flat = [tensor.contiguous() for tensor in tensors]
-    found = (device, tuple(groups), count, tuple((t.data_ptr(), t.numel(), t.dtype) for t in flat))
+    key = (device, tuple(groups), count, tuple((t.data_ptr(), t.numel(), t.dtype) for t in flat))
     on_gpu = device.type == "cuda"
-    # While a graph is captured memory belongs to it, and what was copied is there at its replay alone.
+    # During graph capture memory belongs to the graph, and copies exist only when it is replayed.
     if on_gpu and torch.cuda.is_current_stream_capturing():
-        tables = _tables(*found)
+        tables = _tables(*key)
     else:
-        tables = _kept_tables(torch.cuda.current_stream().cuda_stream if on_gpu else 0, *found)
+        tables = _kept_tables(torch.cuda.current_stream().cuda_stream if on_gpu else 0, *key)
     norms = torch.zeros((count, tables.longest), dtype=torch.float64, device=device)
     for dtype, aligned, table in tables.chunks:
         launch(
@@ -180,7 +185,7 @@ def _launch_here(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -
 
 @op("finite_norms")
 def finite_norms_op(tensors: list[Tensor], groups: list[int], count: int) -> Tensor:
-    """Return `finite_norms` (count,), fp64, of checked operands, at least one."""
+    """The op `finite_norms` (count,), fp64; operands are checked, at least one."""
     if launches(tensors[0]):
         return _launch(tensors, groups, count)
     return finite_norms_reference(tensors, groups, count)
@@ -192,12 +197,12 @@ def _(tensors: list[Tensor], groups: list[int], count: int) -> Tensor:
 
 
 def finite_norms(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    """Return the L2 norm of each group's elements, fp64 (count,) on the tensors' device; not differentiable.
+    """L2 norm of each group's elements, fp64 (count,) on the tensors' device; not differentiable.
 
-    `groups[i]`, from 0 to count - 1, is the group of `tensors[i]`. Tensors are of any shapes and strides, in fp16,
-    bf16, fp32 or fp64, on one device; those that are not contiguous are copied. A norm is NaN or Inf exactly if an
-    element is, and zero exactly if every element is (fp64 elements beyond fp32's range aside).
-    Empty tensors and groups give 0; without any tensor, zeros on the CPU.
+    `groups[i]`, from 0 to count - 1, is the group of `tensors[i]`. Tensors may have any shapes and strides, in fp16,
+    bf16, fp32 or fp64, on one device; non-contiguous ones are copied. A norm is NaN or Inf exactly if an element is,
+    and zero exactly if every element is (except for fp64 elements beyond fp32's range). Empty tensors and groups give
+    0; without any tensor, zeros on the CPU.
 
     Raises ValueError if groups do not match the tensors or the devices differ, TypeError for another dtype.
     """

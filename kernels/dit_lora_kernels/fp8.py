@@ -21,9 +21,9 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 ERROR = 2 * 2.0**-4 + 2.0**-8 + 2.0**-8
-"""Error bound of a product, as a share of the sum of its terms' sizes: rounding of each operand, of both, and of y."""
+"""Error bound of a product, as a share of the sum of its terms' magnitudes: rounding of each operand, both, and y."""
 FLOOR = 2.0**-10 * (1 + 2.0**-4) + 2.0**-16
-"""Bound of what values far below their row's largest add to that, in scales of the rows (docs/kernels.md)."""
+"""Additional error bound for values far below their row's largest, in scales of the rows (docs/kernels.md)."""
 _LARGEST = torch.finfo(E4M3).max
 _SMALLEST = torch.finfo(torch.float32).tiny  # scale of a row of zeros, which it leaves zeros
 _TYPICAL = 0.08  # of a product's norm: twice what rounding random values makes
@@ -38,19 +38,19 @@ class Fp8Matrix(NamedTuple):
 
 
 class Fp8Weight(NamedTuple):
-    """A frozen weight in fp8 twice: by rows (O, I), for x W^T; transposed and by rows of that (I, O), for dy W."""
+    """A frozen weight in fp8 twice: by rows (O, I), for x W^T; and its transpose by rows (I, O), for dy W."""
 
     forward: Fp8Matrix
     backward: Fp8Matrix
 
 
 def fits(weight: Tensor) -> bool:
-    """Return whether products with this weight (O, I) can be in fp8: bf16, and multiples of 16."""
+    """True if products with this weight (O, I) can use fp8: it is bf16, and its sizes are multiples of 16."""
     return weight.dtype is torch.bfloat16 and all(size % _MULTIPLE == 0 for size in weight.shape)
 
 
 def quantize_rows(x: Tensor) -> Fp8Matrix:
-    """Return (R, K) as codes and scales; of a row that is not finite, codes and scale are not all finite either."""
+    """Quantise (R, K) into codes and scales; a row that is not finite keeps a non-finite code or scale."""
     # The norm hands on a NaN, as does `clamp`.
     largest = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
     scale = (largest / _LARGEST).clamp(min=_SMALLEST)
@@ -58,15 +58,15 @@ def quantize_rows(x: Tensor) -> Fp8Matrix:
 
 
 def quantize_weight(weight: Tensor) -> Fp8Weight:
-    """Return a weight (O, I) for both products; two bytes an element in all."""
+    """Quantise a weight (O, I) for both products; needs two bytes per element in all."""
     weight = weight.detach()
     return Fp8Weight(quantize_rows(weight), quantize_rows(weight.t().contiguous()))
 
 
 def product(rows: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
-    """Return rows (N, K) times weight (M, K) transposed, plus bias (M,), as bf16 (N, M).
+    """Rows (N, K) times the transpose of weight (M, K), plus bias (M,), as bf16 (N, M).
 
-    Not on a GPU, the same codes are multiplied in fp32.
+    Without a GPU the same codes are multiplied in fp32.
     """
     if rows.codes.is_cuda:
         # Without fast accumulation: it keeps 14 bits of a sum, and the bounds above are of fp32 sums.
@@ -85,7 +85,7 @@ def product(rows: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None = None) -> T
 
 
 def why_unavailable() -> str | None:
-    """Return why this machine has no fp8 products; None if it has. Asks the current GPU for one small product."""
+    """Reason why this machine has no fp8 products; None if it has. Runs one small product on the current GPU."""
     if not torch.cuda.is_available():
         return "fp8 products need a GPU of compute capability 8.9 or more, and there is no GPU"
     major, minor = torch.cuda.get_device_capability()

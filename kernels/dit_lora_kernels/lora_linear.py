@@ -1,14 +1,16 @@
-"""Linear layers with a LoRA adapter on a frozen base, alone or several on one input.
+"""Linear layers with a LoRA adapter on a frozen base, for one layer or several that share an input.
 
     y = x W^T + bias + s dropout(x) A^T B^T        frozen: W, bias; trained: A, B
 
 Shape suffixes: N rows (batch x tokens), I in, O out, R rank, of all projections of one input together.
+
 Source: LoRA, https://arxiv.org/abs/2106.09685, section 4.1; PEFT's `tuners/lora/layer.py` computes the same.
+
 Products are cuBLAS GEMMs, there is no kernel here: `addmm` adds each into its sum, s is folded into B.
 
-Traffic beside the base products, e = element size: forward reads x (N*I*e) once for all projections and reads
+Traffic in addition to the base products, e = element size: forward reads x (N*I*e) once for all projections and reads
 and writes each y (2*N*O*e). Backward reads x once, reads each dy twice and reads and writes dx once for all adapters.
-Saved: x once, s-free products x A^T (N*R*e), and with dropout a mask of N*I bytes for each projection.
+Saved: x once, products x A^T without s (N*R*e), and with dropout a mask of N*I bytes for each projection.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +31,9 @@ COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Adapter(NamedTuple):
-    """A (R, I) and B (O, R), any floating dtype, also of their gradients. `lowered` is a reusable `lower(...)`."""
+    """A (R, I) and B (O, R) in any floating dtypes, which their gradients share. `lowered` is a reusable
+    `lower(...)`.
+    """
 
     a: Tensor
     b: Tensor
@@ -47,7 +51,7 @@ class Quantized(NamedTuple):
 class Projection(NamedTuple):
     """One linear layer and its adapter: a frozen weight (O, I) and bias (O,), or `quantized` and neither.
 
-    With `fp8`, made of the weight, both products of the base are in fp8; those of A and B are not.
+    With `fp8`, derived from the weight, both products of the base are in fp8; those of A and B are not.
     """
 
     weight: Tensor | None
@@ -58,14 +62,14 @@ class Projection(NamedTuple):
 
 
 def compute_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Return the compute dtype: autocast's if it is on, else the base weight's, else (quantised) that of x."""
+    """The compute dtype: autocast's if it is on, else the base weight's, else (quantised) that of x."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype if weight is None else weight.dtype
 
 
 def lower(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return A (R, I) and s*B (O, R) in the compute dtype, without gradient; each is rounded once."""
+    """A (R, I) and s*B (O, R) in the compute dtype, without gradient; each is rounded once."""
     # s is folded into B: O*R products here in place of N*O on the output.
     a, b = a.detach(), b.detach()
     scaled = b if scaling == 1 else b.to(torch.promote_types(b.dtype, dtype)) * scaling
@@ -76,13 +80,15 @@ def lower(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Ten
 def lower_all(
     adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return `lower` of every (a, b, scaling) with the same bits, in a few launches for each dtype and device."""
-    a = [each for each, _, _ in adapters]
-    b = [each for _, each, _ in adapters]
+    """`lower` of every (a, b, scaling), with the same bits, in a few launches per dtype and device."""
+    a = [matrix for matrix, _, _ in adapters]
+    b = [matrix for _, matrix, _ in adapters]
     scalings = [scaling for *_, scaling in adapters]
-    if torch.promote_types(b[0].dtype, dtype) is not b[0].dtype:  # to be multiplied in a wider one
+    if (
+        torch.promote_types(b[0].dtype, dtype) is not b[0].dtype
+    ):  # must be multiplied in a wider dtype
         return [lower(*adapter, dtype) for adapter in adapters]
-    # PyTorch's optimizers are made of these two; they have no public names.
+    # PyTorch's optimizers use these two functions, which have no public names.
     if any(scaling != 1 for scaling in scalings):
         b = list(torch._foreach_mul(b, scalings))
     lowered: list[list[Tensor]] = []
@@ -105,12 +111,13 @@ def lora_linear(
     dropout: float = 0.0,
     quantized: Quantized | None = None,
 ) -> Tensor:
-    """Apply an adapted linear layer that saves x once, in the compute dtype, with no pass for casts, scaling or sums.
+    """Apply an adapted linear layer that saves x once, in the compute dtype, without passes for casts, scaling or
+    sums.
 
     x (..., I) gives (..., O) in `compute_dtype(x, weight)`; x is cast to it, and so is a weight under autocast.
-    Gradients: dx in x's dtype, dA and dB in theirs, from fp32 sums (of a GEMM of `out_dtype` fp32 on a GPU).
-    `dropout` uses torch's own mask: the one that `F.dropout` draws here for this x in the compute dtype.
-    Raises `ValueError` for shapes that do not fit, a base that is not frozen, a dropout outside of [0, 1).
+    Gradients: dx in x's dtype, dA and dB in theirs, from fp32 sums (of a GEMM of `out_dtype` fp32 on a GPU). `dropout`
+    uses torch's own mask: the one that `F.dropout` draws here for this x in the compute dtype. Raises `ValueError` for
+    shapes that do not fit, a base that is not frozen, and a dropout outside [0, 1).
     """
     return lora_qkv(x, [Projection(weight, bias, adapter, quantized)], dropout=dropout)[0]
 
@@ -120,8 +127,8 @@ def lora_qkv(
 ) -> tuple[Tensor, ...]:
     """Apply `lora_linear` to several layers that share x: it is saved once, and A's products are one GEMM.
 
-    dx is one buffer that every product is added into. With `dropout` each layer draws its own mask, in order,
-    as they would one after the other. Raises `ValueError` as `lora_linear`, and where compute dtypes differ.
+    dx is one buffer that every product is added into. With `dropout` each layer draws its own mask, in order, as
+    separate calls would. Raises `ValueError` as `lora_linear`, and if compute dtypes differ.
     """
     dtype = compute_dtype(x, projections[0].weight)
     _check(x, projections, dropout, dtype)
@@ -131,7 +138,7 @@ def lora_qkv(
 def projected(
     x: Tensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: float
 ) -> tuple[Tensor, ...]:
-    """Do what `lora_qkv` does, without its checks of the operands. `dtype` is `compute_dtype` of each projection."""
+    """`lora_qkv` without checks of the operands. `dtype` is the `compute_dtype` of each projection."""
     operands: list[Tensor | None] = []
     size = 10 if [p for p in projections if p.fp8 is not None] else 6
     # Flat, in order: autograd.Function sees gradients only of tensors that are arguments themselves.
@@ -154,7 +161,7 @@ def projected(
 def _check(
     x: Tensor, projections: Sequence[Projection], dropout: float, dtype: torch.dtype
 ) -> None:
-    """Raise `ValueError` for a dropout, dtype, shape or base that the op does not take."""
+    """Raise `ValueError` for a dropout, dtype, shape or base that the op does not support."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
     if dtype not in COMPUTE_DTYPES:
@@ -180,7 +187,7 @@ def _check(
 
 
 class _Settings(NamedTuple):
-    """Arguments that are no tensors; scalings and quantised bases by projection."""
+    """Arguments that are not tensors; scalings and quantised bases by projection."""
 
     dropout: float
     scalings: list[float]
@@ -191,14 +198,14 @@ class _Settings(NamedTuple):
 
 
 class _LoraProjections(torch.autograd.Function):
-    """Compute all projections of x forward and backward.
+    """Compute all projections of x, forward and backward.
 
     Autocast is off inside: every operand is in the compute dtype already, or is cast here.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, settings: _Settings, *operands: Any) -> tuple[Tensor, ...]:
-        """Return an output (..., O) for each projection of x (..., I)."""
+        """Compute an output (..., O) for each projection of x (..., I)."""
         size = settings.size
         lows_a, lows_b = operands[4::size], operands[5::size]
         weights = list(operands[::size])
@@ -214,31 +221,33 @@ class _LoraProjections(torch.autograd.Function):
                 if rounded is not None and narrow[0][i] is not None:
                     base = Fp8Matrix(narrow[0][i], narrow[1][i])
                     y = fp8.product(rounded, base, None if bias is None else _as(bias, rows.dtype))
-                    weights[i] = None  # nor is it kept
+                    weights[i] = None  # not saved either
                 else:
                     y = _base_product(rows, weights[i], bias, quantized)
-                y.addmm_(products[i], lows_b[i].t())  # into the base's output: no sum of its own
+                y.addmm_(
+                    products[i], lows_b[i].t()
+                )  # added into the base's output, without a separate sum
                 outputs.append(y.view(*x.shape[:-1], y.shape[1]))
         ctx.settings, ctx.shape = settings, x.shape
         ctx.dtypes = [
             (operands[i + 2].dtype, operands[i + 3].dtype) for i in range(0, len(operands), size)
         ]
-        # x is saved as it came: of a strided one, `rows` is a second copy of what others keep. It is for dA alone.
-        kept = x if any(ctx.needs_input_grad[4::size]) else None
+        # Save x as passed in: for a strided x, `rows` is a second copy of memory that others keep. Only dA needs it.
+        saved_x = x if any(ctx.needs_input_grad[4::size]) else None
         backward = [part for of_part in narrow[2:] for part in of_part]
-        ctx.save_for_backward(kept, *weights, *lows_a, *lows_b, *products, *masks, *backward)
+        ctx.save_for_backward(saved_x, *weights, *lows_a, *lows_b, *products, *masks, *backward)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and of every A and B, from those of the outputs."""
+        """Compute the gradients of x and of every A and B, from those of the outputs."""
         n, settings = len(gradients), ctx.settings
         x, *saved = ctx.saved_tensors
         weights, lows_a, lows_b, products = (saved[i : i + n] for i in range(0, 4 * n, n))
-        rest = saved[4 * n :]
-        masks = rest[:n] if settings.dropout else []
-        narrow = rest[len(masks) :] or [None] * (2 * n)
+        remaining = saved[4 * n :]
+        masks = remaining[:n] if settings.dropout else []
+        narrow = remaining[len(masks) :] or [None] * (2 * n)
         needs_b = ctx.needs_input_grad[5 :: settings.size]
         d_b: list[Tensor | None] = [None] * n
         with _no_autocast(gradients[0]):
@@ -262,18 +271,18 @@ class _LoraProjections(torch.autograd.Function):
                 d_a = _joint_backward(rows, dx, inner, lows_a)
         # In the order of the operands: the base is frozen, and the lowered copies have no gradient of their own.
         results: list[Tensor | None] = []
-        others = [None] * (settings.size - 4)
+        no_gradients = [None] * (settings.size - 4)
         for grad_a, grad_b, (dtype_a, dtype_b) in zip(d_a, d_b, ctx.dtypes, strict=True):
-            results += [None, None, _cast(grad_a, dtype_a), _cast(grad_b, dtype_b), *others]
+            results += [None, None, _cast(grad_a, dtype_a), _cast(grad_b, dtype_b), *no_gradients]
         return (None if dx is None else dx.view(ctx.shape), None, *results)
 
 
 def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Switch autocast off within it, on the tensor's kind of device; nothing where it is off already."""
+    """Disable autocast inside the context on the tensor's kind of device; does nothing if it is off already."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind):
         return _NOTHING
-    # Dynamo knows the first alone; the second is the same without its checks, which take longer than a product.
+    # Dynamo supports only the first; the second skips its checks, which take longer than a product.
     return torch.autocast(kind, enabled=False) if torch.compiler.is_compiling() else _Off(kind)
 
 
@@ -281,7 +290,7 @@ _NOTHING = nullcontext()
 
 
 class _Off:
-    """Switches autocast off within it, where it is on."""
+    """Disables autocast inside the context; requires that it is on."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -294,7 +303,7 @@ class _Off:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return (N, last) that a GEMM reads as it is: rows may lie apart, but neither overlap nor be strided inside."""
+    """View as (N, last) for a GEMM: rows may be apart, but must neither overlap nor be strided inside; else a copy."""
     if tensor.is_contiguous():
         return tensor.view(-1, tensor.shape[-1])
     rows = tensor.reshape(-1, tensor.shape[-1])
@@ -306,11 +315,11 @@ def _rows(tensor: Tensor) -> Tensor:
 def _inner_products(
     rows: Tensor, lows_a: Sequence[Tensor], dropout: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return x A^T (N, R) of every projection and, with dropout, the mask (N, I) of every one."""
+    """Compute x A^T (N, R) of every projection and, with dropout, the mask (N, I) of each."""
     if not dropout:
         joint = rows @ _stacked(lows_a).t()
         return _split(joint, [a.shape[0] for a in lows_a], 1), []
-    # With dropout every projection sees another x, so that A's products cannot be one.
+    # With dropout every projection has another x, so A's products cannot be one GEMM.
     products, masks = [], []
     for low_a in lows_a:
         dropped, mask = torch.native_dropout(rows, dropout, True)
@@ -322,7 +331,7 @@ def _inner_products(
 def _base_product(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, quantized: Quantized | None
 ) -> Tensor:
-    """Return the base's x W^T + bias (N, O), in a buffer of its own that may be added to."""
+    """Compute the base's x W^T + bias (N, O), in a new buffer that may be added to."""
     if quantized is not None:
         return quantized.product(rows).to(rows.dtype)
     assert weight is not None  # `_check` has seen to it
@@ -331,16 +340,16 @@ def _base_product(
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in this dtype: itself, without asking PyTorch, where it is so already."""
+    """The tensor in this dtype; itself, without a PyTorch call, if it has that dtype already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 _Base = tuple[Tensor | None, Quantized | None, Tensor | None, Tensor | None]
-"""A projection's weight, or the base quantised by another library, or codes and scale of the weight transposed."""
+"""A projection's weight, or the base quantised by another library, or codes and scale of the transposed weight."""
 
 
 def _base_backward(dys: list[Tensor], bases: Iterable[_Base]) -> Tensor:
-    """Return the sum of dy W over projections (N, I), in a buffer of its own that may be added to."""
+    """Sum dy W over projections (N, I), in a new buffer that may be added to."""
     dx: Tensor | None = None
     for dy, (weight, quantized, codes, scale) in zip(dys, bases, strict=True):
         # The first product makes the buffer, the others and the adapters' are added by their GEMMs.
@@ -356,7 +365,7 @@ def _base_backward(dys: list[Tensor], bases: Iterable[_Base]) -> Tensor:
 
 
 def _base_weight(weight: Tensor | None, quantized: Quantized | None, dtype: torch.dtype) -> Tensor:
-    """Return the base's weight (O, I) in the compute dtype, dequantised where it has to be."""
+    """The base's weight (O, I) in the compute dtype, dequantised if necessary."""
     if quantized is not None:
         return quantized.dequantize(dtype)
     assert weight is not None  # `_check` has seen to it
@@ -366,7 +375,7 @@ def _base_weight(weight: Tensor | None, quantized: Quantized | None, dtype: torc
 def _joint_backward(
     rows: Tensor | None, dx: Tensor | None, inner: list[Tensor], lows_a: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Return dA (R, I) of every projection, of one GEMM; add what goes through the adapters to dx in another."""
+    """Compute dA (R, I) of every projection with one GEMM; add the adapters' part to dx with another."""
     joint = _stacked(inner, 1)
     if dx is not None:
         dx.addmm_(joint, _stacked(lows_a))
@@ -383,7 +392,7 @@ def _masked_backward(
     masks: Sequence[Tensor],
     dropout: float,
 ) -> Sequence[Tensor | None]:
-    """Return dA and add to dx as `_joint_backward` does, where every projection saw another part of x."""
+    """Like `_joint_backward`, for projections with different dropout masks on x."""
     # A mask is applied and scaled in one op, the one that torch's own dropout has for its backward.
     masked, scale = torch.ops.aten.native_dropout_backward, 1 / (1 - dropout)
     d_a: list[Tensor | None] = []
@@ -397,18 +406,18 @@ def _masked_backward(
 
 
 def _stacked(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return the parts one after the other along `dim`; a single one as it is, without a copy."""
+    """Concatenate the parts along `dim`; a single part is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def _split(whole: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-    """Return what `_stacked` put together, as views."""
+    """Undo `_stacked`, as views."""
     # Past the Python of `Tensor.split`.
     return [whole] if len(sizes) == 1 else list(whole.split_with_sizes(sizes, dim))
 
 
 def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right in fp32 or more."""
+    """Compute left @ right in fp32 or more."""
     # A sum over all N rows, which 16 bits would round: cuBLAS stores its fp32 sum, and a CPU has no such GEMM.
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
@@ -416,5 +425,5 @@ def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a gradient in its parameter's dtype."""
+    """Cast a gradient to its parameter's dtype."""
     return None if gradient is None else _as(gradient, dtype)

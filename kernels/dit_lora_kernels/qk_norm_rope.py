@@ -1,17 +1,18 @@
-"""QK-norm and rotary embedding of one of q, k, in one pass: ``out = R(norm(x) * weight + bias)``.
+"""QK-norm and rotary embedding of q or k, in one pass: ``out = R(norm(x) * weight + bias)``.
 
-Shapes: B samples, S tokens, H heads, D elements a head; R tokens from `first` on are rotated, the others only normed.
-`norm` is LayerNorm or RMSNorm over D, or over H*D (across heads), or none. With the pairs (a, b) = (2i, 2i+1) or
-(i, i+D/2), ``R(y)[a] = y[a] cos[a] - y[b] sin[a]`` and ``R(y)[b] = y[b] cos[b] + y[a] sin[b]``. Tables hold each angle
-twice, at a and at b, or once, at i.
+Shapes: B samples, S tokens, H heads, D elements per head; R tokens from `first` on are rotated, the others only
+normed. `norm` is LayerNorm or RMSNorm over D, or over H*D (across heads), or none. With the pairs (a, b) = (2i, 2i+1)
+or (i, i+D/2), ``R(y)[a] = y[a] cos[a] - y[b] sin[a]`` and ``R(y)[b] = y[b] cos[b] + y[a] sin[b]``. Tables hold each
+angle twice, at a and at b, or once, at i.
 
 Source: RoFormer, https://arxiv.org/abs/2104.09864, section 3.2; tables and formula are those of Diffusers'
 `apply_rotary_emb` and `get_1d_rotary_pos_embed(use_real=True)`.
 
-Backward from its own output, which attention saves anyway: ``x_hat = (R^-1(out) - bias) / weight``, and with
-``g = R^T(dout) * weight``: ``dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))``, the last for LayerNorm alone.
-Traffic in passes over x: forward 2, backward 3 (2 without a norm), beside the tables and rstd.
-Saved for backward beyond `out`: rstd, fp32, one number a head (or a token, across heads).
+The backward starts from the output, which attention saves anyway: ``x_hat = (R^-1(out) - bias) / weight``, and with
+``g = R^T(dout) * weight``: ``dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))``, the last term only for LayerNorm.
+
+Traffic in passes over x: forward 2, backward 3 (2 without a norm), in addition to the tables and rstd. Saved for the
+backward in addition to `out`: rstd, fp32, one number per head (or per token, across heads).
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from dit_lora_kernels.support import launches, op, wide_dtype
 
 
 def _turned(y: Tensor, rotation: str) -> Tensor:
-    """Return (-b, a) for every pair (a, b) of the last dimension, in the pairs' places."""
+    """(-b, a) for every pair (a, b) of the last dimension, at the pairs' positions."""
     if rotation == "half":
         a, b = y.chunk(2, dim=-1)
         return torch.cat([-b, a], dim=-1)
@@ -41,12 +42,12 @@ def _turned(y: Tensor, rotation: str) -> Tensor:
 
 
 def _rows(table: Tensor) -> int:
-    """Return the number of tokens that a table rotates."""
+    """Number of tokens that a table rotates."""
     return table.shape[1 if table.ndim == 4 else -2]
 
 
 def _twice(table: Tensor, width: int, rotation: str) -> Tensor:
-    """Return a table (..., R, 1 or H, D) with each angle at both elements of its pair."""
+    """Expand a table to (..., R, 1 or H, D), with each angle at both elements of its pair."""
     if table.ndim < 4:
         return table.unflatten(-1, (-1, width))
     if rotation == "half":
@@ -57,7 +58,7 @@ def _twice(table: Tensor, width: int, rotation: str) -> Tensor:
 def _rotated(
     y: Tensor, cos: Tensor | None, sin: Tensor | None, options: Options, sign: int = 1
 ) -> Tensor:
-    """Return y (B,S,H,D) with R applied to the tokens that have a row in the tables; with `sign` -1 its inverse."""
+    """Apply R to the tokens of y (B,S,H,D) that have a row in the tables; with `sign` -1 its inverse."""
     if cos is None or sin is None:
         return y
     # The inverse is the transpose, in which each sine goes with the element that it is in a row with: before the turn.
@@ -72,7 +73,7 @@ def _rotated(
 
 
 def _normalized(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return x_hat (B,S,H,D) and rstd (B,S,H or 1,1) of x (B,S,H,D)."""
+    """Compute x_hat (B,S,H,D) and rstd (B,S,H or 1,1) of x (B,S,H,D)."""
     dims = (-2, -1) if options.across_heads else (-1,)
     if options.norm == "layer":
         x = x - x.mean(dims, keepdim=True)
@@ -81,7 +82,7 @@ def _normalized(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _by_head(parameter: Tensor | None, x: Tensor, otherwise: float) -> Tensor:
-    """Return a parameter (D,) or (H*D,) as (1 or H, D) in x's dtype, or `otherwise` where it is missing."""
+    """A parameter (D,) or (H*D,) as (1 or H, D) in x's dtype; filled with `otherwise` if it is missing."""
     if parameter is None:
         return x.new_full((1, x.shape[-1]), otherwise)
     return parameter.to(x.dtype).view(-1, x.shape[-1])
@@ -100,7 +101,7 @@ def qk_norm_rope_reference(
     rotation: str = "interleaved",
     first: int = 0,
 ) -> Tensor:
-    """Define `qk_norm_rope`: plain torch, differentiable, fp32 inside (fp64 of fp64), rounded once."""
+    """Reference of `qk_norm_rope`: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once."""
     options = Options(norm, eps, across_heads, rotation, first)
     y = x.to(wide_dtype(x.dtype))
     if norm != "none":
@@ -111,7 +112,7 @@ def qk_norm_rope_reference(
 def _reference_gradients(
     operands: BackwardOperands, options: Options, needs: Sequence[bool]
 ) -> Gradients:
-    """Compute what `launch_backward` does, in plain torch: fp32 inside (fp64 of fp64)."""
+    """`launch_backward` in plain torch: fp32 inside (fp64 for fp64)."""
     grad, source, rstd, weight, bias, cos, sin = operands
     wide = wide_dtype(grad.dtype)
     dy = _rotated(grad.to(wide), cos, sin, options, sign=-1)
@@ -154,7 +155,7 @@ def _op(
     first: int,
     from_output: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and rstd if the backward starts from the output (else an empty tensor)."""
+    """The forward op: the output, and rstd if the backward starts from the output (else an empty tensor)."""
     options = Options(norm, eps, across_heads, rotation, first)
     rstd = torch.empty(
         _rstd_shape(x, options, from_output), dtype=wide_dtype(x.dtype), device=x.device
@@ -169,7 +170,7 @@ def _op(
 
 
 def _rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int, ...]:
-    """Return (B,S,H), (B,S,1) across heads, or (0,) where rstd is not kept."""
+    """Shape of rstd: (B,S,H), (B,S,1) across heads, or (0,) if it is not saved."""
     if not from_output:
         return (0,)
     return (*x.shape[:2], 1 if options.across_heads else x.shape[2])
@@ -199,12 +200,12 @@ def _backward_op(
     first: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias; an empty tensor for one that is not asked for."""
+    """The backward op: gradients of x, weight and bias; an empty tensor for one that is not needed."""
     options = Options(norm, eps, across_heads, rotation, first)
     operands = BackwardOperands(grad, source, rstd, weight, bias, cos, sin)
     compute = launch_backward if launches(grad) else _reference_gradients
     gradients = compute(operands, options, needs)
-    # The schema of an op has no optional results: an empty tensor stands for a gradient that was not asked for.
+    # An op's schema has no optional results: an empty tensor stands for a gradient that is not needed.
     dx, dweight, dbias = (grad.new_empty(0) if g is None else g for g in gradients)
     return dx, dweight, dbias
 
@@ -227,12 +228,12 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save what the backward reads, in the order of BackwardOperands."""
+    """Save the tensors that the backward reads, in the order of BackwardOperands."""
     x, weight, bias, cos, sin, norm, *options, from_output = inputs
     out, rstd = output
     ctx.mark_non_differentiable(rstd)
     ctx.options = (norm, *options)
-    # A rotation alone is undone by its tables; a norm needs its output, which attention keeps anyway, or else x.
+    # A rotation without a norm is undone with its tables; a norm needs its output, which attention keeps anyway, or x.
     if norm == "none":
         ctx.save_for_backward(None, None, None, None, cos, sin)
     elif from_output:
@@ -242,7 +243,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad: Tensor, _grad_rstd: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the op's inputs."""
+    """Compute the gradients of the op's inputs."""
     needs = list(ctx.needs_input_grad[:3])
     computed = _backward_op(grad, *ctx.saved_tensors, *ctx.options, needs)
     gradients = [g if need else None for g, need in zip(computed, needs, strict=True)]
@@ -253,11 +254,12 @@ _op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
-    """Return whether x_hat can be computed back from a 16-bit output. Waits for the GPU: ask when a model is patched.
+    """True if x_hat can be computed from a 16-bit output. Synchronizes with the GPU: call it once, when a model is
+    patched.
 
-    The output's rounding, relative to the row, is divided by each weight: none may be under 1e-3, and
-    rms(weight, bias) / |weight| may be 16 in the root mean square over the elements. At that limit the
-    gradient's error is that of rounding it to bf16.
+    The output's rounding error, relative to the row, is divided by each weight: no weight may be below 1e-3, and
+    rms(weight, bias) / |weight| may be at most 16 in the root mean square over the elements. At that limit the
+    gradient's error equals that of rounding it to bf16.
     """
     if weight is None:
         return True
@@ -277,7 +279,7 @@ def _check(
     sin: Tensor | None,
     options: Options,
 ) -> None:
-    """Raise ValueError for what the kernels do not compute, by name."""
+    """Raise a ValueError that names the operand or setting that the kernels do not support."""
     if x.ndim != 4 or not x.is_floating_point() or x.shape[3] % 2:
         raise ValueError(
             f"x is (B, S, H, D), floating, with an even D; got {x.dtype} {tuple(x.shape)}"
@@ -334,13 +336,13 @@ def qk_norm_rope(
 ) -> Tensor:
     """Normalise the heads of x and rotate tokens `first` to `first + R`, in one pass each way.
 
-    x: (B, S, H, D), any strides with a contiguous D, even. weight, bias: (D,), or (H*D,) across heads. cos, sin:
-    (R, D), (1 or B, R, D) or (1 or B, R, H*D), rotations (cos^2 + sin^2 = 1 in every pair), not differentiated; or
-    (1 or B, R, 1 or H, D/2), which holds the angle of a pair once.
-    Returns (B, S, H, D) contiguous, in x's dtype; fp32 inside, fp64 of fp64.
+    x: (B, S, H, D), any strides with a contiguous D, even. weight, bias: (D,), or (H*D,) across heads. cos, sin: (R,
+    D), (1 or B, R, D) or (1 or B, R, H*D), rotations (cos^2 + sin^2 = 1 in every pair), not differentiated; or (1 or
+    B, R, 1 or H, D/2), which holds the angle of a pair once. Returns (B, S, H, D) contiguous, in x's dtype; fp32
+    inside, fp64 for fp64.
 
-    `from_output`: the backward computes x_hat back from the output; pass `recoverable(weight, bias)`, found once.
-    False, or a weight or bias that is trained, saves x instead. Source: see the module.
+    `from_output`: the backward computes x_hat from the output; pass `recoverable(weight, bias)`, computed once. If
+    False, or if weight or bias is trained, x is saved instead. Source: see the module.
 
     Raises:
         ValueError: a shape, `norm` or `rotation` other than these; a weight or bias without a norm.
@@ -349,7 +351,7 @@ def qk_norm_rope(
     _check(x, {"weight": weight, "bias": bias}, cos, sin, options)
     if norm == "none" and cos is None:
         return x.contiguous()
-    # What is trained moves away from the values that `recoverable` saw.
+    # Trained parameters move away from the values that `recoverable` saw.
     trained = any(t is not None and t.requires_grad for t in (weight, bias))
     from_output = from_output and norm != "none" and not trained
     out, _rstd = _op(x, weight, bias, cos, sin, *options, from_output)

@@ -1,6 +1,6 @@
 """Kernels of `qk_norm_rope`, and their launches.
 
-Shapes as in qk_norm_rope.py: B samples, S tokens, H heads, D elements a head, R rotated tokens.
+Shapes as in qk_norm_rope.py: B samples, S tokens, H heads, D elements per head, R rotated tokens.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Options(NamedTuple):
 class BackwardOperands(NamedTuple):
     """Tensors that the backward reads: `grad` and `source` (B,S,H,D), the parameters and tables of `qk_norm_rope`.
 
-    `source` is the output where `rstd` (B,S,H or 1) is given, else x, and None without a norm.
+    `source` is the output if `rstd` (B,S,H or 1) is given, else x, and None without a norm.
     """
 
     grad: Tensor
@@ -64,7 +64,7 @@ def _load_pair(
     ptr, rows, valid, other: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Return elements a, b (rows, BLOCK) of each row's D/2 pairs; `rows` (rows, 1) are offsets, `valid` a mask."""
+    """Load elements a, b (rows, BLOCK) of each row's D/2 pairs; `rows` (rows, 1) are offsets, `valid` a mask."""
     if HALVES:
         i = tl.arange(0, BLOCK)[None, :]
         mask = valid & (i < D // 2)
@@ -80,7 +80,7 @@ def _load_pair(
 
 @triton.jit
 def _store_pair(ptr, rows, valid, a, b, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):
-    """Write what `_load_pair` takes apart, cast to the pointer's dtype."""
+    """The inverse of `_load_pair`: store pairs, cast to the pointer's dtype."""
     dtype = ptr.dtype.element_ty
     if HALVES:
         i = tl.arange(0, BLOCK)[None, :]
@@ -97,7 +97,7 @@ def _load_shared(
     ptr, offset, count, other: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Return the pairs of a row of H*D, or of one of D that all heads share; `other` past `count` heads, H or 0."""
+    """Load the pairs of a row of H*D, or of a row of D that all heads share; `other` past `count` heads, H or 0."""
     # Shared by all heads it is (1, BLOCK), and where nothing is given (1, 1): both broadcast over the heads.
     if ptr is None:
         a = tl.full((1, 1), other, ACC)
@@ -115,7 +115,7 @@ def _load_rotation(
     D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ONCE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Return row `row` of both tables; cos 1 and sin 0 (no rotation) for tokens before the first or past the last."""
+    """Load row `row` of both tables; cos 1 and sin 0 (no rotation) for tokens before the first or past the last."""
     count = tl.where((row >= 0) & (row < R), H, 0)  # the interpreter cannot broadcast a mask of one
     if TABLES > 1:  # a table for every sample
         row += batch * R
@@ -140,13 +140,13 @@ def _load_rotation(
 
 @triton.jit
 def _unrotate(a, b, c1, c2, s1, s2):
-    """Return the transpose of the rotation, which is its inverse, of the pairs a, b."""
+    """Apply the transpose of the rotation, which is its inverse, to the pairs a, b."""
     return a * c1 + b * s2, b * c2 - a * s1
 
 
 @triton.jit
 def _mean(tile, H: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):
-    """Return the mean of each head (heads, 1), or of all (1, 1); `tile` (heads, BLOCK) is 0 outside the row.
+    """Mean of each head (heads, 1), or over all (1, 1); `tile` (heads, BLOCK) is 0 outside the row.
 
     A tile of a + b holds a head's D elements as D / 2 sums.
     """
@@ -161,7 +161,7 @@ def _normalize(
     a, b, live, H: tl.constexpr, D: tl.constexpr,
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Return the normalised pairs and rstd; the variance is that of the centred row, not from moments."""
+    """Compute the normalised pairs and rstd; the variance is that of the centred row, not from moments."""
     if NORM == "layer":
         # What lies outside the row was 0 and would be -mean: it must not enter the variance.
         mean = _mean(a + b, H, D, ACROSS)
@@ -214,7 +214,7 @@ def _token_gradients(
     d1, d2, y1, y2, rstd_ptr, w1, w2, b1, b2, token, count, live, H: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Return the pairs of a token's dx and x_hat, from dy and y where rstd was saved, from dy and x where not."""
+    """Compute the pairs of a token's dx and x_hat, from dy and y if rstd was saved, else from dy and x."""
     if rstd_ptr is None:
         n1, n2, rstd = _normalize(y1, y2, live, H, D, NORM, EPS, ACROSS)
     else:
@@ -258,7 +258,7 @@ def _backward_kernel(
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
     TABLES: tl.constexpr, PER_HEAD: tl.constexpr, ONCE: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store dx (B,S,H,D) and a program's partial sums; `source` is the output where rstd was saved, else x."""
+    """Store dx (B,S,H,D) and a program's partial sums; `source` is the output if rstd was saved, else x."""
     # A program takes EACH consecutive tokens, and keeps their sums in registers: no atomics, the same bits every time.
     heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
     live = (heads < H) & (tl.arange(0, BLOCK)[None, :] < D // 2)
@@ -301,7 +301,7 @@ def _backward_kernel(
 
 
 def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any]:
-    """Return the kernels' compile-time arguments, and `num_warps`."""
+    """The kernels' compile-time arguments, and `num_warps`."""
     heads, width = x.shape[2:]
     block_h = next_power_of_2(heads)
     block = next_power_of_2(width // 2)
@@ -326,7 +326,7 @@ def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any
 
 
 def _table(table: Tensor | None) -> Tensor | None:
-    """Return a table as it is, contiguous; one of (R, C) as (1, R, C)."""
+    """A contiguous table (1, R, C) of one with two dimensions (R, C), or the contiguous table itself."""
     return packed(table[None] if table is not None and table.ndim == 2 else table)
 
 
@@ -339,7 +339,7 @@ def launch_forward(
     options: Options,
     rstd: Tensor | None,
 ) -> Tensor:
-    """Return the output (B,S,H,D), contiguous; fill `rstd` (B,S,H or 1) if given. Shapes are the caller's to check."""
+    """Compute the output (B,S,H,D), contiguous; fills `rstd` (B,S,H or 1) if given. The caller checks shapes."""
     batch, tokens, heads, width = x.shape
     out = torch.empty((batch, tokens, heads, width), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
@@ -356,15 +356,15 @@ def launch_forward(
 def launch_backward(
     operands: BackwardOperands, options: Options, needs: Sequence[bool]
 ) -> Gradients:
-    """Return the gradients of x, weight and bias that `needs` asks for; partial sums are added up in fp32."""
+    """Compute the gradients of x, weight and bias that `needs` selects; partial sums are added in fp32."""
     grad, source, rstd, weight, bias, cos, sin = operands
     batch, tokens, heads, width = grad.shape
     total, size = batch * tokens, heads * width if options.across_heads else width
     grad, cos, sin = readable_rows(grad), _table(cos), _table(sin)
     source = readable_rows(source)
-    # Several tokens a program only where their sums are wanted; a power of two, to compile few kernels.
-    each = next_power_of_2(max(cdiv(total, PARTIALS), 1)) if any(needs[1:]) else 1
-    programs = cdiv(total, each)
+    # Several tokens per program only if their sums are needed; a power of two, to compile few kernels.
+    tokens_per_program = next_power_of_2(max(cdiv(total, PARTIALS), 1)) if any(needs[1:]) else 1
+    programs = cdiv(total, tokens_per_program)
     constants = _constants(grad, cos, options)
     shapes = ((batch, tokens, heads, width), (programs, size), (programs, size))
     wide = wide_dtype(grad.dtype)
@@ -377,7 +377,7 @@ def launch_backward(
         launch(
             _backward_kernel, (programs,), grad, source, rstd, packed(weight), packed(bias), cos, sin, dx, dweight,
             dbias, total, tokens, 0 if cos is None else cos.shape[1], options.first,
-            *grad.stride()[:3], *strides, EACH=each, **constants,
+            *grad.stride()[:3], *strides, EACH=tokens_per_program, **constants,
         )  # fmt: skip
     return (
         dx,

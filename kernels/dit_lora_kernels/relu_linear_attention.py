@@ -59,22 +59,22 @@ class BackwardOperands(NamedTuple):
 
 
 def _table(table: Tensor) -> Tensor:
-    """Return a table (S,D) or (1|B,S,D) as (1|B,S,D)."""
+    """View a table (S,D) or (1|B,S,D) as (1|B,S,D)."""
     return table if table.ndim == 3 else table[None]
 
 
 def _rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """Return x (B,S,H,D) with the pairs (2i, 2i+1) turned by cos[2i] and sin[2i+1]; x itself without tables."""
+    """Rotate the pairs (2i, 2i+1) of x (B,S,H,D) by cos[2i] and sin[2i+1]; x itself without tables."""
     if cos is None or sin is None:
         return x
     c = _table(cos)[:, :, None, 0::2].to(x.dtype)
     s = _table(sin)[:, :, None, 1::2].to(x.dtype)
-    first, second = x[..., 0::2], x[..., 1::2]
-    return torch.stack([first * c - second * s, first * s + second * c], -1).flatten(-2)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
 
 
 def _reciprocal(p: Tensor, z: Tensor, eps: float) -> Tensor:
-    """Return 1 / (p . z) of each row (B,S,H,1), 0 of a dead row, for p (B,S,H,D) and z (B,H,D)."""
+    """1 / (p . z) of each row (B,S,H,1), 0 for a dead row, for p (B,S,H,D) and z (B,H,D)."""
     z = z[:, None]
     den = (p * z).sum(-1, keepdim=True)
     shared = (p > 0) & (z > 0)
@@ -88,7 +88,7 @@ def _reciprocal(p: Tensor, z: Tensor, eps: float) -> Tensor:
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 of fp64)."""
+    """Compute `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 for fp64)."""
     # Autocast would run these einsums in 16 bits, and their sums over all tokens need fp32.
     with torch.autocast(q.device.type, enabled=False):
         p, c, v = (
@@ -111,12 +111,12 @@ def relu_linear_attention_reference(
     *,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Define `relu_linear_attention`: plain torch, differentiable, fp32 inside (fp64 of fp64), rounded once."""
+    """Reference of `relu_linear_attention`: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once."""
     return _reference(q, k, v, cos, sin, eps)[0]
 
 
 def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv (B,S,H,D) in fp32 (fp64 of fp64), by the formulas that the kernels use."""
+    """Compute dq, dk and dv (B,S,H,D) in fp32 (fp64 for fp64), with the formulas of the kernels."""
     grad, q, k, v, cos, sin, state, z = operands
     # g is dout / (p . z) and u its product with the state; dden is what the denominator adds to dp and, summed, to z.
     back = None if sin is None else -sin  # the inverse rotation, which is its transpose
@@ -150,7 +150,7 @@ def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor,
 
 @triton.jit
 def _place(H, CHUNKS):
-    """Return the number, sample, chunk and head of this program, in int64: offsets of rows pass 2^31 for videos."""
+    """The number, sample, chunk and head of this program, in int64: offsets of rows pass 2^31 for videos."""
     program = tl.program_id(0).to(tl.int64)
     h = program % H
     chunk = program // H % CHUNKS
@@ -160,20 +160,20 @@ def _place(H, CHUNKS):
 
 @triton.jit
 def _relu(x):
-    """Return x with 0 for what is negative; not by `maximum`, which may return 0 for NaN: here NaN stays NaN."""
+    """Set negative elements of x to 0; not with `maximum`, which may return 0 for NaN: here NaN stays NaN."""
     return tl.where(x < 0, 0.0, x)
 
 
 @triton.jit
 def _load(ptr, rows, columns, stride, S, D: tl.constexpr, ACC: tl.constexpr):
-    """Return a block of a matrix (S,D) in ACC, 0 outside; its rows lie `stride` apart."""
+    """Load a block of a matrix (S,D) in ACC, 0 outside; its rows are `stride` apart."""
     inside = (rows < S)[:, None] & (columns < D)[None, :]
     return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(ACC)
 
 
 @triton.jit
 def _store(ptr, x, rows, columns, stride, S, D: tl.constexpr):
-    """Store a block of a matrix (S,D), cast to the pointer's dtype; nothing outside of it."""
+    """Store a block of a matrix (S,D), cast to the pointer's dtype; nothing outside it."""
     inside = (rows < S)[:, None] & (columns < D)[None, :]
     at = ptr + rows[:, None] * stride + columns[None, :]
     tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
@@ -181,13 +181,13 @@ def _store(ptr, x, rows, columns, stride, S, D: tl.constexpr):
 
 @triton.jit
 def _pairs(x):
-    """Return the even and the odd columns of x."""
+    """The even and the odd columns of x."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
 @triton.jit
 def _rotate(x, cos_ptr, sin_ptr, rows, columns, S, D: tl.constexpr, BACK: tl.constexpr):
-    """Return x with channels (2i, 2i+1) turned by the angle of cos[2i], sin[2i+1]; BACK is the transpose."""
+    """Rotate channels (2i, 2i+1) of x by the angle of cos[2i], sin[2i+1]; BACK applies the transpose."""
     if cos_ptr is not None:
         cos, _odd = _pairs(_load(cos_ptr, rows, columns, D, S, D, x.dtype))
         _even, sin = _pairs(_load(sin_ptr, rows, columns, D, S, D, x.dtype))
@@ -201,7 +201,7 @@ def _rotate(x, cos_ptr, sin_ptr, rows, columns, S, D: tl.constexpr, BACK: tl.con
 
 @triton.jit
 def _inverse(p, z, EPS: tl.constexpr):
-    """Return 1 / (p . z) of each row as a column, 0 of a dead row as the module defines it."""
+    """1 / (p . z) of each row as a column, 0 for a dead row as the module defines it."""
     den = tl.sum(p * z, 1)
     shared = (p > 0) & (z > 0)
     z_sum = tl.sum(tl.where(shared, z, 0.0), 1)
@@ -212,7 +212,7 @@ def _inverse(p, z, EPS: tl.constexpr):
 
 @triton.jit
 def _split(x, OPERAND: tl.constexpr):
-    """Return three bf16 numbers of which x is the sum, from the largest, as OPERAND."""
+    """Split x into three bf16 numbers whose sum it is, the largest first, as OPERAND."""
     high = x.to(tl.bfloat16).to(x.dtype)
     middle = (x - high).to(tl.bfloat16).to(x.dtype)
     low = (x - high - middle).to(tl.bfloat16)
@@ -221,7 +221,7 @@ def _split(x, OPERAND: tl.constexpr):
 
 @triton.jit
 def _add_turned(total, turned, high, middle, ROTATED: tl.constexpr, OPERAND: tl.constexpr):
-    """Return total + turned @ (high + middle), to 16 bits or more, the smallest products first."""
+    """Compute total + turned @ (high + middle), to 16 bits or more, the smallest products first."""
     if ROTATED:
         of_high, of_middle, _low = _split(turned, OPERAND)
         total = tl.dot(of_middle, high, total)
@@ -233,7 +233,7 @@ def _add_turned(total, turned, high, middle, ROTATED: tl.constexpr, OPERAND: tl.
 
 @triton.jit
 def _add_transposed(total, x, high, middle, low):
-    """Return total + x @ (high + middle + low)', to fp32's accuracy, for an x that is exact."""
+    """Compute total + x @ (high + middle + low)', to fp32's accuracy, for an x that is exact."""
     total = tl.dot(x, tl.trans(low), total)
     total = tl.dot(x, tl.trans(middle), total)
     return tl.dot(x, tl.trans(high), total)
@@ -243,7 +243,7 @@ def _add_transposed(total, x, high, middle, low):
 def _add_outer(
     total, c, v, EXACT: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """Return total + c' @ v (BLOCK_D, BLOCK_D); EXACT where c is as it was in memory."""
+    """Compute total + c' @ v (BLOCK_D, BLOCK_D); EXACT if c is unchanged from memory."""
     if EXACT and PRECISION == "tf32x3":  # as exact in one pass of TF32
         total += tl.dot(tl.trans(c), v, input_precision="tf32")
     elif PRECISION != "bf16":
@@ -263,7 +263,7 @@ def _product(
     D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return R relu(x) @ matrix (BLOCK_S, BLOCK_D), or if TRANSPOSED x @ matrix'."""
+    """Compute R relu(x) @ matrix (BLOCK_S, BLOCK_D), or if TRANSPOSED x @ matrix'."""
     # BLOCK_K channels of x at a time: the whole matrix would not fit in registers beside its product. A rotation
     # mixes neighbours alone, so a slice of an even number of channels is rotated by itself.
     columns = tl.arange(0, BLOCK_D)
@@ -458,7 +458,7 @@ def key_grad_kernel(
 
 
 def tokens_per_program(s: int, d: int) -> int:
-    """Return how many of `s` tokens of a head of `d` channels a program takes, a power of two."""
+    """How many of `s` tokens of a head of `d` channels a program takes, a power of two."""
     # Partials are then an eighth (D = 32) or 2/5 (112) of k's and v's bytes.
     return min(512 if d <= 64 else 1024, max(32, next_power_of_2(s)))
 
@@ -474,7 +474,7 @@ _BF16_BLOCKS = {
 
 
 def _options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
-    """Return what the kernel takes at compile time, from operands (B,S,H,D) of which the first gives the dtype."""
+    """The kernel's compile-time arguments, from operands (B,S,H,D); the first one gives the dtype."""
     _, s, _, d = operands[0].shape
     tokens, block_d = tokens_per_program(s, d), max(16, next_power_of_2(d))  # tl.dot's least
     block_k, num_warps = (block_d, 4) if block_d <= 32 else (16, 8)
@@ -504,7 +504,7 @@ def _options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
 
 
 def _tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """Return the tables, contiguous, and the elements from one sample's to the next: 0 if they share it."""
+    """The contiguous tables, and the elements from one sample's table to the next: 0 if samples share it."""
     if cos is None or sin is None:
         return None, None, 0
     shared = cos.ndim == 2 or cos.shape[0] == 1
@@ -512,7 +512,7 @@ def _tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tens
 
 
 def _partials(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialised room for a (D,D) and a (D,) of every program, in the order of the programs."""
+    """Allocate a (D,D) and a (D,) for every program, in the order of the programs."""
     b, s, h, d = q.shape
     chunks = cdiv(s, tokens_per_program(s, d))
     dtype = wide_dtype(q.dtype)
@@ -521,14 +521,14 @@ def _partials(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _total(partials: Tensor) -> Tensor:
-    """Return the sum over chunks, dimension 1; of one chunk a view of it."""
+    """Sum over chunks, dimension 1; a view if there is one chunk."""
     return partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
 
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 of fp64)."""
+    """Compute `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 for fp64)."""
     q, k, v = readable_rows(q), readable_rows(k), readable_rows(v)
     cos, sin, table_b = _tables(cos, sin)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -550,7 +550,7 @@ def launch_forward(
 
 
 def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tensor | None]) -> None:
-    """Fill `grads`, dq, dk and dv (B,S,H,D) in the inputs' dtypes; one that is None is not computed."""
+    """Fill `grads`: dq, dk and dv (B,S,H,D) in the inputs' dtypes; None skips a gradient."""
     if not operands.q.numel():
         return
     dq, dk, dv = grads
@@ -580,7 +580,7 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
 def relu_linear_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `out` (B,S,H,D), `state` (B,H,D,D) and `z` (B,H,D), all contiguous, of checked operands."""
+    """The forward op: `out` (B,S,H,D), `state` (B,H,D,D) and `z` (B,H,D), all contiguous; operands are checked."""
     if launches(q):
         return launch_forward(q, k, v, cos, sin, eps)
     out, state, z = _reference(q, k, v, cos, sin, eps)
@@ -607,7 +607,7 @@ def relu_linear_attention_backward(
     eps: float,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Return those of dq, dk and dv that `wanted` names, in that order."""
+    """The backward op: those of dq, dk and dv that `wanted` selects, in that order."""
     operands = BackwardOperands(grad, q, k, v, cos, sin, state, z)
     grads = _empty_gradients(q, k, v, wanted)
     if launches(q):
@@ -623,7 +623,7 @@ def relu_linear_attention_backward(
 def _empty_gradients(
     q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return uninitialised dq, dk and dv, contiguous and in the inputs' dtypes; None for one nobody wants."""
+    """Allocate dq, dk and dv, contiguous and in the inputs' dtypes; None for a gradient that is not needed."""
     return [
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if want else None
         for x, want in zip((q, k, v), wanted, strict=True)
@@ -637,22 +637,22 @@ def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tens
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save what the backward reads, in the order of BackwardOperands."""
+    """Save the tensors that the backward reads, in the order of BackwardOperands."""
     q, k, v, cos, sin, ctx.eps = inputs
     _, state, z = output
-    # Outputs only so that the backward finds them: no caller sees them, and none differentiates them.
+    # Outputs only so that the backward can save them: no caller sees or differentiates them.
     ctx.mark_non_differentiable(state, z)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, cos, sin, state, z)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the op's inputs."""
-    wanted = list(ctx.needs_input_grad[:3])
-    if grad is None or not any(wanted):
+    """Compute the gradients of the op's inputs."""
+    needs = list(ctx.needs_input_grad[:3])
+    if grad is None or not any(needs):
         return (None,) * 6
-    computed = iter(relu_linear_attention_backward(grad, *ctx.saved_tensors, ctx.eps, wanted))
-    return (*(next(computed) if want else None for want in wanted), None, None, None)
+    computed = iter(relu_linear_attention_backward(grad, *ctx.saved_tensors, ctx.eps, needs))
+    return (*(next(computed) if want else None for want in needs), None, None, None)
 
 
 relu_linear_attention_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -669,12 +669,12 @@ def relu_linear_attention(
 ) -> Tensor:
     """ReLU linear attention of every head, its state and its normaliser in fp32; no NaN from dead queries.
 
-    q, k, v are (B,S,H,D) of any float dtype and any strides with a contiguous last dimension (views of the
-    projections); the result is a contiguous (B,S,H,D) of q's dtype. `cos` and `sin`, (S,D) or (1|B,S,D), rotate
-    relu(q) and relu(k) in the numerator only: channels (2i, 2i+1) by the angle of cos[2i], sin[2i+1], as diffusers
-    lays them out; they take no gradient. `eps` is the relative bound of a dead row, see the top of this file.
+    q, k, v are (B,S,H,D) in any float dtype and any strides with a contiguous last dimension (views of the
+    projections); the result is a contiguous (B,S,H,D) in q's dtype. `cos` and `sin`, (S,D) or (1|B,S,D), rotate
+    relu(q) and relu(k) in the numerator only: channels (2i, 2i+1) by the angle of cos[2i], sin[2i+1], in diffusers'
+    layout; they get no gradient. `eps` is the relative bound of a dead row, see the top of this file.
 
-    Raises ValueError where q, k and v differ in shape or D > 128, a table does not fit, or eps is not positive.
+    Raises ValueError if q, k and v differ in shape or D > 128, a table does not fit, or eps is not positive.
     """
     if q.ndim != 4 or k.shape != q.shape or v.shape != q.shape:
         shapes = [tuple(x.shape) for x in (q, k, v)]
@@ -689,7 +689,7 @@ def relu_linear_attention(
     if cos is not None and sin is not None:
         fits = tuple(cos.shape) in {(s, d), (1, s, d), (b, s, d)} and d % 2 == 0
         if not fits or sin.shape != cos.shape:
-            wanted = f"({s},{d}), (1,{s},{d}) or ({b},{s},{d}), the last dimension even"
+            expected_shapes = f"({s},{d}), (1,{s},{d}) or ({b},{s},{d}), the last dimension even"
             got = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
-            raise ValueError(f"cos and sin must both be {wanted}; got {got}")
+            raise ValueError(f"cos and sin must both be {expected_shapes}; got {got}")
     return relu_linear_attention_forward(q, k, v, cos, sin, eps)[0]

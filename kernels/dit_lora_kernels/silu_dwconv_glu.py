@@ -45,25 +45,25 @@ MAX_ROWS = 16
 
 
 def silu_dwconv_glu_reference(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Define the op: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once, to h's dtype."""
+    """Reference of the op: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once, to h's dtype."""
     a, g = _halves(functional.silu(_wide(h)), weight, bias)
     return (a * functional.silu(g)).to(h.dtype)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in the dtype that the op computes in."""
+    """The tensor in the dtype that the op computes in."""
     return tensor.to(wide_dtype(tensor.dtype))
 
 
 def _shifted(x: Tensor) -> list[Tensor]:
-    """Return nine views of x (B,H,W,2C), at the pixel that each tap of the filter reads; zero beyond the edges."""
+    """Nine views of x (B,H,W,2C), at the pixel that each tap of the filter reads; zero beyond the edges."""
     H, W = x.shape[1:3]
     padded = functional.pad(x, (0, 0, 1, 1, 1, 1))
     return [padded[:, i : i + H, j : j + W] for i in range(3) for j in range(3)]
 
 
 def _convolved(x: Tensor, filters: Tensor) -> Tensor:
-    """Return the depthwise 3x3 convolution of x (B,H,W,2C) by filters (2C,9), in x's dtype and shape."""
+    """Depthwise 3x3 convolution of x (B,H,W,2C) with filters (2C,9), in x's dtype and shape."""
     # A sum of products, not conv2d: autocast would round its operands, cuDNN use TF32.
     total = torch.zeros_like(x)
     for tap, neighbour in zip(filters.unbind(1), _shifted(x), strict=True):
@@ -72,14 +72,14 @@ def _convolved(x: Tensor, filters: Tensor) -> Tensor:
 
 
 def _halves(s: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a and g (B,H,W,C) of s = silu(h) (B,H,W,2C)."""
+    """Compute a and g (B,H,W,C) from s = silu(h) (B,H,W,2C)."""
     c = _convolved(s, _wide(weight).flatten(1))
     a, g = (c if bias is None else c + _wide(bias)).chunk(2, dim=-1)
     return a, g
 
 
 def _silu_gradient(x: Tensor) -> Tensor:
-    """Return the derivative of SiLU at each element of x."""
+    """Derivative of SiLU at each element of x."""
     gate = torch.sigmoid(x)
     return gate * (1 + x * (1 - gate))
 
@@ -87,7 +87,7 @@ def _silu_gradient(x: Tensor) -> Tensor:
 def _backward_reference(
     dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, taps: slice
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return dh (B,H,W,2C), and gradients (2C,) of `taps`, of which the tenth is the bias; fp32 (fp64 for fp64)."""
+    """Compute dh (B,H,W,2C), and gradients (2C,) of `taps` (tap 9 is the bias); fp32 (fp64 for fp64)."""
     wide, dout = _wide(h), _wide(dout)
     s = functional.silu(wide)
     a, g = _halves(s, weight, bias)
@@ -105,7 +105,7 @@ def _backward_reference(
 
 @triton.jit
 def _place(H, W, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    """Return the program's sample, its first row, and its pairs' first columns (PAIRS,1), in int64."""
+    """The program's sample, its first row, and its pairs' first columns (PAIRS,1), in int64."""
     program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(W, 2 * PAIRS)
     down = tl.cdiv(H, ROWS)
@@ -119,7 +119,7 @@ def _place(H, W, ROWS: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _nine(filters_ptr, tap, ok, ACC: tl.constexpr):
-    """Return the nine weights (1,BLOCK_C) of each channel's filter, `tap` elements from one to the next."""
+    """Load the nine weights (1,BLOCK_C) of each channel's filter, which are `tap` elements apart."""
     w0 = tl.load(filters_ptr, mask=ok, other=0).to(ACC)
     w1 = tl.load(filters_ptr + tap, mask=ok, other=0).to(ACC)
     w2 = tl.load(filters_ptr + 2 * tap, mask=ok, other=0).to(ACC)
@@ -134,7 +134,7 @@ def _nine(filters_ptr, tap, ok, ACC: tl.constexpr):
 
 @triton.jit
 def _four(row_ptr, x, W, stride, ok, SILU: tl.constexpr, ACC: tl.constexpr):
-    """Return the four columns of a row that x and x + 1 need; zero beyond the edges, which is also its SiLU."""
+    """Load the four columns of a row that x and x + 1 need; zero beyond the edges, which is also its SiLU."""
     row_ptr += x * stride
     x0 = tl.load(row_ptr - stride, mask=ok & (x > 0) & (x - 1 < W), other=0).to(ACC)
     x1 = tl.load(row_ptr, mask=ok & (x < W), other=0).to(ACC)
@@ -150,10 +150,10 @@ def _four(row_ptr, x, W, stride, ok, SILU: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def _add_row(near, far, left, middle, right, w, bias):
-    """Return a column's sums after one more row: of the row above, now complete; of the row itself; of that below.
+    """Add one more row to a column's sums: of the row above, now complete; of the row itself; and of the row below.
 
-    For the row above the one read count the filter's last three weights, for that itself the middle three, for the
-    row below the first three.
+    The row that was read counts for the row above with the filter's last three weights, for itself with the middle
+    three, and for the row below with the first three.
     """
     above = near + left * w[6] + middle * w[7] + right * w[8]
     itself = far + left * w[3] + middle * w[4] + right * w[5]
@@ -168,7 +168,7 @@ def _convolution_kernel(
     ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_C: tl.constexpr,
     BIAS: tl.constexpr, BACKWARD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store out (B,H,W,C); with BACKWARD dc (B,H,W,2C), the gradient of (a, g), in its place."""
+    """Store out (B,H,W,C); with BACKWARD instead dc (B,H,W,2C), the gradient of (a, g)."""
     b, top, x = _place(H, W, ROWS, PAIRS)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     ok = c < C
@@ -221,7 +221,7 @@ def _input_kernel(
     dc_ptr, filters_ptr, h_ptr, dh_ptr, H, W, C2, h_b, h_y, h_x,
     ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store dh = silu'(h) * the convolution of dc with the filters turned round; C2 is 2C."""
+    """Store dh = silu'(h) * the convolution of dc with the reversed filters; C2 is 2C."""
     b, top, x = _place(H, W, ROWS, PAIRS)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     # The transpose of a convolution: the filters from their last weight to their first.
@@ -252,7 +252,9 @@ def _filter_kernel(
     dc_ptr, h_ptr, partial_ptr, first, taps, H, W, C2, pixels, h_b, h_y, h_x,
     STEPS: tl.constexpr, PIXELS: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store the sum over a chunk of pixels p of dc(p) s(p + tap), a tap a program; of tap 9, the bias, that of dc."""
+    """Store the sum over a chunk of pixels p of dc(p) s(p + tap), one tap per program; for tap 9, the bias, that of
+    dc.
+    """
     program = tl.program_id(0).to(tl.int64)
     tap = first + program % taps
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -274,14 +276,14 @@ def _filter_kernel(
 
 
 def _by_tap(weight: Tensor) -> Tensor:
-    """Return weights (2C,1,3,3) as (9,2C): neighbouring channels side by side, as threads read them."""
+    """Reorder weights (2C,1,3,3) to (9,2C): neighbouring channels are adjacent, as threads read them."""
     return weight.flatten(1).t().contiguous()
 
 
 def _tiles(
     shape: tuple[int, int, int], channels: int, block: int
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the grid over samples' tiles and blocks of channels, and a tile's size."""
+    """The grid over samples' tiles and blocks of channels, and a tile's size."""
     B, H, W = shape
     # Rows in equal parts of at most MAX_ROWS: with 17, two programs of 9 and 8 and not of 16 and 1.
     rows = cdiv(H, cdiv(H, MAX_ROWS))
@@ -293,7 +295,9 @@ def _tiles(
 def launch_convolution(
     h: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor | None
 ) -> Tensor:
-    """Return out (B,H,W,C) of h (B,H,W,2C), weight (2C,1,3,3), bias (2C,); given its gradient, dc (B,H,W,2C)."""
+    """Compute out (B,H,W,C) of h (B,H,W,2C), weight (2C,1,3,3), bias (2C,); given out's gradient, dc (B,H,W,2C)
+    instead.
+    """
     B, H, W, C = *h.shape[:3], h.shape[3] // 2
     out = torch.empty((B, H, W, C if dout is None else 2 * C), dtype=h.dtype, device=h.device)
     if out.numel() == 0:
@@ -312,7 +316,7 @@ def launch_convolution(
 
 
 def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
-    """Return dh (B,H,W,2C) in h's dtype, from dc, contiguous, and h of its shape."""
+    """Compute dh (B,H,W,2C) in h's dtype, from contiguous dc and h of its shape."""
     B, H, W, C2 = h.shape
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     if dh.numel() == 0:
@@ -326,7 +330,7 @@ def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
 
 
 def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
-    """Return gradients (last-first,2C) of the taps `first` to `last`, fp32 (fp64 for fp64); tap 9 is the bias."""
+    """Compute gradients (last-first,2C) of the taps `first` to `last`, fp32 (fp64 for fp64); tap 9 is the bias."""
     H, W, C2 = h.shape[1:]
     pixels, taps = h.shape[:3].numel(), last - first
     # A program sums up to 16 steps of 16 pixels; torch adds up the chunks, in the same order every time.
@@ -348,7 +352,7 @@ def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
 
 @op("silu_dwconv_glu")
 def silu_dwconv_glu_forward(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `silu_dwconv_glu` (B,H,W,C) of checked operands."""
+    """The forward op of `silu_dwconv_glu` (B,H,W,C); operands are checked."""
     if launches(h):
         return launch_convolution(readable_rows(h), weight, bias, None)
     return silu_dwconv_glu_reference(h, weight, bias).contiguous()
@@ -363,7 +367,9 @@ def _(h: Tensor, _weight: Tensor, _bias: Tensor | None) -> Tensor:
 def silu_dwconv_glu_backward(
     dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
-    """Return those of the gradients of h, weight and bias that are wanted, each in its operand's dtype."""
+    """The backward op: those of the gradients of h, weight and bias that `wanted` selects, each in its operand's
+    dtype.
+    """
     of_h, of_weight, of_bias = wanted
     # Taps 0 to 8 are the weight's and 9 is the bias's, which comes without them if it alone is wanted.
     taps = slice(0 if of_weight else 9, 10 if of_bias else 9)
@@ -399,27 +405,28 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save h, which is all that a and g follow from, and the filters."""
+    """Save h, from which a and g can be recomputed, and the filters."""
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the op's inputs."""
-    wanted = list(ctx.needs_input_grad)
-    gradients = iter(silu_dwconv_glu_backward(dout, *ctx.saved_tensors, wanted))
-    return tuple(next(gradients) if want else None for want in wanted)
+    """Compute the gradients of the op's inputs."""
+    needs = list(ctx.needs_input_grad)
+    gradients = iter(silu_dwconv_glu_backward(dout, *ctx.saved_tensors, needs))
+    return tuple(next(gradients) if want else None for want in needs)
 
 
 silu_dwconv_glu_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def silu_dwconv_glu(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``a * silu(g)`` of the halves a, g of a depthwise 3x3 convolution of ``silu(h)``: (B,H,W,C), h's dtype.
+    """Compute ``a * silu(g)`` from the halves a, g of a depthwise 3x3 convolution of ``silu(h)``: (B,H,W,C), h's
+    dtype.
 
-    h (B,H,W,2C) may have any strides; without a contiguous last dimension it is copied. weight (2C,1,3,3) and bias
-    (2C,) are those of `torch.nn.Conv2d(2C, 2C, 3, padding=1, groups=2C)`, in any float dtypes. Computed in fp32
-    (fp64 for fp64) and rounded once. Only h is kept for the backward. Gradients of weight and bias, where they are
-    wanted, take a pass of their own.
+    h (B,H,W,2C) may have any strides; it is copied unless its last dimension is contiguous. weight (2C,1,3,3) and bias
+    (2C,) are those of `torch.nn.Conv2d(2C, 2C, 3, padding=1, groups=2C)`, in any float dtypes. Computed in fp32 (fp64
+    for fp64) and rounded once. Only h is saved for the backward. Gradients of weight and bias, if needed, take a
+    separate pass.
 
     Raises ValueError if a shape does not fit.
     """

@@ -1,4 +1,6 @@
-"""Say whether Triton kernels can run here, stand in for Triton where it is not installed, and hold what ops share."""
+"""Detects whether Triton kernels can run, replaces Triton's decorators if it is not installed, and holds shared
+helpers.
+"""
 
 import functools
 import importlib.metadata
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 
 def _installed(module: str) -> Any:
-    """Return the module, None if it is not installed."""
+    """Import a module; None if it is not installed."""
     try:
         return import_module(module)
     except ImportError:  # references and CPU paths work without it
@@ -33,7 +35,7 @@ class Support(NamedTuple):
 
 
 def triton_support() -> Support:
-    """Return what Triton would do in this process, judged by its version and the device; compile nothing."""
+    """What Triton can do in this process, judged by its version and the device; compiles nothing."""
     if isinstance(triton, SimpleNamespace):
         return Support("none", "triton is not installed")
     version = importlib.metadata.version("triton")
@@ -45,31 +47,31 @@ def triton_support() -> Support:
 
 
 def launches(tensor: Tensor) -> bool:
-    """Return whether a kernel runs on this tensor's device: on a GPU, or anywhere in Triton's interpreter."""
+    """True if a kernel runs on this tensor's device: on a GPU, or anywhere in Triton's interpreter."""
     if isinstance(triton, SimpleNamespace):
         return False
     return tensor.is_cuda or bool(triton.knobs.runtime.interpret)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that an op computes and sums in: fp64 for fp64 inputs, else fp32."""
+    """The dtype that an op computes and sums in: fp64 for fp64 inputs, else fp32."""
     # fp64 is there for gradcheck, whose finite differences drown in fp32's rounding.
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def accumulator(dtype: torch.dtype) -> Any:
-    """Return `wide_dtype(dtype)` as a kernel's compile-time argument, a Triton dtype."""
+    """`wide_dtype(dtype)` as a kernel's compile-time argument, a Triton dtype."""
     return tl.float64 if wide_dtype(dtype) is torch.float64 else tl.float32
 
 
 def cdiv(dividend: int, divisor: int) -> int:
-    """Return the quotient rounded up."""
+    """Divide and round up."""
     # Triton's own also runs in kernels, and takes 5 to 10 us of the host for that.
     return -(-dividend // divisor)
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is not below a positive number."""
+    """The smallest power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()
 
 
@@ -78,7 +80,7 @@ MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 def readable_rows(tensor: MaybeTensor) -> MaybeTensor:
-    """Return the tensor itself if its last dimension is contiguous, else a contiguous copy; any shape, any dtype.
+    """The tensor itself if its last dimension is contiguous, else a contiguous copy; any shape, any dtype.
 
     Kernels take every stride but the last, which they assume to be 1.
     """
@@ -89,7 +91,7 @@ def readable_rows(tensor: MaybeTensor) -> MaybeTensor:
 
 
 def packed(tensor: MaybeTensor) -> MaybeTensor:
-    """Return the tensor, of any shape and dtype, contiguous: itself if it is so already."""
+    """The tensor itself if it is contiguous, else a contiguous copy; any shape, any dtype."""
     return None if tensor is None else tensor.contiguous()
 
 
@@ -98,12 +100,12 @@ PlainLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]
 
 
 def plain_layout(tensor: Tensor) -> PlainLayout:
-    """Return a tensor's `Layout` without names."""
+    """A tensor's `Layout` as a plain tuple."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 class Layout(NamedTuple):
-    """Says all of a tensor but its memory's address and its values."""
+    """Everything about a tensor except its memory's address and its values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -112,7 +114,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Return the tensor's layout."""
+    """A tensor's layout."""
     return Layout._make(plain_layout(tensor))
 
 
@@ -122,16 +124,16 @@ _TRITON = ((3, 6), (3, 9))
 
 @functools.cache
 def _keeps_compiled() -> bool:
-    """Return whether a compiled kernel may be called past Triton's own look-up: in the versions that were tried."""
+    """True if a compiled kernel may be called without Triton's own lookup: in the versions that were tested."""
     version = tuple(int(part) for part in getattr(triton, "__version__", "0.0").split(".")[:2])
     return _TRITON[0] <= version <= _TRITON[1]
 
 
 class Prepared:
-    """A kernel's launch of which all is known but the tensors: called with these, in order, a missing one as None.
+    """A kernel launch that is prepared except for its tensors: call it with these, in order, None for a missing one.
 
-    They have the same dtypes every time, and the same of them are missing. What else Triton compiles for is looked at:
-    the device, and whether addresses are multiples of 16. Triton finds out everything anew at each launch.
+    Dtypes and missing tensors must be the same in every call. What else Triton specializes on is checked here: the
+    device, and whether addresses are multiples of 16. Triton itself would check everything at each launch.
     """
 
     def __init__(
@@ -141,24 +143,24 @@ class Prepared:
         numbers: tuple[int, ...],
         constants: dict[str, Any],
     ) -> None:
-        """Hold what follows the tensors: whole numbers in order, then what is compile-time by name."""
+        """Store the arguments after the tensors: whole numbers in order, then compile-time arguments by name."""
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
-        # What is called with the tensors' addresses aligned in this way, and what it is called with after them.
+        # By device and address alignment of the tensors: the compiled kernel, and the arguments after the tensors.
         self._compiled: dict[tuple[int | None, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch on the first tensor's device: Triton takes the current one, wherever the pointers lie."""
+        """Launch on the first tensor's device: Triton uses the current device, whatever the pointers are."""
         assert tensors[0] is not None
         index = tensors[0].get_device()
         if index >= 0 and index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 self(*tensors)
             return
-        same = (index, *[None if t is None else t.data_ptr() % 16 for t in tensors])
-        found = self._compiled.get(same)
-        if found is not None:
-            run, rest = found
-            run(*tensors, *rest)
+        specialization = (index, *[None if t is None else t.data_ptr() % 16 for t in tensors])
+        cached = self._compiled.get(specialization)
+        if cached is not None:
+            run, other_arguments = cached
+            run(*tensors, *other_arguments)
             return
         numbers, constants = self._numbers, self._constants
         compiled = self._kernel[self._grid](*tensors, *numbers, **constants)
@@ -166,12 +168,15 @@ class Prepared:
         if compiled is None or not _keeps_compiled():
             return
         names = self._kernel.arg_names[len(tensors) + len(numbers) :]
-        rest = (*numbers, *(constants[name] for name in names))
-        self._compiled[same] = compiled[self._grid + (1,) * (3 - len(self._grid))], rest
+        other_arguments = (*numbers, *(constants[name] for name in names))
+        self._compiled[specialization] = (
+            compiled[self._grid + (1,) * (3 - len(self._grid))],
+            other_arguments,
+        )
 
 
-# Launches of which all but the tensors was the same so far, and how many of the arguments are tensors. Bounded, as
-# each new shape is an entry.
+# Launches by everything except the tensors, with the number of tensor arguments. Bounded, because each new shape adds
+# an entry.
 _LAUNCHES: dict[tuple[Any, ...], tuple[Prepared, int]] = {}
 _MOST_LAUNCHES = 8192
 
@@ -182,33 +187,33 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     `args` are the arguments that are not compile-time, in order: a tensor, then tensors or None, then whole numbers.
     """
     dtypes = [arg if arg is None or type(arg) is int else arg.dtype for arg in args]
-    same = (kernel, grid, *constants.values(), *dtypes)
-    found = _LAUNCHES.get(same)
-    if found is None:
+    key = (kernel, grid, *constants.values(), *dtypes)
+    cached = _LAUNCHES.get(key)
+    if cached is None:
         count = next((i for i, arg in enumerate(args) if type(arg) is int), len(args))
         if len(_LAUNCHES) >= _MOST_LAUNCHES:
             _LAUNCHES.clear()
         prepared = Prepared(kernel, grid, args[count:], constants)
-        found = _LAUNCHES[same] = prepared, count
-    prepared, count = found
+        cached = _LAUNCHES[key] = prepared, count
+    prepared, count = cached
     prepared(*args[:count])
 
 
 def apply_plainly(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)` without its check of each argument for transforms; none may be active."""
+    """`function.apply(*args)` without its check of each argument for transforms; no transform may be active."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def is_plain_python() -> bool:
-    """Return whether `apply_plainly` may be called: nothing is compiled, and no transform is active."""
+    """True if `apply_plainly` may be called: nothing is being compiled, and no transform is active."""
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 class Op:
-    """An op of torch.library, and a way past it while nothing would see the difference.
+    """An op of torch.library that is bypassed if nothing could see the difference.
 
-    torch.library's dispatch takes more of the host's time than a launch. What it is for, it still does: tracing, fake
-    tensors, dispatch modes (the guard's probe, a checkpoint's policy), transforms, other devices, a profile's names.
+    Dispatch in torch.library takes more host time than a launch. It is still used for tracing, fake tensors, dispatch
+    modes (the guard's probe, a checkpoint's policy), transforms, other devices, and names in a profile.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -220,19 +225,19 @@ class Op:
         self._node: Any = None
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Register what the op returns of tensors without values."""
+        """Register the op's result for fake tensors."""
         registered: Callable[..., Any] = self.library.register_fake(fake)
         return registered
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
     ) -> None:
-        """Register the gradient, as torch.library takes it, for both ways."""
+        """Register the gradient, with torch.library's interface, for both paths."""
         self.library.register_autograd(backward, setup_context=setup_context)
         function = self.function
 
         class Node(torch.autograd.Function):
-            """The op's node in autograd's graph, past torch.library."""
+            """The op's node in the autograd graph when torch.library is bypassed."""
 
             @staticmethod
             def forward(ctx: Any, *args: Any) -> Any:
@@ -244,7 +249,7 @@ class Op:
         self._node = Node
 
     def __call__(self, *args: Any) -> Any:
-        """Return the op's outputs."""
+        """Compute the op's outputs."""
         if torch.compiler.is_compiling() or _is_watched(args):
             return self.library(*args)
         if not (torch.is_grad_enabled() and _requires_grad(args)):
@@ -263,7 +268,9 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _is_watched(args: tuple[Any, ...]) -> bool:
-    """Return whether anything but the op must see a call with these arguments: it is traced, or no plain tensor."""
+    """True if a call with these arguments must go through the op: it is traced, or an argument is not a plain
+    tensor.
+    """
     if _is_traced():
         return True
     for arg in args:
@@ -278,7 +285,7 @@ def _is_watched(args: tuple[Any, ...]) -> bool:
 
 
 def _is_traced() -> bool:
-    """Return whether somebody looks at each op that is called."""
+    """True if something observes each op that is called."""
     # None of these four has a public name; modes and profile are what `torch.library` itself looks at.
     private = torch._C
     return bool(
@@ -290,7 +297,7 @@ def _is_traced() -> bool:
 
 
 def plain_layouts(tensors: Sequence[Tensor | None]) -> tuple[PlainLayout | None, ...] | None:
-    """Return the tensors' layouts; None if an op's call with them is of concern to anybody else (`Op`)."""
+    """The tensors' layouts; None if a call with them must go through the op (see `Op`)."""
     if _is_traced():
         return None
     layouts: list[PlainLayout | None] = []
@@ -305,7 +312,7 @@ def plain_layouts(tensors: Sequence[Tensor | None]) -> tuple[PlainLayout | None,
 
 
 def _requires_grad(args: tuple[Any, ...]) -> bool:
-    """Return whether any of the tensors takes a gradient."""
+    """True if any of the tensors requires a gradient."""
     for arg in args:
         for leaf in arg if type(arg) is list else (arg,):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -315,7 +322,7 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
 
 @functools.cache
 def row_block(channels: int) -> dict[str, int]:
-    """Return a row's block and its warps."""
+    """A row's block size and number of warps."""
     # 16 values a thread are two 16-byte loads of bf16.
     block = next_power_of_2(channels)
     return {"BLOCK_D": block, "num_warps": min(max(block // 512, 1), 16)}
@@ -323,7 +330,7 @@ def row_block(channels: int) -> dict[str, int]:
 
 @functools.cache
 def pipelined_row_block(channels: int, dtype: torch.dtype, sums: bool) -> dict[str, int]:
-    """Return a row's block, its warps, and the rows that are on their way or summed at a time."""
+    """A row's block size, its number of warps, and the number of rows that are loaded or summed at a time."""
     block = row_block(channels)
     if not sums:
         return block | {"STAGES": 1}

@@ -1,1 +1,1 @@
-"""Checkpoints: written whole, checked, and resumed bit for bit."""
+"""Checkpoints: written completely or not at all, verified by digests, and resumed bit for bit."""

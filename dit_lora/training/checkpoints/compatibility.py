@@ -1,4 +1,4 @@
-"""Notes where a run computes, and says what continuing elsewhere means for its values."""
+"""Records the machine layout that a checkpoint was written on, and explains what continuing on another one changes."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from dit_lora.training.session.session import Session
 
 SAMPLES = "train.batch_size x accumulate x processes"
-"""The name that a run's identity has for the samples of one optimizer step."""
+"""Key of a run's identity for the number of samples per optimizer step."""
 _SPLIT = ("data_ranks", "train.accumulate", "train.batch_size")
 
 
 def place_of(session: "Session") -> dict[str, Any]:
-    """Return what may differ where a checkpoint is continued, and changes its values by rounding alone."""
+    """The properties of a launch that may differ when a checkpoint is continued, and change values only by
+    rounding.
+    """
     train, device = session.recipe.train, session.accelerator.device
     on_gpu = device.type == "cuda"
     return {
@@ -24,22 +26,24 @@ def place_of(session: "Session") -> dict[str, Any]:
         "train.batch_size": train.batch_size,
         "train.accumulate": train.accumulate,
         "sharding": _sharding(session),
-        # By name: another model of GPU has other kernels, which round otherwise.
+        # By name: another GPU model has other kernels, which round differently.
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "torch": torch.__version__,
     }
 
 
 def moved(stored: Mapping[str, Any], own: Mapping[str, Any], *, dropout: bool) -> str | None:
-    """Return one line that says what differs between two places and what that means; None if nothing does.
+    """One line on how two launches differ and what that means for the values; None if they are equal.
 
-    `stored` may be empty, for a checkpoint that does not say; `dropout` says that the model draws any.
+    `stored` may be empty, for a checkpoint without this record. `dropout`: the model uses dropout.
     """
     parts = []
+    # A missing key counts as equal: checkpoints from before it was recorded.
     if any(stored.get(key, own[key]) != own[key] for key in _SPLIT):
         draws = "; dropout draws otherwise" if dropout else ""
         was, now = (
-            " x ".join(str(place[key]) for key in _SPLIT) for place in ({**own, **stored}, own)
+            " x ".join(str(topology[key]) for key in _SPLIT)
+            for topology in ({**own, **stored}, own)
         )
         parts.append(
             f"processes x accumulate x batch_size were {was}, now {now}: the same samples in each step, "
@@ -49,37 +53,43 @@ def moved(stored: Mapping[str, Any], own: Mapping[str, Any], *, dropout: bool) -
         parts.append(
             f"sharding was {stored['sharding']}, now {own['sharding']}: sums in another order"
         )
-    others = [key for key in ("device", "torch") if stored.get(key, own[key]) != own[key]]
-    if others:
-        was, now = (" ".join(str(place[key]) for key in others) for place in (stored, own))
+    changed_keys = [key for key in ("device", "torch") if stored.get(key, own[key]) != own[key]]
+    if changed_keys:
+        was, now = (
+            " ".join(str(topology[key]) for key in changed_keys) for topology in (stored, own)
+        )
         parts.append(
-            f"{' and '.join(others)} was {was}, now {now}: other kernels, which round otherwise"
+            f"{' and '.join(changed_keys)} was {was}, now {now}: other kernels, which round otherwise"
         )
     return "; ".join(parts) + "; equal within rounding, not bit for bit" if parts else None
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return true if any module draws: adapters with `lora.dropout`, or the base model's own."""
+    """True if any module has dropout: adapters with `lora.dropout`, or layers of the base model."""
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 def samples_remedy(key: str, samples: Any, place: Mapping[str, Any]) -> str:
-    """Return advice for a step of another number of samples: the train.accumulate that restores it, or the launch."""
+    """Advice for a resume with another number of samples per step: the train.accumulate that restores it, or the
+    launch.
+    """
     if key != SAMPLES or not place or not isinstance(samples, int):
         return ""
     processes, batch = place["data_ranks"], place["train.batch_size"]
+    # The largest number of processes that can share the samples evenly.
     if samples % processes:
         launch = max(n for n in range(1, processes) if samples % n == 0)
         return f"; {processes} processes cannot share {samples} samples: launch {launch}"
     share = samples // processes
-    # The largest micro-batch that is no larger than asked for: memory allows that one.
+    # The largest micro-batch up to the requested size, which is known to fit into memory.
     fits = max(size for size in range(1, batch + 1) if share % size == 0)
     values = [f"train.batch_size={fits}"] * (fits != batch) + [f"train.accumulate={share // fits}"]
     return f"; on {processes} process(es), {' '.join(values)} restores it"
 
 
 def _sharding(session: "Session") -> str:
-    """Return the ways in which each process has only a part of the model or of a sample, `none` if it has all."""
+    """How the model or a sample is split over processes, such as `fsdp2`; `none` if each process has all of both."""
+    # Each entry is listed only if it applies.
     kinds = ["fsdp2"] * (session.sharding is not None)
     kinds += [f"zero{session.zero}"] * (session.zero is not None)
     degree = session.recipe.train.context_parallel

@@ -1,8 +1,8 @@
-"""Writes checkpoints aside with digests, renames them once, and reads them bit for bit on any number of ranks.
+"""Writes checkpoints to a staging folder with digests, renames it once, and reads them on any number of ranks.
 
-A checkpoint holds the trained weights, the optimizer's state, their averages and the step, whole: how they were
-spread over ranks does not show in it. Nothing else has state: random draws, data order and learning rates are
-functions of the step. It never holds the frozen base.
+A checkpoint holds the trained weights, the optimizer state, the weights' averages and the step, unsharded: it is
+independent of the number of ranks. Nothing else has state: random numbers, data order and learning rates are functions
+of the step. It never holds the frozen base.
 """
 
 import hashlib
@@ -32,37 +32,37 @@ _WEIGHTS, _OPTIMIZER, _STATE = WEIGHTS_FILE, "optimizer.safetensors", STATE_FILE
 _EMA = AVERAGES_FILE
 _NAME = re.compile(r"step_(\d{6,})")
 _ASIDE = (".step_*.partial", ".step_*.removed")
-"""Patterns of the folders that a killed process leaves of a checkpoint that it was writing or removing."""
+"""Patterns of the folders that a killed process leaves behind while writing or removing a checkpoint."""
 
 Identity = Mapping[str, Any]
-"""Everything that makes a run this run and no other; flat, with names as in the recipe."""
+"""Everything that determines a run's training trajectory; flat, with names as in the recipe."""
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """Everything that training changes: whole tensors by name, however they are spread over ranks."""
+    """Everything that training changes: unsharded tensors by name."""
 
     weights: Tensors
     """Trained weights, named by `trainable_state`."""
     optimizer: Tensors
     """Optimizer state, named by `optimizer_state`."""
     averages: Tensors = field(default_factory=dict)
-    """Moving averages, named by `TrainedEMA.tensors`; empty for a run that takes none."""
+    """Moving averages, named by `TrainedEMA.tensors`; empty for a run without an EMA."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that has been read, and checked to be this run's."""
+    """A checkpoint that was read and checked to belong to this run."""
 
     path: Path
     step: int
     guard: dict[str, Any]
-    """The record of what recovery had changed of the run."""
+    """The recovery state of the guard, such as lowered learning rates and the quarantine."""
     place: dict[str, Any]
-    """The place where it was written, by `place.place_of`; empty if the checkpoint does not say."""
+    """The launch that wrote it, from `compatibility.place_of`; empty if the checkpoint has no such record."""
     state: SavedState
-    """The tensors, in host memory and mapped from the files: copy what is to be changed."""
+    """The tensors, in host memory and mapped from the files: copy them before changing them."""
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -80,17 +80,26 @@ def save_checkpoint(
     guard: Mapping[str, Any] | None = None,
     place: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the checkpoint of a step beside its place, sync it, rename it, then drop the oldest; return its folder.
+    """Write a step's checkpoint to a staging folder, sync it, rename it, and prune old ones; returns its folder.
 
-    `guard` is what recovery has changed of the run, `place` where it runs; `best` are steps that stay whatever
-    `keep` says. Raises `DitLoraError` if it cannot be written, or if a value is not finite; earlier checkpoints
-    are as they were.
+    Args:
+        run_dir: The run's folder.
+        step: The step that the state belongs to.
+        state: Unsharded tensors.
+        identity: Compared when the checkpoint is resumed.
+        keep: Number of newest checkpoints to keep.
+        best: Steps that are kept in addition.
+        guard: The guard's recovery state.
+        place: The launch that writes it (`place_of`).
+
+    Raises:
+        DitLoraError: It cannot be written, or a value is not finite. Earlier checkpoints are unchanged.
     """
     final = checkpoint_path(run_dir, step)
-    # The same step of the same trajectory has the same bits; another's checkpoints were removed.
+    # The same step of the same trajectory has the same bits; checkpoints of others were removed.
     if is_whole(final):
         return final
-    # Here and not at the caller: nothing that is not finite may become the newest checkpoint, whoever saves.
+    # Here and not in the caller: no caller may make a non-finite state the newest checkpoint.
     _require_finite(run_dir, step, {**state.weights, **state.optimizer, **state.averages})
     staged = final.with_name(f".{final.name}.partial")
     about = {"step": step, "identity": dict(identity), "guard": dict(guard or {})}
@@ -101,22 +110,22 @@ def save_checkpoint(
         _STATE: json.dumps(about | {"place": dict(place or {})}, indent=2, sort_keys=True).encode(),
     }
     try:
-        # Left by a killed process; this one holds the run's lock, so nobody else is writing there.
+        # Left by a killed process. This process holds the run's lock, so nobody else is writing there.
         _clear_leftovers(final.parent)
         staged.mkdir(parents=True)
         for name, data in contents.items():
             _write_synced(staged / name, data)
         share_weights(staged)
-        # Read back from the files: a digest of what was meant would vouch for bytes that never arrived.
+        # Read back from the files: a digest of the tensors in memory would vouch for bytes that never arrived.
         digests = {name: _digest(staged / name) for name in contents}
         # The manifest comes last: a folder without it is torn, whatever else is in it.
         _write_synced(staged / MANIFEST, json.dumps({"sha256": digests}, indent=2).encode())
         if final.exists():
-            _remove(final)  # torn: it has no manifest, or is not what the manifest says
+            _remove(final)  # torn: it has no manifest, or its files do not match it
         # The rename is atomic, but on the disk only with its folder: without the sync a power cut may undo it.
         staged.rename(final)
         _sync_folder(final.parent)
-        # Only now that a newer one is safe.
+        # Only now: the newer checkpoint is safe.
         prune(run_dir, step, keep, best)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staged, ignore_errors=True)
@@ -131,10 +140,10 @@ def save_checkpoint(
 
 
 def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
-    """Return the checkpoint that `train.resume` names; None for `none`, or for `auto` in a fresh folder.
+    """Find the checkpoint that `train.resume` names; None for `none`, or for `auto` in a fresh folder.
 
-    It is whole: its digests have been read, once, and those of newer ones that `auto` passes over.
-    Raises `DitLoraError` if the one that is named is torn, or if `auto` finds none of several whole.
+    It is complete: its digests were verified once, and so were those of newer ones that `auto` skips. Raises
+    `DitLoraError` if the named checkpoint is torn, or if `auto` finds only torn ones.
     """
     if resume == "none":
         return None
@@ -160,7 +169,7 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
 
 
 def checkpoint_steps(run_dir: Path) -> dict[int, Path]:
-    """Return every checkpoint of a run by its step, ascending, whole or torn; nothing is read."""
+    """Every checkpoint of a run by step, ascending, complete or torn; reads no file."""
     matched = (
         (_NAME.fullmatch(path.name), path) for path in (run_dir / "checkpoints").glob("step_*")
     )
@@ -168,7 +177,7 @@ def checkpoint_steps(run_dir: Path) -> dict[int, Path]:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """Return the newest whole checkpoint, or None; torn ones, left by a killed process, are passed over."""
+    """The newest complete checkpoint, or None. Skips torn ones, which a killed process leaves behind."""
     candidates = reversed(checkpoint_steps(run_dir).values())
     return next((path for path in candidates if is_whole(path)), None)
 
@@ -176,9 +185,9 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 def load_checkpoint(
     path: Path, identity: Identity, place: Mapping[str, Any] | None = None
 ) -> Loaded:
-    """Read a whole checkpoint and check that it is this run's; nothing is changed, nothing is collective.
+    """Read a complete checkpoint after checking that it belongs to this run. Not collective; changes nothing.
 
-    Raises what `require_same_recipe` does.
+    Raises the errors of `require_same_recipe`.
     """
     about = require_same_recipe(path, identity, place)
     averages = load_file(path / _EMA) if (path / _EMA).exists() else {}
@@ -189,20 +198,21 @@ def load_checkpoint(
 def require_same_recipe(
     path: Path, identity: Identity, place: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what a checkpoint says of itself; raise, listing every difference, if it is another recipe's.
+    """Read a checkpoint's metadata; raises `DitLoraError`, listing every difference, if it belongs to another recipe.
 
-    No weight is read. With `place`, where this run runs, the error says which train.accumulate restores the samples
-    of a step.
+    Reads no weights. With `place`, the present launch, the error names the train.accumulate that restores the samples
+    per step.
     """
     about: dict[str, Any] = {**read_typed(path / _STATE, CheckpointState)}
-    # Through JSON as the stored one went: a tuple would differ from the list that it became.
-    stored, own = about["identity"], parse_json(json.dumps(dict(identity)))
+    # Through JSON like the stored identity: a tuple would differ from the list that it became.
+    stored, current = about["identity"], parse_json(json.dumps(dict(identity)))
+    # Listed in full: a user should fix all differences in one go.
     different = [
-        f"{key}: {stored.get(key)!r} in the checkpoint, {own.get(key)!r} in the recipe"
+        f"{key}: {stored.get(key)!r} in the checkpoint, {current.get(key)!r} in the recipe"
         + samples_remedy(key, stored.get(key), place or {})
-        + _steps_remedy(key, own, path)
-        for key in sorted({*stored, *own})
-        if stored.get(key) != own.get(key)
+        + _steps_remedy(key, current, path)
+        for key in sorted({*stored, *current})
+        if stored.get(key) != current.get(key)
     ]
     if different:
         raise DitLoraError(
@@ -216,7 +226,7 @@ def require_same_recipe(
 
 
 def _steps_remedy(key: str, own: Mapping[str, Any], path: Path) -> str:
-    """Return how to train on after the end of a schedule, which the number of steps decides."""
+    """Advice on training past the end of a schedule, which depends on the number of steps."""
     # Only LoRAs of diffusion models start from a file.
     if (
         key != "train.steps"
@@ -232,7 +242,8 @@ def _steps_remedy(key: str, own: Mapping[str, Any], path: Path) -> str:
 
 
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
-    """Delete the checkpoints of later steps, which another trajectory wrote, and name them."""
+    """Delete the checkpoints of later steps, which another trajectory wrote; returns their folders."""
+    # Only for another trajectory: these steps will be written again with other values.
     later = [path for number, path in checkpoint_steps(run_dir).items() if number > step]
     for path in later:
         _remove(path)
@@ -240,8 +251,8 @@ def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
 
 
 def prune(run_dir: Path, step: int, keep: int, best: Collection[int] = ()) -> None:
-    """Remove all but the `keep` newest checkpoints up to `step` and those of `best`; later ones stay."""
-    # Later ones lie there after a resume from an earlier step.
+    """Remove all but the `keep` newest checkpoints up to `step` and those of `best`. Later checkpoints stay."""
+    # Later ones exist after a resume from an earlier step.
     earlier = [number for number in checkpoint_steps(run_dir) if number <= step]
     for number in earlier[:-keep]:
         if number not in best:
@@ -249,7 +260,7 @@ def prune(run_dir: Path, step: int, keep: int, best: Collection[int] = ()) -> No
 
 
 def is_whole(path: Path) -> bool:
-    """Return true if every file is there with the digest that the manifest, written last, gives it."""
+    """True if every file exists with the digest in the manifest, which is written last."""
     try:
         digests = read_typed(path / MANIFEST, Manifest)["sha256"]
         return all(_digest(path / name) == digest for name, digest in digests.items())
@@ -265,13 +276,14 @@ def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:
             f"step {step} is not saved: {len(bad)} of {len(tensors)} tensors are not finite, {bad[0]} "
             f"first; {f'the newest whole checkpoint is {earlier}' if earlier else 'there is no earlier one'}"
         )
+        # The exit code of a stop by the guard.
         error.exit_code = 3
         raise error
 
 
 def _remove(path: Path) -> None:
     """Rename the folder, then delete its files: a kill in between leaves nothing that looks like a checkpoint."""
-    # An unlink at a time could be stopped between two files.
+    # Deleting file by file could be stopped half-way, and would leave a damaged checkpoint.
     aside = path.rename(path.with_name(f".{path.name}.removed"))
     shutil.rmtree(aside)
 
@@ -280,7 +292,7 @@ def _clear_leftovers(folder: Path) -> None:
     for pattern in _ASIDE:
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)
-    # Of best.json, by `write_whole`: this process may be writing its own at the moment.
+    # Half-written best.json files of `write_whole`; this process may be writing its own right now.
     for half in folder.glob(".*.json.*.partial"):
         if not half.name.endswith(f".{os.getpid()}.partial"):
             half.unlink(missing_ok=True)
@@ -290,7 +302,7 @@ def _write_synced(path: Path, data: bytes | Tensors) -> None:
     if isinstance(data, bytes):
         path.write_bytes(data)
     else:
-        # safetensors takes no strided views.
+        # safetensors refuses strided views.
         save_file({name: tensor.cpu().contiguous() for name, tensor in data.items()}, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Writes checkpoints beside the loop, which waits for the copy to host memory alone."""
+"""Writes checkpoints in a background thread; the training loop waits only for the copy to host memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,59 +15,60 @@ _PARTS = [part.name for part in fields(SavedState)]
 
 
 class Saver:
-    """One thread that writes one checkpoint at a time, from a copy in host memory that is its own.
+    """One thread that writes one checkpoint at a time, from its own copy in host memory.
 
-    An error there, or with another file of the run (`fail`), is remembered: `stop_code` gives its code without
-    waiting, `wait` the error itself. No copy is started after one, until it is forgotten. The copy costs as much host
-    memory as the state has, once.
+    An error of a write, or one reported with `fail`, is remembered: `stop_code` gives its exit code without waiting,
+    `wait` the error itself. After an error no copy is started until `forget`. The copy needs host memory for one
+    state.
     """
 
     def __init__(self) -> None:
-        # Its thread is no daemon: an interpreter that ends waits for the write under way.
+        # Not a daemon thread: an interpreter that exits waits for the pending write.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._jobs: list[Future[object]] = []
         self._live: Mapping[str, torch.Tensor] = {}
-        # Its host buffers are allocated once, and used again by every checkpoint.
+        # Host buffers are allocated once and reused by every checkpoint.
         self._copies = Snapshots(lambda: self._live, every=1, keep=1)
         self._error: DitLoraError | None = None
 
     def start(self, step: int, state: SavedState, write: Callable[[SavedState], object]) -> None:
-        """Copy the state, then have the copy written beside the loop, after waiting for a write under way."""
-        # There is one set of buffers: a write under way still reads it.
+        """Copy the state and write the copy in the background, after waiting for the previous write."""
+        # There is one set of buffers: a pending write still reads it.
         if self.wait() is None:
             copy = self._copy(step, state)
             self.then(lambda: write(copy))
 
     def then(self, job: Callable[[], object]) -> None:
-        """Run `job` in the same thread, after the jobs under way."""
+        """Run `job` in the same thread, after the pending jobs."""
         self._jobs.append(self._thread.submit(job))
 
     def fail(self, error: DitLoraError) -> None:
-        """Note an error from elsewhere; it ends the run as an error of the thread does."""
+        """Record an error from elsewhere; it ends the run like an error of the thread."""
         self._error = self._error or error
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note an `OSError` of this process within: it ends the run at the next step, on all ranks."""
+        """Record an `OSError` raised inside the context: it ends the run at the next step, on all ranks."""
         try:
             yield
         except OSError as error:
             self.fail(unwritable(error))
 
     def forget(self) -> None:
-        """Take the error as dealt with: the next write is tried."""
+        """Discard the error: the next write is tried again."""
         self.wait()
         self._error = None
 
     def stop_code(self) -> int:
-        """Return the exit code of an error so far, or 0; waits for nothing."""
+        """Exit code of an error so far, or 0. Does not wait."""
         # In order, and without waiting: the loop asks at every step.
+        # Jobs finish in the order in which they were submitted.
         while self._jobs and self._jobs[0].done():
             self._take()
         return self._error.exit_code if self._error else 0
 
     def wait(self) -> DitLoraError | None:
-        """Wait for all jobs under way, and return the first error so far."""
+        """Wait for all pending jobs; returns the first error so far, or None."""
         while self._jobs:
             self._take()
         return self._error
@@ -77,10 +78,10 @@ class Saver:
         self._jobs.pop(0)
         if error is None:
             return
-        # A defect, or no memory: the run still has its state, and goes on to end in order.
+        # A bug, or no memory: the run still has its state and continues until it can end in order.
         if not isinstance(error, DitLoraError):
-            words = f"cannot save a checkpoint: {type(error).__name__}: {error}"
-            raised, error = error, DitLoraError(words)
+            message = f"cannot save a checkpoint: {type(error).__name__}: {error}"
+            raised, error = error, DitLoraError(message)
             error.__cause__ = raised
         self.fail(error)
 
@@ -91,12 +92,12 @@ class Saver:
             for name, tensor in getattr(state, part).items()
         }
         self._copies.take(step)
-        # `_live` is let go: it would keep gathered tensors alive until the next save.
-        held, self._live = self._copies.read(step), {}
+        # Drop `_live`: it would keep gathered tensors alive until the next save.
+        copies, self._live = self._copies.read(step), {}
         parts = {
             part: {
                 name.removeprefix(f"{part}/"): tensor
-                for name, tensor in held.items()
+                for name, tensor in copies.items()
                 if name.startswith(f"{part}/")
             }
             for part in _PARTS

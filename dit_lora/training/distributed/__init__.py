@@ -1,1 +1,1 @@
-"""Ways of spreading a step over ranks, one engine each."""
+"""Engines that spread a training step over ranks: DDP, FSDP2, ZeRO-2 and context parallelism."""

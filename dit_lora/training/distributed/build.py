@@ -1,4 +1,4 @@
-"""Chooses the engine that a launch asks for."""
+"""Chooses the engine for this launch."""
 
 from typing import Any
 
@@ -14,17 +14,18 @@ from dit_lora.training.session.session import Session
 
 
 def build_engine(session: Session, model: nn.Module, optimizer: Any) -> Engine:
-    """Place the model and its optimizer as the launch and `train.context_parallel` say."""
+    """Place the model and its optimizer according to the launch and `train.context_parallel`."""
     accelerator = session.accelerator
+    # At most one of these: the checks of launch and recipe refuse combinations.
     if session.sharding is not None:
-        alone = get_family(session.recipe.model.family).called_alone
-        return shard(accelerator, model, optimizer, session.sharding, alone)
+        called_alone = get_family(session.recipe.model.family).called_alone
+        return shard(accelerator, model, optimizer, session.sharding, called_alone)
     if session.zero is not None:
         return Zero2(accelerator, model, optimizer)
     degree = session.recipe.train.context_parallel
     if degree > 1:
         model, optimizer = accelerator.prepare(model, optimizer)
         return ContextParallel(accelerator, model, optimizer, degree=degree)
-    # With offload the model is on two devices already, and Accelerate must not move it to one.
+    # With offload the model is already on two devices, and Accelerate must not move it to one.
     placed = placement(model, optimizer)
     return Engine(accelerator, *accelerator.prepare(model, optimizer, device_placement=placed))

@@ -1,4 +1,4 @@
-"""Ranks that share each sample's tokens (context parallelism), for videos whose activations one GPU cannot hold."""
+"""Context parallelism: ranks share each sample's tokens, for videos whose activations one GPU cannot hold."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from dit_lora.training.session.session import Session
 
 @dataclass
 class ContextParallel(Engine):
-    """Replicated weights, where every `degree` ranks run the same samples, each on its share of the tokens."""
+    """Replicated weights; every `degree` consecutive ranks run the same samples, each on its share of the tokens."""
 
     degree: int = 1
     lockstep: ClassVar[bool] = True
@@ -32,25 +32,28 @@ class ContextParallel(Engine):
         return whole_context(self.bare)
 
     def backward(self, loss: torch.Tensor) -> None:
-        # A rank has its own tokens' part of the gradient: the parts add up, where DDP takes their mean.
+        # Each rank has the gradient of its own tokens: the parts must be summed, but DDP averages them.
         super().backward(loss * self.degree)
 
 
 def share_context(session: Session, checkpoint: Trained, data: Prepared, model: nn.Module) -> None:
-    """Split the model's tokens as `train.context_parallel` says, before DDP. Refuses what cannot be shared."""
+    """Split the model's tokens according to `train.context_parallel`, before DDP wraps it.
+
+    Raises `DitLoraError` for a model, data set or option that does not support it.
+    """
     recipe, accelerator = session.recipe, session.accelerator
     degree, ranks = recipe.train.context_parallel, accelerator.num_processes
     if degree == 1:
         return
-    asked = f"train.context_parallel={degree}"
+    option = f"train.context_parallel={degree}"
     if not has_context_plan(model):
         name = type(model).__name__
-        raise DitLoraError(f"{asked}: {name} has no plan for its tokens; CogVideoX has one")
-    denoiser = cast(Denoiser, checkpoint)  # such a plan is a diffusion transformer's
+        raise DitLoraError(f"{option}: {name} has no plan for its tokens; CogVideoX has one")
+    denoiser = cast(Denoiser, checkpoint)  # only diffusion transformers have such a plan
     tokens = {denoiser.context_tokens(entry.shape) for entry in data.clips.entries}
     # A plan splits tokens evenly: every length in the data set has to be a multiple of `degree`.
     problems = context_problems(model, degree, tokens)
-    # Attention that bypasses Diffusers' dispatcher would see a share of the tokens and no error.
+    # Attention that bypasses Diffusers' dispatcher would silently see only a share of the tokens.
     if recipe.kernels.attention not in ("auto", *BACKENDS):
         problems.append(
             f"kernels.attention={recipe.kernels.attention} does not exchange tokens; choose auto, "
@@ -63,5 +66,5 @@ def share_context(session: Session, checkpoint: Trained, data: Prepared, model: 
     if recipe.lora.dropout:
         problems.append("lora.dropout draws for each rank's tokens, which no replay can repeat; 0")
     if problems:
-        raise DitLoraError(listed(f"{asked} cannot be", problems))
+        raise DitLoraError(listed(f"{option} cannot be", problems))
     split_context(model, degree, accelerator.device, accelerator.process_index, ranks)

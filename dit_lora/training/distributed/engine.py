@@ -1,4 +1,4 @@
-"""Spreads a step over ranks: what differs between replicated weights, sharded ones and DeepSpeed.
+"""Spreads a training step over ranks: the differences between replicated weights, sharded weights and DeepSpeed.
 
 The loop, the gate, recovery and checkpoints are the same for all of them.
 """
@@ -32,43 +32,45 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass
 class Engine:
-    """One way of spreading a step over ranks; here every rank holds the whole model: one process, or DDP.
+    """One way of spreading a step over ranks. This base class holds the whole model on every rank: one process, or
+    DDP.
 
-    Methods are collective unless they concern this rank's part alone.
+    Methods are collective unless they concern only this rank's part.
     """
 
     accelerator: Accelerator
     model: nn.Module
-    """The module that a training forward goes through."""
+    """The module to call for a training forward."""
     optimizer: Any
-    """The optimizer; its groups have names, learning rates and parameters."""
+    """The optimizer; its groups have a name, a learning rate and parameters."""
     lockstep: ClassVar[bool] = False
-    """True if a forward of `bare` needs every rank: then all run the same one at the same time."""
+    """True if a forward of `bare` needs every rank: then all ranks run the same forward at the same time."""
 
     @cached_property
     def bare(self) -> nn.Module:
-        """The model with its own names, as replays, sampling and saving use it."""
-        # Once: each call takes 2 ms, to look whether DeepSpeed is installed.
+        """The unwrapped model, with its own parameter names, for replays, sampling and saving."""
+        # Cached: each call takes 2 ms to check whether DeepSpeed is installed.
         return self.accelerator.unwrap_model(self.model)
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes of weights or gradients of other ranks that a pass holds while ranks exchange them."""
+        """Bytes of other ranks' weights or gradients that are held during a pass."""
         return 0
 
     def warm_up(self, loss: Callable[[], torch.Tensor]) -> None:
-        """Settle what a first backward settles for good, by the loss of a first micro-batch; before the first step.
+        """Run one throw-away backward so that DDP fixes its bucket order before step 1.
 
-        Over three ranks and more a backward is run: DDP orders its buckets by its first, and so the order of its sums.
-        Without this, the first step after a resume would round otherwise than the same step of a run that went on.
+        Only for DDP with three ranks or more: DDP orders its buckets by its first backward, and so the order of its
+        sums. Without this, the first step after a resume would round differently from the same step of an
+        uninterrupted run.
         """
-        # Two ranks have one order of adding two numbers; only from three on can it differ.
+        # Adding two numbers has one order; only from three ranks on can it differ.
         if isinstance(self.model, DistributedDataParallel) and self.accelerator.num_processes > 2:
             loss().backward()
             self.optimizer.zero_grad(set_to_none=True)
 
     def micro_step(self) -> AbstractContextManager[Any]:
-        """Return a context around forward and backward of a micro-step; gradients meet in a step's last one."""
+        """Context around forward and backward of a micro-step; gradients are reduced in the step's last one."""
         # A module, never a list: a list disables no_sync and all-reduces in every micro-step.
         return self.accelerator.accumulate(self.model)
 
@@ -76,73 +78,78 @@ class Engine:
         self.accelerator.backward(loss)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Let this rank call `bare` by itself within: with weights as they lie, and with all tokens of a sample."""
+        """Let this rank call `bare` by itself inside the context, with its local weights and all tokens of a
+        sample.
+        """
         return nullcontext()
 
     def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
-        """Return each group's gradient norm over all ranks, fp64 on the device; finite exactly if every element is.
+        """Each group's gradient norm over all ranks: fp64 scalars on the device, finite exactly if every element is.
 
-        `norms` computes them; None for PyTorch.
+        `norms` computes them; None uses PyTorch.
         """
-        # DDP has averaged the gradients: every rank computes the same norms, and nothing is sent.
+        # DDP has averaged the gradients: every rank computes the same norms, without communication.
         return gradient_norms(self.optimizer.param_groups, norms)
 
     def clip(
         self, norms: Tensors, optim: OptimConfig, adaptive: Callable[[str], float | None]
     ) -> torch.Tensor:
-        """Scale gradients to their clips; return the norm over all groups before that."""
+        """Clip the gradients; returns the norm over all groups before clipping."""
         return clip_gradients(self.optimizer.param_groups, norms, optim, adaptive)
 
     def step(self, bad: torch.Tensor) -> None:
-        """Take the optimizer's step unless `bad`, and drop the gradients."""
+        """Run the optimizer step unless `bad`, and clear the gradients."""
         # The flag stays on the device where the optimizer can read it there (fused AdamW's `found_inf`).
         gated_step(self.optimizer, bad)
-        # Also after a step that was not taken: it is taken again from fresh gradients.
+        # Also after a skipped step: it is repeated from fresh gradients.
         self.optimizer.zero_grad(set_to_none=True)
 
     def discard(self) -> None:
-        """Drop the gradients of micro-steps that no update will follow, and count micro-steps anew; sends nothing."""
-        # Not by Accelerate's `zero_grad`, which does nothing in the middle of an accumulated step.
+        """Clear gradients that no update will follow, and reset the micro-step count. Not collective."""
+        # Not with Accelerate's `zero_grad`, which does nothing in the middle of an accumulated step.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+        # Accelerate counts micro-steps to find the last one of a step.
         self.accelerator.step = 0
 
     def weights_are_bad(self) -> torch.Tensor:
-        """Return a bool scalar on the device, true if a trained weight of this rank is not finite."""
+        """Bool scalar on the device: true if a trained weight of this rank is not finite."""
         return weights_are_bad(self.optimizer)
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Return trained weights and optimizer state by name, live; of sharded tensors, this rank's part."""
+        """Live trained weights and optimizer state by name; this rank's part of sharded tensors."""
         return {**trainable_state(self.bare), **self.own_moments()}
 
     def own_moments(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's part of `own_state`, named as in `moments`."""
+        """The optimizer's part of `own_state`, named as in `moments`."""
         return optimizer_state(self.optimizer)
 
     def alike(self) -> dict[str, torch.Tensor]:
-        """Return the part of `own_state` that every rank has, and has to have to the same bits."""
-        # A rank has a DTensor's shard for itself: other ranks have nothing to compare it with.
+        """State that is replicated, and must be bitwise equal, on all ranks."""
+        # Each rank has its own shard of a DTensor: there is nothing to compare it with.
         return {n: t for n, t in self.own_state().items() if not isinstance(t, DTensor)}
 
     def put_numbers(self, state: Tensors) -> None:
-        """Write back those values of `own_state` that are copies and no live tensors: the optimizer's numbers."""
+        """Write back the values of `own_state` that are copies, not live tensors: the optimizer's Python numbers."""
         put_numbers(self.optimizer, state)
 
     def forget(self, names: Sequence[str]) -> None:
-        """Drop the optimizer's state of the tensors that `own_state` gives these names, as before its first step."""
+        """Delete the optimizer state behind these names of `own_state`; the next step starts them from scratch."""
         drop_optimizer_state(self.optimizer, names)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights by name, whole. Ranks other than the first may get meta tensors."""
+        """The trained weights by name, unsharded. Ranks other than the first may get meta tensors."""
         return trainable_state(self.bare)
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state, whole, named as by `optimizer_state`; without values where `weights` is."""
+        """The optimizer state, unsharded, named as by `optimizer_state`; meta tensors on the ranks where `weights` has
+        them.
+        """
         return optimizer_state(self.optimizer)
 
     def load(self, weights: Tensors, moments: Tensors) -> None:
-        """Put whole tensors, equal on all ranks, in the place of this rank's own."""
+        """Load full (unsharded) tensors, equal on all ranks, into this rank's weights and optimizer state."""
         with torch.no_grad():
             for name, tensor in trainable_state(self.bare).items():
                 tensor.copy_(weights[name])

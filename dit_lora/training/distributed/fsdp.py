@@ -1,7 +1,7 @@
-"""Weights spread over ranks by torch's `fully_shard` (FSDP2): a block is whole on a rank only while it computes.
+"""Weights sharded by torch's `fully_shard` (FSDP2): a block is whole on a rank only while it computes.
 
-Accelerate's `prepare` shards on GPUs alone. This is the same few calls on GPUs and on CPUs, so that what is
-tested without a GPU is what runs on one. Accelerate keeps autocast and the process group.
+Accelerate's `prepare` shards only on GPUs. This makes the same few calls on GPUs and CPUs, so that tests without a GPU
+run the code that runs on one. Accelerate still provides autocast and the process group.
 """
 
 import functools
@@ -31,7 +31,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 @dataclass
 class Sharded(Engine):
-    """Every rank holds a part of each weight, gradient and moment; a forward pass needs all ranks."""
+    """Every rank holds a shard of each weight, gradient and moment; a forward pass needs all ranks."""
 
     sharding: Sharding = field(default_factory=Sharding)
     lockstep: ClassVar[bool] = True
@@ -42,18 +42,18 @@ class Sharded(Engine):
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes of the root's weights and of two blocks': the next one is gathered while one computes."""
+        """Bytes of the root's weights and of two blocks: the next block is gathered while one computes."""
         blocks = [_bytes(block) for block in _outermost(repeated_blocks(self.model))]
-        most = sorted(blocks)[-2:] if self.sharding.reshard_after_forward else blocks
-        return _bytes(self.model) - sum(blocks) + sum(most)
+        resident = sorted(blocks)[-2:] if self.sharding.reshard_after_forward else blocks
+        return _bytes(self.model) - sum(blocks) + sum(resident)
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
         model = cast(FSDPModule, self.model)
-        # Outside of training no weight may stay whole after a forward pass: it would miss what changes it.
+        # Only in training may a weight stay whole after a forward pass: a whole copy would miss changes to the shards.
         model.set_reshard_after_forward(self.sharding.reshard_after_forward)
         with self.accelerator.accumulate(self.model):
-            # What no_sync is for DDP: gradients of earlier micro-steps stay unreduced until the last.
+            # Like DDP's no_sync: gradients of earlier micro-steps stay unreduced until the last.
             model.set_requires_gradient_sync(self.accelerator.sync_gradients)
             try:
                 yield
@@ -76,7 +76,8 @@ class Sharded(Engine):
         load_optimizer_state(self.optimizer, self._spread(moments))
 
     def _spread(self, moments: Tensors) -> dict[str, torch.Tensor]:
-        """Return each moment sharded as its parameter is; step counts, which have no shape, as they are."""
+        """Shard each moment like its parameter; step counts, which are 0-dim, stay as they are."""
+        # A moment has its parameter's name plus its own: `<group>/<parameter>/<moment>`.
         like = named_parameters(self.optimizer.param_groups)
         return {
             name: spread(tensor, like[name.rpartition("/")[0]]) if tensor.ndim else tensor
@@ -91,28 +92,29 @@ def shard(
     sharding: Sharding,
     called_alone: Sequence[str] = (),
 ) -> Sharded:
-    """Spread the model's blocks and the rest over all ranks, and give the optimizer the parameters that result.
+    """Shard the model over all ranks block by block, and give the optimizer the resulting parameters.
 
-    Call it with the adapter attached, equal on all ranks, and an optimizer that has not stepped. Block by block
-    moves to the accelerator's device, which never holds the whole model. Parts of blocks that the model also calls
-    by themselves (`called_alone`) are gathered separately. Raises `DitLoraError` for parameters that cannot be spread.
+    The adapter must be attached, equal on all ranks, and the optimizer must not have stepped. Blocks move to the
+    accelerator's device one by one, so it never holds the whole model. Parts of blocks that the model also calls
+    directly (`called_alone`) are sharded separately. Raises `DitLoraError` for parameters that cannot be sharded.
     """
     _require_spreadable(model)
-    # Of models that return a view, as all of Diffusers' do; nothing writes into what they return.
+    # Raised for models that return a view, as all of Diffusers' do; nothing writes to their output.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     # `evaluation_mode` keeps Accelerate from wrapping the model in DDP as well.
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # its autocast
+    # One dimension over all ranks: every weight is sharded over all of them.
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     apart = [model.get_submodule(name) for name in called_alone]
-    # Inner modules first: `fully_shard` gives a module the parameters that none inside of it has taken.
+    # Inner modules first: `fully_shard` gives a module the parameters that no inner module has taken.
     for module in (*apart, *_outermost(repeated_blocks(model)), model):
         before = {name: dict(getattr(module, name)) for name in _HOOKS}
-        # A block is a shard again after each forward pass: whole weights would miss what changes them.
+        # Reshard after each forward pass: whole weights would miss changes to the shards.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         added = {n: [k for k in getattr(module, n) if k not in before[n]] for n in _HOOKS}
         module.__dict__[GATHERING] = added
     _gather_for_features(model)
-    # `fully_shard` replaced the parameters by DTensors, so that the optimizer holds the old ones.
+    # `fully_shard` replaced the parameters with DTensors; the optimizer still holds the old ones.
     named = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [named[name] for name in group["param_names"]]
@@ -120,17 +122,17 @@ def shard(
 
 
 _FEATURES = ("get_image_features", "get_video_features")
-"""Methods of a model's trunk that Transformers' `generate` calls before its first forward pass."""
+"""Methods of the inner model that Transformers' `generate` calls before its first forward pass."""
 
 
 def _gather_for_features(model: nn.Module) -> None:
-    """Gather the root's weights where a method of `_FEATURES` is called outside of a forward pass."""
+    """Gather the root's weights when a method of `_FEATURES` is called outside a forward pass."""
     trunk: Any = getattr(model, "base_model", model)
     for name in _FEATURES if trunk is not model else ():
         stock = getattr(trunk, name, None)
         if stock is None:
             continue
-        # FSDP2 wraps a method of the sharded module alone, so that the trunk's is lent to it under a name.
+        # FSDP2 wraps methods of the sharded module only, so add the inner model's method to it under another name.
         gathered_name = f"_gathered_{name}"
         setattr(model, gathered_name, stock)
         register_fsdp_forward_method(model, gathered_name)
@@ -142,7 +144,7 @@ def _inside_or_by(
 ) -> Callable[..., Any]:
     @functools.wraps(stock)  # `generate` reads its signature
     def features(*args: Any, **kwargs: Any) -> Any:
-        # Inside a forward pass the root is whole already, and a second gathering would end by sharding it too soon.
+        # Inside a forward pass the root is already gathered; gathering twice would reshard it too early.
         is_outside = isinstance(model.get_input_embeddings().weight, DTensor)
         return gathering(*args, **kwargs) if is_outside else stock(*args, **kwargs)
 
@@ -150,7 +152,8 @@ def _inside_or_by(
 
 
 def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the blocks that are in no other: inner ones are gathered with them."""
+    """The blocks that no other block contains: inner ones are gathered with the outer one."""
+    # Every module inside a block, except the block itself.
     inside = {id(part) for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if id(block) not in inside]
 
@@ -166,7 +169,7 @@ def _require_spreadable(model: nn.Module) -> None:
         if not p.ndim or not p.is_contiguous()
     ]
     if refused:
-        # `fully_shard` would raise for the first of them, after it has spread others.
+        # `fully_shard` would raise at the first of them, after it has sharded others.
         summary = (
             "these weights cannot be spread over ranks; launch with accelerate_configs/ddp.yaml"
         )

@@ -1,8 +1,8 @@
-"""Context parallelism: the tokens of a sample spread over ranks, by Diffusers' hooks and Ulysses attention.
+"""Context parallelism: a sample's tokens split over ranks with Diffusers' hooks and Ulysses attention.
 
 Each rank runs the blocks on its share of text and video tokens. Attention exchanges them, so that each rank sees all
 tokens for its share of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). Diffusers has plans for Flux, LTX, Qwen-Image,
-Wan and others. CogVideoX's is here, because its stock attention processor calls PyTorch past the dispatcher.
+Wan and others. The plan for CogVideoX is here, because its attention processor calls PyTorch without the dispatcher.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,13 +24,14 @@ from dit_lora.fuse.models.cogvideox import CogVideoXProcessor
 
 
 def _plan(model: Any) -> dict[str, Any]:
-    """Return CogVideoX's plan: split both streams and positions before the first block, join after the last layer."""
+    """CogVideoX's plan: split both streams and the positions before the first block, gather after the last layer."""
     # Hooks on the first block's inputs split the embeddings of whole samples; every later block sees a share.
     tokens = ContextParallelInput(split_dim=1, expected_dims=3)
     plan: dict[str, Any] = {
         "transformer_blocks.0": {"hidden_states": tokens, "encoder_hidden_states": tokens},
         "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
     }
+    # Rotary tables (tokens, D) have no batch dimension: they are split along the first.
     if model.config.use_rotary_positional_embeddings:
         positions = ContextParallelInput(split_dim=0, expected_dims=2)
         plan[""] = {"image_rotary_emb": [positions, positions]}
@@ -42,14 +43,16 @@ BACKENDS = ("native", "flash", "_native_flash", "_native_cudnn")
 
 
 def has_context_plan(model: Any) -> bool:
-    """Return whether it is known how this model's tokens are split."""
+    """True if a plan for splitting this model's tokens exists."""
     return type(model).__name__ == "CogVideoXTransformer3DModel"
 
 
 def context_problems(model: Any, degree: int, tokens: Iterable[tuple[int, int]]) -> list[str]:
-    """Return why `degree` ranks cannot share this model's samples, each of the text and video tokens in `tokens`."""
+    """Reasons why `degree` ranks cannot share samples with these numbers of (text, video) tokens; empty if they
+    can.
+    """
     problems = []
-    # In attention each rank has all tokens of its share of heads, everywhere else all heads of its share of tokens.
+    # In attention each rank has all tokens of its share of heads; elsewhere all heads of its share of tokens.
     heads = model.config.num_attention_heads
     if heads % degree:
         problems.append(f"its {heads} attention heads cannot be shared by {degree}")
@@ -60,19 +63,20 @@ def context_problems(model: Any, degree: int, tokens: Iterable[tuple[int, int]])
 
 
 def split_context(model: Any, degree: int, device: torch.device, rank: int, ranks: int) -> None:
-    """Let each `degree` consecutive ranks share every sample of a fused model that they run together; collective.
+    """Let each `degree` consecutive ranks share every sample that they run together. Collective; needs a fused model.
 
-    Raises `DitLoraError` if an attention processor would attend to its own rank's tokens alone.
+    Raises `DitLoraError` if an attention processor would attend only to its own rank's tokens.
     """
-    others = {
+    unsupported = {
         type(processor).__name__
         for processor in _processors(model)
         if not isinstance(processor, CogVideoXProcessor)
     }
-    if others:
+    if unsupported:
         summary = "train.context_parallel: these attention processors do not exchange tokens"
-        raise DitLoraError(listed(summary, sorted(others)))
-    # What Diffusers' `enable_parallelism` does, which needs an accelerator for it.
+        raise DitLoraError(listed(summary, sorted(unsupported)))
+    # The steps of Diffusers' `enable_parallelism`, which requires an accelerator.
+    # Data parallel groups of `degree` ranks each; no ring attention.
     mesh = init_device_mesh(
         device.type, (ranks // degree, 1, degree), mesh_dim_names=("data", "ring", "ulysses")
     )
@@ -84,12 +88,12 @@ def split_context(model: Any, degree: int, device: torch.device, rank: int, rank
 
 @contextmanager
 def whole_context(model: Any) -> Iterator[None]:
-    """Run forward passes without the split in this context: this rank computes all tokens and exchanges nothing."""
+    """Disable the split inside the context: this rank computes all tokens and exchanges nothing."""
     config = getattr(model, "_parallel_config", None)
     if config is None:
         yield
         return
-    # The hooks come off and processors forget the ranks, so that a rank may run what the others do not.
+    # Without hooks and configuration, this rank can run a forward that the others do not.
     remove_context_parallel(model, _plan(model))
     _configure(model, None)
     try:
@@ -99,18 +103,18 @@ def whole_context(model: Any) -> Iterator[None]:
 
 
 def _apply(model: Any, config: Any) -> None:
-    """Put Diffusers' hooks that split and join tokens on the model, and tell its processors of the ranks."""
+    """Register Diffusers' hooks that split and gather tokens, and give the processors the parallel configuration."""
     _configure(model, config)
     apply_context_parallel(model, config.context_parallel_config, _plan(model))
 
 
 def _configure(model: Any, config: ParallelConfig | None) -> None:
-    """Set the configuration of ranks where Diffusers reads it, on the model and on each processor."""
+    """Set the parallel configuration where Diffusers reads it: on the model and on each processor."""
     model._parallel_config = config
     for processor in _processors(model):
         processor._parallel_config = config
 
 
 def _processors(model: Any) -> list[Any]:
-    """Return the processor of every attention layer."""
+    """The processor of every attention layer."""
     return [m.processor for m in model.modules() if hasattr(m, "processor")]

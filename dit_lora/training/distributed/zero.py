@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO-2: each rank holds its part of the gradients and of the optimizer's state, and all of the weights.
+"""DeepSpeed's ZeRO-2: each rank holds all weights, and its part of the gradients and the optimizer state.
 
-DeepSpeed spreads and gathers. The step is this package's, as under DDP: its clipping, its gate, its autocast.
+DeepSpeed partitions and gathers. The step is this package's, as with DDP: its clipping, gate and autocast.
 """
 
 import logging
@@ -22,56 +22,60 @@ from dit_lora.training.optim.build import gradient_norms
 from dit_lora.training.optim.state import named_parameters
 
 _BUCKET = 50_000_000
-"""Elements of the largest bucket in which gradients wait to be averaged; DeepSpeed's own default is 2 GB of them."""
+"""Elements of the largest bucket in which gradients wait to be averaged; DeepSpeed's default needs 2 GB."""
 
 
 def import_deepspeed(device: str) -> Any:
-    """Return the module `deepspeed`, quiet and compiling nothing."""
-    os.environ.setdefault("DS_ACCELERATOR", device)  # else it looks for one, and says so
+    """Import `deepspeed` without its log output and without compiling extensions."""
+    os.environ.setdefault("DS_ACCELERATOR", device)  # else it searches for one, and logs that
     import deepspeed
     import deepspeed.ops
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", r".*all_gather_into_tensor", FutureWarning)  # of its calls
-    # On a CPU it would compile a collective over shared memory for a minute: gloo's serves.
+    warnings.filterwarnings(
+        "ignore", r".*all_gather_into_tensor", FutureWarning
+    )  # from its own calls
+    # On a CPU it would spend a minute compiling a shared-memory collective; gloo suffices.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The share of one group that this rank's optimizer holds."""
+    """This rank's part of one parameter group."""
 
     tensor: torch.Tensor
-    """The weights, flat, with their gradient. All ranks' parts in order are the group's parameters, then padding."""
+    """The flat weights, with their gradient. All ranks' parts in order are the group's parameters, then padding."""
     first: int
-    """Index in the whole group of this part's first element."""
+    """Index of this part's first element in the flat group."""
     parameters: Mapping[str, nn.Parameter]
-    """The group's parameters by `<group>/<parameter>`, in the order in which they are laid flat."""
+    """The group's parameters by `<group>/<parameter>`, in the order in which they are flattened."""
 
     def places(self) -> dict[str, slice]:
-        """Return where each parameter lies in the whole group."""
-        places, end = {}, 0
+        """Slice of each parameter in the flat group."""
+        slices, end = {}, 0
         for name, parameter in self.parameters.items():
-            places[name] = slice(end, end + parameter.numel())
+            slices[name] = slice(end, end + parameter.numel())
             end += parameter.numel()
-        return places
+        return slices
 
     def own_places(self) -> dict[str, slice]:
-        """Return where each parameter lies in this part, for those of which the part holds anything."""
-        last = self.first + self.tensor.numel()
+        """Slice of each parameter in this part; parameters outside of it are omitted."""
+        end = self.first + self.tensor.numel()
         return {
-            name: slice(max(one.start, self.first) - self.first, min(one.stop, last) - self.first)
-            for name, one in self.places().items()
-            if one.start < last and one.stop > self.first
+            name: slice(
+                max(location.start, self.first) - self.first, min(location.stop, end) - self.first
+            )
+            for name, location in self.places().items()
+            if location.start < end and location.stop > self.first
         }
 
 
 class Zero2(Engine):
-    """Spreads gradients and moments with the parts and the collectives of DeepSpeed's ZeRO, and nothing else of it.
+    """Partitions gradients and moments with DeepSpeed's ZeRO, and uses nothing else of it.
 
-    A group's parameters are one flat tensor, of which this rank's optimizer holds a part: fp32 weights, their
-    gradient and its moments. The optimizer is elementwise, so that the parts together take the step of whole tensors.
+    A group's parameters form one flat tensor. This rank's optimizer holds a part: fp32 weights, their gradient and the
+    moments. The optimizer is elementwise, so the parts together take the same step as whole tensors would.
     """
 
     model: Any
@@ -83,13 +87,14 @@ class Zero2(Engine):
         deepspeed = import_deepspeed(accelerator.device.type)
         self.accelerator = accelerator
         self._micro_steps = 0
+        # Before DeepSpeed replaces the groups' parameters with its flat parts.
         parameters = [named_parameters([group]) for group in optimizer.param_groups]
-        trained = sum(one.numel() for named in parameters for one in named.values())
+        trained = sum(parameter.numel() for named in parameters for parameter in named.values())
         # DeepSpeed allocates the bucket whole: a LoRA needs no 200 MB of it.
         self._bucket = min(_BUCKET, trained)
-        # DeepSpeed puts its parts in the place of the groups' parameters; the caller keeps its own.
+        # DeepSpeed replaces the groups' parameters with its parts; the caller's groups must not change.
         optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
-        # Its forward under autocast, on its device, and nothing else: a model for evaluation is not wrapped.
+        # Adds autocast and moves it to its device; in evaluation mode Accelerate wraps it in nothing else.
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         self.model, self._zero, _, _ = deepspeed.initialize(
             model=prepared, optimizer=optimizer, config=self._config()
@@ -103,16 +108,16 @@ class Zero2(Engine):
         self._disarm()
 
     def _config(self) -> dict[str, Any]:
-        """Return DeepSpeed's config, without precision, clipping, norm or overflow check of its own."""
+        """DeepSpeed's config, with its precision handling, clipping, norms and overflow check disabled."""
         return {
-            "train_micro_batch_size_per_gpu": 1,  # of no consequence
+            "train_micro_batch_size_per_gpu": 1,  # has no effect here
             "gradient_accumulation_steps": self.accelerator.gradient_accumulation_steps,
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
                 "stage": 2,
-                # Off: the loop clips by group, and the gate decides.
+                # Off: the loop clips each group, and the gate decides about the step.
                 "compute_grad_norm": False,
                 "overlap_comm": False,
                 "reduce_bucket_size": self._bucket,
@@ -126,51 +131,52 @@ class Zero2(Engine):
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes of the bucket of fp32 gradients: weights are never gathered in a pass."""
+        """Bytes of the fp32 gradient bucket; weights are never gathered during a pass."""
         return 4 * self._bucket
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
         self._micro_steps += 1
+        # DeepSpeed must be told which micro-step is a step's last.
         is_last = self._micro_steps % self.accelerator.gradient_accumulation_steps == 0
         self.model.set_gradient_accumulation_boundary(is_last)
         yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Average gradients over ranks and part them, in every micro-step: no rank keeps them whole."""
-        # ZeRO's constructor hooks the parameters once and for good; here the hooks live for one backward.
+        """Average and partition the gradients in every micro-step: no rank keeps all of them."""
+        # ZeRO's constructor hooks the parameters permanently; here the hooks exist during one backward.
         self._zero.create_gradient_handling_hooks()
         try:
-            # The engine's and not Accelerate's, which would also step before the gradients can be looked at.
+            # The engine's and not Accelerate's, which would also step before the gradients are checked.
             self.model.backward(loss)
         finally:
             self._disarm()
 
     def _disarm(self) -> None:
-        """Remove DeepSpeed's hooks from the parameters, so that a replay's backward concerns this rank only."""
+        """Remove DeepSpeed's hooks from the parameters, so that a replay's backward stays on this rank."""
         for hook in self._zero._grad_acc_hooks:
             hook.remove()
         self._zero._grad_acc_hooks.clear()
 
     def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
-        """Return each group's gradient norm over all ranks' parts, whose squares are added in fp64: none overflows."""
+        """Each group's gradient norm over all ranks' parts; squares are added in fp64, where none overflows."""
         averaged = self._zero.averaged_gradients
         for index, part in enumerate(self._parts):
-            # Where the optimizer and clipping look for it; DeepSpeed's step takes a view of it.
+            # Where the optimizer and clipping expect it; DeepSpeed's step takes a view of it.
             part.tensor.grad = self._zero.flatten_dense_tensors_aligned(
                 averaged[index], part.tensor.numel()
             )
             averaged[index] = [part.tensor.grad]
-        own = gradient_norms(self.optimizer.param_groups, norms)
-        # The norms are fp64: their squares stay finite where fp32's would overflow.
-        squares = torch.stack([*own.values()]).square()
-        # Each rank has a part of every group: the squares add up over ranks.
-        whole = self.accelerator.reduce(squares, reduction="sum").sqrt()
-        return dict(zip(own, whole.unbind(), strict=True))
+        local_norms = gradient_norms(self.optimizer.param_groups, norms)
+        # The norms are fp64: their squares stay finite where fp32 would overflow.
+        squares = torch.stack([*local_norms.values()]).square()
+        # Each rank has a part of every group: sum the squares over ranks.
+        total_norms = self.accelerator.reduce(squares, reduction="sum").sqrt()
+        return dict(zip(local_norms, total_norms.unbind(), strict=True))
 
     def step(self, bad: torch.Tensor) -> None:
-        """Take the step unless `bad`, which fused AdamW reads on the device; then gather the weights that it left."""
-        # DeepSpeed calls the optimizer itself, so that the flag has to be there already.
+        """Run the step unless `bad`, which fused AdamW reads on the device; then gather the updated weights."""
+        # DeepSpeed calls the optimizer itself, so the flag must be set before.
         self.optimizer.found_inf = bad
         try:
             self._zero.step()
@@ -186,36 +192,37 @@ class Zero2(Engine):
         self._zero.zero_grad(set_to_none=True)
         for index in self._zero.averaged_gradients:
             self._zero.averaged_gradients[index] = self._zero.all_grad_tensors[index] = None
-        # By it a step's first micro-step begins its sums anew, where later ones add to them.
+        # With it the first micro-step starts new sums; later ones add to them.
         self._zero.micro_step_id = INITIAL_MICRO_STEP_ID
         self._micro_steps = 0
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's state; `<group>/<parameter>/part` is the optimizer's copy of its part of the weights."""
+        """This rank's state; `<group>/<parameter>/part` is the optimizer's fp32 copy of its part of a weight."""
         parts = {
-            f"{name}/part": part.tensor.detach()[place]
+            f"{name}/part": part.tensor.detach()[location]
             for part in self._parts
-            for name, place in part.own_places().items()
+            for name, location in part.own_places().items()
         }
         return trainable_state(self.bare) | parts | self.own_moments()
 
     def own_moments(self) -> dict[str, torch.Tensor]:
         return {
-            f"{name}/{kind}": flat[place] if flat.ndim else flat
+            f"{name}/{kind}": flat[location] if flat.ndim else flat
             for part in self._parts
-            for name, place in part.own_places().items()
+            for name, location in part.own_places().items()
             for kind, flat in self.optimizer.state.get(part.tensor, {}).items()
         }
 
     def alike(self) -> dict[str, torch.Tensor]:
-        """Return the weights alone: the rest is this rank's part."""
+        """The weights only: everything else is this rank's part."""
         return trainable_state(self.bare)
 
     def put_numbers(self, state: Tensors) -> None:
-        """Do nothing: AdamW keeps no numbers."""
+        """Do nothing: AdamW has no Python numbers."""
 
     def forget(self, names: Sequence[str]) -> None:
-        """Zero the moments of the groups in which `own_state` gives a tensor one of these names."""
+        """Zero the moments of every group that contains a tensor of these names."""
+        # A flat part mixes parameters, so the moments of the whole group are reset.
         owners = {_owner(name) for name in names}
         for part in self._parts:
             if owners & part.parameters.keys():
@@ -225,12 +232,14 @@ class Zero2(Engine):
     def moments(self) -> dict[str, torch.Tensor]:
         state = {}
         for part in self._parts:
-            for kind, own in self.optimizer.state.get(part.tensor, {}).items():
+            for kind, part_value in self.optimizer.state.get(part.tensor, {}).items():
                 # Collective, in the same order of groups and kinds on every rank.
-                whole = self.accelerator.gather(own) if own.ndim else own
-                for name, place in part.places().items():
+                flat_value = self.accelerator.gather(part_value) if part_value.ndim else part_value
+                for name, location in part.places().items():
                     shape = part.parameters[name].shape
-                    state[f"{name}/{kind}"] = whole[place].view(shape) if own.ndim else own.clone()
+                    state[f"{name}/{kind}"] = (
+                        flat_value[location].view(shape) if part_value.ndim else part_value.clone()
+                    )
         return state
 
     def load(self, weights: Tensors, moments: Tensors) -> None:
@@ -240,6 +249,7 @@ class Zero2(Engine):
         # The optimizer's fp32 parts are copies: without this the first step would undo the load.
         self._zero.refresh_fp32_params()
         for part in self._parts:
+            # For example exp_avg, exp_avg_sq and step.
             kinds = {name.rpartition("/")[2] for name in moments if _owner(name) in part.parameters}
             self.optimizer.state[part.tensor] = {
                 kind: self._own_moment(part, kind, moments) for kind in sorted(kinds)
@@ -247,13 +257,13 @@ class Zero2(Engine):
 
     def _own_moment(self, part: _Part, kind: str, moments: Tensors) -> torch.Tensor:
         values = {name: moments[f"{name}/{kind}"] for name in part.parameters}
-        if kind == "step":  # of the part as a whole: all its parameters have taken the same steps
+        if kind == "step":  # one for the whole part: its parameters have taken the same steps
             return next(iter(values.values())).to(part.tensor.device, copy=True)
-        # The flat group is padded to a multiple of the ranks, and a checkpoint holds no padding.
-        whole = part.tensor.new_zeros(part.tensor.numel() * self.accelerator.num_processes)
-        for name, place in part.places().items():
-            whole[place] = values[name].flatten()
-        return whole[part.first : part.first + part.tensor.numel()].clone()
+        # The flat group is padded to a multiple of the ranks; a checkpoint holds no padding.
+        flat_value = part.tensor.new_zeros(part.tensor.numel() * self.accelerator.num_processes)
+        for name, location in part.places().items():
+            flat_value[location] = values[name].flatten()
+        return flat_value[part.first : part.first + part.tensor.numel()].clone()
 
 
 def _owner(name: str) -> str:

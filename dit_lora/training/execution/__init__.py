@@ -1,1 +1,1 @@
-"""Ways of fitting a step: recomputation, offload, compilation."""
+"""Ways to fit a step into memory or speed it up: gradient checkpointing, offload and compilation."""

@@ -1,6 +1,6 @@
-"""Checkpoints the gradients of a transformer's blocks: none, all of a block, or all of it but its attention.
+"""Gradient checkpointing of a transformer's blocks: none, full, or selective (attention outputs are kept).
 
-Diffusers' and Transformers' models have the same switch: a function that each of their blocks is called by.
+Diffusers' and Transformers' models have the same switch: a function through which each of their blocks is called.
 """
 
 import re
@@ -25,7 +25,7 @@ from dit_lora.numerics.attention_calls import exchange_keeper
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-"""Modes from the one that recomputes nothing to the one that saves the most memory."""
+"""Modes from no recomputation to the largest memory saving."""
 
 _ATTENTION = re.compile(
     r"aten::_scaled_dot_product_\w+"
@@ -37,49 +37,53 @@ _ATTENTION = re.compile(
 
 @cache
 def is_attention(op: OpOverload) -> bool:
-    """Return true if an op is a fused attention's forward, whose outputs are small and whose FLOPs are many."""
+    """True if an op is a fused attention forward: small outputs, many FLOPs."""
+    # The name without its overload.
     name = op.name().partition(".")[0]
     return bool(_ATTENTION.fullmatch(name)) and "backward" not in name
 
 
 def keeps_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return true if `selective` keeps what this call of an op returned: it is attention, and without dropout.
+    """True if `selective` keeps the outputs of this op call: it is attention without dropout.
 
-    With dropout a kept call would not draw again, and all dropout after it would draw other numbers than it did.
+    With dropout, a kept call would not draw its random numbers again, and all later dropout would draw other numbers.
     """
     return is_attention(op) and not any(
-        kwargs.get(name, args[place] if place < len(args) else 0)
-        for place, name in _dropout_arguments(op)
+        kwargs.get(name, args[position] if position < len(args) else 0)
+        for position, name in _dropout_arguments(op)
     )
 
 
 @cache
 def _dropout_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return position and name of the op's dropout probability."""
+    """Position and name of the op's dropout probability argument."""
     arguments = enumerate(op._schema.arguments)
-    return tuple((place, a.name) for place, a in arguments if a.name in ("dropout_p", "p_dropout"))
+    return tuple(
+        (position, a.name) for position, a in arguments if a.name in ("dropout_p", "p_dropout")
+    )
 
 
 def supports_checkpointing(transformer: nn.Module) -> bool:
-    """Return true if Diffusers' or Transformers' switch for it works on this model."""
+    """True if Diffusers' or Transformers' gradient checkpointing works on this model."""
     if getattr(transformer, "supports_gradient_checkpointing", False):  # Transformers
         return any(hasattr(module, "gradient_checkpointing") for module in transformer.modules())
     return bool(getattr(transformer, "_supports_gradient_checkpointing", False))
 
 
 def call_blocks_by(transformer: nn.Module, function: Callable[..., Any] | None) -> None:
-    """Let the blocks that can be checkpointed be called by `function(block, *inputs)`, or, by None, plainly.
+    """Call the model's checkpointable blocks through `function(block, *inputs)`; None calls them directly.
 
-    The model has to support checkpointing. Transformers' blocks, which do so in training mode only, come as a
-    `functools.partial` that holds inputs too.
+    The model must support checkpointing. Transformers' blocks, which do this only in training mode, are passed as a
+    `functools.partial` that also holds inputs.
     """
+    # Transformers' models have `supports_gradient_checkpointing`, Diffusers' an underscored one.
     model: Any = transformer
     if not getattr(model, "supports_gradient_checkpointing", False):
         if function is None:
             model.disable_gradient_checkpointing()
         else:
             model.enable_gradient_checkpointing(function)
-    # Not by `activation_checkpointing_enable`: that makes frozen embeddings' outputs need gradients.
+    # Not with `activation_checkpointing_enable`: it makes the outputs of frozen embeddings require gradients.
     elif function is None:
         model._set_gradient_checkpointing(enable=False)
     else:
@@ -88,7 +92,7 @@ def call_blocks_by(transformer: nn.Module, function: Callable[..., Any] | None) 
 
 @contextmanager
 def blocks_called_by(transformer: nn.Module, function: Callable[..., Any] | None) -> Iterator[None]:
-    """Call the blocks as `call_blocks_by` says in this context. Does nothing for a model without checkpointing."""
+    """Call the blocks through `function` inside the context. Does nothing for a model without checkpointing."""
     if not supports_checkpointing(transformer):
         yield
         return
@@ -100,12 +104,12 @@ def blocks_called_by(transformer: nn.Module, function: Callable[..., Any] | None
 
 
 def least_memory(transformer: nn.Module) -> Mode:
-    """Return the mode that needs the least memory: `full`, or `none` of a model without checkpointing."""
+    """The mode that needs the least memory: `full`, or `none` for a model without checkpointing."""
     return "full" if supports_checkpointing(transformer) else "none"
 
 
 def require_checkpointing(transformer: nn.Module, asked: Literal["auto", Mode]) -> None:
-    """Raise `DitLoraError` if the model has none and the mode needs it."""
+    """Raise `DitLoraError` if the mode needs gradient checkpointing and the model has none."""
     if asked in ("selective", "full") and not supports_checkpointing(transformer):
         raise DitLoraError(
             f"train.checkpointing={asked}: {type(transformer).__name__} has no gradient checkpointing; use "
@@ -114,7 +118,7 @@ def require_checkpointing(transformer: nn.Module, asked: Literal["auto", Mode]) 
 
 
 def set_checkpointing(transformer: nn.Module, mode: Mode) -> None:
-    """Checkpoint the model's blocks; values and gradients stay the same bits, and dropout draws the same.
+    """Checkpoint the model's blocks. Values, gradients and dropout stay bitwise the same.
 
     Raises `DitLoraError` as `require_checkpointing`.
     """
@@ -125,7 +129,7 @@ def set_checkpointing(transformer: nn.Module, mode: Mode) -> None:
 
 @contextmanager
 def in_mode(transformer: nn.Module, mode: Mode) -> Iterator[None]:
-    """Checkpoint the model's blocks in a mode within, and in the mode of before afterwards."""
+    """Checkpoint the model's blocks in `mode` inside the context, and restore the previous mode afterwards."""
     before = _mode(transformer)
     set_checkpointing(transformer, mode)
     try:
@@ -135,7 +139,7 @@ def in_mode(transformer: nn.Module, mode: Mode) -> Iterator[None]:
 
 
 def _mode(transformer: nn.Module) -> Mode:
-    # There is no public way to ask: Diffusers and Transformers keep the function on each module.
+    # There is no public accessor: Diffusers and Transformers keep the function on each module.
     functions = [
         module.__dict__.get("_gradient_checkpointing_func")
         for module in transformer.modules()
@@ -147,9 +151,9 @@ def _mode(transformer: nn.Module) -> Mode:
 
 
 def before_each_computation(block: nn.Module, function: Callable[[], None]) -> None:
-    """Let `full` checkpointing call `function` before each computation of a block, the backward pass's too.
+    """Make `full` checkpointing call `function` before each computation of a block, including the recomputation.
 
-    A forward pre-hook alone is not enough: Transformers computes a layer again without its hooks.
+    A forward pre-hook is not enough: Transformers recomputes a layer without its hooks.
     """
     block.__dict__[_BEFORE] = function
 
@@ -158,7 +162,7 @@ _BEFORE = "_dit_lora_before_computation"
 
 
 def _fully(block: Callable[..., Any], *args: Any) -> Any:
-    """Return the block's outputs; everything within it is computed again in the backward pass."""
+    """Run a block; everything inside it is recomputed in the backward pass."""
     before: Callable[[], None] | None = getattr(called_block(block), _BEFORE, None)
     if before is None:
         return checkpoint(block, *args, use_reentrant=False)
@@ -167,21 +171,22 @@ def _fully(block: Callable[..., Any], *args: Any) -> Any:
         before()
         return block(*args)
 
-    # Offload brings a block's weights by this: Transformers recomputes a layer without its hooks.
+    # Offload uses this to bring a block's weights: Transformers recomputes a layer without its hooks.
     return checkpoint(compute, *args, use_reentrant=False)
 
 
 def called_block(function: Callable[..., Any]) -> nn.Module | None:
-    """Return the module that a checkpointed function computes, as Diffusers and Transformers give it."""
+    """The module behind a checkpointed function, as Diffusers and Transformers pass it; None if there is none."""
     candidates: list[Any] = [function]
     if isinstance(function, partial):
-        # Of the layer's forward, with the layer first; in older versions of its bound `__call__`.
+        # A partial of the layer's forward, with the layer first; in older versions of its bound `__call__`.
         candidates = [*function.args, getattr(function.func, "__self__", None)]
-    return next((one for one in candidates if isinstance(one, nn.Module)), None)
+    return next((candidate for candidate in candidates if isinstance(candidate, nn.Module)), None)
 
 
 def _selectively(block: Callable[..., Any], *args: Any) -> Any:
-    """Return the block's outputs; its attention's are kept, the rest is computed again in the backward pass."""
+    """Run a block; its attention outputs are kept, the rest is recomputed in the backward pass."""
+    # The general way, for compiled blocks and unknown callables.
     contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, _policy)
     module = called_block(block)
     if module is not None and not torch.compiler.is_compiling():
@@ -189,20 +194,20 @@ def _selectively(block: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
 
 
-# By block: how many calls of attention it makes, where all that is kept is of calls that are marked.
+# Number of attention calls per block, for blocks in which every kept output is from a marked call.
 _MARKED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def _few_contexts(block: nn.Module) -> tuple["_AtCalls", "_AtCalls"]:
-    """Return contexts of a forward and its recomputation in which marked calls alone run under dispatch modes."""
+    """Contexts for a forward and its recomputation in which only marked attention calls run under dispatch modes."""
     keeping, handing_out = create_selective_checkpoint_contexts(_policy)
     return _AtCalls(keeping, block), _AtCalls(handing_out)
 
 
 class _AtCalls:
-    """Runs each marked call of attention within it under a dispatch mode, and nothing else.
+    """Runs each marked attention call inside it under a dispatch mode, and nothing else.
 
-    A mode is a call of Python in each of the hundred ops of a block, of which it wants one.
+    A dispatch mode costs a Python call for each of a block's hundred ops, but only attention needs it.
     """
 
     def __init__(self, mode: TorchDispatchMode, block: nn.Module | None = None) -> None:
@@ -210,9 +215,9 @@ class _AtCalls:
 
     @contextmanager
     def attention_call(self) -> Iterator[None]:
-        """Run what is within it under the mode."""
+        """Run the body under the mode."""
         self._calls += 1
-        # Not the mode's own: that of a recomputation forgets how many calls it has handed out (torch 2.13).
+        # Not the mode's own `__enter__`: in a recomputation that resets the count of outputs handed out (torch 2.13).
         TorchDispatchMode.__enter__(self._mode)
         try:
             yield
@@ -224,20 +229,23 @@ class _AtCalls:
 
     def __exit__(self, *_: object) -> None:
         exchange_keeper(self._before)
-        # Other processors since (a kernel switched off), whose calls may not be marked: it is looked at anew.
+        # If other processors are installed since (a kernel switched off), their calls may be unmarked: examine the
+        # block again.
         if self._block is not None and _MARKED.get(self._block) != self._calls:
             _MARKED.pop(self._block, None)
 
 
 def _all_contexts(block: nn.Module) -> tuple["_WithNotes", AbstractContextManager[Any]]:
-    """Return contexts in which every op runs under dispatch modes; the first notes whether calls are marked."""
+    """Contexts in which every op runs under dispatch modes; the first records whether all attention calls are
+    marked.
+    """
     notes = _WithNotes(block)
     notes.mode, handing_out = create_selective_checkpoint_contexts(notes.policy)
     return notes, handing_out
 
 
 class _WithNotes:
-    """Keeps what attention returns, called from wherever, and notes whether it was called where that is marked."""
+    """Keeps attention outputs wherever attention is called, and records whether each call was marked."""
 
     mode: AbstractContextManager[Any]
 
@@ -246,14 +254,14 @@ class _WithNotes:
         self._is_inside = self._missed = False
 
     def policy(self, context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Return `_policy`'s answer."""
-        found = _policy(context, op, *args, **kwargs)
-        self._missed |= found is CheckpointPolicy.MUST_SAVE and not self._is_inside
-        return found
+        """Answer like `_policy`, and record kept outputs of unmarked calls."""
+        decision = _policy(context, op, *args, **kwargs)
+        self._missed |= decision is CheckpointPolicy.MUST_SAVE and not self._is_inside
+        return decision
 
     @contextmanager
     def attention_call(self) -> Iterator[None]:
-        """Note what is kept within as of a marked call."""
+        """Treat outputs kept inside the context as those of a marked call."""
         self._calls, self._is_inside = self._calls + 1, True
         try:
             yield
@@ -281,4 +289,4 @@ BLOCK_CALLERS: dict[Mode, Callable[..., Any] | None] = {
     "selective": _selectively,
     "full": _fully,
 }
-"""The value that `call_blocks_by` takes for each mode."""
+"""The function to pass to `call_blocks_by` for each mode."""

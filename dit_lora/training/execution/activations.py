@@ -1,6 +1,6 @@
-"""Chooses a run's gradient checkpointing by the memory of its activations, counted before the first step.
+"""Chooses a run's gradient checkpointing from the memory of its activations, counted before the first step.
 
-The count is of the run's own model, autocast and shapes, on fake tensors: no weight is read, no memory taken.
+Counts the run's own model, autocast and shapes on fake tensors: no weight is read, no memory allocated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,11 +31,12 @@ from dit_lora.training.execution.activation_checkpointing import (
 from dit_lora.training.execution.fake_step import FakeStep, Losses
 
 Needs = Mapping[Mode, int]
-"""Bytes of activations at the peak of a step, by mode; a model without checkpointing has `none` alone."""
+"""Peak bytes of activations in a step, by mode; only `none` for a model without checkpointing."""
 
 SHARE = 0.9
 """Share of the free memory that activations may take. The rest is for gradients in flight (0.4 to 0.7 GiB in the
-backward pass of CogVideoX-5B, counted on fake tensors) and for the allocator's rounding."""
+backward pass of CogVideoX-5B, counted on fake tensors) and the allocator's rounding.
+"""
 
 
 @dataclass
@@ -49,10 +50,10 @@ class _Block:
 
 
 class _Ledger:
-    """The bytes that a forward pass saves for its backward pass: each storage once, weights and buffers left out."""
+    """The bytes that a forward pass saves for backward: each storage once, without weights and buffers."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
-        # Storages are kept alive: a number is an address, which another tensor would get again.
+        # Keep storages alive: a number is an address, which a later tensor could reuse.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._weights = self._numbers(weights)
         self.outside: set[int] = set()
@@ -60,7 +61,8 @@ class _Ledger:
         self._current: _Block | None = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Called by autograd with each tensor that it saves."""
+        """Pack hook of autograd: called with each tensor that it saves."""
+        # Tensors saved outside of blocks are kept in every mode.
         saved = self.outside if self._current is None else self._current.saved
         saved |= self._activations([tensor])
         return tensor.detach()
@@ -69,7 +71,7 @@ class _Ledger:
 
     @contextmanager
     def block(self, inputs: Iterable[Any], *, in_every_mode: bool) -> Iterator[_Block]:
-        """Count what is saved within as a block's, which some modes compute again, or all."""
+        """Count tensors saved inside the context as a block's: recomputed in every mode, or in some."""
         self._current = _Block(self._activations(inputs), in_every_mode)
         self.blocks.append(self._current)
         try:
@@ -79,11 +81,15 @@ class _Ledger:
             self._current = None
 
     def needs(self) -> dict[Mode, int]:
-        """Return the bytes kept until the backward pass, and those that the largest block adds when recomputed."""
-        kept = self.outside.union(*(block.inputs for block in self.blocks))
+        """Bytes kept until the backward pass, plus those that the largest block adds when it is recomputed, by
+        mode.
+        """
+        # Full checkpointing keeps the blocks' inputs, selective also their attention outputs, `none` all that they
+        # save.
+        kept_in_full = self.outside.union(*(block.inputs for block in self.blocks))
         some = [block for block in self.blocks if not block.in_every_mode]
         always = [block for block in self.blocks if block.in_every_mode]
-        attention = kept.union(*(block.attention for block in some))
+        attention = kept_in_full.union(*(block.attention for block in some))
         return {
             "none": self._peak(
                 self.outside.union(
@@ -91,12 +97,12 @@ class _Ledger:
                 )
             ),
             "selective": self._peak(attention),
-            "full": self._peak(kept),
+            "full": self._peak(kept_in_full),
         }
 
     def _peak(self, kept: set[int]) -> int:
-        again = (self._bytes(block.saved - kept) for block in self.blocks)
-        return self._bytes(kept) + max(again, default=0)
+        recomputed_bytes = (self._bytes(block.saved - kept) for block in self.blocks)
+        return self._bytes(kept) + max(recomputed_bytes, default=0)
 
     def _bytes(self, numbers: Iterable[int]) -> int:
         return sum(self._storages[number].nbytes() for number in numbers)
@@ -105,13 +111,14 @@ class _Ledger:
         return self._numbers(v for v in values if isinstance(v, torch.Tensor)) - self._weights
 
     def _numbers(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        # By storage, not by tensor: views share their memory.
         storages = {(s := tensor.untyped_storage())._cdata: s for tensor in tensors}
         self._storages |= storages
         return set(storages)
 
 
 class _AttentionOutputs(TorchDispatchMode):
-    """Notes the outputs of attention ops, as selective checkpointing keeps them."""
+    """Records the outputs of attention ops that selective checkpointing keeps."""
 
     def __init__(self, found: set[int], numbers: Callable[[Iterable[Any]], set[int]]) -> None:
         super().__init__()
@@ -134,12 +141,12 @@ def measure(
     known: Tensors | None = None,
     alone: AbstractContextManager[None] | None = None,
 ) -> Needs:
-    """Peak bytes of activations under each mode, of `losses` of a batch of these shapes and dtypes.
+    """Peak bytes of activations under each mode, for `losses` of a batch of these shapes and dtypes.
 
-    `known` holds integers on which the forward depends, such as token ids. Within `alone` one process can call the
-    model by itself. Autograd's hooks on saved tensors count the bytes of a `FakeStep` on `device`, with the stock
-    forward, autocast and attention. Checkpointing must be off; it is off afterwards. Raises what `FakeStep.run`
-    raises.
+    `known` holds integers that the forward depends on, such as token ids. Inside `alone`, one process can call the
+    model by itself. Autograd's saved-tensor hooks count the bytes of a `FakeStep` on `device`, with the unpatched
+    forward, autocast and attention. Checkpointing must be off, and is off afterwards. Raises the errors of
+    `FakeStep.run`.
     """
     step = FakeStep(transformer, batch, known, device)
     ledger = _Ledger(step.weights.values())
@@ -156,11 +163,11 @@ def measure(
 
 @contextmanager
 def _blocks_into(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
-    """Within it, what would be checkpointed is told to the ledger as a block; so are chunks of logits."""
+    """Record checkpointed blocks and chunks of logits in the ledger while the context is open."""
 
     def run(block: Callable[..., Any], *args: Any) -> Any:
-        held = block.keywords if isinstance(block, partial) else {}
-        with ledger.block(tree_leaves((args, held)), in_every_mode=False):
+        partial_kwargs = block.keywords if isinstance(block, partial) else {}
+        with ledger.block(tree_leaves((args, partial_kwargs)), in_every_mode=False):
             return block(*args)
 
     def recomputed(_stock: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -177,7 +184,7 @@ def _blocks_into(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
 
 
 class Advice(NamedTuple):
-    """A mode, why in words, and whether it should fit."""
+    """A mode, a message with its reason, and whether it should fit."""
 
     mode: Mode
     words: str
@@ -185,19 +192,22 @@ class Advice(NamedTuple):
 
 
 def advise(needs: Needs, free: int, asked: Literal["auto", Mode]) -> Advice:
-    """Return the mode that recomputes least and fits `SHARE` of the free bytes, or the one asked for.
+    """Choose the mode with the least recomputation that fits `SHARE` of the free bytes, or the requested one.
 
-    Where nothing fits, the mode that needs least.
+    If nothing fits, `auto` takes the mode that needs least memory. `free` is in bytes.
     """
+    # In the order of increasing recomputation: the first that fits is the fastest.
     fitting = [mode for mode in MODES if mode in needs and needs[mode] <= SHARE * free]
     best = fitting[0] if fitting else min(needs, key=lambda mode: needs[mode])
     mode = best if asked == "auto" else asked
-    others = ", ".join(
-        f"{other} {'would need ' * first}{_gib(needs[other])}"
-        for other, first in zip((m for m in needs if m != mode), (True, False), strict=False)
+    alternatives = ", ".join(
+        f"{alternative} {'would need ' * is_first}{_gib(needs[alternative])}"
+        for alternative, is_first in zip(
+            (m for m in needs if m != mode), (True, False), strict=False
+        )
     )
-    words = f"{mode}: activations {_gib(needs[mode])} of {_gib(free)} GiB free"
-    return Advice(mode, f"{words} ({others})" if others else words, mode in fitting)
+    message = f"{mode}: activations {_gib(needs[mode])} of {_gib(free)} GiB free"
+    return Advice(mode, f"{message} ({alternatives})" if alternatives else message, mode in fitting)
 
 
 def _gib(count: int) -> str:

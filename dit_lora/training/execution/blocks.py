@@ -8,21 +8,22 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-"""Launches in which every rank has whole blocks, and calls them as they are."""
+"""Launches in which every rank has whole blocks and calls them directly."""
 
 
 def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
-    """Return the modules that gradient checkpointing calls one by one, in the order of their names.
+    """The modules that gradient checkpointing calls one by one, ordered by name.
 
-    For Transformers' models these are the layers that say so; for Diffusers' and ours the members of the model's own
-    `ModuleList`s. A list inside another module is not checkpointed.
+    For Transformers' models these are the `GradientCheckpointingLayer`s; for Diffusers' and ours the members of the
+    model's own `ModuleList`s. A list inside another module is not checkpointed.
     """
     if isinstance(transformer, PreTrainedModel):
         return [m for m in transformer.modules() if isinstance(m, GradientCheckpointingLayer)]
+    # Direct children only, as gradient checkpointing expects.
     lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
     return [block for blocks in lists for block in blocks]
 
 
 def read_outside(transformer: nn.Module, called_alone: Sequence[str]) -> set[nn.Parameter]:
-    """Return the blocks' weights that the model reads outside of them too, by its family's `called_alone`."""
+    """Weights of blocks that the model also reads outside of them, according to its family's `called_alone`."""
     return {p for name in called_alone for p in transformer.get_submodule(name).parameters()}

@@ -1,8 +1,8 @@
-"""Compiles a model's blocks one by one by torch.compile: `train.compile`.
+"""Compiles a model's blocks one by one with torch.compile: `train.compile`.
 
-Blocks of one class share their code, so that a model is compiled at the cost of a few blocks; hooks, checkpointing and
-offload stay around a block, outside of what is compiled. Each shape is compiled on its own (`dynamic=False`): what is
-computed must not depend on the shapes that came before, or a resumed run would differ from one that went on.
+Blocks of one class share their code, so a model costs the compilation of a few blocks. Hooks, checkpointing and
+offload stay outside the compiled code. Each shape is compiled separately (`dynamic=False`): results must not depend on
+earlier shapes, or a resumed run would differ from an uninterrupted one.
 """
 
 import atexit
@@ -38,8 +38,8 @@ from dit_lora.training.execution.blocks import LAUNCHES, repeated_blocks
 _BACKEND = "inductor"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _PLACES = ("/tmp", "/var/tmp", "/dev/shm")
-# Dynamo turns most of what its tracer meets into exceptions of its own, not these (`_compile` in convert_frame.py of
-# torch 2.11, 2.13 and 2.15); and code that it has traced wrongly fails, when run, with whatever Python raises there.
+# Dynamo wraps most errors of its tracer in its own exceptions, but not these (`_compile` in convert_frame.py of torch
+# 2.11, 2.13 and 2.15). Code that was traced wrongly raises any Python error when it runs.
 _UNWRAPPED = (
     AssertionError,
     AttributeError,
@@ -49,15 +49,15 @@ _UNWRAPPED = (
     TypeError,
     ValueError,
 )
-_SHAPES = 256  # graphs of one block's code; beyond torch's own 8 it would go on without them, and say so in a log
+_SHAPES = 256  # graphs per block's code; beyond torch's default of 8 it would silently run eager
 
 
 def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelerator) -> None:
-    """Compile the model's repeated blocks if `train.compile` says so, at their first calls.
+    """Compile the model's repeated blocks if `train.compile` is set, at their first calls.
 
-    Call it with adapter and kernels in place. What is compiled is kept in `<cache>/compile`, unless
-    TORCHINDUCTOR_CACHE_DIR says otherwise, and found there by the next start. The model gets a switch, `compile`.
-    Raises `DitLoraError` where the model or the machine cannot.
+    Adapter and kernels must be in place. Compiled code is cached in `<cache>/compile`, unless TORCHINDUCTOR_CACHE_DIR
+    says otherwise, and found there by the next start. The model gets a fallback switch, `compile`. Raises
+    `DitLoraError` if the launch or the machine does not support it.
     """
     if not recipe.train.compile:
         return
@@ -67,40 +67,44 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
             "it is called; launch with accelerate_configs/ddp.yaml or in one process, or set it to false"
         )
     _require_compiler(accelerator.device)
-    # Beside the encodings, for the next start to find; the temporary folder may be emptied in between.
-    if os.environ.get(_CACHE) in (None, default_cache_dir()):  # torch sets it to that by itself
+    # Next to the encodings, where the next start finds it; the temporary folder may be emptied.
+    if os.environ.get(_CACHE) in (None, default_cache_dir()):  # torch sets it to this by itself
         os.environ[_CACHE] = _plain_path(recipe.cache_dir.absolute() / "compile")
-    # Each bucket costs graphs of its own, and the limit is for all blocks that share one code.
+    # Each bucket needs its own graphs, and the limit is for all blocks that share one code.
     torch._dynamo.config.recompile_limit = max(_SHAPES, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.accumulated_recompile_limit = max(
         8 * _SHAPES, torch._dynamo.config.accumulated_recompile_limit
     )
-    # Dropout draws what it draws in eager mode: what is compiled can be compared, and is the same training.
+    # Dropout draws the numbers of eager mode, so that compiled and eager training can be compared.
     torch._inductor.config.fallback_random = True
-    # A block's backward is compiled with its forward: what cannot be is known at the block's first call.
+    # Compile backward together with forward: a failure shows at the block's first call.
     torch._functorch.config.force_non_lazy_backward_lowering = True
+    # One switch for all blocks, which the guard can turn off.
     state = _State()
     for block in repeated_blocks(transformer):
         if isinstance(block, GradientCheckpointingLayer):
             _compile_layer(block, state)
         else:
             block.forward = _switched(block.forward, state)
-        # Probes hook the parts of a block, and compiled code calls none: the guard has to be told.
+        # Probes hook the parts of a block, but compiled code calls none of them: tell the guard.
         set_whole(block, partial(_either, state, whole_test(block)))
     switch = Switch(COMPILE, "kernel", state.off, state.turn_off, "eager mode")
-    # For the guard: a fault in compiled code is told from one in the model by running it eager.
+    # For the guard: running eager separates a fault of compiled code from one of the model.
     set_model_switches(transformer, [*model_switches(transformer), switch])
 
 
 def _plain_path(folder: Path) -> str:
-    """Return the folder by a name that needs no quotes: inductor's compiler command line has it as it is."""
+    """A path to the folder that needs no quotes: inductor puts it unquoted on the compiler's command line."""
     if shlex.quote(str(folder)) == str(folder):
         return str(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for parent in dict.fromkeys([tempfile.gettempdir(), *_PLACES]):
         if shlex.quote(parent) == parent and os.access(parent, os.W_OK):
-            aside = tempfile.mkdtemp(prefix="dit_lora_compile_", dir=parent)  # of this user alone
+            aside = tempfile.mkdtemp(
+                prefix="dit_lora_compile_", dir=parent
+            )  # readable by this user only
             atexit.register(shutil.rmtree, aside, ignore_errors=True)
+            # A symbolic link with a plain name; the cache itself stays where the recipe puts it.
             link = Path(aside, "cache")
             link.symlink_to(folder, target_is_directory=True)
             return str(link)
@@ -111,7 +115,7 @@ def _plain_path(folder: Path) -> str:
 
 
 class _State:
-    """Holds whether the compiled blocks are used."""
+    """Whether the compiled blocks are in use."""
 
     def __init__(self) -> None:
         self.on = True
@@ -140,7 +144,7 @@ def _switched(eager: Callable[..., Any], state: _State) -> Callable[..., Any]:
         except TorchDynamoException as error:
             raise _cannot(error) from error
         except _UNWRAPPED as error:
-            # The block's own error comes without compilation too, and goes on as it is.
+            # The block's own error also occurs without compilation, and is raised unchanged here.
             eager(*args, **kwargs)
             raise _cannot(error) from error
 
@@ -148,8 +152,8 @@ def _switched(eager: Callable[..., Any], state: _State) -> Callable[..., Any]:
 
 
 def _cannot(error: Exception) -> DitLoraError:
-    """Return the one line that says why a block cannot be compiled."""
-    # Dynamo's errors are pages; their first line says what it cannot do, or that the next one does.
+    """One-line error that says why a block cannot be compiled."""
+    # Dynamo's errors are pages long; the first line, or the next if it ends with a colon, has the reason.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return DitLoraError(
@@ -159,24 +163,24 @@ def _cannot(error: Exception) -> DitLoraError:
 
 
 def _compile_layer(layer: GradientCheckpointingLayer, state: _State) -> None:
-    """Compile a layer of Transformers beneath its checkpointing, which is called inside of its class's forward.
+    """Compile a Transformers layer beneath its checkpointing, which its class's forward calls.
 
-    The layer gets a class of its own, as in FSDP2: the layer's base wraps each class's forward, and the outermost one
-    alone checkpoints (in Transformers 5.0, `__call__` does).
+    The layer gets its own class, as in FSDP2: the layer's base class wraps each class's forward, and only the
+    outermost one checkpoints (in Transformers 5.0, `__call__` does).
     """
     stock = type(layer)
-    # The forward without its checkpointing, whose state would be compiled in.
+    # The forward without its checkpointing wrapper, whose state would be compiled in.
     forward = _switched(getattr(stock.forward, "__wrapped__", stock.forward), state)
     layer.__class__ = type(stock.__name__, (stock,), {"forward": forward})
 
 
 def _either(state: _State, whole: Callable[[], bool] | None) -> bool:
-    """Return true if the block computes as one: a compiled block runs none of its parts, nor do some fused ones."""
+    """True if the block computes as one unit: a compiled block calls none of its parts, nor do some fused ones."""
     return state.on or (whole is not None and whole())
 
 
 def _require_compiler(device: torch.device) -> None:
-    """Raise `DitLoraError` without the tool that inductor needs: Triton on a GPU, a C++ compiler elsewhere."""
+    """Raise `DitLoraError` if inductor's tool is missing: Triton on a GPU, a C++ compiler elsewhere."""
     if device.type == "cuda":
         if not has_triton():
             raise DitLoraError(

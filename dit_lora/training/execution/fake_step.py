@@ -1,4 +1,4 @@
-"""A training step on tensors without values: every op runs as it would, and no memory is taken."""
+"""A training step on fake tensors: every op runs with its shapes and dtypes, without memory."""
 
 import sys
 import weakref
@@ -17,16 +17,16 @@ from dit_lora.data.cache.cache import Spec
 from dit_lora.families.base import Tensors
 
 CPU = torch.device("cpu")
-# Between a call and the mode that it is dispatched to, beside other modes.
+# Frames between a call and the mode that it is dispatched to, besides those of other modes.
 _WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py")
 Losses = Callable[[nn.Module, Tensors], Any]
 
 
 class FakeStep:
-    """A model, with weights that have no values in place of its own, and a batch.
+    """A model with fake weights in place of its own, and a batch.
 
-    Floats of the batch have no values. Integers are real, as a model may ask how long the longest caption is: ones,
-    which are the longest, or those of `known`.
+    Floating-point tensors of the batch are fake. Integers are real, because a model may read the longest caption's
+    length: they are ones, which gives the longest, or the tensors of `known`.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class FakeStep:
         device: torch.device = CPU,
     ) -> None:
         if device.type == "cpu":
-            device = CPU  # Accelerate's is cpu:0 in several processes; a fake one is not its equal
+            device = CPU  # Accelerate uses cpu:0 in several processes; a fake tensor there does not equal one on cpu
         self._step = _Step(model)
-        floats = {name: one for name, one in batch.items() if one[1].is_floating_point}
+        floats = {name: spec for name, spec in batch.items() if spec[1].is_floating_point}
         with _FakeMode(allow_non_fake_inputs=True):
             self.weights: Tensors = {
                 name: torch.empty(t.shape, dtype=t.dtype, device=device).requires_grad_(
@@ -57,42 +57,43 @@ class FakeStep:
         self.batch |= {name: tensor.to(device) for name, tensor in (known or {}).items()}
 
     def run(self, compute: Losses) -> Any:
-        """Return what `compute(model, batch)` does; within it the model has the fake weights.
+        """Run `compute(model, batch)` with the model on the fake weights.
 
-        Not under a fake mode: tables that a model computes and keeps, and its draws, must be real. Raises
-        `RuntimeError` where the model depends on values, and what it raises of token ids that are ones.
+        Not under a fake mode: tables that a model computes and keeps, and its random numbers, must be real. Raises
+        `RuntimeError` if the model depends on values, and the model's own errors for token ids that are ones.
         """
         return functional_call(self._step, self.weights, (compute, self.batch))
 
     def live(self) -> "Live":
-        """Return a count of what is allocated beside weights, their gradients and the batch."""
+        """A counter of allocations other than the weights, their gradients and the batch."""
         weights = self.weights.values()
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         return Live([*weights, *gradients, *self.batch.values()])
 
 
 class _FakeMode(FakeTensorMode):
-    """A fake mode in which a tensor without values can be indexed by a mask that has them.
+    """A fake mode in which a fake tensor can be indexed with a real mask.
 
-    PyTorch's own asks how often a fake copy of the mask is true, which nobody knows.
+    PyTorch's mode would count the true elements of a fake copy of the mask, which has no values.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index.Tensor:
+            # Replace each real mask by its integer indices, which give the result a known shape.
             tensor, indices = args
-            args = tensor, [place for index in indices for place in _places(index)]
+            args = tensor, [plain_index for index in indices for plain_index in _places(index)]
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """Return a mask's indices, one tensor a dimension; of anything else, itself."""
+    """A mask's indices, one tensor per dimension; anything else is returned in a list."""
     if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool:
         return [index]
     return index.nonzero().unbind(1)
 
 
 class _Step(nn.Module):
-    """A computation as a module, so that `functional_call` can give it weights, which its backward pass needs too."""
+    """A computation as a module, so that `functional_call` can replace its weights, for the backward pass too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -103,9 +104,9 @@ class _Step(nn.Module):
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages that ops made while it was on, now and at most; those of `without` are left out.
+    """Bytes of the storages allocated by ops while the mode is on, now and at most; `without` is not counted.
 
-    It counts real ops as well as those on fake tensors.
+    Counts real ops as well as those on fake tensors.
     """
 
     def __init__(self, without: Iterable[torch.Tensor] = ()) -> None:
@@ -121,8 +122,8 @@ class Live(TorchDispatchMode):
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and _number(tensor) not in self._known:
                 self._count(_number(tensor), tensor.untyped_storage())
-        # Autograd adds the second gradient of a tensor into the first where nobody else holds it. A fake one is freed
-        # a moment later, before the next op.
+        # Autograd adds a tensor's second gradient in place if nobody else holds the first. A fake first gradient is
+        # freed a moment later, before the next op, so do not count both.
         if not (func is torch.ops.aten.add.Tensor and _called_by_autograd()):
             self._note()
         return output
@@ -142,7 +143,8 @@ class Live(TorchDispatchMode):
 
 
 def _called_by_autograd() -> bool:
-    """Return true if the engine itself called the op that is dispatched, and no backward function of Python's."""
+    """True if the autograd engine itself called the current op, rather than a Python backward function."""
+    # Skip this function and the dispatch method that called it.
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_between(frame.f_code):
         frame = frame.f_back
@@ -154,7 +156,7 @@ def _is_between(code: CodeType) -> bool:
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of their storages, each once: a tied weight is one."""
+    """Bytes of the tensors' storages, each once: tied weights count once."""
     return sum({_number(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

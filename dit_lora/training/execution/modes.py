@@ -1,4 +1,4 @@
-"""Sets a model's mode for looking at it without training."""
+"""Switches a model to evaluation temporarily."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Compute without gradients and dropout within; afterwards the model trains as before."""
+    """Compute without gradients and dropout inside the context; afterwards the previous mode is restored."""
     was_training = model.training
     model.eval()
     try:

@@ -1,1 +1,1 @@
-"""The guard of a run: set-up, preflight, recovery and what they write."""
+"""The guard of a run: setup, preflight, recovery, and the files they write."""

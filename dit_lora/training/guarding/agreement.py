@@ -1,6 +1,6 @@
-"""Checks a run's state before it is kept, beyond being finite: replicas are equal, averages are averages.
+"""Checks a run's state before it is saved, in addition to being finite: ranks agree, and averages are within bounds.
 
-Both are looked at when a checkpoint or a snapshot is due, and in no other step.
+Both checks run only in steps with a checkpoint or a snapshot.
 """
 
 import math
@@ -22,32 +22,34 @@ from dit_lora.training.run import Run
 
 Tensors = Mapping[str, torch.Tensor]
 _FURTHER = 2.0
-"""A rank counts as moved away if a tensor of it is so many times as far from the snapshot as the others' are."""
+"""A rank stands out if one of its tensors is this many times as far from the snapshot as on any other rank."""
 
 
 def require_agreement(run: Run, step: int) -> None:
-    """Raise `PoisonedStateError` on every rank if ranks differ in what all have, or an average is none. Collective."""
+    """Raise `PoisonedStateError` on every rank if replicated state differs, or an average is out of bounds.
+    Collective.
+    """
     _require_ranks_agree(run, step)
     _require_sound_averages(run, step)
 
 
 def _require_ranks_agree(run: Run, step: int) -> None:
-    """Raise if the bits of replicated state differ between ranks.
+    """Raise if replicated state is not bitwise equal on all ranks.
 
-    Every rank takes the same steps with the same gradients: where bits differ, it is the memory of one. No averaged
-    gradient shows it, and each rank's loss is its own samples'.
+    Every rank takes the same steps with the same gradients: a difference comes from one rank's memory. Averaged
+    gradients do not show it, and each rank's loss is of its own samples.
     """
     accelerator = run.setup.session.accelerator
     if accelerator.num_processes == 1:
         return
-    # Averages of shards are left out, as `alike` leaves out shards: no rank has another's part.
+    # Averages of shards are left out, as `alike` leaves out shards: no other rank has the same part.
     averages = run.ema.tensors() if run.ema else {}
     state = run.setup.engine.alike() | {
         n: t for n, t in averages.items() if not isinstance(t, DTensor)
     }
     snapshots = run.recovery.snapshots
-    held = snapshots.read(snapshots.steps[-1]) if snapshots.steps else {}
-    verdict = differing_rank(accelerator, state, held, step)
+    snapshot = snapshots.read(snapshots.steps[-1]) if snapshots.steps else {}
+    verdict = differing_rank(accelerator, state, snapshot, step)
     if verdict is not None:
         raise PoisonedStateError(f"step {step}: {verdict.words}", "ranks_differ", verdict)
 
@@ -55,18 +57,18 @@ def _require_ranks_agree(run: Run, step: int) -> None:
 def differing_rank(
     accelerator: Accelerator, state: Tensors, held: Tensors, step: int
 ) -> Verdict | None:
-    """Return a verdict on the rank whose tensors differ, equal on all ranks; None if no bit differs. Collective.
+    """Diagnose which rank's tensors differ, equal on all ranks; None if all are bitwise equal. Collective.
 
-    It is the rank that most others contradict. Of two ranks, it is the one further from `held`, the state they shared.
+    It is the rank that the majority contradicts. Of two ranks it is the one further from `held`, a state they shared.
     """
-    # One number a rank: tensors by name are only compared once these differ.
+    # One number per rank: tensors are compared by name only if these differ.
     own_digest = torch.tensor([digest(state.values())], device=accelerator.device)
     everyones = accelerator.gather(own_digest)
     if (everyones == everyones[0]).all():
         return None
-    # Only now by name: a healthy look sends one number.
+    # Digests by name only now: a healthy check sends one number.
     digests = gather_object([{name: digest([tensor]) for name, tensor in state.items()}])
-    names = [n for n in state if len({one.get(n) for one in digests}) > 1]
+    names = [n for n in state if len({by_name.get(n) for by_name in digests}) > 1]
     at_fault = _contradicted(digests, names)
     moves: list[dict[str, float]] = gather_object(
         [{name: _moved(state[name], held.get(name)) for name in names}]
@@ -79,21 +81,22 @@ def differing_rank(
         "hosts": [hosts[rank] for rank in at_fault] or hosts,
         "differs": names[:20],
         "differing_tensors": len(names),
-        "from_the_snapshot": [max(one.values(), default=0.0) for one in moves],
+        "from_the_snapshot": [max(by_name.values(), default=0.0) for by_name in moves],
     }
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     if at_fault:
-        who = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in at_fault)
-        words = f"{names[0]}{more} of {who} is not what the other ranks have: that rank's memory"
-    else:
-        who = ", ".join(f"rank {rank} ({host})" for rank, host in enumerate(hosts))
-        words = (
-            f"{names[0]}{more} differs between {who}, none of which stands out: the memory of one"
+        ranks_text = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in at_fault)
+        message = (
+            f"{names[0]}{more} of {ranks_text} is not what the other ranks have: that rank's memory"
         )
+    else:
+        ranks_text = ", ".join(f"rank {rank} ({host})" for rank, host in enumerate(hosts))
+        message = f"{names[0]}{more} differs between {ranks_text}, none of which stands out: the memory of one"
+    # Weights are named as the cause unless only optimizer state differs.
     only_moments = all(_is_moment(name) for name in names)
     return Verdict(
         "optimizer" if only_moments else "weights",
-        words,
+        message,
         step=step,
         rank=at_fault[0] if at_fault else 0,
         module=_module(names[0]),
@@ -102,30 +105,31 @@ def differing_rank(
 
 
 def _contradicted(digests: Sequence[Mapping[str, int]], names: Sequence[str]) -> list[int]:
-    """Return the ranks that have other bits than most; none without a majority."""
+    """Ranks whose bits differ from the majority's; empty without a majority."""
     at_fault = set()
     for name in names:
-        values = [one.get(name) for one in digests]
+        values = [by_name.get(name) for by_name in digests]
+        # The digest that most ranks have.
         value, count = Counter(values).most_common(1)[0]
-        # A majority, so that of two ranks none is outvoted.
+        # A strict majority: two ranks cannot outvote each other.
         if 2 * count > len(values):
-            at_fault |= {rank for rank, own in enumerate(values) if own != value}
+            at_fault |= {rank for rank, rank_value in enumerate(values) if rank_value != value}
     return sorted(at_fault)
 
 
 def _furthest(moves: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[int]:
-    """Return the rank that alone has moved a tensor much further than the others have."""
+    """The only rank that has moved a tensor much further than the others; empty if there is none or more than one."""
     moved_away = set()
     for name in names:
-        far = sorted((one.get(name, 0.0), rank) for rank, one in enumerate(moves))
-        # All ranks have moved since the snapshot by training; memory moves one of them much further.
+        far = sorted((by_name.get(name, 0.0), rank) for rank, by_name in enumerate(moves))
+        # Training moves all ranks away from the snapshot; a memory fault moves one of them much further.
         if far[-1][0] > _FURTHER * far[-2][0]:
             moved_away.add(far[-1][1])
     return sorted(moved_away) if len(moved_away) == 1 else []
 
 
 def _moved(tensor: torch.Tensor, held: torch.Tensor | None) -> float:
-    """Return the largest change of an element since the snapshot, or the largest value where that does not have it."""
+    """Largest change of an element since the snapshot, or the largest magnitude if the snapshot lacks the tensor."""
     values = tensor.detach().double()
     if held is not None and held.shape == values.shape:
         values = values - held.to(values.device).double()
@@ -140,31 +144,31 @@ def note_averages(run: Run) -> None:
 
 
 def _require_sound_averages(run: Run, step: int) -> None:
-    """Raise if an average is beyond all that its weight has been: a mean of it cannot be."""
+    """Raise if an average exceeds every magnitude its weight has had, which no mean of it can."""
     if run.ema is None:
         return
     weights, averages = trainable_state(run.setup.transformer), _named(run.ema.tensors())
-    beyond = run.ema.bounds.beyond(weights, averages)
+    exceeding = run.ema.bounds.beyond(weights, averages)
     rank, host = run.setup.session.accelerator.process_index, socket.gethostname()
-    reports: list[Any] = gather_object([(rank, host, beyond)] if beyond else [])
+    reports: list[Any] = gather_object([(rank, host, exceeding)] if exceeding else [])
     if not reports:
-        # Only once all ranks agree that they are sound: a bad value would widen its own bound.
+        # Only after all ranks agree that they are sound: a bad value would widen its own bound.
         run.ema.bounds.note(weights, averages)
         return
-    rank, host, beyond = reports[0]
-    name, (peak, bound) = next(iter(beyond.items()))
-    more = f" (and {len(beyond) - 1} more)" if len(beyond) > 1 else ""
-    words = (
+    rank, host, exceeding = reports[0]
+    name, (peak, bound) = next(iter(exceeding.items()))
+    more = f" (and {len(exceeding) - 1} more)" if len(exceeding) > 1 else ""
+    message = (
         f"the moving average ema/{name}{more} reaches {peak:.3g} on rank {rank} ({host}), and its weight was never "
         f"beyond {bound:.3g}: it changed in memory"
     )
-    evidence = {"beyond": {name: list(pair) for name, pair in [*beyond.items()][:20]}}
-    verdict = Verdict("weights", words, step, rank, module=_module(name), evidence=evidence)
-    raise PoisonedStateError(f"step {step}: {words}", "diverged_averages", verdict)
+    evidence = {"beyond": {name: list(pair) for name, pair in [*exceeding.items()][:20]}}
+    verdict = Verdict("weights", message, step, rank, module=_module(name), evidence=evidence)
+    raise PoisonedStateError(f"step {step}: {message}", "diverged_averages", verdict)
 
 
 def _named(averages: Tensors) -> dict[str, torch.Tensor]:
-    """Return the averages by their weights' names."""
+    """The averages by their weights' names."""
     return {name.removeprefix("ema/"): tensor for name, tensor in averages.items()}
 
 
@@ -173,6 +177,6 @@ def _is_moment(name: str) -> bool:
 
 
 def _module(name: str) -> str:
-    """Return the weight's name in `ema/<weight>` or `<group>/<weight>/<moment>`."""
+    """The module of the weight in `ema/<weight>` or `<group>/<weight>/<moment>`."""
     parts = name.split("/")
     return (parts[-2] if _is_moment(name) and len(parts) > 1 else parts[-1]).rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Makes the micro-batches that compare a run's fused kernels: its own samples, the largest and one of each kind."""
+"""Builds the micro-batches on which a run's kernels are compared: the largest samples and every kind of sample."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,34 +17,41 @@ from dit_lora.training.micro_batch import Place, replayable, sample_losses
 from dit_lora.training.task import AnySetup
 
 ROWS = 2
-"""The fewest samples of a comparison: a kernel that gives every sample the first one's tables is right for one."""
+"""Minimum number of samples in a comparison: a kernel that uses the first sample's tables for all is right for one
+sample.
+"""
 
 
 def several_rows(batch: Batch, others: Sequence[Batch] = ()) -> Batch:
-    """Return the batch with at least `ROWS` samples: adds one of `others` of equal shapes, or its own drawn again."""
+    """Extend the batch to at least `ROWS` samples: with one of `others` of equal shapes, or with its own sample,
+    reseeded.
+    """
     if len(batch.ids) >= ROWS:
         return batch
+    # Shapes without the batch dimension: samples of equal shapes can be joined.
     shapes = {name: tensor.shape[1:] for name, tensor in batch.tensors.items()}
     fitting = [
-        one.single(0)
-        for one in others
-        if one.ids[0] != batch.ids[0]
-        and {name: tensor.shape[1:] for name, tensor in one.tensors.items()} == shapes
+        candidate.single(0)
+        for candidate in others
+        if candidate.ids[0] != batch.ids[0]
+        and {name: tensor.shape[1:] for name, tensor in candidate.tensors.items()} == shapes
     ]
-    again = replace(batch, draws=tuple(fold(draw, "redrawn", 0) for draw in batch.draws))
-    return collate([batch, *fitting[:1], again][:ROWS])
+    reseeded = replace(batch, draws=tuple(fold(draw, "redrawn", 0) for draw in batch.draws))
+    return collate([batch, *fitting[:1], reseeded][:ROWS])
 
 
 def micro_batch_of(setup: AnySetup, batch: Batch) -> MicroBatch:
-    """Return the batch as a comparison runs it, which is at no step."""
+    """The batch as a micro-batch for comparisons, which belongs to no training step."""
     on_device = batch.to(setup.session.accelerator.device)
     rank = 0 if setup.engine.lockstep else setup.session.accelerator.process_index
-    place = Place(setup.recipe.train.seed, 0, 0, rank)
-    return replayable(sample_losses(setup.checkpoint), setup.transformer.train(), on_device, place)
+    position = Place(setup.recipe.train.seed, 0, 0, rank)
+    return replayable(
+        sample_losses(setup.checkpoint), setup.transformer.train(), on_device, position
+    )
 
 
 def samples_of(setup: AnySetup, entries: Sequence[Any], count: int) -> list[Batch]:
-    """Return this many good samples of the entries, each with its own draw; entries repeat if there are too few."""
+    """Read `count` good samples of the entries, each with its own random seed; entries repeat if there are too few."""
     good: list[tuple[Any, Batch]] = []
     for entry in entries:
         if len(good) == count:
@@ -60,17 +67,18 @@ def samples_of(setup: AnySetup, entries: Sequence[Any], count: int) -> list[Batc
 
 
 def kept_entries(setup: AnySetup, quarantine: Quarantine) -> list[Any]:
-    """Return the entries that the run does not leave out."""
-    left_out = {one.sample_id for one in quarantine.records}
+    """The entries that the quarantine does not exclude."""
+    left_out = {record.sample_id for record in quarantine.records}
     return [entry for entry in setup.data.clips.entries if entry.id not in left_out]
 
 
 def compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
-    """Return several samples of the largest bucket, of the one with the most, and of each kind of sample."""
+    """Batches of several samples: from the largest bucket, from the fullest bucket, and of each kind of sample."""
     trained_on, size = kept_entries(setup, quarantine), max(ROWS, setup.recipe.train.batch_size)
     counts = Counter(entry.shape for entry in trained_on)
     if not counts:
         return []
+    # The largest bucket finds errors of size, the fullest one errors in the most common case.
     largest = max(counts, key=lambda shape: shape.volume)
     kinds = [[entry] for entry in setup.data.clips.one_of_each_kind()]
     fullest = max(counts, key=lambda shape: (counts[shape], shape.volume))
@@ -83,16 +91,18 @@ def compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
 
 
 def make_batches(setup: AnySetup, quarantine: Quarantine) -> list[MicroBatch]:
-    """Take equally many of `compared_batches` on every rank, and in lockstep the same ones."""
+    """Build `compared_batches` as micro-batches: the same number on every rank, and the same ones for collective
+    forwards.
+    """
     choices = [compared_batches(setup, quarantine)]
     if setup.engine.lockstep:
         broadcast_object_list(choices)
-    # Each comparison gathers: a rank with more batches would wait for the others for ever.
+    # Each comparison gathers: a rank with more batches would wait for the others forever.
     count = min(gather_object([len(choices[0])]))
     return [micro_batch_of(setup, batch) for batch in choices[0][:count]]
 
 
 def turn_off(recovery: RunRecovery, switch: Switch) -> None:
-    """Turn a switch off for the rest of the run, and for those that resume it."""
+    """Turn a switch off for the rest of the run, and for runs that resume it."""
     switch.turn_off()
     recovery.state.switched_off.append(switch.name)

@@ -1,4 +1,4 @@
-"""Changes the files of a run's folder for its guard: events, checkpoints, the quarantine, bundles."""
+"""Changes the files of a run's folder for the guard: events, checkpoints, the quarantine, replay bundles."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from dit_lora.training.saved_state import Checkpoints
 
 
 class RecoveryFiles:
-    """Changes a run's files for recovery; called on every rank, written by one."""
+    """Changes a run's files for recovery. Called on every rank; only the main process writes, except for bundles."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class RecoveryFiles:
             self.journal.event(event)
 
     def rewind(self, step: int, *, other_trajectory: bool) -> None:
-        """Drop the lines of the steps after `step`; if another trajectory follows, their checkpoints too."""
+        """Drop the log lines of steps after `step`; with `other_trajectory`, also the checkpoints of these steps."""
         if self.journal is not None:
             self.checkpoints.saver.wait()  # a checkpoint under way may be one to remove
             with self.checkpoints.saver.noted():
@@ -54,34 +54,34 @@ class RecoveryFiles:
                 if other_trajectory:
                     remove_checkpoints_after(self.setup.session.dir, step)
             self.checkpoints.note_best(step)
-        # Collective, so outside of the condition: every rank's medians go back with the run.
+        # Collective, so not inside the condition: every rank's medians are rolled back with the run.
         prime_spikes(self.watcher, self.journal)
 
     def quarantined(self, quarantine: Quarantine) -> None:
-        """Write the list of samples that are left out."""
+        """Write the list of excluded samples."""
         if self.setup.session.is_main:
             with self.checkpoints.saver.noted():
                 quarantine.save()
 
     def left_out(self, step: int, guard: Mapping[str, Any]) -> None:
-        """Save, with the guard's record, if it is due after this step, which changed nothing."""
+        """Save after a skipped step, with the guard's record, if a checkpoint is due."""
         train = self.setup.recipe.train
         if step % train.save_every == 0 or step == train.steps:
             self.save(step, guard)
 
     def save(self, step: int, guard: Mapping[str, Any]) -> None:
-        """Checkpoint the weights as they are, with the guard's record; raises if they are not finite."""
+        """Checkpoint the present weights with the guard's record; raises if they are not finite."""
         self.checkpoints.save(step, guard, wait=True)
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
-        """Rename these samples' bad cache entries and say so."""
+        """Rename these samples' bad cache entries; returns messages, on the main process only."""
         if not self.setup.session.is_main:
             return []
         aside = self.setup.data.clips.set_aside_bad(samples)
         return [f"set aside {path}: the next start encodes it anew" for path in aside]
 
     def newest_saved(self) -> int:
-        """Return the step of the newest checkpoint, equal on all ranks; 0 without one."""
+        """Step of the newest checkpoint, equal on all ranks; 0 if there is none."""
         steps = [0]
         if self.setup.session.is_main:
             self.checkpoints.saver.wait()  # one may be under way
@@ -90,33 +90,33 @@ class RecoveryFiles:
         return steps[0]
 
     def bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
-        """Write what `dit-lora replay` needs, on the rank that ran the micro-batch, as far as `guard.bundles` goes.
+        """Write the inputs of `dit-lora replay` on the rank that ran the micro-batch, at most `guard.bundles` per run.
 
-        Return its path in the run's folder, or None.
+        Returns the bundle's path relative to the run's folder, or None. Collective if weights are sharded.
         """
         setup = self.setup
         if self._bundles >= setup.recipe.guard.bundles:
             return None
         self._bundles += 1
-        # Before any rank leaves: sharded weights are gathered by all of them.
+        # Before any rank returns: all of them gather sharded weights.
         weights = setup.engine.weights()
         if setup.engine.lockstep and not setup.session.is_main:
             return None  # all ranks have the same
-        place = f"rank_{micro_batch.rank}_micro_step_{micro_batch.micro_step}"
-        name = f"step_{micro_batch.step:06d}_{place}"
+        position = f"rank_{micro_batch.rank}_micro_step_{micro_batch.micro_step}"
+        name = f"step_{micro_batch.step:06d}_{position}"
         earlier = len(list((setup.session.dir / "bundles").glob(f"{name}*")))  # of the same step
         folder = setup.session.dir / "bundles" / (f"{name}_again_{earlier}" if earlier else name)
         try:
             facts, limit = self._facts(micro_batch, event), setup.recipe.guard.bundle_mib
             write_bundle(folder, facts, micro_batch.tensors, weights, limit_mib=limit)
         except OSError as error:  # a run is worth more than a bundle
-            words = f"warning: cannot write {folder}: {error.strerror}"
-            tqdm.write(printable(words), file=sys.stderr)
+            message = f"warning: cannot write {folder}: {error.strerror}"
+            tqdm.write(printable(message), file=sys.stderr)
             return None
         return f"bundles/{folder.name}"
 
     def _facts(self, micro_batch: MicroBatch, event: Event) -> dict[str, Any]:
-        """Return what it takes to run a micro-batch again elsewhere, beside its tensors and the weights."""
+        """Metadata to rerun a micro-batch elsewhere, in addition to its tensors and the weights."""
         setup = self.setup
         return {
             "event": event.record(),
@@ -141,7 +141,7 @@ class RecoveryFiles:
 
 
 def _whole_recipe(recipe: Recipe, micro_batch: MicroBatch) -> Recipe:
-    """Return the recipe with the names of its classes: a replay has no data to read them from."""
+    """The recipe with its class names filled in: a replay has no data set to read them from."""
     if "class_labels" not in micro_batch.tensors:
         return recipe
     names = tuple(class_names(recipe.data, recipe.cache_dir))

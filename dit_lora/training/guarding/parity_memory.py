@@ -1,4 +1,4 @@
-"""Remembers, beside the cache, which kernels were compared with the stock model and found right."""
+"""Caches, next to the data cache, which kernels were compared with the unpatched model and found right."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from dit_lora.training.task import AnySetup
 from dit_lora.version import __version__
 
 ANEW = "anew"
-"""The value of guard.preflight that takes nothing from memory."""
+"""The value of guard.preflight that ignores cached results."""
 
 
 def memory_file(setup: AnySetup) -> Path:
-    """Return the file in which this rank's results are remembered."""
+    """The file with this rank's cached results."""
     return setup.recipe.cache_dir / f"preflight_{setup.session.accelerator.process_index}.json"
 
 
 class ParityMemory:
-    """The inputs of a comparison of kernels, and its result if the same comparison was made before. Collective."""
+    """Cached result of a comparison of kernels with equal inputs. Collective."""
 
     def __init__(
         self,
@@ -39,24 +39,25 @@ class ParityMemory:
     ) -> None:
         self.file = memory_file(setup)
         self._facts = _facts(setup, parity, batches)
-        # Weights that have trained since the last comparison were seen by none.
-        seen = parity.start_step in (0, recovery.state.passed)
-        is_known = seen and setup.recipe.guard.preflight != ANEW
-        own = bool(parity.switches) and is_known and is_cached(self.file, self._facts)
-        self.knows: bool = all(gather_object([own]))
-        """True if every rank has compared the same before, and found it right."""
+        # If weights have trained since the last comparison, their values were never compared.
+        weights_compared = parity.start_step in (0, recovery.state.passed)
+        is_known = weights_compared and setup.recipe.guard.preflight != ANEW
+        is_remembered = bool(parity.switches) and is_known and is_cached(self.file, self._facts)
+        self.knows: bool = all(gather_object([is_remembered]))
+        """True if every rank has made the same comparison before, and found no difference."""
 
     def keep(self, *, sound: bool) -> None:
-        """Remember a comparison in which nothing differed on any rank, and nothing was missed."""
+        """Cache this comparison if no rank found a difference, and nothing was left uncompared."""
         if all(gather_object([sound])):
-            words = "no kernel differs from the stock model"
-            remember(self.file, self._facts, [CheckFinding("kernels", True, words, fatal=False)])
+            message = "no kernel differs from the stock model"
+            remember(self.file, self._facts, [CheckFinding("kernels", True, message, fatal=False)])
 
 
 def _facts(setup: AnySetup, parity: ParityWatch, batches: Sequence[MicroBatch]) -> dict[str, Any]:
     recipe, accelerator, model = setup.recipe, setup.session.accelerator, setup.transformer
     environment = probe_environment()
     named = (*model.named_parameters(), *model.named_buffers())
+    # Names, shapes and dtypes, not values: kernels are compared for a layout.
     layout = [(name, tuple(x.shape), str(x.dtype), x.requires_grad) for name, x in named]
     return {
         "what": "kernels",
@@ -71,7 +72,9 @@ def _facts(setup: AnySetup, parity: ParityWatch, batches: Sequence[MicroBatch]) 
         "layout": hashlib.sha256(repr(layout).encode()).hexdigest(),
         "modules": sorted({str(type(module)) for module in model.modules()}),
         "dtype": str(setup.dtype),
-        "shapes": [{n: list(x.shape) for n, x in one.tensors.items()} for one in batches],
+        "shapes": [
+            {n: list(x.shape) for n, x in micro_batch.tensors.items()} for micro_batch in batches
+        ],
         "switches": sorted(switch.name for switch in parity.switches),
         "places": sorted(parity.places),
         "passes": PASSES,
@@ -84,9 +87,9 @@ def _facts(setup: AnySetup, parity: ParityWatch, batches: Sequence[MicroBatch]) 
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Return what tells one device from another, as JSON."""
+    """Properties that identify a device, as JSON values."""
     if device.type != "cuda":
         return {"name": device.type, "capability": torch.backends.cpu.get_cpu_capability()}
     gpu = torch.cuda.get_device_properties(device)
-    # A kernel may be wrong on one GPU alone.
+    # A kernel may be wrong on a single GPU, so identify the GPU, not its model.
     return {"name": gpu.name, "capability": (gpu.major, gpu.minor), "uuid": str(gpu.uuid)}

@@ -1,4 +1,6 @@
-"""Checks a run before its first step, on its own model, shapes and samples; warns of what is wrong or refuses it."""
+"""Checks a run before its first step, with its own model, shapes and samples; warns about problems or refuses to
+start.
+"""
 
 import time
 from collections import Counter
@@ -49,15 +51,15 @@ from dit_lora.training.guarding.recovery import RunRecovery
 from dit_lora.training.session.session import agree
 from dit_lora.training.task import AnySetup
 
-# Enough to find one healthy micro-batch among data with some bad samples.
+# Enough to find a healthy micro-batch among data with a few bad samples.
 _TRIES = 3  # micro-batches
 
 
 def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> list[Event]:
-    """Check a run before its first step, and return the events of what was switched off. Collective.
+    """Check a run before its first step; returns events for everything it switched off. Collective.
 
-    Raises `DitLoraError` on every rank, listing everything, if the run would end in NaN or train nothing.
-    What depends on files and versions alone is remembered in the cache's folder.
+    Raises `DitLoraError` on every rank, listing all problems, if the run would end in NaN or train nothing. Results
+    that depend only on files and versions are cached in the data cache.
     """
     began, timing = time.perf_counter(), setup.session.phases.timing
     with timing("weights"):
@@ -69,26 +71,29 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
                 *_tokens(setup),
             ],
         )
-    micro_batch, seen, error = None, _Seen(setup.transformer), None
+    micro_batch, records, error = None, _Seen(setup.transformer), None
     try:
-        # A compiled block shows no modules, so that no hook could say which of them is at fault.
+        # Hooks do not run inside a compiled block, so they could not name the module at fault.
         with eager(setup.transformer):
-            if not any(f.fatal for f in findings):  # or its first forward may fail at that
+            if not any(f.fatal for f in findings):  # these problems may make the first forward fail
                 with timing("gradients"):
-                    micro_batch, of_flow, seen = _first_healthy(setup, recovery.quarantine, parity)
+                    micro_batch, of_flow, records = _first_healthy(
+                        setup, recovery.quarantine, parity
+                    )
                     findings += of_flow
             if micro_batch is not None:
                 with timing("attention"):
-                    findings += _remembered(setup, micro_batch, seen)
+                    findings += _remembered(setup, micro_batch, records)
     except torch.OutOfMemoryError:
-        # The largest bucket is tried now, so that it does not end the run at whichever step it first comes.
+        # The largest bucket is tried now, so that it does not end the run at a later step.
         error = _too_large(setup)
+    # All problems in one error, so that a user can fix them together.
     fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
     if fatal:
         error = DitLoraError(listed("the run would not train; guard.preflight found", fatal))
-    # Every rank comes here, whatever it met above: one that raised alone would leave the others waiting.
+    # Every rank gets here, whatever happened above: a rank that raised by itself would leave the others waiting.
     agree(setup.session.accelerator, error)
-    # First: the stock model that kernels are compared with calls these backends.
+    # First: the unpatched model that kernels are compared with calls these backends.
     events = _switch_off(recovery, wrong_backends(findings))
     with timing("kernels"):
         events += _kernels(setup, recovery, parity)
@@ -101,24 +106,27 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
 
 
 def _together(setup: AnySetup, own: list[CheckFinding]) -> list[CheckFinding]:
-    """Return this rank's findings; in lockstep, a finding that is bad on any rank is bad on all."""
+    """This rank's findings; for collective forwards, a check that fails on any rank fails on all."""
     if not setup.engine.lockstep:
         return own
+    # By check: a rank that passed takes the finding of a rank that failed.
     failed = {f.check: f for f in gather_object([f for f in own if not f.ok])}
     return [failed.get(finding.check, finding) for finding in own]
 
 
 def _tokens(setup: AnySetup) -> list[CheckFinding]:
-    """Check that the model has an embedding for every token: on a GPU the lack is an assert that ends the process."""
+    """Check that the model has an embedding for every token: on a GPU a missing one is an assert that kills the
+    process.
+    """
     problems = setup.data.clips.token_problems(setup.transformer)
     if problems is None:
         return []
-    words = listed("these are not", problems) if problems else "every one is"
-    return [CheckFinding("tokens are embedded", not problems, words, fatal=bool(problems))]
+    message = listed("these are not", problems) if problems else "every one is"
+    return [CheckFinding("tokens are embedded", not problems, message, fatal=bool(problems))]
 
 
 class _Seen:
-    """The outputs' peaks and the attention calls of a model's forward pass."""
+    """The module outputs' magnitudes and the attention calls of a model's forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self._monitor = Monitor(model, every=1)
@@ -126,12 +134,12 @@ class _Seen:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note them within; what was noted before is dropped."""
+        """Record them inside the context; earlier records are dropped."""
         with self._monitor.watching(), recorded_calls() as self.calls:
             yield
 
     def peak(self) -> float:
-        """Return the largest magnitude of any module's output; once, as the notes are dropped."""
+        """Largest magnitude of any module's output. Callable once, because it clears the statistics."""
         statistics = self._monitor.collect().values()
         return max(values["abs_max"] for values in statistics if "abs_max" in values)
 
@@ -139,45 +147,45 @@ class _Seen:
 def _first_healthy(
     setup: AnySetup, quarantine: Quarantine, parity: ParityWatch
 ) -> tuple[MicroBatch | None, list[CheckFinding], _Seen]:
-    """Return the first healthy micro-batch, else the first, with the findings of its passes; None if all data is bad.
+    """Find the first healthy micro-batch, and the findings of its passes; the first one if none is healthy.
 
-    A sample that is at fault is for the guard to leave out, not a reason to refuse the run. No more samples
-    than training takes at once: a check must not need more memory than a step.
+    The micro-batch is None if all data is bad. A bad sample is for the guard to exclude, not a reason to refuse the
+    run. Uses no more samples than a training step: a check must not need more memory.
     """
     choices = [_good_samples(setup, quarantine)]
-    # All ranks try the same: one that read a torn file would go another way.
+    # All ranks try the same samples: one that read a torn file would diverge.
     if setup.engine.lockstep:
         broadcast_object_list(choices)
-    first: tuple[MicroBatch | None, list[CheckFinding], _Seen]
-    first = (None, [], _Seen(setup.transformer))
+    first_result: tuple[MicroBatch | None, list[CheckFinding], _Seen]
+    first_result = (None, [], _Seen(setup.transformer))
     for samples in choices[0]:
-        one, seen = micro_batch_of(setup, collate(samples)), _Seen(setup.transformer)
+        micro_batch, records = micro_batch_of(setup, collate(samples)), _Seen(setup.transformer)
         with noting_inputs(setup.transformer) as learning, noting_calls(setup.transformer) as calls:
-            findings = _flow(setup, one, seen)
-        if first[0] is None:
-            first = one, findings, seen
+            findings = _flow(setup, micro_batch, records)
+        if first_result[0] is None:
+            first_result = micro_batch, findings, records
             parity.learning, parity.calls = learning, calls
-        # Most often the first is healthy, and the others are never run.
+        # Usually the first is healthy, and the others are never run.
         healthy = all(f.ok for f in findings if f.check == FINITE_GRADIENTS)
         if setup.engine.lockstep:
             healthy = all(gather_object([healthy]))
         if healthy:
             parity.learning, parity.calls = learning, calls
-            return one, findings, seen
-    return first
+            return micro_batch, findings, records
+    return first_result
 
 
 def _good_samples(setup: AnySetup, quarantine: Quarantine) -> list[list[Batch]]:
-    """Return a few micro-batches of samples whose data is good and not left out, each drawn by itself.
+    """A few micro-batches of good samples that are not excluded, each sample with its own random seed.
 
-    They are of the largest shape: what does not fit the memory fails here, and not at the step where that
-    bucket first comes. A bucket with fewer samples than a micro-batch gives some of them with other draws.
+    They have the largest shape: whatever does not fit into memory fails here, and not at the step where that bucket
+    first comes. If the bucket has too few samples, some are repeated with other seeds.
     """
     size, entries = setup.recipe.train.batch_size, kept_entries(setup, quarantine)
     for shape in sorted({entry.shape for entry in entries}, key=attrgetter("volume"), reverse=True):
         samples = samples_of(setup, [e for e in entries if e.shape == shape], _TRIES * size)
         if samples:
-            return [samples[first : first + size] for first in range(0, len(samples), size)]
+            return [samples[start : start + size] for start in range(0, len(samples), size)]
     return []
 
 
@@ -191,26 +199,28 @@ def _too_large(setup: AnySetup) -> DitLoraError:
 
 
 def _flow(setup: AnySetup, micro_batch: MicroBatch, seen: _Seen) -> list[CheckFinding]:
-    """Check that gradients reach what they should, under the policy's autocast: one pass for each kind of sample.
+    """Check that gradients reach the trained parameters under the policy's autocast, with one pass per kind of sample.
 
-    `seen` notes the micro-batch's forward pass, which other checks need too.
+    `seen` records the micro-batch's forward pass for other checks.
     """
     dtype = setup.dtype
     policy = dtype if dtype is torch.bfloat16 else None
     findings: list[CheckFinding] = []
 
     clips = setup.data.clips
-    # Each kind trains parts that others do not reach: text uses no vision encoder.
-    others = [micro_batch_of(setup, clips.sample(one, 0)) for one in clips.one_of_each_kind()]
+    # Each kind of sample trains parts that others do not reach: text does not use the vision encoder.
+    other_kinds = [
+        micro_batch_of(setup, clips.sample(entry, 0)) for entry in clips.one_of_each_kind()
+    ]
 
     def backward() -> None:
-        # Dropout draws from torch's generators, which a check must leave as it found them.
+        # Dropout draws from torch's generators, whose state a check must restore.
         with torch.random.fork_rng(cuda_devices(setup.transformer)):
             with seen.noting():
                 loss = micro_batch.forward().losses.mean()
             loss.backward()
-            for one in others:
-                one.forward().losses.mean().backward()
+            for kind in other_kinds:
+                kind.forward().losses.mean().backward()
 
     def checked() -> None:
         findings.extend(gradient_flow(setup.transformer, backward))
@@ -219,7 +229,7 @@ def _flow(setup: AnySetup, micro_batch: MicroBatch, seen: _Seen) -> list[CheckFi
 
 
 def _remembered(setup: AnySetup, micro_batch: MicroBatch, seen: _Seen) -> list[CheckFinding]:
-    """Return the findings that depend on versions, device, model files, shapes and dtype alone; often from a file."""
+    """Findings that depend only on versions, device, model files, shapes and dtype; cached in a file."""
     path = memory_file(setup)
     facts = _facts(setup, micro_batch)
     trusted = setup.recipe.guard.preflight != ANEW
@@ -241,36 +251,39 @@ def _facts(setup: AnySetup, micro_batch: MicroBatch) -> Mapping[str, Any]:
 
 
 def _judged(setup: AnySetup, seen: _Seen) -> list[CheckFinding]:
-    """Judge the peaks of outputs, and attention at this model's own shapes and masks."""
+    """Check the outputs' magnitudes, and attention with this model's shapes and masks."""
     precision = stored_precision(
         stored_dtype(setup.task.stock(setup.checkpoint).weight_files()),
         setup.dtype,
         seen.peak(),
         saturates=is_emulated(setup.transformer),
     )
+    # The backends that this model would call, with its own shapes and masks.
     backends, _ = attention_backends(seen.calls, setup.session.accelerator.device)
     return [*precision, *backends]
 
 
 def _switch_off(recovery: RunRecovery, backends: list[str]) -> list[Event]:
-    """Switch off on all ranks the backends that are wrong on any; `guard.on_nonfinite` is not asked. Collective."""
+    """Switch off on all ranks the attention backends that are wrong on any, whatever `guard.on_nonfinite` is.
+    Collective.
+    """
     switches = {switch.name: switch for switch in recovery.suspects.switches}
     events = []
     for backend in sorted(set(gather_object(backends))):
         name = f"attention:{backend}"
         if name not in switches:
-            continue  # off already, or the last resort
+            continue  # already off, or the only backend left
         turn_off(recovery, switches[name])
-        words = f"{name} differs from fp64 at this model's own calls; switched off for this run"
-        events.append(kernel_event(0, "preflight", words, name, cause="attention_backend"))
+        message = f"{name} differs from fp64 at this model's own calls; switched off for this run"
+        events.append(kernel_event(0, "preflight", message, name, cause="attention_backend"))
     return events
 
 
 def _kernels(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> list[Event]:
-    """Switch off on all ranks the kernels that differ from the stock model, or from themselves, on any rank.
+    """Switch off on all ranks the kernels that differ from the unpatched model, or between runs, on any rank.
 
-    Raises on every rank if one that the recipe insists on differs. What no comparison reaches is off too, unless the
-    recipe insists.
+    Raises on every rank if the recipe requires one that differs. Kernels that no comparison reaches are switched off
+    too, unless the recipe requires them.
     """
     batches = make_batches(setup, recovery.quarantine)
     memory = ParityMemory(setup, recovery, parity, batches)
@@ -287,35 +300,37 @@ def _kernels(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> lis
 
 
 def _one_of_each_kind(setup: AnySetup, parity: ParityWatch) -> set[str]:
-    """Return the blocks that stand for all, on every rank those that stand for any on one. Collective."""
-    own = one_of_each_kind(setup.transformer, parity.blocks, parity.calls, parity.places)
-    every: list[list[str]] = gather_object([own])
-    return {name for names in every for name in names}
+    """Blocks that represent all others: the union over all ranks. Collective."""
+    local_names = one_of_each_kind(setup.transformer, parity.blocks, parity.calls, parity.places)
+    names_by_rank: list[list[str]] = gather_object([local_names])
+    return {name for names in names_by_rank for name in names}
 
 
 def _compared(
     setup: AnySetup, recovery: RunRecovery, parity: ParityWatch, batches: Sequence[MicroBatch]
 ) -> list[Event]:
-    """Compare the kernels on these micro-batches, and switch off what differs or cannot be compared."""
+    """Compare the kernels on these micro-batches, and switch off those that differ or cannot be compared."""
     start, events = parity.start_step, list[Event]()
-    # A generator: a kernel is off before the next is compared, or two wrong ones would hide each other.
+    # A generator: each kernel is off before the next is compared, or two wrong ones would hide each other.
     for switch, difference, rank in parity.differing(batches):
         refused = DitLoraError(refusal(switch, difference.words)) if switch.insisted else None
         agree(setup.session.accelerator, refused)
         turn_off(recovery, switch)
-        words = f"{difference.words}; switched off for this run{parity.trained_with(start)}"
+        message = f"{difference.words}; switched off for this run{parity.trained_with(start)}"
         module = difference.module
         events.append(
-            kernel_event(start, "preflight", words, switch.name, module=module, rank=rank)
+            kernel_event(start, "preflight", message, switch.name, module=module, rank=rank)
         )
-    for switch, why in parity.not_compared():
-        words = f"kernel {switch.name} was not compared with its reference: {why}"
+    for switch, cause_text in parity.not_compared():
+        message = f"kernel {switch.name} was not compared with its reference: {cause_text}"
         if not switch.insisted:
             turn_off(recovery, switch)
-        done = "on, as it was asked for by name" if switch.insisted else "switched off for this run"
+        state = (
+            "on, as it was asked for by name" if switch.insisted else "switched off for this run"
+        )
         action = "report" if switch.insisted else "fallback"
-        words = f"{words}; {done}"
-        events.append(kernel_event(start, "preflight", words, switch.name, action=action))
+        message = f"{message}; {state}"
+        events.append(kernel_event(start, "preflight", message, switch.name, action=action))
     if events:
         choose_checkpointing(setup)  # without the kernel, more is kept for backward
     missed = parity.coverage.missed

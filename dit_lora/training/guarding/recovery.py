@@ -1,4 +1,4 @@
-"""Handles a step that tripped: every rank diagnoses, all agree, act, and go on or stop."""
+"""Handles a failed step: every rank diagnoses it, all agree on an action, and continue or stop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -48,12 +48,12 @@ _DONE = {
 
 @dataclass(frozen=True)
 class RunTrip:
-    """A trip of a run, with what it takes to diagnose it."""
+    """A failed step of a run, with everything needed to diagnose it."""
 
     trip: Trip
     micro_batches: Sequence[MicroBatch]
     control: MicroBatch | None
-    """A micro-batch of the last healthy step."""
+    """A micro-batch of the last healthy step; None in the first step."""
 
     @property
     def step(self) -> int:
@@ -66,7 +66,7 @@ class RunTrip:
 
 @dataclass
 class RunRecovery(Episode[RunTrip, MicroBatch]):
-    """The guard's ladder for one run. Every rank holds an equal one."""
+    """Recovery of one run, with its list of actions. Every rank has an equal one."""
 
     can: ClassVar[Capabilities] = Capabilities(takes_again=True, leaves_out=True)
     suspects: Suspects
@@ -76,14 +76,14 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
     order: Order
     snapshots: Snapshots
     drop_state: Callable[[Sequence[str]], None]
-    """Remove optimizer state that a snapshot does not have."""
+    """Removes the optimizer state that a snapshot does not have."""
     samples_per_step: int
     files: RecoveryFiles
     share: Callable[[MicroBatch | None, int], MicroBatch | None] = lambda own, owner: own
-    """Gives every rank the micro-batch that rank `owner` brings, while others bring None; for lockstep."""
+    """Gives every rank the micro-batch of rank `owner`; other ranks pass None. Used for collective forwards."""
 
     def record(self) -> dict[str, Any]:
-        """Return the guard's state as a checkpoint keeps it."""
+        """The guard's state for a checkpoint."""
         state = asdict(self.state)
         return {
             "parity": {"passed": state.pop("passed")},
@@ -95,12 +95,13 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
     def recover(
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
-        """Return the step after which to go on; raise `NonFiniteError` on every rank where no rung fits. Collective.
+        """Handle a failed step; returns the step to continue from. Collective.
 
-        `control` is a micro-batch of the last healthy step.
+        `control` is a micro-batch of the last healthy step. Raises `NonFiniteError` on every rank if no action
+        applies.
         """
         answered = self.resolve(RunTrip(trip, micro_batches, control))
-        assert answered.target is not None  # of a run, each has one
+        assert answered.target is not None  # a run's resolution always has a target
         return answered.target
 
     @property
@@ -108,17 +109,17 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
         return self.suspects.lockstep
 
     def diagnosed(self, trip: RunTrip) -> list[Found[MicroBatch]]:
-        # A trip that carries a verdict was diagnosed where it was found: nothing is replayed then.
+        # A failed step with a verdict was diagnosed where it was detected: nothing is replayed.
         if trip.trip.verdict is not None:
             return []
-        own = self._diagnose(trip.trip, trip.micro_batches, trip.control)
+        diagnosed = self._diagnose(trip.trip, trip.micro_batches, trip.control)
         # Only other ranks can tell a bad sample from a bad rank.
-        own = tried_elsewhere(own, self.suspects, trip.kind, self.share)
-        return [Found(verdict, one) for one, verdict in own]
+        diagnosed = tried_elsewhere(diagnosed, self.suspects, trip.kind, self.share)
+        return [Found(verdict, micro_batch) for micro_batch, verdict in diagnosed]
 
     def agreed(self, trip: RunTrip, found: Sequence[Found[MicroBatch]]) -> list[Verdict]:
-        known = trip.trip.verdict
-        return [known] if known is not None else super().agreed(trip, found)
+        verdict = trip.trip.verdict
+        return [verdict] if verdict is not None else super().agreed(trip, found)
 
     def chosen(self, trip: RunTrip, verdicts: Sequence[Verdict]) -> Action:
         skipped = [v.sample_id for v in self.quarantine.records]
@@ -137,67 +138,83 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> list[tuple[MicroBatch, Verdict]]:
         if trip.kind in OF_WEIGHTS:
-            last = micro_batches[-1]
-            # The state is at fault and no micro-batch is; the last one only lends the diagnosis a place.
-            verdict = bad_state(last, self.suspects) or run_away(last, self.suspects)
+            last_batch = micro_batches[-1]
+            # The state is at fault, not a micro-batch; the last one only gives the diagnosis a position.
+            verdict = bad_state(last_batch, self.suspects) or run_away(last_batch, self.suspects)
             verdicts = [replace(verdict, micro_step=None)]
             if self.suspects.lockstep:
                 broadcast_object_list(verdicts)
-            return [(last, verdicts[0])]
+            return [(last_batch, verdicts[0])]
         if self.suspects.lockstep:
             return self._diagnose_together(trip, micro_batches, control)
-        # Each rank diagnoses its own micro-batches at the same time; only a loss names some, a gradient blames all.
+        # Each rank diagnoses its own micro-batches in parallel. A bad loss names its micro-batches; a bad gradient
+        # makes all suspect.
         mine = [
-            one
-            for one in micro_batches
-            if not trip.micro_batches or (one.rank, one.micro_step) in trip.micro_batches
+            micro_batch
+            for micro_batch in micro_batches
+            if not trip.micro_batches
+            or (micro_batch.rank, micro_batch.micro_step) in trip.micro_batches
         ]
-        if control is None:  # in the first step, another micro-batch of the same step serves
-            control = next((one for one in micro_batches if one not in mine), None)
+        if control is None:  # in the first step, use another micro-batch of the same step
+            control = next(
+                (micro_batch for micro_batch in micro_batches if micro_batch not in mine), None
+            )
         return [
-            (one, diagnose(one, self.suspects, kind=trip.kind, control=control)) for one in mine
+            (micro_batch, diagnose(micro_batch, self.suspects, kind=trip.kind, control=control))
+            for micro_batch in mine
         ]
 
     def _diagnose_together(
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> list[tuple[MicroBatch, Verdict]]:
-        """Diagnose on all ranks each micro-batch in question, one after another.
+        """Diagnose each suspect micro-batch on all ranks, one after another.
 
-        The verdicts are equal on all ranks but for evidence that each rank gathers by itself.
+        The diagnoses are equal on all ranks except for evidence that each rank gathers by itself.
         """
-        own = {(one.rank, one.micro_step): one for one in micro_batches}
-        # Sorted: all ranks have to take the same micro-batch at the same time.
-        places = trip.micro_batches or sorted(gather_object(list(own)))
+        local_batches = {(batch.rank, batch.micro_step): batch for batch in micro_batches}
+        # Sorted: all ranks must take the same micro-batch at the same time.
+        positions = trip.micro_batches or sorted(gather_object(list(local_batches)))
         if control is None:
-            control = next((one for place, one in own.items() if place not in places), None)
+            control = next(
+                (
+                    candidate
+                    for position, candidate in local_batches.items()
+                    if position not in positions
+                ),
+                None,
+            )
         diagnosed = []
-        for place in places:
-            owner, mine = place[0], place in own
-            one = self.share(own.get(place), owner)
-            other = self.share(control if mine else None, owner)
-            if one is None:
-                raise ValueError(f"no rank has the micro-batch {place}")
+        for position in positions:
+            owner, mine = position[0], position in local_batches
+            micro_batch = self.share(local_batches.get(position), owner)
+            shared_control = self.share(control if mine else None, owner)
+            if micro_batch is None:
+                raise ValueError(f"no rank has the micro-batch {position}")
             try:
-                verdict = [diagnose(one, self.suspects, kind=trip.kind, control=other)]
+                verdict = [
+                    diagnose(micro_batch, self.suspects, kind=trip.kind, control=shared_control)
+                ]
             except torch.OutOfMemoryError as error:
-                # It may have left a shared pass midway: nobody can be asked to agree any more.
-                raise self._stopped_in_a_pass(trip, one) from error
-            # The owner's verdict counts on every rank: the loop must not branch on evidence that differs.
+                # It may have left a shared forward midway: no collective is possible any more.
+                raise self._stopped_in_a_pass(trip, micro_batch) from error
+            # The owner's verdict counts on every rank: the loop must not branch on local evidence.
             broadcast_object_list(verdict, from_process=owner)
-            diagnosed.append((one, verdict[0]))
+            diagnosed.append((micro_batch, verdict[0]))
             if verdict[0].cause in OF_STATE:
-                break  # all ranks share it: it is why the others fail
+                break  # all ranks share the state: it is why the others fail
         return diagnosed
 
     def _stopped_in_a_pass(self, trip: Trip, one: MicroBatch) -> NonFiniteError:
-        """Return the error for a rank that leaves a shared pass for want of memory; others may wait in it for ever."""
+        """The error for a rank that runs out of memory in a shared forward pass; other ranks may wait in it
+        forever.
+        """
         rank = PartialState().process_index
-        words = (
+        message = (
             f"not found: a replay does not fit into memory beside what the run holds on rank {rank}, and ranks that "
             "share a pass cannot go on alone; continue with train.resume=auto and train.checkpointing=full, a smaller "
             "train.batch_size, or more ranks"
         )
-        verdict = Verdict("unknown", words, trip.step, rank, one.micro_step, sample_ids=one.ids)
+        verdict = Verdict("unknown", message, trip.step, rank, one.micro_step, sample_ids=one.ids)
         event = event_of(trip.step, trip.kind, verdict, "stop", 0.0)
         self.files.event(event)
         kind = trip.kind.replace("_", " ")
@@ -205,9 +222,9 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
         return NonFiniteError(listed(summary, verdict_lines([verdict])), event.record())
 
     def possible(self, trip: RunTrip, action: Action, verdicts: Sequence[Verdict]) -> Action:
-        """Return the action, or `stop` instead: a rollback needs a finite snapshot, and the run a sample."""
+        """The action, or `stop` instead: a rollback needs a finite snapshot, and the run needs a sample."""
         if action.kind in ("skip", "quarantine") and action.samples:
-            # A sample that is out up to an epoch comes back after it, and does not empty the data set.
+            # A sample that is excluded for an epoch returns after it, so it does not count as lost.
             for_good = {r.sample_id for r in self.quarantine.records if r.to_epoch is None}
             left_out = for_good | set(action.samples)
             if not set(self.order.ids) - left_out:
@@ -217,55 +234,61 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
         return action
 
     def _finite_snapshots(self) -> list[int]:
-        """Return the steps that can be gone back to, ascending, after forgetting those bad on any rank. Collective."""
-        # On any rank: what one cannot restore, none may.
-        for held in reversed(self.snapshots.steps):
-            if gather_object(self.snapshots.not_finite(held)):
-                self.snapshots.forget(held)
+        """Steps of the snapshots that are finite on all ranks, ascending; drops the others. Collective."""
+        # Bad on any rank counts: all ranks must restore the same step.
+        for step in reversed(self.snapshots.steps):
+            if gather_object(self.snapshots.not_finite(step)):
+                self.snapshots.forget(step)
         return self.snapshots.steps
 
     def act(self, trip: RunTrip, verdicts: Sequence[Verdict], action: Action) -> Resolved:
-        done, before = _DONE[action.kind], trip.step - 1
+        result, before = _DONE[action.kind], trip.step - 1
         if action.kind == "skip" and not action.samples:
             self.files.left_out(trip.step, self.record())
             return Resolved(action, "left out, for no sample is at fault", target=trip.step)
         if action.kind in ("skip", "quarantine"):
             notes = self._leave_out(action, trip.step, verdicts)
-            return Resolved(action, done, notes, target=before)
+            return Resolved(action, result, notes, target=before)
         if action.kind == "fallback":
             for name in action.switches:
                 find_switch(list(self.suspects.switches), name).turn_off()
+            # Saved in checkpoints: a resumed run keeps them off.
             self.state.switched_off += action.switches
             notes = [f"{name} stays off for this run" for name in action.switches]
-            return Resolved(action, done, notes, target=before)
+            return Resolved(action, result, notes, target=before)
         if action.kind == "rollback":
             target, notes = self._roll_back(action)
-            again = before - target
-            taken = f": {again} healthy step(s) are taken again" if again else ""
-            return Resolved(action, f"{done} to step {target}{taken}", notes, target=target)
-        return Resolved(action, done, target=before)
+            num_repeated = before - target
+            repeated_text = (
+                f": {num_repeated} healthy step(s) are taken again" if num_repeated else ""
+            )
+            return Resolved(
+                action, f"{result} to step {target}{repeated_text}", notes, target=target
+            )
+        return Resolved(action, result, target=before)
 
     def _roll_back(self, action: Action) -> tuple[int, list[str]]:
-        """Go back to a snapshot, and return its step and what there is to say."""
+        """Restore a snapshot; returns its step and messages."""
         steps, notes = self.snapshots.steps, []
-        # With a lower rate the oldest: newer ones may be on the way to this step's end already.
+        # With a lower rate, the oldest: newer ones may already be drifting towards this failure.
         target = steps[0] if action.lower_lr else steps[-1]
-        # AdamW's state may be younger than the snapshot: what it has no value for starts anew.
+        # AdamW's state may be younger than the snapshot: state without a stored value is reset.
         self.drop_state(self.snapshots.restore(target))
         if action.lower_lr:
-            # On top of earlier rollbacks; the schedule is a function of the step and knows nothing of them.
+            # In addition to earlier rollbacks; the schedule depends only on the step and ignores them.
             self.state.lr_scale *= self.policy.config.rollback_lr
             notes.append(f"learning rates are now {self.state.lr_scale:g} of the recipe's")
         self.files.rewind(target, other_trajectory=action.lower_lr)
         return target, notes
 
     def _leave_out(self, action: Action, step: int, verdicts: Sequence[Verdict]) -> list[str]:
-        # Out from its reading in this step on: earlier epochs did train on it, and their order stays.
-        first = (step - 1) * self.samples_per_step
+        # Excluded from its use in this step on: earlier epochs did train on it, and their order stays.
+        first_position = (step - 1) * self.samples_per_step
         draws: dict[str, Draw] = {}  # the first of each sample
-        for position in range(first, first + self.samples_per_step):
+        for position in range(first_position, first_position + self.samples_per_step):
             draw = self.order.draw_at(position)
             draws.setdefault(self.order.ids[draw.sample], draw)
+        # By sample: the verdict that names it.
         causes = {s: v for v in verdicts for s in v.sample_ids}
         self.quarantine.add(
             LeftOut(
@@ -280,11 +303,11 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
             )
             for sample in action.samples
         )
-        # The order is computed ahead; without the sample all later ones move up.
+        # The order is computed ahead; without the sample all later ones move forward.
         self.order.forget()
         self.files.quarantined(self.quarantine)
         notes = [f"{sample} is in {self.quarantine.path.name}" for sample in action.samples]
-        # Skipped only, a sample is read again in the next epoch, and must say the same of itself.
+        # A sample that is only skipped is read again in the next epoch, and its entry must not change.
         for_good = action.kind == "quarantine"
         return notes + (self.files.set_aside_bad(action.samples) if for_good else [])
 
@@ -293,13 +316,14 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
     ) -> NonFiniteError:
         samples = [sample for verdict in verdicts for sample in verdict.sample_ids]
         notes = [*answered.notes, *self.files.set_aside_bad(samples)]
+        # May restore a snapshot; what is saved below is that state.
         good = self._go_to_last_good(trip.trip, verdicts)
         state = "not to be used" if good is None else f"those of step {good}"
         kind, advice = trip.kind.replace("_", " "), _advice(verdicts)
         try:
             if good is None:
                 notes.append(f"nothing was saved at this step: {advice}")
-            elif good > 0:  # step 0 is what the run starts from anyway
+            elif good > 0:  # a run starts from step 0 anyway
                 self.files.save(good, self.record())
                 lost_steps = trip.step - 1 - good
                 after = f", without the {lost_steps} after it" if lost_steps else ""
@@ -314,15 +338,15 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
         )
 
     def _go_to_last_good(self, trip: Trip, verdicts: Sequence[Verdict]) -> int | None:
-        """Return the last step whose state is known to be good, after restoring it if need be, or None.
+        """Find the last step whose state is good, restoring a snapshot if necessary; None if nothing should be saved.
 
-        There is none to save where a checkpoint has it already, or where nobody knows since when the state is bad.
+        Nothing should be saved if a checkpoint has that state, or if it is unknown since when the state is bad.
         """
-        of_state = [one for one in verdicts if one.cause in OF_STATE]
-        frozen = bool(of_state) and all(one.evidence.get("frozen") for one in of_state)
+        of_state = [verdict for verdict in verdicts if verdict.cause in OF_STATE]
+        frozen = bool(of_state) and all(verdict.evidence.get("frozen") for verdict in of_state)
         if trip.kind not in OF_WEIGHTS and (frozen or not of_state):
             return trip.step - 1
-        if frozen:  # noticed only at a save: since when the steps went wrong is not known
+        if frozen:  # found only at a save: the first wrong step is unknown
             return None
         steps = self._finite_snapshots()
         if not steps or steps[-1] <= self.files.newest_saved():
@@ -332,11 +356,11 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
 
 
 def _evidence(verdict: Verdict) -> dict[str, Any]:
-    """Return the measurements behind a verdict on a sample, for the list of samples left out."""
+    """The measurements behind the diagnosis of a sample, for the quarantine file."""
     names = ("replays", "control", "control_with_the_same_draws", "losses")
     facts = {name: verdict.evidence[name] for name in names if name in verdict.evidence}
     if not facts:
-        return {}  # a fact was enough, and the words have it
+        return {}  # no measurement was needed; the message has the fact
     return {**facts, "rank": verdict.rank, "timesteps": list(verdict.timesteps)}
 
 

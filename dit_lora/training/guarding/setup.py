@@ -1,4 +1,4 @@
-"""Puts a run's guard together: what it may suspect and switch off, its snapshots, its files."""
+"""Builds a run's guard: the components it may suspect and switch off, its snapshots and its files."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
@@ -33,15 +33,17 @@ from dit_lora.training.micro_batch import Place, replayable, sample_losses, sent
 from dit_lora.training.session.session import agreeing
 from dit_lora.training.task import AnySetup
 
-_CANDIDATES = 4  # samples that are read to find one to compare with
+_CANDIDATES = 4  # samples to try
 
 
 def start_of_guard(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
-    """Take up a checkpoint's `RunRecovery.record`, empty at a first start; what it has switched off is off again."""
+    """Load a checkpoint's `RunRecovery.record` (empty at a first start), and switch off again what it had switched
+    off.
+    """
     switches = all_switches(setup.transformer)
     state = GuardState(**record.get("state", {}), **record.get("parity", {}))
     in_use = {switch.name for switch in switches}
-    # A fault that was found once stays found: without this, each resume would run into it again.
+    # A known fault stays switched off: otherwise each resume would run into it again.
     for name in state.switched_off:
         if name not in in_use:  # another machine, or the recipe has it off now
             continue
@@ -53,7 +55,7 @@ def start_of_guard(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
         Policy(setup.recipe.guard.ladder, **record.get("policy", {})),
         switches,
         _quarantine(setup),
-        # Kept from the first start: weights that have grown slowly must not raise what counts as too large.
+        # Kept from the first start: slow growth of the weights must not raise the limit.
         record.get("start_peak") or weight_peak(weights, together=setup.engine.lockstep),
     )
 
@@ -65,7 +67,7 @@ def build_recovery(
     snapshots: Snapshots,
     files: RecoveryFiles,
 ) -> RunRecovery:
-    """Build what acts on a step that tripped; `files` are the run's."""
+    """Build the handler of failed steps; `files` are the run's."""
     transformer, engine = setup.transformer, setup.engine
     return RunRecovery(
         suspects=Suspects(
@@ -75,13 +77,13 @@ def build_recovery(
             start_peak=start.start_peak,
             limit=MAX_ABS,
             lockstep=engine.lockstep,
-            # Digests of the bits: a norm would not see a flipped sign, nor a sum two rows exchanged.
+            # Digests of the bits: a norm would miss a flipped sign, and a sum two exchanged rows.
             frozen=FrozenRecord(transformer),
             peaks=snapshots.peaks,
             switched_off=start.state.switched_off,
             decay=lambda: decay_share(setup.optimizer.param_groups),
-            another=lambda wanted, without: _another_sample(
-                setup, start.quarantine, wanted, without
+            another=lambda failing, excluded: _another_sample(
+                setup, start.quarantine, failing, excluded
             ),
         ),
         policy=start.policy,
@@ -96,12 +98,12 @@ def build_recovery(
         drop_state=engine.forget,
         samples_per_step=setup.session.samples_per_step,
         files=files,
-        share=lambda own, owner: _shared(setup, own, owner),
+        share=lambda local, owner: _shared(setup, local, owner),
     )
 
 
 def build_watcher(setup: AnySetup, snapshots: Snapshots) -> StepWatcher:
-    """Build what looks at every step, as `guard` of the recipe says."""
+    """Build the per-step monitoring that the recipe's `guard` section asks for."""
     config = setup.recipe.guard
     monitor = None
     if config.monitor_every:
@@ -113,13 +115,15 @@ def build_watcher(setup: AnySetup, snapshots: Snapshots) -> StepWatcher:
 
 
 def chosen_norms(setup: AnySetup) -> Norms | None:
-    """Return what computes gradient norms; equal on all ranks, or clipping would make their weights differ."""
-    norms, why = None, None
+    """The function for gradient norms, or None for PyTorch; equal on all ranks, or clipping would make weights
+    differ.
+    """
+    norms, reason_off = None, None
     trained = [p for group in setup.optimizer.param_groups for p in group["params"]]
-    # Agreed on before the gather below, which a rank with an error would never reach.
+    # Agree on errors first: a rank with an error would never reach the gather below.
     with agreeing(setup.session.accelerator):
-        norms, why = choose_norms(setup.recipe.kernels.finite_norm, trained)
-    reasons = [reason for reason in gather_object([why]) if reason is not None]
+        norms, reason_off = choose_norms(setup.recipe.kernels.finite_norm, trained)
+    reasons = [reason for reason in gather_object([reason_off]) if reason is not None]
     setup.session.say(
         f"kernels: finite_norm: {reasons[0] if reasons else 'on' if norms else 'off'}"
     )
@@ -127,7 +131,7 @@ def chosen_norms(setup: AnySetup) -> Norms | None:
 
 
 def _quarantine(setup: AnySetup) -> Quarantine:
-    """Return this run's list; a new one begins with the list that `guard.quarantine` names."""
+    """Load this run's list of excluded samples; a new list starts from the one that `guard.quarantine` names."""
     own_list = setup.session.dir / QUARANTINE
     named = setup.recipe.guard.quarantine
     quarantine = Quarantine.load(own_list)
@@ -143,17 +147,17 @@ def _quarantine(setup: AnySetup) -> Quarantine:
     if not Path(named).exists():
         raise DitLoraError(f"guard.quarantine: {named} does not exist")
     ids = {entry.id for entry in setup.data.clips.entries}
-    earlier = [one for one in Quarantine.load(Path(named)).records if one.to_epoch is None]
+    earlier = [record for record in Quarantine.load(Path(named)).records if record.to_epoch is None]
     quarantine.add(
         [
-            # From the first epoch on: this run has not met them yet.
-            type(one)(**{**asdict(one), "from_epoch": 0, "from_copy": 0})
-            for one in earlier
-            if one.sample_id in ids
+            # From the first epoch on: this run has not used them yet.
+            type(record)(**{**asdict(record), "from_epoch": 0, "from_copy": 0})
+            for record in earlier
+            if record.sample_id in ids
         ]
     )
-    left = ids - {one.sample_id for one in quarantine.records}
-    if not left:
+    remaining = ids - {record.sample_id for record in quarantine.records}
+    if not remaining:
         raise DitLoraError(f"guard.quarantine: {named} leaves out all {len(ids)} samples")
     setup.session.say(
         f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {named}"
@@ -162,44 +166,49 @@ def _quarantine(setup: AnySetup) -> Quarantine:
 
 
 def _says_who_is_out(quarantine: Quarantine, folder: Path) -> str:
-    """Tell a resumed run's user whom it leaves out and why; what was skipped for an epoch by its number."""
-    for_good = [one for one in quarantine.records if one.to_epoch is None]
+    """A message for a resumed run: which samples are excluded and why; the skipped ones only by number."""
+    for_good = [record for record in quarantine.records if record.to_epoch is None]
     once = len(quarantine.records) - len(for_good)
     counts = f"guard: {len(for_good)} left out for good, {once} for an epoch"
-    lines = [f"{one.sample_id}: {one.cause}: {one.reason}" for one in for_good]
+    lines = [f"{record.sample_id}: {record.cause}: {record.reason}" for record in for_good]
     return listed(f"{counts}; dit-lora quarantine {folder} shows and undoes it", lines)
 
 
 def _another_sample(
     setup: AnySetup, quarantine: Quarantine, wanted: MicroBatch, without: Collection[str]
 ) -> MicroBatch | None:
-    """Return another sample at the wanted micro-batch's place, none of those named; equal on all ranks.
+    """Find a sample to compare with, at the position of `wanted` and not in `without`; equal on all ranks.
 
-    It is of the same bucket, for a step of that size fits into memory; it is read anew, and taken only if it is good.
+    It is from the same bucket, because a step of that size fits into memory. It is read from the cache again, and used
+    only if it is good.
     """
     entries = {entry.id: entry for entry in setup.data.clips.entries}
-    out = {one.sample_id for one in quarantine.records} | {*without}
+    excluded = {entry.sample_id for entry in quarantine.records} | {*without}
     bucket = entries[wanted.ids[0]].shape if wanted.ids[0] in entries else None
-    place = Place(setup.recipe.train.seed, wanted.step, wanted.micro_step, wanted.rank)
-    candidates = [one for one in entries.values() if one.id not in out and one.shape == bucket]
+    position = Place(setup.recipe.train.seed, wanted.step, wanted.micro_step, wanted.rank)
+    candidates = [
+        record
+        for record in entries.values()
+        if record.id not in excluded and record.shape == bucket
+    ]
     for entry in candidates[:_CANDIDATES]:
         try:
-            batch = setup.data.clips.sample(entry, fold(place.seed, "control", entry.id))
-        except UnreadableError:  # another serves as well, and other ranks wait for this one
+            batch = setup.data.clips.sample(entry, fold(position.seed, "control", entry.id))
+        except UnreadableError:  # try another one: other ranks wait for this rank
             continue
-        # A control that is bad itself would acquit the sample that it is to be compared with.
+        # A bad control would hide the fault of the sample that it is compared with.
         if not batch.faults and not describe_all(batch.tensors, MAX_ABS):
             batch = batch.to(setup.session.accelerator.device)
-            return replayable(sample_losses(setup.checkpoint), setup.transformer, batch, place)
+            return replayable(sample_losses(setup.checkpoint), setup.transformer, batch, position)
     return None
 
 
 def _shared(setup: AnySetup, own: MicroBatch | None, owner: int) -> MicroBatch | None:
-    """Return the micro-batch of rank `owner` on every rank, for all to run it. Collective."""
+    """Send the micro-batch of rank `owner` to every rank. Collective."""
     seed = setup.recipe.train.seed
     (parts,) = broadcast_object_list([sent(own, seed) if own is not None else None], owner)
     if own is not None or parts is None:
         return own
-    batch, place = parts
+    batch, position = parts
     batch = batch.to(setup.session.accelerator.device)
-    return replayable(sample_losses(setup.checkpoint), setup.transformer, batch, place)
+    return replayable(sample_losses(setup.checkpoint), setup.transformer, batch, position)

@@ -1,4 +1,4 @@
-"""Holds what recovery changes of a run, and what a run's guard goes on from."""
+"""The state of recovery, and the guard's state at the start of a run."""
 
 from dataclasses import dataclass, field
 
@@ -9,17 +9,17 @@ from dit_lora.guard.switches import Switch
 
 @dataclass
 class GuardState:
-    """Changes that recovery has made to a run; they go into its checkpoints."""
+    """Changes that recovery has made to a run, saved in its checkpoints."""
 
     lr_scale: float = 1.0
     switched_off: list[str] = field(default_factory=list)
     passed: int | None = None
-    """The step of the last comparison of kernels that found nothing, in this run or in the one that it resumes."""
+    """Step of the last comparison of kernels that found no difference, in this run or the one it resumes."""
 
 
 @dataclass(frozen=True)
 class GuardStart:
-    """State from which the guard of a run goes on."""
+    """The guard's state when the process starts, from a checkpoint or new."""
 
     state: GuardState
     policy: Policy

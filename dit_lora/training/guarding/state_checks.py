@@ -1,4 +1,4 @@
-"""Checks a state before it is kept: it is finite, unaltered, and not lost."""
+"""Checks a state before it is saved: it is finite, not altered in memory, and has not diverged."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,9 @@ from dit_lora.training.ema import TrainedEMA
 
 
 def own_state(engine: Engine, ema: TrainedEMA | None) -> dict[str, torch.Tensor]:
-    """Return what training changes, live: weights, optimizer state, averages; of sharded tensors, this rank's part."""
+    """All live state that training changes: weights, optimizer state and averages; this rank's part of sharded
+    tensors.
+    """
     return engine.own_state() | (ema.tensors() if ema else {})
 
 
@@ -28,7 +30,8 @@ def require_finite_everywhere(
     """Raise `PoisonedStateError` on every rank if any rank's state is not finite. Collective."""
     parts = {name: local(tensor.detach()) for name, tensor in state.items()}
     floats = [tensor for tensor in parts.values() if tensor.is_floating_point()]
-    # On the first one's device: numbers of the optimizer's are on the CPU. One read; names only if there is need.
+    # On the first tensor's device: the optimizer's numbers are on the CPU. One read; names are looked up only if
+    # needed.
     is_bad = any_not_finite(floats, floats[0].device)
     bad = gather_object(not_finite(parts.items()) if is_bad else [])
     if bad:
@@ -39,12 +42,12 @@ def require_finite_everywhere(
 def require_unaltered(
     accelerator: Accelerator, suspects: Suspects, step: int, *, frozen: bool
 ) -> None:
-    """Raise `PoisonedStateError` on every rank if memory has altered trained or frozen values on any. Collective.
+    """Raise `PoisonedStateError` on every rank if any rank's memory altered values outside of a step. Collective.
 
-    Frozen weights and buffers are compared where `frozen`: that reads all of them.
+    `frozen` also compares frozen weights and buffers, which reads all of them.
     """
     altered = altered_state(suspects)
-    # Only where a checkpoint is written: it reads the whole base.
+    # Only when a checkpoint is written: it reads the whole base.
     if frozen and suspects.frozen is not None:
         altered += suspects.frozen.changed()
     altered = gather_object(altered)
@@ -54,7 +57,7 @@ def require_unaltered(
 
 
 def require_not_lost(engine: Engine, start: float, step: int) -> None:
-    """Raise `PoisonedStateError`, equally on all ranks, if trained weights ran away though they are finite."""
+    """Raise `PoisonedStateError`, equally on all ranks, if trained weights are finite but have diverged."""
     peak = weight_peak(trainable_state(engine.bare).values(), together=engine.lockstep)
     if has_run_away(peak, start):
         raise PoisonedStateError(

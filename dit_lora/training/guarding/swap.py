@@ -1,4 +1,4 @@
-"""Runs a failing micro-batch on every rank, to tell a bad micro-batch from a bad rank."""
+"""Replays a failing micro-batch on every rank, to tell a bad micro-batch from a bad rank."""
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -16,43 +16,46 @@ from dit_lora.guard.verdict import Cause, Verdict
 Share = Callable[[MicroBatch | None, int], MicroBatch | None]
 Diagnosed = list[tuple[MicroBatch, Verdict]]
 _ROUNDS = 8
-"""Number of runs on each rank, once one of them was healthy: all must come out the same on a rank."""
+"""Number of further runs on each rank once one rank was healthy: all runs of a rank must agree."""
 Healthy = bool | None
-"""True if a run was healthy; None where it did not fit into that rank's memory."""
+"""True if a run was healthy; None if it did not fit into that rank's memory."""
 
 
 def tried_elsewhere(own: Diagnosed, suspects: Suspects, kind: str, share: Share) -> Diagnosed:
-    """Return the verdicts after trying on all ranks one micro-batch of each rank that replays had blamed.
+    """Replay one suspect micro-batch of each rank on all ranks, and update the diagnoses. Collective.
 
-    A rank that fails at what others run and are healthy at is the cause, whatever the experiments on it said. Where
-    all diagnose together that has been seen; the rank's host is added. Collective.
+    A rank that fails where others are healthy is the cause, whatever its own replays said. If all ranks diagnose
+    together, this is known already, and only the rank's host is added.
     """
     hosts = gather_object([platform.node()])
     if len(hosts) == 1:
         return own
     if suspects.lockstep:
-        return [(one, _on_host(verdict, hosts)) for one, verdict in own]
-    # One micro-batch of a rank is enough to tell whether it is the rank.
+        return [(micro_batch, _on_host(verdict, hosts)) for micro_batch, verdict in own]
+    # One micro-batch per rank is enough to test the rank.
     suspected = [index for index, (_, verdict) in enumerate(own) if _is_by_replays(verdict)][:1]
     tried = list(own)
-    # Every rank takes part for each owner in turn, in the same order: `share` and the runs are collective.
-    for owner, there in enumerate(gather_object([bool(suspected)])):
-        if not there:
+    # Every rank takes part for each owner, in the same order: `share` and the runs are collective.
+    for owner, has_suspect in enumerate(gather_object([bool(suspected)])):
+        if not has_suspect:
             continue
         is_mine = PartialState().process_index == owner
         index = suspected[0] if is_mine else 0
         outcomes = _everywhere(share(own[index][0] if is_mine else None, owner), suspects, kind)
         if is_mine:
-            one, verdict = own[index]
-            tried[index] = one, _on_host(_compared(verdict, outcomes), hosts)
+            micro_batch, verdict = own[index]
+            tried[index] = micro_batch, _on_host(_compared(verdict, outcomes), hosts)
             if tried[index][1].cause == "rank":
-                # The rank's other micro-batches of the step failed on it too.
-                tried = [(one, _as_of(tried[index][1], verdict)) for one, verdict in tried]
+                # The rank's other micro-batches of the step failed there too.
+                tried = [
+                    (micro_batch, _as_of(tried[index][1], verdict))
+                    for micro_batch, verdict in tried
+                ]
     return tried
 
 
 def _as_of(diagnosed: Verdict, verdict: Verdict) -> Verdict:
-    """Return the verdict on a rank for another of its micro-batches, unless facts or chance explain that one."""
+    """The diagnosis of a rank, for another of its micro-batches, unless facts or chance explain that one."""
     return replace(diagnosed, micro_step=verdict.micro_step) if _is_by_replays(verdict) else verdict
 
 
@@ -61,60 +64,62 @@ def _is_by_replays(verdict: Verdict) -> bool:
 
 
 def _everywhere(one: MicroBatch | None, suspects: Suspects, kind: str) -> list[list[Healthy]]:
-    """Return for each rank how each of its runs came out; one run where no rank is healthy. Collective."""
-    assert one is not None  # its owner has brought it
+    """Replay on every rank; returns each rank's outcomes, only one per rank if none is healthy. Collective."""
+    assert one is not None  # provided by its owner
 
     def healthy() -> Healthy:
         try:
             return run(one, suspects.model).is_healthy(needs_gradient=kind == "zero_gradient")
-        except torch.OutOfMemoryError:  # the other ranks wait for this one's word
+        except torch.OutOfMemoryError:  # the other ranks wait for this rank's result
             return None
 
-    first: list[Healthy] = gather_object([healthy()])
-    # No rank is healthy: more runs would tell no rank from another.
-    if not any(first):
-        return [[outcome] for outcome in first]
+    first_runs: list[Healthy] = gather_object([healthy()])
+    # No rank is healthy: more runs could not tell ranks apart.
+    if not any(first_runs):
+        return [[outcome] for outcome in first_runs]
     more: list[list[Healthy]] = gather_object([[healthy() for _ in range(_ROUNDS)]])
-    return [[one_rank, *others] for one_rank, others in zip(first, more, strict=True)]
+    return [[one_rank, *other_runs] for one_rank, other_runs in zip(first_runs, more, strict=True)]
 
 
 def _compared(verdict: Verdict, outcomes: Sequence[Sequence[Healthy]]) -> Verdict:
-    """Return the verdict where it fails everywhere, else one on the ranks, or on chance."""
-    # A rank that could not run it has neither confirmed nor denied.
+    """The verdict if the micro-batch fails on all ranks; else one that names the ranks, or a transient fault."""
+    # A rank that could not run it proves nothing.
     if any(healthy is None for of_rank in outcomes for healthy in of_rank):
         return _not_tried(verdict)
     if any(len(set(of_rank)) > 1 for of_rank in outcomes):
+        # A rank that disagrees with itself: the fault is not reproducible.
         runs = [healthy for of_rank in outcomes for healthy in of_rank]
         evidence = {**verdict.evidence, "replays": {"failed": runs.count(False), "of": len(runs)}}
         failed, times = runs.count(False), len(runs)
-        words = f"it fails in {failed} of {times} runs on equal bits, over {len(outcomes)} ranks: hardware or memory"
-        return _without_blame(verdict, "transient", words, evidence)
+        message = f"it fails in {failed} of {times} runs on equal bits, over {len(outcomes)} ranks: hardware or memory"
+        return _without_blame(verdict, "transient", message, evidence)
+    # From here on each rank's runs agree, so the first stands for all.
     failing = [rank for rank, (healthy, *_) in enumerate(outcomes) if not healthy]
     if not failing:
-        words = (
+        message = (
             f"healthy on all {len(outcomes)} ranks when each ran it: it did not come from the data"
         )
-        return _without_blame(verdict, "transient", words, verdict.evidence)
+        return _without_blame(verdict, "transient", message, verdict.evidence)
     if len(failing) == len(outcomes):
         return verdict
     on, times = ", ".join(map(str, failing)), len(outcomes[0])
-    words = f"it fails on rank {on} each of {times} times, and other ranks run the same micro-batch and are healthy"
+    message = f"it fails on rank {on} each of {times} times, and other ranks run the same micro-batch and are healthy"
     evidence = {**verdict.evidence, "ranks": {"failing": failing, "of": len(outcomes)}}
-    return replace(_without_blame(verdict, "rank", words, evidence), rank=failing[0])
+    return replace(_without_blame(verdict, "rank", message, evidence), rank=failing[0])
 
 
 def _not_tried(verdict: Verdict) -> Verdict:
-    """Return a verdict that leaves no sample out for good, for it has not failed on other ranks."""
+    """A verdict that does not exclude a sample permanently, because it was not replayed on other ranks."""
     if not verdict.sample_ids:
         return verdict
-    words = f"{verdict.words}; not run on every rank, where it does not fit into memory"
-    return replace(verdict, cause="unknown", words=words)
+    message = f"{verdict.words}; not run on every rank, where it does not fit into memory"
+    return replace(verdict, cause="unknown", words=message)
 
 
 def _without_blame(
     verdict: Verdict, cause: Cause, words: str, evidence: Mapping[str, Any]
 ) -> Verdict:
-    """Return the verdict with another cause: no sample, switch or op is at fault."""
+    """The verdict with another cause, without samples, switches and ops."""
     return Verdict(cause, words, verdict.step, verdict.rank, verdict.micro_step, evidence=evidence)
 
 

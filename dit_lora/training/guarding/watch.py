@@ -1,4 +1,4 @@
-"""Watches every step: snapshots, statistics of the modules, spikes, and the adaptive clip they give."""
+"""Monitors every step: snapshots, module statistics, spikes, and the adaptive clip computed from them."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from dit_lora.training.journal import LOSS_PARTS, Journal
 
 @dataclass
 class StepWatcher:
-    """Looks at each step without changing it; parts that are switched off are None."""
+    """Monitors each step without changing it; disabled parts are None."""
 
     snapshots: Snapshots
     monitor: Monitor | None = None
@@ -23,21 +23,21 @@ class StepWatcher:
     adaptive_clip: bool = False
 
     def forward(self, step: int) -> Any:
-        """Return a context that holds around a step's micro-steps."""
+        """Context around a step's micro-steps."""
         monitor = self._due(step)
         return monitor.watching() if monitor else nullcontext()
 
     def looks_at(self, step: int) -> bool:
-        """Return true in the steps that have statistics, which are read from the device beside the step's row."""
+        """True in steps with module statistics, which are read from the device in addition to the metrics."""
         return self._due(step) is not None
 
     def gradients(self, step: int) -> None:
-        """Look at the gradients after backward and before clipping."""
+        """Collect gradient statistics, after backward and before clipping."""
         if monitor := self._due(step):
             monitor.gradients()
 
     def before_update(self, step: int) -> None:
-        # Its copy may still be under way on another stream, and reads what the optimizer writes next.
+        # A snapshot's copy may still run on another stream, reading tensors that the optimizer writes next.
         self.snapshots.before_update()
         if monitor := self._due(step):
             monitor.before_update()
@@ -47,27 +47,27 @@ class StepWatcher:
             monitor.after_update()
 
     def clip(self, group: str) -> float | None:
-        """Return a bound on the gradient norm that is known before this step, or None."""
+        """Upper bound on the group's gradient norm, known before this step; None without adaptive clipping."""
         if self.spikes is None or not self.adaptive_clip:
             return None
-        # From earlier steps alone, so that it is known before this one and equal on all ranks.
+        # From earlier steps only, so that it is known before this one and equal on all ranks.
         return self.spikes.limit(f"grad_norm {group}")
 
     def statistics(self, step: int) -> dict[str, dict[str, float]] | None:
-        """Return every module's statistics in the steps that are due; None in the others."""
+        """Every module's statistics, in the steps that have them; else None."""
         monitor = self._due(step)
         return monitor.collect() if monitor else None
 
     def hidden_infinities(self, step: int) -> list[str]:
-        """Return the modules whose output left the range of its dtype although the loss is finite."""
+        """Modules whose output overflowed its dtype although the loss is finite."""
         monitor = self._due(step)
         return monitor.hidden_infinities() if monitor else []
 
     def observe(self, line: Mapping[str, Any]) -> list[Spike]:
-        """Return what stands out in a line of metrics.jsonl; a resumed run observes the earlier lines first."""
+        """Spikes in a line of metrics.jsonl; a resumed run observes the earlier lines first."""
         if self.spikes is None:
             return []
-        # Only what every rank has alike: medians and clips must not differ between ranks.
+        # Only values that are equal on every rank: medians and clips must not differ.
         series = {
             f"loss {part}": loss for name in LOSS_PARTS for part, loss in line.get(name, {}).items()
         }
@@ -76,7 +76,7 @@ class StepWatcher:
         return [spike for spike in spikes if spike is not None]
 
     def prime(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Forget everything observed, and observe these lines of metrics.jsonl instead."""
+        """Replace the observed history with these lines of metrics.jsonl."""
         if self.spikes is not None:
             self.spikes.forget()
         for line in lines:
@@ -87,9 +87,9 @@ class StepWatcher:
 
 
 def prime_spikes(watcher: StepWatcher, journal: Journal | None) -> None:
-    """Give every rank's watcher the history in metrics.jsonl, which the main process reads. Collective."""
+    """Give every rank's watcher the history in metrics.jsonl, which only the main process has. Collective."""
     if watcher.spikes is None:
         return
-    # One rank alone has the file, and every rank's adaptive clip has to be the same number.
+    # Only one rank has the file, but every rank needs the same adaptive clip.
     (lines,) = broadcast_object_list([journal.history() if journal is not None else None])
     watcher.prime(lines)

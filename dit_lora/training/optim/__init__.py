@@ -1,1 +1,1 @@
-"""Optimizers built from their records, their state and learning rates."""
+"""Optimizers: construction, state and learning rate schedules."""

@@ -1,4 +1,4 @@
-"""Optimizers over parameter groups, learning rates as a function of the step, and clipping."""
+"""Optimizers over parameter groups, learning rates as a function of the step, and gradient clipping."""
 
 import math
 from collections import defaultdict
@@ -21,7 +21,7 @@ Schedule = Callable[[str, int], float]
 
 
 def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
-    """Raise `DitLoraError` where this machine cannot run `optim.name`."""
+    """Raise `DitLoraError` if this machine cannot run `optim.name`."""
     name, record = optim.name, OPTIMIZERS[optim.name]
     if record.extra is not None and util.find_spec(record.package) is None:
         raise DitLoraError(
@@ -37,12 +37,15 @@ def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
 
 
 def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
-    """Take one step of one tensor: bitsandbytes may have no code for this device, or for its CUDA version."""
+    """Take one step of a small tensor: bitsandbytes may have no code for this device or its CUDA version."""
     parameter = torch.nn.Parameter(torch.zeros(SMALLEST_8BIT, device=device))
     parameter.grad = torch.ones_like(parameter)
     try:
         build_optimizer([{"params": [parameter], "lr": 1.0}], optim).step()
-    except (RuntimeError, AttributeError) as error:  # of its native library, or of none
+    except (
+        RuntimeError,
+        AttributeError,
+    ) as error:  # from its native library, or because that is missing
         package = OPTIMIZERS[optim.name].package
         reason = str(error).strip().partition("\n")[0]
         raise DitLoraError(
@@ -52,7 +55,7 @@ def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
 
 
 def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
-    """Return the optimizer that `optim.name` names, over the groups of `parameter_groups`."""
+    """Build the optimizer `optim.name` over the groups of `parameter_groups`."""
     record = OPTIMIZERS[optim.name]
     arguments: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps, **record.arguments}
     if record.decay_in_groups:
@@ -65,7 +68,7 @@ def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.o
 
 
 def build_schedule(optim: OptimConfig, steps: int) -> Schedule:
-    """Learning rates that depend on the step alone, so that there is no state to save or to poison."""
+    """Learning rates that depend only on the step, so that no state can be lost or corrupted."""
     configs = optim.groups.given()
 
     def learning_rate(group: str, step: int) -> float:
@@ -79,22 +82,25 @@ def build_schedule(optim: OptimConfig, steps: int) -> Schedule:
 
 
 def schedule_factor(kind: str, step: int, *, warmup: int, steps: int, least: float = 0.0) -> float:
-    """The share of the peak learning rate at a step counted from 1; the first step is never at zero.
+    """Share of the peak learning rate at `step`, counted from 1; never zero at the first step.
 
-    Warm-up rises as step / warmup. Then `constant` stays; `linear` and `cosine` fall from 1 towards
-    `least`, which they would reach one step after the last.
+    Warm-up rises as step / warmup. Then `constant` stays; `linear` and `cosine` fall from 1 towards `least`, which
+    they would reach one step after the last.
     """
     if step <= warmup:
         return step / warmup
     if kind == "constant":
         return 1.0
+    # From 0 in the first step after warm-up to almost 1 in the last.
     progress = min(1.0, (step - 1 - warmup) / max(1, steps - warmup))
-    left = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return least + (1.0 - least) * left
+    remaining = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return least + (1.0 - least) * remaining
 
 
 def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, float]:
-    """Set each group's learning rate for this step and return them by name; of Prodigy, times its estimate."""
+    """Set each group's learning rate for this step; returns them by name, multiplied by Prodigy's estimate if it has
+    one.
+    """
     factors = of_all(lambda record: (record.rate_factor,) if record.rate_factor else ())
     rates = {}
     for group in groups:
@@ -105,28 +111,36 @@ def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, f
 
 
 def gradient_norms(groups: Groups, norms: Norms | None = None) -> dict[str, torch.Tensor]:
-    """Return each group's gradient norm, fp64 scalars on the device: finite or zero exactly if all its elements are.
+    """Each group's gradient norm: fp64 scalars on the device, finite or zero exactly if all elements are.
 
-    In fp32 squares overflow from 1.8e19 and vanish below 1e-23. By `norms` in one pass where it is given and no
+    In fp32 squares overflow from 1.8e19 and vanish below 1e-23. `norms` computes all in one pass if given and no
     gradient is sharded.
     """
     gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in groups]
-    flat = [gradient for own in gradients for gradient in own]
+    # One flat list for a single pass; `groups_of` is each gradient's group index.
+    flat = [gradient for group_gradients in gradients for gradient in group_gradients]
     names = [group["name"] for group in groups]
-    if norms is not None and flat and not any(isinstance(one, DTensor) for one in flat):
-        of = [index for index, own in enumerate(gradients) for _ in own]
-        return dict(zip(names, norms(flat, of, len(names)).unbind(), strict=True))
+    if norms is not None and flat and not any(isinstance(gradient, DTensor) for gradient in flat):
+        groups_of = [
+            index for index, group_gradients in enumerate(gradients) for _ in group_gradients
+        ]
+        return dict(zip(names, norms(flat, groups_of, len(names)).unbind(), strict=True))
     device = groups[0]["params"][0].device
-    return {name: total_norm(own, device) for name, own in zip(names, gradients, strict=True)}
+    return {
+        name: total_norm(group_gradients, device)
+        for name, group_gradients in zip(names, gradients, strict=True)
+    }
 
 
 def total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the norm over all gradients, an fp64 scalar; 0 without gradients, as of an unused vision encoder."""
+    """Norm over all gradients, an fp64 scalar; 0 without gradients, as for an unused vision encoder."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     if any(isinstance(gradient, DTensor) for gradient in gradients):
-        # One by one: for sharded tensors torch 2.15 takes `_foreach_norm`'s dtype for a dimension.
-        norms = [torch.linalg.vector_norm(one, 2, dtype=torch.float64) for one in gradients]
+        # One by one: for sharded tensors torch 2.15 passes `_foreach_norm`'s dtype as a dimension.
+        norms = [
+            torch.linalg.vector_norm(gradient, 2, dtype=torch.float64) for gradient in gradients
+        ]
     else:
         norms = list(torch._foreach_norm(list(gradients), 2, dtype=torch.float64))
     total = torch.linalg.vector_norm(torch.stack(norms))
@@ -140,25 +154,26 @@ def clip_gradients(
     optim: OptimConfig,
     adaptive: Callable[[str], float | None] = lambda group: None,
 ) -> torch.Tensor:
-    """Scale gradients to their clips and return the pre-clip norm over all groups.
+    """Clip the gradients; returns the norm over all groups before clipping.
 
-    `adaptive` may give a bound for a group's norm, which comes first. Groups with a clip of their own are
-    scaled alone; `optim.clip` bounds the others together.
+    `adaptive` may give a bound for a group's norm, which is applied first. Groups with their own clip are scaled
+    separately; `optim.clip` bounds all the others together.
     """
-    left = dict(norms)
+    clipped_norms = dict(norms)
     for group in groups:
         bound = adaptive(group["name"])
         if bound is not None:
             _scale([group], norms[group["name"]], bound)
-            left[group["name"]] = norms[group["name"]].clamp(max=bound)
+            clipped_norms[group["name"]] = norms[group["name"]].clamp(max=bound)
     clips = {name: group.clip for name, group in optim.groups.given().items()}
+    # Groups without their own clip are clipped together.
     shared = [group for group in groups if clips[group["name"]] is None]
     for group in groups:
-        own = clips[group["name"]]
-        if own is not None:
-            _scale([group], left[group["name"]], own)
+        clip = clips[group["name"]]
+        if clip is not None:
+            _scale([group], clipped_norms[group["name"]], clip)
     if shared and optim.clip is not None:
-        _scale(shared, _joint([left[group["name"]] for group in shared]), optim.clip)
+        _scale(shared, _joint([clipped_norms[group["name"]] for group in shared]), optim.clip)
     return _joint(list(norms.values()))
 
 
@@ -167,13 +182,13 @@ def _joint(norms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _scale(groups: Groups, norm: torch.Tensor, clip: float) -> None:
-    """Scale as torch's `clip_grads_with_norm_` does, which refuses a whole norm over sharded gradients."""
+    """Scale like torch's `clip_grads_with_norm_`, which refuses a full norm for sharded gradients."""
     factor = (clip / (norm + 1e-6)).clamp(max=1.0)
     gradients = defaultdict(list)
     for group in groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 gradients[parameter.grad.dtype].append(local(parameter.grad))
-    # One launch for many gradients, and not one for each, takes a factor of their dtype.
-    for dtype, alike in gradients.items():
-        torch._foreach_mul_(alike, factor.to(dtype))
+    # One launch for many gradients needs a factor of their dtype.
+    for dtype, same_dtype in gradients.items():
+        torch._foreach_mul_(same_dtype, factor.to(dtype))

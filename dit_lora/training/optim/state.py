@@ -1,4 +1,4 @@
-"""An optimizer's state as tensors by name: what is saved, snapshotted and put back."""
+"""An optimizer's state as tensors by name, for saving, snapshots and restoring."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ Tensors = Mapping[str, torch.Tensor]
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's tensors as `<group>/<parameter>/<name>`; learning rates follow from the step.
 
-    Python's numbers are 0-dim int64 or float64 copies on the CPU, which `put_numbers` writes back; those of a
-    group are `<group>/<name>`. Tables that all parameters share are there once, as `<name>`.
+    Python numbers are 0-dim int64 or float64 copies on the CPU, which `put_numbers` writes back; those of a group are
+    `<group>/<name>`. Tables shared by all parameters appear once, as `<name>`.
     """
     state, shared = {}, _shared()
     holders: dict[str, Mapping[str, Any]] = {
@@ -32,7 +32,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]
 
 
 def put_numbers(optimizer: torch.optim.Optimizer, state: Tensors) -> None:
-    """Write the numbers among these values of `optimizer_state` into the optimizer; tensors are live already."""
+    """Write the Python numbers of an `optimizer_state` back into the optimizer; its tensors are live already."""
     for group in optimizer.param_groups:
         put_back(group, group["name"], state)
     for prefix, parameter in named_parameters(optimizer.param_groups).items():
@@ -41,23 +41,24 @@ def put_numbers(optimizer: torch.optim.Optimizer, state: Tensors) -> None:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> None:
-    """Put the values of `optimizer_state` into a new optimizer of the same kind and groups."""
+    """Load an `optimizer_state` into a new optimizer of the same kind and groups."""
     bare: Any = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
-    own: dict[str, dict[str, torch.Tensor]] = {}
+    by_parameter: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in stored.items():
         prefix, _, name = key.rpartition("/")
-        own.setdefault(prefix, {})[name] = value
-    tables = own.get("", {})
+        by_parameter.setdefault(prefix, {})[name] = value
+    # Shared tables have no prefix.
+    tables = by_parameter.get("", {})
     for number, group in enumerate(bare.param_groups):
         put_back(group, group["name"], stored)
         named = zip(group["param_names"], group["params"], strict=True)
         for index, (name, parameter) in enumerate(named):
             bare.state.pop(parameter, None)
-            values = own.get(f"{group['name']}/{name}")
+            values = by_parameter.get(f"{group['name']}/{name}")
             if values is None:  # it had no gradient yet
                 continue
             if hasattr(bare, "init_state"):
-                # bitsandbytes makes its buffers itself: they may be paged.
+                # bitsandbytes allocates its buffers itself: they may be paged.
                 bare.init_state(group, parameter, number, index)
                 values |= {n: tables[n] for n in _shared() if n in bare.state[parameter]}
             _fill(bare.state[parameter], values, parameter.device)
@@ -65,6 +66,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
 
 def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
     """Delete the optimizer state of these parameters, named as in `optimizer_state`; they start as on step 1."""
+    # The name without its last part is the parameter's: `<group>/<parameter>`.
     owners = {name.rpartition("/")[0] for name in names}
     for prefix, parameter in named_parameters(optimizer.param_groups).items():
         if prefix in owners:
@@ -72,7 +74,7 @@ def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str])
 
 
 def _shared() -> tuple[str, ...]:
-    """Return the names of tensors that every parameter's state holds, such as bitsandbytes' 8-bit codes."""
+    """Names of tensors that every parameter's state shares, such as bitsandbytes' 8-bit codes."""
     return of_all(lambda record: record.shared_state)
 
 
@@ -85,7 +87,7 @@ def _fill(state: MutableMapping[str, Any], values: Tensors, device: torch.device
 
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
-    """Return the parameters of an optimizer's groups as `<group>/<parameter>`, in order."""
+    """The parameters of an optimizer's groups as `<group>/<parameter>`, in order."""
     return {
         f"{group['name']}/{name}": parameter
         for group in groups

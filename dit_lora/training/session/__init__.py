@@ -1,1 +1,1 @@
-"""The processes of a run: launch, ranks, folder and lock."""
+"""The processes of a run: launch, ranks, run folder and lock."""

@@ -1,4 +1,4 @@
-"""Deterministic algorithms within a run: `train.deterministic`."""
+"""Deterministic algorithms during a run: `train.deterministic`."""
 
 import os
 from collections.abc import Iterator
@@ -9,20 +9,20 @@ import torch
 from dit_lora.errors import DitLoraError
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_SETTING = ":4096:8"  # eight buffers of 4 MiB; cuBLAS otherwise picks algorithms by what its streams left free
+_SETTING = ":4096:8"  # eight buffers of 4 MiB; otherwise cuBLAS picks algorithms by the space that its streams left
 _NONE = "does not have a deterministic implementation"  # in PyTorch's error
 
 
 def set_workspace() -> None:
-    """Give cuBLAS a workspace with which it repeats itself: read once, at its first product, so set it before that."""
+    """Configure cuBLAS's workspace for reproducible results; must run before the first cuBLAS call, which reads it."""
     os.environ.setdefault(_WORKSPACE, _SETTING)
 
 
 @contextmanager
 def deterministic_algorithms(asked: bool) -> Iterator[None]:
-    """Let PyTorch take deterministic algorithms alone within it, if asked; set it before CUDA is first used.
+    """Use only deterministic algorithms of PyTorch inside the context, if `asked`; call it before CUDA is first used.
 
-    Raises `DitLoraError` where an op has none. Memory that is not written is not filled: no op here reads any.
+    Raises `DitLoraError` if an op has none. Uninitialized memory is not filled: no op here reads any.
     """
     if not asked:
         yield

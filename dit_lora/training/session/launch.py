@@ -1,4 +1,4 @@
-"""Read in the environment what a launcher says: who started this process, and what it asks this code to do itself."""
+"""Reads the launcher's environment variables: who started this process, and what this code must do itself."""
 
 import importlib.util
 import os
@@ -11,11 +11,11 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError, listed
 
 _SET_BY_ACCELERATE = "ACCELERATE_DYNAMO_MODE"
-"""A variable that every `accelerate launch` sets and nobody else does."""
+"""A variable that `accelerate launch` always sets, and nothing else does."""
 
 
 def waiting_launcher(environment: Mapping[str, str]) -> int | None:
-    """Return the process id of the `accelerate launch` that started this process.
+    """Process id of the `accelerate launch` that started this process.
 
     None if something else did: any other parent may end without ending the run.
     """
@@ -23,10 +23,11 @@ def waiting_launcher(environment: Mapping[str, str]) -> int | None:
 
 
 def started_alone(environment: Mapping[str, str], gpus: int) -> bool:
-    """Return whether `accelerate launch` was asked for several processes and started one; `gpus` are the machine's.
+    """True if `accelerate launch` was asked for several processes but started one. `gpus` is the machine's number of
+    GPUs.
 
-    For several it sets the address at which they meet, and here no number of them (simple_launcher in
-    accelerate/commands/launch.py). With --cpu it sets the address wherever there are several GPUs, asked or not.
+    For several processes it sets their rendezvous address, but not their number (simple_launcher in
+    accelerate/commands/launch.py). With --cpu it always sets the address on a machine with several GPUs.
     """
     by_accelerate = _SET_BY_ACCELERATE in environment
     meets = environment.get("MASTER_ADDR") == "127.0.0.1" and "WORLD_SIZE" not in environment
@@ -36,46 +37,48 @@ def started_alone(environment: Mapping[str, str], gpus: int) -> bool:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Settings of how weights are spread over ranks (FSDP2)."""
+    """How weights are sharded over ranks (FSDP2)."""
 
     reshard_after_forward: bool = True
-    """True if a block's weights are let go of between its forward and its backward pass."""
+    """True if a block's weights are released between its forward and its backward pass."""
 
 
 def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
-    """Return what `accelerate launch` was asked of FSDP, taken out of the environment; None if nothing.
+    """Read and remove the launch's FSDP settings from the environment; None without FSDP.
 
-    Of its `fsdp_*` settings the version and `reshard_after_forward` have an effect. Raises `DitLoraError` for
+    Only the version and `reshard_after_forward` of the `fsdp_*` settings have an effect. Raises `DitLoraError` for
     version 1 and for parameters in host memory.
     """
-    # Popped: Accelerate would shard by its own plugin, on GPUs alone.
+    # Popped, because Accelerate would shard with its own plugin, on GPUs only.
     if not _is_on(environment.pop("ACCELERATE_USE_FSDP", "")):
         return None
     refused = []
-    # Without a version Accelerate means its first.
+    # Accelerate's default is version 1.
     if environment.get("FSDP_VERSION", "1") != "2":
         refused.append("FSDP version 1: set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
     if _is_on(environment.get("FSDP_OFFLOAD_PARAMS", "")):
         refused.append("fsdp_offload_params: set it to false; more GPUs share the weights further")
     if refused:
         raise DitLoraError(listed("the launch asks FSDP for what this version cannot do", refused))
+    # Resharding is the default.
     stays_whole = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
     return Sharding(reshard_after_forward=not stays_whole)
 
 
 def take_zero(environment: MutableMapping[str, str]) -> int | None:
-    """Return the ZeRO stage that the launch asks of DeepSpeed, taken out of the environment; None if it does not.
+    """Read and remove the launch's DeepSpeed settings from the environment; returns the ZeRO stage, None without
+    DeepSpeed.
 
-    Raises `DitLoraError` for what only DeepSpeed could do, and where it is not installed.
+    Raises `DitLoraError` for settings that only DeepSpeed could honour, and if it is not installed.
     """
-    # Popped: Accelerate's DeepSpeed steps inside of backward, before the gate.
+    # Popped, because Accelerate's DeepSpeed steps inside backward, before the gate.
     if not _is_on(environment.pop("ACCELERATE_USE_DEEPSPEED", "")):
         return None
     if importlib.util.find_spec("deepspeed") is None:
         raise DitLoraError(
             "the launch asks for DeepSpeed, which is not installed; pip install 'dit-lora[deepspeed]'"
         )
-    # Accelerate's default too.
+    # Stage 2 is Accelerate's default too.
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     refused = []
     if stage != "2":
@@ -104,10 +107,10 @@ _NOT_BY_DEEPSPEED = {
 def require_shared(
     recipe: Recipe, sharding: Literal["fsdp2", "zero2"], *, some_idle: bool = False
 ) -> None:
-    """Raise `DitLoraError` with everything in the recipe that a launch which shares a model out rules out.
+    """Raise `DitLoraError` with every option of the recipe that does not work with a sharded model.
 
-    That is what reads whole tensors or places weights. `some_idle` says that a step may leave what trains without a
-    gradient.
+    These are options that read whole tensors or place weights. `some_idle`: a step may leave trained parameters
+    without a gradient.
     """
     optimizer = recipe.optim.name
     is_shared = sharding in OPTIMIZERS[optimizer].sharding
@@ -128,8 +131,8 @@ def require_shared(
             "for zero; train the adapter alone"
         )
     if refused:
-        what = "sharded weights (FSDP)" if sharding == "fsdp2" else "DeepSpeed's ZeRO"
-        summary = f"not with {what}; launch with accelerate_configs/ddp.yaml, or"
+        sharding_name = "sharded weights (FSDP)" if sharding == "fsdp2" else "DeepSpeed's ZeRO"
+        summary = f"not with {sharding_name}; launch with accelerate_configs/ddp.yaml, or"
         raise DitLoraError(listed(summary, refused))
 
 

@@ -1,4 +1,6 @@
-"""Run what only looks at a run (validation, samples): if it fails, a message says so and training goes on."""
+"""Runs work that training does not depend on (validation, samples): if it fails, a message says so and training goes
+on.
+"""
 
 import gc
 from collections.abc import Callable
@@ -13,13 +15,13 @@ from dit_lora.numerics.memory import is_out_of_memory
 
 T = TypeVar("T")
 
-# These end training too: the guard's stop, a signal, and a device that can compute nothing more.
+# These must end training: the guard's stop, a signal, or a device that can compute nothing more.
 PASSES = (NonFiniteError, PoisonedStateError, InterruptedRunError, torch.AcceleratorError)
 
 
 @dataclass
 class _LeftOut:
-    """A part of the work that failed."""
+    """A kind of work that failed."""
 
     why: str
     steps: list[int] = field(default_factory=list)
@@ -28,10 +30,10 @@ class _LeftOut:
 
 
 class OptionalWork:
-    """The parts of a run's validation, and which of them were left out.
+    """The optional work of a run, and which of it was left out.
 
     Args:
-        share: Returns the values of all ranks, in their order; collective.
+        share: Returns the values of all ranks, in rank order; collective.
         say: Writes a line for the user, on the main process.
     """
 
@@ -42,17 +44,18 @@ class OptionalWork:
     def attempt(
         self, name: str, step: int, work: Callable[[], T], *, is_collective: bool = False
     ) -> T | None:
-        """Return `work()`, or None on every rank if it fails on one of them. Collective.
+        """Run `work`; returns its result, or None on every rank if it fails on one of them. Collective.
 
         Args:
             name: A plural noun for messages, such as `samples`.
-            step: The step that it is done at.
-            work: Must leave the model as it was, also where it raises.
-            is_collective: True if a forward pass within needs all ranks. An error that one of several ranks has for
-                itself is raised then: the others cannot be reached.
+            step: The step at which it runs.
+            work: Must leave the model unchanged, even if it raises.
+            is_collective: True if its forward pass needs all ranks. An error on only one of several ranks is then
+                raised: the
+                other ranks cannot be reached.
 
         Raises:
-            NonFiniteError, PoisonedStateError, InterruptedRunError, torch.AcceleratorError: They end training too.
+            NonFiniteError, PoisonedStateError, InterruptedRunError, torch.AcceleratorError: These end training too.
         """
         earlier = self._left_out.get(name)
         if earlier is not None and earlier.is_over:
@@ -63,30 +66,30 @@ class OptionalWork:
             result = work()
         except PASSES:
             raise
-        # Pipelines, codecs and drivers raise errors of every class, and none of them is worth a run.
+        # Pipelines, codecs and drivers raise errors of any class, and none should end a run.
         except Exception as error:
             if is_collective and not getattr(error, "collective", False) and self._is_shared():
                 raise
             failure = _words(error), is_out_of_memory(error)
-        # After the handler: the error's frames held the tensors that did not fit.
+        # Only after the handler: the error's frames held the tensors that did not fit.
         if failure is not None:
             free_memory()
-        failures = [one for one in self._share(failure) if one is not None]
+        failures = [reported for reported in self._share(failure) if reported is not None]
         if not failures:
             return result
-        why, is_over = failures[0][0], any(one[1] for one in failures)
-        left_out = self._left_out.setdefault(name, _LeftOut(why))
+        reason, is_over = failures[0][0], any(reported[1] for reported in failures)
+        left_out = self._left_out.setdefault(name, _LeftOut(reason))
         left_out.steps.append(step)
         left_out.is_over |= is_over
         when = "from here on" if is_over else "this time"
-        self._say(f"warning: step {step}: {name} are left out {when}: {why}; training goes on")
+        self._say(f"warning: step {step}: {name} are left out {when}: {reason}; training goes on")
         return None
 
     def lines(self) -> list[str]:
-        """Return a line for each part that was left out, for the run's last words."""
+        """One line per kind of work that was left out, for the closing summary."""
         return [
-            f"left out: {name} of step{'s' * (len(one.steps) > 1)} {', '.join(map(str, one.steps))}: {one.why}"
-            for name, one in self._left_out.items()
+            f"left out: {name} of step{'s' * (len(part.steps) > 1)} {', '.join(map(str, part.steps))}: {part.why}"
+            for name, part in self._left_out.items()
         ]
 
     def _is_shared(self) -> bool:
@@ -94,14 +97,14 @@ class OptionalWork:
 
 
 def free_memory() -> None:
-    """Give back what nothing refers to any more: pipelines and models hold circles."""
+    """Release unreferenced memory; pipelines and models hold reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def as_failure(error: Exception) -> DitLoraError:
-    """Return an error of any class in one line, for other ranks to be told."""
+    """Convert any error to a `DitLoraError` with a one-line message, for other ranks."""
     failure = DitLoraError(_words(error))
     failure.__cause__ = error
     return failure

@@ -1,4 +1,4 @@
-"""Times the phases of a run, from the start of its process to its end: by the clock, and of its process."""
+"""Times the phases of a run, from the start of its process to its end, in wall time and CPU time."""
 
 import json
 import os
@@ -16,17 +16,17 @@ from dit_lora.files import write_whole
 PHASES_FILE = "phases.json"
 FIRST_STEP = "first step"
 _SHOWN = 0.05
-"""Seconds below which a phase is not worth its word in a line."""
+"""Phases shorter than this (seconds) are not listed."""
 
 Stage = Literal["before", "training", "after"]
 
 
 @dataclass
 class Phase:
-    """One phase: what it took, and how often it came."""
+    """One phase: its total time, and how often it ran."""
 
     name: str
-    """Phases within phases are written `preflight/kernels`."""
+    """Nested phases are written `preflight/kernels`."""
     stage: Stage
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -37,22 +37,22 @@ class Phase:
 class Phases:
     """The phases that a process has been through, in order.
 
-    `wait` is called at the end of each phase before the first step, so that GPU time counts in the right phase.
-    Training waits for nothing.
+    `wait` is called at the end of each phase before the first step, so that GPU time is counted in the right phase.
+    During training nothing waits.
     """
 
     wait: Callable[[], object] = lambda: None
     all: list[Phase] = field(default_factory=list)
     stage: Stage = "before"
     seconds: dict[Stage, float] = field(default_factory=dict)
-    """Seconds of whole stages that have ended; what no phase names is in them too."""
+    """Wall time of the stages that have ended, including time in no named phase."""
     _open: list[str] = field(default_factory=list)
     _began: float = field(default_factory=time.perf_counter)
     _step_began: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def of_process(cls, launcher: int | None = None) -> "Phases":
-        """Return phases that begin with the process, or with its launcher: what passed until now was imports."""
+        """Phases that begin with the process or its launcher; the time until now is counted as imports."""
         age, cpu = _age(os.getpid()), time.process_time()
         phases = cls(_began=time.perf_counter() - age)
         if launcher is not None:
@@ -63,8 +63,9 @@ class Phases:
         return phases
 
     def note(self, name: str, seconds: float, cpu_seconds: float) -> None:
-        """Add to a phase what was timed."""
+        """Add a measurement to a phase."""
         path = "/".join([*self._open, name])
+        # A phase that runs again adds to its first entry.
         phase = next((p for p in self.all if (p.name, p.stage) == (path, self.stage)), None)
         if phase is None:
             phase = Phase(path, self.stage)
@@ -75,7 +76,7 @@ class Phases:
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Time what happens within, also what an error ends."""
+        """Time the context, even if it ends with an error."""
         began, stage = (time.perf_counter(), time.process_time()), self.stage
         self._open.append(name)
         try:
@@ -89,11 +90,11 @@ class Phases:
                 self.note(name, *took)
 
     def begin_steps(self) -> None:
-        """Begin the first step."""
+        """Start timing the first step."""
         self._step_began = time.perf_counter(), time.process_time()
 
     def first_step_taken(self) -> bool:
-        """End the first step, at the first call, which returns true."""
+        """End the first step. Returns True at the first call, False at later ones."""
         if self.stage != "before":
             return False
         clock, cpu = self._step_began
@@ -102,7 +103,7 @@ class Phases:
         return True
 
     def end_steps(self) -> None:
-        """End training."""
+        """End the training stage."""
         self._end_stage("after")
 
     def _end_stage(self, following: Stage) -> None:
@@ -111,14 +112,15 @@ class Phases:
         self.stage, self._began = following, now
 
     def line(self, stage: Stage) -> str:
-        """Return one line on a stage: what it took, of that each phase, and in brackets what that is made of."""
+        """One line on a stage: its total, each phase, and in brackets that phase's parts."""
         total = self.seconds.get(stage, time.perf_counter() - self._began)
         phases = [p for p in self.all if p.stage == stage and "/" not in p.name]
-        words = [self._words(phase) for phase in phases if phase.seconds >= _SHOWN]
-        other = total - sum(phase.seconds for phase in phases)
-        if other >= _SHOWN:
-            words.append(f"other {other:.1f}")
-        return f"{total:.1f} s: {', '.join(words)}" if words else f"{total:.1f} s"
+        parts = [self._words(phase) for phase in phases if phase.seconds >= _SHOWN]
+        # Time of the stage that belongs to no named phase.
+        other_seconds = total - sum(phase.seconds for phase in phases)
+        if other_seconds >= _SHOWN:
+            parts.append(f"other {other_seconds:.1f}")
+        return f"{total:.1f} s: {', '.join(parts)}" if parts else f"{total:.1f} s"
 
     def _words(self, phase: Phase) -> str:
         path = f"{phase.name}/"
@@ -130,7 +132,7 @@ class Phases:
         return f"{phase.name} {phase.seconds:.1f}" + (f" ({', '.join(parts)})" if parts else "")
 
     def write(self, folder: Path) -> None:
-        """Write phases.json, of this process alone."""
+        """Write phases.json with this process's phases."""
         stages = dict(self.seconds)
         stages.setdefault(self.stage, time.perf_counter() - self._began)
         record = {
@@ -150,10 +152,12 @@ class Phases:
 
 
 def _age(pid: int) -> float:
-    """Return the seconds since a process began."""
+    """Seconds since a process began."""
     try:
-        # psutil's is off by up to a second on Linux: /proc's time of boot is in whole ones.
+        # psutil is off by up to a second on Linux: the boot time in /proc is in whole seconds.
+        # After the process name, which may contain spaces and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # Field 22 of /proc/PID/stat: clock ticks from boot to the start of the process.
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - began
     except OSError:

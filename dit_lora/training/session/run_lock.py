@@ -1,12 +1,12 @@
-"""One process trains in a run's folder: a lock that a killed process cannot leave behind, on one host or on several.
+"""Locks a run's folder for one process, on one host or several; a killed process leaves no lock behind.
 
-The lock is the kernel's (flock), so it ends with its holder. Not every network filesystem passes it on to other
-hosts. The file therefore says who holds it, and its time is set anew every `BEAT` seconds: a lock of another host is
-live if it beats within `STALE` seconds. A job that Slurm has requeued, known by its number, need not wait for that.
+The lock is the kernel's (flock), so it ends with its holder. Not every network filesystem forwards it to other hosts.
+Therefore the file names its holder, and its mtime is updated every `BEAT` seconds: a lock of another host is live if
+it was updated within `STALE` seconds. A requeued Slurm job is recognized by its number, and need not wait for that.
 
-filelock (4.2) does not replace it. Its `SoftFileLease` records host, pid and heartbeat, but takes the lock from a live
-process of the same host that is paused for longer than the lease, always waits a whole lease for a dead host, and does
-not know requeued jobs.
+filelock (4.2) does not replace this. Its `SoftFileLease` records host, pid and heartbeat, but takes the lock from a
+live process of the same host that is paused for longer than the lease, always waits a whole lease for a dead host, and
+does not recognize requeued jobs.
 """
 
 import errno
@@ -31,9 +31,9 @@ from dit_lora.parsing import parse_json
 
 LOCK = "run.lock"
 BEAT, STALE = 10.0, 90.0
-"""Seconds between signs of life, and seconds without one after which a process of another host counts as dead."""
+"""Seconds between heartbeats, and seconds without one after which a process of another host counts as dead."""
 _TRIES, _PAUSE = 10, 0.2
-"""Tries, and seconds between them: whoever looks at a lock holds it for an instant."""
+"""Tries, and seconds between them: a process that inspects a lock holds it for an instant."""
 _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
@@ -43,17 +43,17 @@ class Holder:
 
     host: str
     boot: str
-    """The id of this start of the host's kernel; hosts may share a name."""
+    """The id of the host's kernel boot; hosts may share a name."""
     namespace: str
-    """The namespace of its process ids: containers have their own."""
+    """The namespace of its process ids: each container has its own."""
     pid: int
     born: float
-    """The time at which the process began, by its host: ids come again."""
+    """Start time of the process, by its host's clock: process ids are reused."""
     since: str
     token: str
-    """A token of this lock and no other."""
+    """A random token, unique to this lock."""
     job: str = ""
-    """Slurm's number of the job, if there is one."""
+    """Slurm's job number; empty without Slurm."""
     restarts: int = 0
     """Number of times that Slurm has requeued the job."""
 
@@ -73,11 +73,11 @@ class Holder:
         )
 
     def shares_kernel(self, other: "Holder") -> bool:
-        """Return True if both run on one kernel, as containers of one machine do, whatever they call themselves."""
+        """True if both run on one kernel, as containers of one machine do, whatever their host names."""
         return self.boot == other.boot if self.boot else self.host == other.host
 
     def was_requeued_as(self, other: "Holder") -> bool:
-        """Return True if Slurm started `other` in its place, which it does after its end."""
+        """True if `other` is Slurm's restart of this job, which happens only after this process has ended."""
         return bool(self.job) and self.job == other.job and self.restarts < other.restarts
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Holder:
 
 
 class RunLock:
-    """The lock of one run's folder. `say` tells the user why a start has to wait."""
+    """The lock of one run's folder. `say` tells the user why a start must wait."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
         self.path = folder / LOCK
@@ -98,29 +98,32 @@ class RunLock:
         self._own: Holder | None = None
 
     def acquire(self) -> None:
-        """Make the folder, if need be, and hold its lock until `release`; at once where nobody does.
+        """Create the folder if necessary, and hold its lock until `release`. Waits only if the holder may be alive
+        elsewhere.
 
-        Raises `DitLoraError` if another process trains there. An earlier lock of this process gives way.
+        Raises `DitLoraError` if another process trains there. An earlier lock of this process is released.
         """
+        # flock also conflicts within a process: without the release this run would be refused.
         earlier = _held.get(self._key)
         if earlier is not None:
             earlier.release()
         try:
             self._make_folder()
-            own = self._take()
+            holder = self._take()
+            # The lock is held: name this process as its holder.
             os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, json.dumps(asdict(own)).encode(), 0)
+            os.pwrite(self._handle, json.dumps(asdict(holder)).encode(), 0)
         except OSError as error:
             self._remove()
             raise DitLoraError(
                 f"run.dir {self.path.parent} cannot be written: {self.path}: {error.strerror}"
             ) from error
-        self._own = own
+        self._own = holder
         _held[self._key] = self
         threading.Thread(target=self._beat, name="run lock", daemon=True).start()
 
     def release(self) -> None:
-        """Let the lock go; a folder that was made for it and has nothing else goes too."""
+        """Release the lock; deletes a folder that was created for it and is otherwise empty."""
         if self._handle < 0:
             return
         self._ended.set()
@@ -128,18 +131,18 @@ class RunLock:
         self._remove()
 
     def _remove(self) -> None:
-        """Let go of what is held, and leave nothing of it."""
+        """Release the lock and delete its file, and folders created for it."""
         with suppress(OSError):
             if self._handle >= 0 and self._is_in_place():
                 self.path.unlink()
         self._close()
-        with suppress(OSError):  # there is a run in it now
+        with suppress(OSError):  # fails if the folder is not empty: a run is in it
             for folder in self._made:
                 folder.rmdir()
 
     def lost(self) -> DitLoraError | None:
-        """Return the error that another process has taken the folder, which held this one for dead; None if none
-        has.
+        """The error that another process has taken the folder, believing this process dead; None if that has not
+        happened.
         """
         return self._lost
 
@@ -149,12 +152,14 @@ class RunLock:
 
     def _make_folder(self) -> None:
         folder = self.path.parent
-        self._made = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
+        self._made = [
+            parent for parent in (folder, *folder.absolute().parents) if not parent.exists()
+        ]
         folder.mkdir(parents=True, exist_ok=True)
 
     def _take(self) -> Holder:
-        """Open and lock the file, once whoever it names is known to be dead."""
-        own = Holder.own()
+        """Open and lock the file, once the process that it names is known to be dead."""
+        holder = Holder.own()
         for _ in range(_TRIES):
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             locked = _flock(self._handle, fcntl.LOCK_EX)
@@ -162,23 +167,23 @@ class RunLock:
                 self._close()
                 time.sleep(_PAUSE)
                 continue
-            if not self._is_in_place():  # its holder let it go in between
+            if not self._is_in_place():  # its holder released it in between
                 self._close()
                 continue
-            # The lock says nothing to a host that it is not passed on to; the file's text does.
+            # A host to which the filesystem does not forward locks can only read the file's text.
             named = holder_of(self.path.parent)
-            if named is not None and not self._is_over(named, own, honoured=locked is True):
+            if named is not None and not self._is_over(named, holder, honoured=locked is True):
                 self._close()
                 raise self._refusal(named)
-            # Another process may have put a file of its own in this one's place meanwhile.
+            # Another process may have replaced the file meanwhile.
             if self._is_in_place():
-                return own
+                return holder
             self._close()
         raise self._refusal(holder_of(self.path.parent))
 
     def _is_over(self, named: Holder, own: Holder, *, honoured: bool) -> bool:
-        """Return True if the process that a file names has ended; `honoured` says that the kernel gave the lock."""
-        # On one machine the kernel's word is enough; without its lock, the process itself is looked for.
+        """True if the process named in the file has ended; `honoured`: the kernel granted the lock."""
+        # On one machine the kernel's lock is proof; without it, look for the process itself.
         if named.shares_kernel(own):
             if honoured:
                 return True
@@ -192,9 +197,10 @@ class RunLock:
         return not self._beats(named)
 
     def _beats(self, named: Holder) -> bool:
-        """Return True if a lock shows a sign of life; waits until it would have."""
-        last = self._time()
-        wait = min(STALE, STALE - (_now_at(self.path.parent) - last))
+        """True if the lock shows a heartbeat; waits as long as one may take."""
+        # The rest of `STALE` by the file server's clock, because hosts' clocks may differ.
+        last_beat = self._time()
+        wait = min(STALE, STALE - (_now_at(self.path.parent) - last_beat))
         if wait <= 0:
             return False
         self._say(
@@ -206,14 +212,14 @@ class RunLock:
             time.sleep(min(1.0, wait))
             if not self._is_in_place():
                 return False
-            if self._time() != last:
+            if self._time() != last_beat:
                 return True
         return False
 
     def _beat(self) -> None:
-        """Show signs of life; look whether the lock is still this process's."""
+        """Update the heartbeat, and check that the lock still belongs to this process."""
         while not self._ended.wait(BEAT):
-            with suppress(OSError):  # a disk that is away for a while
+            with suppress(OSError):  # the disk may be unavailable for a while
                 os.utime(self._handle)
                 named = holder_of(self.path.parent)
                 if named is not None and self._own is not None and named.token != self._own.token:
@@ -224,7 +230,7 @@ class RunLock:
                     return
 
     def _time(self) -> float:
-        """Return when the file was last changed; it is opened for that, as NFS remembers what it was told before."""
+        """The file's mtime; opens the file for it, because NFS caches attributes."""
         handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.fstat(handle).st_mtime
@@ -232,16 +238,16 @@ class RunLock:
             os.close(handle)
 
     def _is_in_place(self) -> bool:
-        """Return True if the open file is the one that has the name."""
+        """True if the open file is still the file at the path."""
         try:
             return os.path.samestat(os.fstat(self._handle), self.path.stat())
         except FileNotFoundError:
             return False
 
     def _refusal(self, named: Holder | None) -> DitLoraError:
-        who = f"{named}" if named else "another process"
+        holder_text = f"{named}" if named else "another process"
         return DitLoraError(
-            f"run.dir {self.path.parent} is in use by {who}: wait for it, stop it, or choose another run.dir; "
+            f"run.dir {self.path.parent} is in use by {holder_text}: wait for it, stop it, or choose another run.dir; "
             f"if it is certain that it has ended, remove {self.path}"
         )
 
@@ -252,7 +258,7 @@ class RunLock:
 
 
 def holder_of(folder: Path) -> Holder | None:
-    """Return the process that a run's lock names; None without a lock, or where it names none."""
+    """The process that a run's lock names; None without a lock, or if it is unreadable."""
     try:
         record = parse_json(read_inside(folder, folder / LOCK))
         return Holder(**{entry.name: record[entry.name] for entry in fields(Holder)})
@@ -261,15 +267,15 @@ def holder_of(folder: Path) -> Holder | None:
 
 
 def is_live(folder: Path) -> bool | None:
-    """Return True if the process that a run's lock names still trains; None without a lock, or where nothing can
-    tell.
+    """True if the process that a run's lock names is still training; None without a lock, or if this cannot be
+    determined.
     """
     path, named = folder / LOCK, holder_of(folder)
     if named is None:
         return None
-    own = Holder.own()
+    this_process = Holder.own()
     try:
-        if time.time() - path.stat().st_mtime < STALE and not named.shares_kernel(own):
+        if time.time() - path.stat().st_mtime < STALE and not named.shares_kernel(this_process):
             return True
         with open_inside(folder, path) as file:
             locked = _flock(file.fileno(), fcntl.LOCK_SH)
@@ -277,11 +283,11 @@ def is_live(folder: Path) -> bool | None:
         return None
     if locked is False:
         return True
-    return False if locked and named.shares_kernel(own) else None
+    return False if locked and named.shares_kernel(this_process) else None
 
 
 def _flock(handle: int, kind: int) -> bool | None:
-    """Return True if the lock was given; None where the filesystem has none."""
+    """True if the lock was granted; None if the filesystem has no locks."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -294,17 +300,17 @@ def _flock(handle: int, kind: int) -> bool | None:
 
 
 def _is_running(named: Holder) -> bool:
-    """Return True if a process of this host is the named one, and no later one with its id."""
+    """True if this host runs the named process, and not a later one with the same id."""
     try:
         return abs(psutil.Process(named.pid).create_time() - named.born) < 1
     except psutil.NoSuchProcess:
         return False
-    except psutil.Error:  # another user's
+    except psutil.Error:  # a process of another user
         return True
 
 
 def _now_at(folder: Path) -> float:
-    """Return the time by the clock of the machine that keeps the folder."""
+    """The present time by the clock of the machine that stores the folder."""
     probe = folder / f".{LOCK}.{os.getpid()}.clock"
     probe.touch()
     try:
@@ -314,7 +320,7 @@ def _now_at(folder: Path) -> float:
 
 
 def _of_kernel(path: str) -> str:
-    """Return what a file or a link of /proc says; nothing where there is none."""
+    """Content of a file, or target of a link, in /proc; empty if there is none."""
     try:
         return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
     except OSError:
@@ -326,7 +332,7 @@ _held: dict[str, RunLock] = {}
 
 
 def _forget_in_child() -> None:
-    """Close the locks in a forked worker, which may outlive this process for seconds and must not keep them."""
+    """Close the locks in a forked worker, which may outlive this process by seconds and must not hold them."""
     for lock in _held.values():
         lock._close()
     _held.clear()

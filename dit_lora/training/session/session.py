@@ -1,4 +1,4 @@
-"""Start and end a run: versions and launch checked, one owner of autocast, the run's folder, agreement of ranks."""
+"""Starts and ends a run: checks versions and launch, sets up autocast and the run's folder, and lets ranks agree."""
 
 import json
 import math
@@ -45,12 +45,12 @@ from dit_lora.training.session.phases import Phases
 from dit_lora.training.session.run_lock import LOCK, RunLock
 from dit_lora.training.trackers.trackers import Trackers, login_problem, require_trackers
 
-# A collective of training that takes so long has lost a rank; NCCL's own limit is a third of it.
+# A training collective that takes this long has lost a rank; NCCL's default is a third of it.
 _STALL = timedelta(minutes=30)
-# One rank may encode, sample or write for as long as it takes: the others do not wait in a collective of training.
+# One rank may encode, sample or write for any length of time: the others wait in another process group.
 _PATIENCE = timedelta(days=7)
 _PASSED_ON = 1.0
-"""Seconds within which a signal that comes again is the same one, passed on by a launcher."""
+"""Seconds within which a repeated signal is the same one, forwarded by a launcher."""
 _OF_A_RUN = ("config.yaml", "metrics.jsonl", "held_out.jsonl", LOCK)
 T = TypeVar("T")
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -64,13 +64,13 @@ class Session:
     accelerator: Accelerator
     precision: Precision
     launcher: int | None = None
-    """Process id of the `accelerate launch` that waits for this one."""
+    """Process id of the `accelerate launch` that waits for this process; None without one."""
     sharding: Sharding | None = None
-    """The way weights are spread over ranks; None where each holds all of them."""
+    """How weights are sharded over ranks; None if each rank holds all of them."""
     zero: int | None = None
-    """DeepSpeed's ZeRO stage, if the launch asks for it."""
+    """DeepSpeed's ZeRO stage; None if the launch does not use it."""
     phases: Phases = field(default_factory=Phases)
-    """The phases that this process has been through."""
+    """The timed phases of this process."""
 
     @property
     def dir(self) -> Path:
@@ -82,22 +82,22 @@ class Session:
 
     @cached_property
     def trackers(self) -> Trackers:
-        """The trackers, which the main process alone has; they are not started yet."""
+        """The trackers, on the main process only; not started yet."""
         return Trackers(self.dir, self.recipe.run.trackers if self.is_main else (), self.say)
 
     @cached_property
     def optional(self) -> OptionalWork:
-        """Validation and samples, whose failure does not end the run."""
-        return OptionalWork(lambda own: shared(self.accelerator, own), self.say)
+        """Runs validation and samples, whose failure does not end the run."""
+        return OptionalWork(lambda value: shared(self.accelerator, value), self.say)
 
     @cached_property
     def lock(self) -> RunLock:
-        """The lock of the run's folder; `require_free_folder` takes it, on the main process."""
+        """The lock of the run's folder; `require_free_folder` acquires it on the main process."""
         return RunLock(self.dir, self.say)
 
     @property
     def data_rank(self) -> int:
-        """Number of the share of samples that this process reads: ranks that share tokens read the same."""
+        """Index of the share of samples that this process reads: ranks that share tokens read the same samples."""
         return self.accelerator.process_index // self.recipe.train.context_parallel
 
     @property
@@ -106,23 +106,23 @@ class Session:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of one optimizer step, over micro-steps and ranks."""
+        """Samples per optimizer step, over all micro-steps and ranks."""
         train = self.recipe.train
         return train.batch_size * train.accumulate * self.data_ranks
 
     def say(self, line: str) -> None:
-        """Write one line for the user, from the main process alone."""
+        """Write one line for the user, on the main process only."""
         if self.is_main:
-            tqdm.write(printable(line), file=sys.stderr)  # above a progress bar, if there is one
+            tqdm.write(printable(line), file=sys.stderr)  # above a progress bar, if any
 
 
 @contextmanager
 def running(
     recipe: Recipe, *, after: Session | None = None, last: bool = True
 ) -> Iterator[Session]:
-    """Yield a started run; close its trackers and its process group, whatever ends it.
+    """Start a run; at the end close its trackers and its process group, even after an error.
 
-    `after` is this process's earlier run. The process group stays for the next run unless this one is the `last`.
+    `after` is this process's earlier run. The process group is kept for the next run unless this is the `last`.
     """
     with (
         deterministic_algorithms(recipe.train.deterministic),
@@ -141,33 +141,34 @@ def _started(recipe: Recipe, after: Session | None, *, last: bool) -> Iterator[S
         failed = False
     except DitLoraError as error:
         if error.collective:
-            # Said, and all ranks here, before one of them ends: the launcher stops the others at once.
+            # Show the error and wait for all ranks before any of them ends: the launcher then stops the others
+            # immediately.
             show(error)
             meet(session.accelerator)
         raise
     finally:
         session.trackers.finish(failed=failed)
         session.lock.release()
-        # The group ends with the process group; a later run of this process makes its own.
+        # The waiting group ends with the process group; a later run of this process creates its own.
         _waiting_room.cache_clear()
-        # Gloo's thread takes the interpreter lock to let go of the last collective's tensors. Destroying the
-        # group waits for that thread with the lock held: for ever, unless the thread had its turn before.
+        # Gloo's thread takes the interpreter lock to free the last collective's tensors. Destroying the group waits
+        # for that thread while holding the lock: a deadlock, unless the thread has run before.
         if session.accelerator.num_processes > 1:
             time.sleep(0.1)
         if last or failed:
             session.accelerator.end_training()
         else:
-            session.accelerator.free_memory()  # it keeps what it has prepared
+            session.accelerator.free_memory()  # it keeps references to everything it prepared
 
 
 def _start(recipe: Recipe, after: Session | None) -> Session:
-    """Check versions and launch, choose the precision, make the Accelerator; nothing is written yet."""
+    """Check versions and launch, choose the precision, and create the Accelerator; writes nothing yet."""
     launcher = waiting_launcher(os.environ)
     phases = Phases.of_process(launcher) if after is None else Phases()
     quiet_libraries()
-    # What can refuse the run comes before the process group: no rank waits for one that has ended.
+    # Checks that can refuse the run come before the process group: no rank waits for one that has ended.
     require_trackers(recipe.run.trackers)
-    # Before Accelerate reads it; a run before has taken it already.
+    # Before Accelerate reads it; an earlier run of this process has already taken it.
     sharding = take_sharding(os.environ) if after is None else after.sharding
     if sharding is not None:
         require_shared(recipe, "fsdp2")
@@ -177,7 +178,7 @@ def _start(recipe: Recipe, after: Session | None) -> Session:
     environment = probe_environment()
     warnings = require_compatible(environment, recipe.run.allow_untested)
     on_gpu = torch.cuda.is_available()
-    # The recipe decides and not the launch: one owner of autocast.
+    # The recipe decides, not the launch: one owner of autocast.
     precision = choose_precision(recipe.model.dtype, torch.device("cuda" if on_gpu else "cpu"))
     choose_cudnn(masked=get_family(recipe.model.family).masked_attention)
     accelerator = Accelerator(
@@ -207,16 +208,18 @@ def _start(recipe: Recipe, after: Session | None) -> Session:
 
 
 def _some_idle(recipe: Recipe) -> bool:
-    """Return true if a step may leave trained weights without a gradient, as an encoder in a text conversation."""
+    """True if some trained parameters may get no gradient in a step (DDP then needs `find_unused_parameters`), such as
+    the vision encoder's in a text-only batch.
+    """
     groups = recipe.optim.groups
     return recipe.model.family in CHAT_FAMILIES and bool(groups.connector or groups.backbone)
 
 
 def require_free_folder(session: Session) -> None:
-    """Take run.dir for this run alone, until it ends; call it before anything of the folder is read. Collective.
+    """Lock run.dir for this run until it ends; call it before anything in the folder is read. Collective.
 
-    Raises for a folder that cannot be written, is no run's, is in use by another process, or holds another run's
-    steps (unless resuming).
+    Raises `DitLoraError` if the folder cannot be written, is not a run's, is used by another process, or holds another
+    run's steps (unless resuming).
     """
     with agreeing(session.accelerator):
         if session.is_main:
@@ -225,13 +228,16 @@ def require_free_folder(session: Session) -> None:
 
 def _take_folder(session: Session) -> None:
     folder = session.dir
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise DitLoraError(f"run.dir {folder} cannot be written: {there} is no folder that may be")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise DitLoraError(
+            f"run.dir {folder} cannot be written: {existing} is no folder that may be"
+        )
+    # A folder of an earlier run may be reused; other folders with files may not.
     is_run = any((folder / name).exists() for name in _OF_A_RUN)
-    if there == folder and any(folder.iterdir()) and not is_run:
+    if existing == folder and any(folder.iterdir()) and not is_run:
         raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
-    # Before the folder's files are read: until then another process may be writing them.
+    # Before the folder's files are read: another process may still be writing them.
     session.lock.acquire()
     if (folder / "metrics.jsonl").exists() and session.recipe.train.resume == "none":
         session.lock.release()
@@ -248,7 +254,7 @@ def _from_its_result(recipe: Recipe, folder: Path) -> str:
 
 
 def open_run_folder(session: Session) -> None:
-    """Write config.yaml and environment.json: after everything that can refuse the run."""
+    """Write config.yaml and environment.json. Call it after every check that can refuse the run."""
     folder = session.dir
     if session.is_main:
         write_whole(folder / "config.yaml", dump_recipe(session.recipe))
@@ -262,7 +268,7 @@ def open_run_folder(session: Session) -> None:
 
 
 def quiet_libraries() -> None:
-    """Hide the libraries' progress bars of loading, noise beside our own; warnings stay."""
+    """Hide the libraries' progress bars for loading; warnings stay."""
     import diffusers
     import transformers
 
@@ -272,30 +278,31 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
-    """Remember the first SIGINT or SIGTERM within, which asks for a clean stop; the second acts.
+    """Turn the first SIGINT or SIGTERM inside the context into a request for a clean stop; the second acts
+    immediately.
 
-    Yields a function that gives the exit code asked for, 130 or 143, or 0. The end of the `launcher` counts
-    as SIGTERM: `accelerate launch` ends on that signal and does not pass it on. torchrun does, to ranks that
-    a terminal or Slurm has sent it to already, so a second one counts a second later.
+    Yields a function that returns the requested exit code: 130, 143, or 0. The end of the `launcher` counts as
+    SIGTERM: `accelerate launch` ends on that signal and does not forward it. torchrun forwards it, also to ranks that
+    a terminal or Slurm has already signalled, so a repeated signal counts only after a second.
     """
-    asked, last = {"code": 0}, -math.inf
+    requested, last_signal = {"code": 0}, -math.inf
 
     def remember(number: int, _frame: FrameType | None) -> None:
-        nonlocal last
-        before, last = last, time.monotonic()
-        if asked["code"]:
-            if last - before < _PASSED_ON:
+        nonlocal last_signal
+        before, last_signal = last_signal, time.monotonic()
+        if requested["code"]:
+            if last_signal - before < _PASSED_ON:
                 return
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        asked["code"] = 128 + number
-        # A plain write: the signal may have come in the middle of one of Python's own.
+        requested["code"] = 128 + number
+        # A plain write: the signal may have interrupted one of Python's own writes.
         os.write(2, b"\nstopping after this step, which is saved; again to stop at once\n")
 
     def stop_asked() -> int:
-        # An orphan has another parent: the launcher ended without passing its signal on.
-        if not asked["code"] and launcher is not None and os.getppid() != launcher:
-            asked["code"] = 128 + signal.SIGTERM
-        return asked["code"]
+        # An orphan has another parent: the launcher ended without forwarding its signal.
+        if not requested["code"] and launcher is not None and os.getppid() != launcher:
+            requested["code"] = 128 + signal.SIGTERM
+        return requested["code"]
 
     previous = {s: signal.signal(s, remember) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -306,22 +313,23 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
 
 
 def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
-    """Raise on every rank if any rank brings an error, with the first one's message; ranks wait as in `meet`."""
+    """Raise on every rank if any rank passes an error, with the first one's message. Ranks wait as in `meet`."""
     own_error = None if error is None else (str(error), error.exit_code)
     everyones = shared(accelerator, own_error)
-    first = next((item for item in everyones if item is not None), None)
-    if first is None:
+    first_error = next((item for item in everyones if item is not None), None)
+    if first_error is None:
         return
-    # One message on all ranks: the launcher may show any of them.
-    agreed = DitLoraError(first[0])
-    agreed.exit_code, agreed.collective = first[1], True
+    # The same message on all ranks: the launcher may show any of them.
+    agreed = DitLoraError(first_error[0])
+    agreed.exit_code, agreed.collective = first_error[1], True
     raise agreed from error
 
 
 def shared(accelerator: Accelerator, own: Any) -> list[Any]:
-    """Return what every rank brings, in their order; ranks wait as in `meet`. Collective."""
+    """Gather a picklable value from every rank, in rank order. Ranks wait as in `meet`. Collective."""
     if accelerator.num_processes == 1:
         return [own]
+    # One entry per rank.
     everyones = [None] * accelerator.num_processes
     dist.all_gather_object(everyones, own, group=_waiting_room(dist.group.WORLD))
     return everyones
@@ -329,7 +337,7 @@ def shared(accelerator: Accelerator, own: Any) -> list[Any]:
 
 @contextmanager
 def agreeing(accelerator: Accelerator) -> Iterator[None]:
-    """Raise on every rank the `DitLoraError` that any rank raises within, as `agree` does. Collective."""
+    """Raise on every rank a `DitLoraError` that any rank raises inside the context, as `agree` does. Collective."""
     error = None
     try:
         yield
@@ -339,7 +347,10 @@ def agreeing(accelerator: Accelerator) -> Iterator[None]:
 
 
 def agreed(session: Session, work: Callable[[], T] | None) -> T | None:
-    """Return the result of `work`, on the ranks that have any; an error of one is raised on all. Collective."""
+    """Run `work` on the ranks that have it; an error on any rank is raised on all. Collective.
+
+    Returns the result, None on ranks without `work`.
+    """
     result: T | None = None
     failure: DitLoraError | None = None
     if work is not None:
@@ -349,7 +360,7 @@ def agreed(session: Session, work: Callable[[], T] | None) -> T | None:
             failure = error
         except OSError as error:
             failure = unwritable(error)
-        # Whatever its class: other ranks wait for this one.
+        # Any class: other ranks wait for this one.
         except Exception as error:
             if session.accelerator.num_processes == 1:
                 raise
@@ -359,19 +370,19 @@ def agreed(session: Session, work: Callable[[], T] | None) -> T | None:
 
 
 def meet(accelerator: Accelerator) -> None:
-    """Wait for all ranks, for days if need be: after work that one rank does alone, or that takes some longer."""
+    """Barrier with a timeout of days: for work that only one rank does, or that takes some ranks longer."""
     if accelerator.num_processes > 1:
         dist.barrier(group=_waiting_room(dist.group.WORLD))
 
 
 @cache
 def _waiting_room(_world: Any) -> Any:
-    """Return a group over gloo: who waits in it has no collective of NCCL under way, which would time out."""
+    """A gloo process group for long waits: ranks waiting here do not hit NCCL's timeout."""
     return dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 
 def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
-    """Raise `DitLoraError` for settings of the launch, which Accelerate reads too, that contradict the recipe."""
+    """Raise `DitLoraError` for launch settings, which Accelerate reads too, that contradict the recipe."""
     contradictions = []
     micro_steps = accelerator.gradient_accumulation_steps
     if micro_steps != recipe.train.accumulate:
@@ -384,10 +395,10 @@ def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
         contradictions.append(
             f"{processes} process(es), which train.context_parallel={shared} does not divide"
         )
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked not in ("no", accelerator.mixed_precision):
+    requested_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if requested_precision not in ("no", accelerator.mixed_precision):
         contradictions.append(
-            f"mixed precision {asked}, against {accelerator.mixed_precision} by model.dtype; "
+            f"mixed precision {requested_precision}, against {accelerator.mixed_precision} by model.dtype; "
             "launch with --mixed_precision no"
         )
     if contradictions:
@@ -397,7 +408,9 @@ def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
 
 
 def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:
-    """Raise `DitLoraError` for one process where several were asked for, which would be a slow run."""
+    """Raise `DitLoraError` for one process if several were requested: it would be a slow run. Also for unsupported
+    launches.
+    """
     is_one = accelerator.num_processes == 1
     problem = launch_problem(
         several_asked=is_one and started_alone(os.environ, torch.cuda.device_count()),

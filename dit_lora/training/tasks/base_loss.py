@@ -1,4 +1,4 @@
-"""Remembers, beside the cache, the held-out loss of a base whose adapter does nothing yet."""
+"""Caches, next to the data cache, the held-out loss of a base whose adapter has no effect yet."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,16 +19,16 @@ def base_loss(
     draws: Sequence[HeldOut],
     measure: Callable[[], tuple[float | None, bool]],
 ) -> float | None:
-    """Return what was measured before for the same base, data and draws; else `measure()`, whose second value is
-    true if every sample was good, and remember it. Collective.
+    """The held-out loss of the base: cached for equal base, data and seeds, else from `measure`. Collective.
 
-    Only for a model that does nothing yet beside its base.
+    Call it only while the adapter has no effect. `measure` returns the loss and whether every sample was good; only
+    then is the loss cached. None without samples.
     """
     path, facts = memory_file(setup), _facts(setup, draws)
-    known = None
+    cached_finding = None
     if setup.recipe.guard.preflight != ANEW:
-        known = next(iter(cached_findings(path, facts)), None)
-    losses = gather_object([float(known.words) if known is not None else None])
+        cached_finding = next(iter(cached_findings(path, facts)), None)
+    losses = gather_object([float(cached_finding.words) if cached_finding is not None else None])
     if all(loss is not None for loss in losses):
         setup.session.say(
             "held-out loss: of this base, data and draws it was measured before; "
@@ -53,7 +53,7 @@ def _facts(setup: AnySetup, draws: Sequence[HeldOut]) -> Mapping[str, Any]:
         "family": recipe.model.family,
         "transformer": setup.data.transformer_digest,
         "data": setup.data.data_digest,
-        "draws": [(one.entry.id, one.draw, one.weight) for one in draws],
+        "draws": [(held_out.entry.id, held_out.draw, held_out.weight) for held_out in draws],
         "seed": recipe.train.seed,
         "dtype": str(setup.dtype),
         "quantize": recipe.model.quantize,

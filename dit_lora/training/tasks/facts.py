@@ -1,6 +1,6 @@
 """Writes facts.json: details of a run's data and pipeline that the model card needs and only the run knows.
 
-It holds counts and lengths, no file name and no caption but the words that all captions begin with.
+It holds counts and lengths, but no file names, and of captions only the words that all of them begin with.
 """
 
 import json
@@ -31,7 +31,7 @@ from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.samples import read_headers
 
 FACTS_FILE = "facts.json"
-# Words with which captions begin whatever they are about: no trigger.
+# Words that captions begin with whatever their subject: not a trigger.
 _USUAL = frozenset(
     [
         "a",
@@ -79,7 +79,7 @@ _USUAL = frozenset(
 
 
 def write_facts(setup: Setup[Any, Any]) -> None:
-    """Write RUN/facts.json, on the main process; a problem there is raised on all ranks. Collective."""
+    """Write RUN/facts.json on the main process; a `DitLoraError` there is raised on all ranks. Collective."""
     with agreeing(setup.session.accelerator):
         if setup.session.is_main:
             text = json.dumps(_facts(setup), indent=2, ensure_ascii=False)
@@ -87,19 +87,19 @@ def write_facts(setup: Setup[Any, Any]) -> None:
 
 
 def common_prefix(captions: Sequence[str]) -> str | None:
-    """Return the words that all captions begin with, if there is one among them that says something.
+    """The words that all captions begin with, if they include a meaningful one.
 
-    None for fewer than two captions, or where only words such as `a video of a` are common to all.
+    None for fewer than two captions, or if they share only words such as `a video of a`.
     """
-    words = [caption.split() for caption in captions]
-    if len(words) < 2:
+    split_captions = [caption.split() for caption in captions]
+    if len(split_captions) < 2:
         return None
     shared = []
-    for column in zip(*words, strict=False):
+    for column in zip(*split_captions, strict=False):
         if len(set(column)) > 1:
             break
         shared.append(column[0])
-    # A trigger is a word that only these captions have: trailing "a", "of" are no part of it.
+    # A trigger is a word that only these captions have: trailing words such as "a" and "of" are not part of it.
     while shared and shared[-1].strip(".,:;!?\"'()[]").lower() in _USUAL:
         shared.pop()
     return " ".join(shared) or None
@@ -117,7 +117,7 @@ def _facts(setup: Setup[Any, Any]) -> dict[str, Any]:
             "model": {"class": model.__name__, "module": model.__module__, "library": library},
             "data": {**_of_conversations(setup.data.clips.entries), **common},
         }
-    # One that is cut into windows is there once.
+    # A clip that is cut into windows counts once.
     scanned = scan(data, recipe.cache_dir).clips
     clips = [clip for clip in scanned if clip.id not in setup.data.rejected]
     return {"pipeline": _pipeline(setup, clips), "data": {**_of_clips(setup, clips), **common}}
@@ -126,8 +126,8 @@ def _facts(setup: Setup[Any, Any]) -> dict[str, Any]:
 def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
     recipe = setup.recipe
     entries = setup.data.clips.entries
-    one = VideoShape.of(recipe.data)
-    shapes = Counter(str(entry.shape or one) for entry in entries)
+    default_shape = VideoShape.of(recipe.data)
+    shapes = Counter(str(entry.shape or default_shape) for entry in entries)
     captions = [clip.caption for clip in clips]
     headers = read_headers([clip.media for clip in clips], recipe, quiet=True)
     by_class = "class_labels" in setup.checkpoint.conditions(clips[0].caption)
@@ -150,7 +150,7 @@ def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
 
 
 def _references(clips: Sequence[Clip]) -> dict[str, int]:
-    """Return how many clips have so many references, the most frequent number first; empty where none has any."""
+    """Number of clips by number of references, most frequent first; empty if no clip has any."""
     counted = Counter(len(clip.references) for clip in clips)
     return {str(number): count for number, count in counted.most_common()} if any(counted) else {}
 
@@ -161,13 +161,16 @@ def _of_conversations(entries: Sequence[Any]) -> dict[str, Any]:
     return {
         "kind": "conversations",
         "samples": len(entries),
-        "by_media": dict(Counter(one.kind for one in conversations).most_common()),
+        "by_media": dict(
+            Counter(conversation.kind for conversation in conversations).most_common()
+        ),
         "seconds": _seconds(headers),
         "answer_tokens": _spread([entry.answers for entry in entries]),
     }
 
 
 def _seconds(headers: Sequence[Any]) -> dict[str, float] | None:
+    # Pictures and unreadable files have no duration.
     durations = [
         header.seconds
         for header in headers
@@ -177,7 +180,7 @@ def _seconds(headers: Sequence[Any]) -> dict[str, float] | None:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    """Return least, median, most and sum of the values."""
+    """Minimum, median, maximum and sum of the values."""
     return {
         "least": min(values),
         "median": statistics.median(values),
@@ -187,7 +190,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
-    """Return the pipeline's class, and the arguments with which validation calls it, for a clip as most are."""
+    """The pipeline's class, and the arguments that validation passes to it, for the most common kind of clip."""
     checkpoint = setup.checkpoint
     recipe = setup.recipe
     cls = checkpoint.pipeline_class
@@ -222,7 +225,7 @@ def _pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
 
 
 class _Recorder:
-    """Stands in for a pipeline: notes what it is called with and gives one black picture."""
+    """A stand-in for a pipeline: records its arguments and returns one black picture."""
 
     def __init__(self) -> None:
         self.called: dict[str, Any] = {}
@@ -246,11 +249,11 @@ class _Recorder:
 def _called(
     setup: Setup[Any, Any], conditions: dict[str, Any], references: int
 ) -> tuple[dict[str, Any], str]:
-    """Return the arguments that validation would give the pipeline, and which output it would read."""
+    """The arguments that validation would pass to the pipeline, and the name of the output it would read."""
     checkpoint = setup.checkpoint
     settings, recorder = setup.recipe.validation, _Recorder()
     shape = VideoShape.of(setup.recipe.data)
-    # An image-to-video family opens its first frame, so that there has to be one.
+    # An image-to-video family opens its first frame, so create one.
     with tempfile.TemporaryDirectory() as folder:
         pictures = {name: Path(folder) / f"{name}.png" for name in checkpoint.pictures}
         for file in pictures.values():
@@ -263,11 +266,11 @@ def _called(
             write_sample(Path(folder) / f"reference_{number}", black, setup.recipe.data.fps)
             for number in range(references)
         ]
-        given: dict[str, Any] = {
+        inputs: dict[str, Any] = {
             **pictures,
             "references": tuple(files),
             "fps": setup.recipe.data.fps,
         }
-        how = Sampling(shape, steps, guidance, settings.seed, **given)
-        checkpoint.generate(recorder, conditions, how)
+        sampling = Sampling(shape, steps, guidance, settings.seed, **inputs)
+        checkpoint.generate(recorder, conditions, sampling)
     return recorder.called, recorder.output

@@ -1,4 +1,4 @@
-"""The loss on what is never trained on, for every task."""
+"""The validation loss of every task, on fixed samples with fixed noise and timesteps."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from dit_lora.training.task import AnySetup
 
 
 class HeldOut(NamedTuple):
-    """A sample to measure on, by its draw of noise and timestep."""
+    """A sample to measure, with the number that determines its noise and timestep, and its weight in the mean."""
 
     entry: AnyEntry
     draw: int
@@ -25,60 +25,63 @@ class HeldOut(NamedTuple):
 
 
 def mean_loss(setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]) -> float | None:
-    """Return the first value of `measured_loss`."""
+    """The loss of `measured_loss`, without its second result."""
     return measured_loss(setup, clips, draws)[0]
 
 
 def measured_loss(
     setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]
 ) -> tuple[float | None, bool]:
-    """Return the weighted mean loss over these draws, which training never makes; None without draws. Collective.
+    """Weighted mean loss over `draws`; its noise is never used in training. None if `draws` is empty. Collective.
 
-    The second value is true if no sample was left out.
-
-    Ranks share the draws; of a sharded model, which needs all of them, each runs all. Samples that are bad or cannot
-    be read are left out, and said; training stops at them.
+    The second result is True if no sample was left out. Ranks share the draws; all ranks of a sharded model run each
+    draw together. Bad and unreadable samples are left out with a message; training stops at them.
     """
     if not draws:
         return None, True
     accelerator, model = setup.session.accelerator, setup.transformer
     seed = fold(setup.recipe.train.seed, "held_out")
-    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # of losses, of weights
+    sums = torch.zeros(
+        2, dtype=torch.float64, device=accelerator.device
+    )  # sum of losses, sum of weights
     faults: dict[str, str] = {}
     together, rank = needs_all_ranks(model), accelerator.process_index
-    # A rank that had fewer draws would leave the others waiting inside a forward pass.
+    # In a collective forward all ranks need the same draws, or they would wait for each other.
     own_share = draws if together else draws[rank :: accelerator.num_processes]
 
     def measure() -> None:
-        for one in own_share:
-            sample, wrong = _sample_of(clips, one)
-            # Where all ranks run it together, it is left out if it is bad on any.
-            is_bad = any(gather_object([bool(wrong)])) if together else bool(wrong)
+        for held_out in own_share:
+            sample, sample_faults = _sample_of(clips, held_out)
+            # In a collective forward, leave the sample out if it is bad on any rank.
+            is_bad = any(gather_object([bool(sample_faults)])) if together else bool(sample_faults)
             if is_bad or sample is None:
-                faults.update(wrong)
+                faults.update(sample_faults)
                 continue
             batch = sample.to(accelerator.device)
             streams = Streams(seed, batch.draws)
             losses = setup.checkpoint.losses(model, batch.tensors, streams).losses
             sums.add_(
-                torch.stack([losses.double().sum() * one.weight, sums.new_tensor(one.weight)])
+                torch.stack(
+                    [losses.double().sum() * held_out.weight, sums.new_tensor(held_out.weight)]
+                )
             )
 
     with evaluating(setup.model):
         if together:
             measure()
         else:
-            # A rank that fails, for want of memory, is still asked for its sums.
+            # A rank that runs out of memory must still take part in the sums below.
             agreed(setup.session, measure)
     left_out = dict(gather_object(list(faults.items())))
     for sample_id, fault in left_out.items():
         setup.session.say(f"held-out loss leaves out {sample_id}: {fault}")
+    # Over all ranks; in a collective forward each rank counts every draw, which cancels out.
     total, weight = accelerator.reduce(sums, reduction="sum").tolist()
     return (total / weight if weight else None), not left_out
 
 
 def _sample_of(clips: TrainingSet, one: HeldOut) -> tuple[Batch | None, dict[str, str]]:
-    """Read a sample and describe its faults. None if it cannot be read from disk; training will meet that too."""
+    """Read a sample and describe its faults. None if it cannot be read from disk; training will fail on it too."""
     try:
         sample = clips.sample(one.entry, one.draw)
     except UnreadableError as error:

@@ -1,4 +1,4 @@
-"""Refuses samples that cannot be used, in one list, or leaves them out, as `data.rejects` says."""
+"""Collects unusable samples: refuses them in one list, or leaves them out, according to `data.rejects`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -13,7 +13,7 @@ Named = TypeVar("Named")
 
 
 class Rejects:
-    """Samples that cannot be used, as all ranks know them; refused, or left out by `data.rejects: skip`."""
+    """Unusable samples, known to all ranks; refused, or left out with `data.rejects: skip`."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -22,30 +22,33 @@ class Rejects:
     def add(
         self, reasons: Mapping[str, str], summary: str = "these samples cannot be used"
     ) -> None:
-        """Take up the samples that this rank found unusable, each with its reason. Collective.
+        """Add samples that this rank found unusable, each with its reason. Collective.
 
-        Raises `DitLoraError` with all of them if `data.rejects` refuses them.
+        Raises `DitLoraError` with all of them if `data.rejects` is `refuse`.
         """
-        # Ranks may have found different samples, and must leave out the same.
-        new = {name: why for some in gather_object([dict(reasons)]) for name, why in some.items()}
+        # Ranks may have found different samples, but must leave out the same.
+        new = {
+            name: reason for some in gather_object([dict(reasons)]) for name, reason in some.items()
+        }
         if not new:
             return
         new = {
-            name: one_line(why if name in why else f"{name}: {why}") for name, why in new.items()
+            name: one_line(reason if name in reason else f"{name}: {reason}")
+            for name, reason in new.items()
         }
         if self.session.recipe.data.rejects == "refuse":
             error = DitLoraError(
                 listed(f"{summary}; data.rejects=skip leaves them out", [*new.values()])
             )
-            # Every rank has gathered the same list, and raises it.
+            # Every rank has the same list, and raises it.
             error.collective = True
             raise error
         self.reasons |= new
         self.session.say(listed(f"left out, by data.rejects: {len(new)} samples", [*new.values()]))
 
     def without(self, samples: Sequence[Named], name: Callable[[Named], str]) -> list[Named]:
-        """Return the samples that stay; raises if none does."""
-        stay = [one for one in samples if name(one) not in self.reasons]
+        """The samples that are not rejected; raises `DitLoraError` if none is left."""
+        stay = [sample for sample in samples if name(sample) not in self.reasons]
         if not stay:
             raise DitLoraError("no sample is left: every one was rejected")
         return stay

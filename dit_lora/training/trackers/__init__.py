@@ -1,1 +1,1 @@
-"""Trackers beside the run's own files."""
+"""Experiment trackers, in addition to the run's own files."""

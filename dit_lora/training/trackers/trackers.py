@@ -1,7 +1,7 @@
 """Log a run's scalars, samples and guard events to TensorBoard, Weights & Biases and Trackio, through Accelerate.
 
-A tracker that fails is left out from there, which is said once, and training goes on. What is logged holds no
-absolute path and no token (`dit_lora.redact`).
+A tracker that fails is dropped with one message, and training continues. Logged values hold no absolute path and no
+token (`dit_lora.redact`).
 """
 
 import importlib
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 PROJECT = "dit-lora"
 IDENTITY = "trackers.json"
-"""File in the run's folder with the id by which its trackers know the run, so that a resumed one goes on there."""
+"""File in the run's folder with the run's id in its trackers, so that a resumed run continues there."""
 _ANSWER = ("prompt", "media", "answer")
 _EVENT = ("step", "kind", "cause", "module", "samples", "action", "words")
 _LONGEST_SIDE = 320
-"""Pixels of an animation: TensorBoard's files hold what they show."""
+"""Pixels of an animation's longest side: TensorBoard embeds them in its files."""
 _ROWS = 100
-"""A table has the last events alone: it is sent again with each of them."""
+"""Number of last events in a table: it is sent again with each new event."""
 _WANDB = {
     "console": "off",
     "disable_git": True,
@@ -46,11 +46,11 @@ _WANDB = {
     "email": "",
     "finish_timeout": 60,
 }
-"""It would log the machine, the command line and what is printed, and wait for uploads for as long as they take."""
+"""By default wandb would log the machine, the command line and all output, and wait indefinitely for uploads."""
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Raise `DitLoraError` for trackers that are not installed: Accelerate leaves them out in silence."""
+    """Raise `DitLoraError` for trackers that are not installed: Accelerate would drop them silently."""
     missing = [name for name in names if not any(metadata.distributions(name=name))]
     if missing:
         raise DitLoraError(
@@ -59,7 +59,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def login_problem(names: Sequence[str]) -> DitLoraError | None:
-    """Return what is wrong if Weights & Biases would ask for a login in the middle of a run."""
+    """The error to raise if Weights & Biases would ask for a login in the middle of a run; else None."""
     if "wandb" not in names:
         return None
     import wandb
@@ -67,7 +67,7 @@ def login_problem(names: Sequence[str]) -> DitLoraError | None:
     try:
         if wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False):
             return None
-    # Its service does not start: the tracker will be left out, with the reason.
+    # Its service does not start: the tracker will be dropped, with the reason.
     except Exception:
         return None
     return DitLoraError(
@@ -77,7 +77,7 @@ def login_problem(names: Sequence[str]) -> DitLoraError | None:
 
 
 class Trackers:
-    """The trackers of one run, for its main process; without `names` it does nothing."""
+    """The trackers of one run. Used on the main process; does nothing if `names` is empty."""
 
     def __init__(self, folder: Path, names: Sequence[str], say: Callable[[str], None]) -> None:
         self._folder, self._names, self._say = folder, names, say
@@ -85,7 +85,7 @@ class Trackers:
         self._events: list[dict[str, Any]] = []
 
     def start(self, config: Mapping[str, Any], start_step: int) -> None:
-        """Open the run's entry in each tracker, or go on with it after `start_step`.
+        """Open the run in each tracker, or continue it after `start_step`.
 
         `config` is a nested mapping of plain values.
         """
@@ -93,6 +93,7 @@ class Trackers:
             self._guarded("all are left out", lambda: self._start(config, start_step))
 
     def _start(self, config: Mapping[str, Any], start_step: int) -> None:
+        # A resumed run continues under the id of its first start.
         earlier_id = (read_lines(self._folder / IDENTITY)[0] or [{}])[0].get("id")
         run_id = earlier_id or secrets.token_hex(4)
         if not earlier_id:
@@ -105,18 +106,18 @@ class Trackers:
             if opened is not None:
                 self._open.append(opened)
         self._events = [_public(line) for line in read_lines(self._folder / "events.jsonl")[0]]
-        if earlier_id and self._events:  # TensorBoard drops the steps that are taken again
-            self._each(lambda one: _log_events(one, self._events, again_from))
+        if earlier_id and self._events:  # TensorBoard drops the steps that are repeated
+            self._each(lambda tracker: _log_events(tracker, self._events, again_from))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Log numbers of a step."""
-        self._each(lambda one: _log(one, values, step))
+        self._each(lambda tracker: _log(tracker, values, step))
 
     def samples(self, step: int, prompts: Sequence[str]) -> None:
-        """Log what lies in samples/step_NNNNNN: videos, images, or a chat model's answers."""
+        """Log the files in samples/step_NNNNNN: videos, images, or a chat model's answers."""
         if self._open:
-            what = f"the samples of step {step} are left out"
-            self._guarded(what, lambda: self._samples(step, prompts))
+            consequence = f"the samples of step {step} are left out"
+            self._guarded(consequence, lambda: self._samples(step, prompts))
 
     def _samples(self, step: int, prompts: Sequence[str]) -> None:
         folder = self._folder / "samples" / f"step_{step:06d}"
@@ -126,23 +127,23 @@ class Trackers:
             if path.suffix in (".mp4", ".png")
         }
         if captions:
-            self._each(lambda one: _log_samples(one, captions, step))
+            self._each(lambda tracker: _log_samples(tracker, captions, step))
         answers = folder / "answers.json"
         if answers.is_file():
-            said = redacted(read_typed(answers, list[Answer]))
-            rows = [[str(one.get(name) or "") for name in _ANSWER] for one in said]
-            self._each(lambda one: _log_table(one, "samples/answers", _ANSWER, rows, step))
+            answers_read = redacted(read_typed(answers, list[Answer]))
+            rows = [[str(answer.get(name) or "") for name in _ANSWER] for answer in answers_read]
+            self._each(lambda tracker: _log_table(tracker, "samples/answers", _ANSWER, rows, step))
 
     def event(self, line: Mapping[str, Any]) -> None:
         """Log a line of events.jsonl."""
         if self._open:
             self._events.append(_public(line))
-            self._each(lambda one: _log_events(one, self._events, line["step"]))
-            self._each(lambda one: _alert(one, self._events[-1]))
+            self._each(lambda tracker: _log_events(tracker, self._events, line["step"]))
+            self._each(lambda tracker: _alert(tracker, self._events[-1]))
 
     def finish(self, *, failed: bool) -> None:
-        """Close them all; called once, whatever ended the run."""
-        self._each(lambda one: _close(one, failed=failed))
+        """Close all trackers. Called once, however the run ended."""
+        self._each(lambda tracker: _close(tracker, failed=failed))
         self._open.clear()
 
     def _opened(
@@ -150,7 +151,7 @@ class Trackers:
     ) -> GeneralTracker:
         label = redacted(self._folder.resolve().name)
         if name == "tensorboard":
-            # Purging from 0 too: TensorBoard takes the first mark for a beginning, the next for a restart.
+            # Purge from 0 too: TensorBoard takes the first purge mark for a start, the next for a restart.
             tracker = TensorBoardTracker(
                 PROJECT, self._folder, purge_step=again_from, flush_secs=10
             )
@@ -165,7 +166,7 @@ class Trackers:
         return tracker
 
     def _opened_wandb(self, **options: Any) -> GeneralTracker:
-        """Return a run of Weights & Biases, in the run's folder if it cannot be reached."""
+        """Start a run of Weights & Biases; offline in the run's folder if the service cannot be reached."""
         import wandb
 
         options |= {"dir": str(self._folder), "resume": "allow"}
@@ -174,24 +175,24 @@ class Trackers:
             tracker.start()
         except wandb.errors.Error as error:
             self._say(f"warning: wandb: {_words(error)}; logging to the run's folder instead")
-            wandb.teardown()  # its service still holds the id
+            wandb.teardown()  # its service still uses the id
             tracker = WandBTracker(PROJECT, settings={**_WANDB, "mode": "offline"}, **options)
             tracker.start()
-        # Its own count of steps never goes back, and a resumed or rolled back run does.
+        # Its own step counter never goes back, but a resumed or rolled back run does.
         tracker.tracker.define_metric("step")
         tracker.tracker.define_metric("*", step_metric="step")
         return tracker
 
     def _each(self, tell: Callable[[GeneralTracker], None]) -> None:
-        for one in list(self._open):
-            if not self._guarded(_left_out(one.name), partial(_told, tell, one)):
-                self._open.remove(one)
+        for tracker in list(self._open):
+            if not self._guarded(_left_out(tracker.name), partial(_told, tell, tracker)):
+                self._open.remove(tracker)
 
     def _guarded(self, if_it_fails: str, work: Callable[[], T]) -> T | None:
-        """Return `work()`; or say why it failed, and return None: no run ends by its trackers."""
+        """Run `work`; on any error log `if_it_fails` and return None: trackers must never end a run."""
         try:
             return work()
-        # Other people's services and clients: which classes they raise changes with their versions.
+        # Third-party clients: the exception classes they raise change with their versions.
         except Exception as error:
             self._say(f"warning: run.trackers: {if_it_fails}: {_words(error)}")
             return None
@@ -203,7 +204,7 @@ def _told(tell: Callable[[GeneralTracker], None], tracker: GeneralTracker) -> bo
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, keys joined with dots as a recipe's overrides have them."""
+    """Flatten nested mappings; keys are joined with dots, as in a recipe's overrides."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -214,7 +215,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _add_hyperparameters(tracker: TensorBoardTracker, config: Mapping[str, Any]) -> None:
-    """Add them to the run itself: Accelerate's way opens one more run below it, at every resume another."""
+    """Add the hyperparameters to the run itself: Accelerate would open another run below it at every resume."""
     from torch.utils.tensorboard.summary import hparams
 
     flat = flattened(config)
@@ -234,24 +235,24 @@ def _log(tracker: GeneralTracker, values: Mapping[str, Any], step: int) -> None:
 
 
 def _log_samples(tracker: GeneralTracker, captions: Mapping[Path, str], step: int) -> None:
-    """Log videos and images as files with their captions, which Accelerate's `log_images` does not take."""
+    """Log videos and images as files with their captions, which Accelerate's `log_images` does not support."""
     if isinstance(tracker, TensorBoardTracker):
         for path, caption in captions.items():
             _add_animation(tracker.tracker, f"samples/{path.stem}", path, caption, step)
         return
     library = importlib.import_module(tracker.name)
     kinds = {".mp4": library.Video, ".png": library.Image}
-    shown = {
+    media = {
         f"samples/{path.stem}": kinds[path.suffix](str(path), caption=caption)
         for path, caption in captions.items()
     }
-    _log(tracker, shown, step)
+    _log(tracker, media, step)
 
 
 def _add_animation(writer: Any, tag: str, path: Path, caption: str, step: int) -> None:
-    """Add a GIF of a video (.mp4) or a PNG of an image to a `SummaryWriter`, the caption as its description.
+    """Add a GIF of a video (.mp4) or a PNG of an image to a `SummaryWriter`, with the caption as its description.
 
-    PyTorch's `add_video` needs moviepy and an FFmpeg, and keeps no caption.
+    PyTorch's `add_video` needs moviepy and FFmpeg, and stores no caption.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
@@ -264,9 +265,10 @@ def _add_animation(writer: Any, tag: str, path: Path, caption: str, step: int) -
         with open_picture(MediaFile(path)) as image:
             frames = [image.convert("RGB")]
     for frame in frames:
+        # In place; keeps the aspect ratio.
         frame.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
     data, kind = io.BytesIO(), "GIF" if len(frames) > 1 else "PNG"
-    # A PNG takes none of these.
+    # These options have no effect on a PNG.
     frames[0].save(
         data, kind, save_all=kind == "GIF", append_images=frames[1:], duration=milliseconds, loop=0
     )
@@ -287,6 +289,7 @@ def _log_table(
         _log(tracker, {tag: table(columns=list(columns), data=rows)}, step)
         return
     lines = [columns, ["---"] * len(columns), *rows]
+    # Markdown: a bar would end the cell, a line break the table.
     cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
     _log(tracker, {tag: "\n".join(f"| {' | '.join(line)} |" for line in cells)}, step)
 
@@ -298,9 +301,10 @@ def _log_events(tracker: GeneralTracker, events: Sequence[Mapping[str, Any]], st
 
 
 def _alert(tracker: GeneralTracker, event: Mapping[str, Any]) -> None:
-    """Send a message to those who asked for them; TensorBoard has none."""
+    """Send an alert to subscribers; TensorBoard has no alerts."""
     if isinstance(tracker, TensorBoardTracker):
         return
+    # wandb and trackio have the same interface for alerts.
     levels = importlib.import_module(tracker.name).AlertLevel
     at = {"step": event["step"]} if isinstance(tracker, TrackioTracker) else {}
     tracker.tracker.alert(
@@ -313,13 +317,15 @@ def _alert(tracker: GeneralTracker, event: Mapping[str, Any]) -> None:
 
 def _close(tracker: GeneralTracker, *, failed: bool) -> None:
     if isinstance(tracker, WandBTracker):
-        tracker.tracker.finish(exit_code=int(failed))  # Accelerate's would call every run finished
+        tracker.tracker.finish(
+            exit_code=int(failed)
+        )  # Accelerate's `finish` would mark every run as finished
     else:
         tracker.finish()
 
 
 def _public(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a guard event as others may see them, from a line of events.jsonl."""
+    """The columns of a guard event that may be published, from a line of events.jsonl."""
     event = redacted(line)
     samples = ", ".join(event.get("sample_ids") or ())
     values = {**(event.get("verdict") or {}), **event, "samples": samples}
@@ -337,5 +343,5 @@ def _left_out(name: str) -> str:
 
 
 def _words(error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

@@ -1,4 +1,4 @@
-"""Answers questions with a chat model: a run's result, an adapter, or a checkpoint as it is."""
+"""Answers questions with a chat model: from a run, an adapter, or an untrained checkpoint."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ MAX_TOKENS = 512
 
 @dataclass(frozen=True)
 class Seen:
-    """The frames that the model is shown, and when they are."""
+    """The frames that the model is shown, and their times."""
 
     kind: Kind
     shape: VideoShape | None = None
@@ -42,14 +42,14 @@ class Seen:
 
 @dataclass
 class Answerer:
-    """A loaded model, in evaluation mode on its device."""
+    """A loaded model in evaluation mode on its device."""
 
     checkpoint: ChatCheckpoint
     model: nn.Module
     device: torch.device
     dtype: torch.dtype
     system: str = ""
-    """Text that is put before every conversation."""
+    """System prompt, put before every conversation."""
 
     def look(self, media: Media | None) -> Seen:
         """Read the image, or the middle frame of each of the video's equal parts.
@@ -78,15 +78,15 @@ class Answerer:
 
     def say(self, seen: Seen, turns: Sequence[Turn], *, max_tokens: int = MAX_TOKENS) -> str:
         """Generate the greedy answer to the last turn."""
-        # The checkpoint looks at the kind alone; what is shown is in `seen`.
+        # The checkpoint reads only the kind of media; the frames are in `seen`.
         about = Conversation("question", seen.kind, None, tuple(turns), system=self.system)
         rendered = self.checkpoint.render(about, seen.shape, seen.seconds, answered=False)
-        # One autocast, as in training: adapters are fp32.
+        # The same autocast as in training: adapters are fp32.
         mixed = torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16
         )
-        # Not inference_mode: what a sharded model gathers within it could not train afterwards. Eager: each token is
-        # a shape of its own, of which train.compile would make a graph.
+        # Not inference_mode: weights that a sharded model gathers in it could not train afterwards. Eager: each token
+        # is another shape, for which train.compile would compile a graph.
         with torch.no_grad(), mixed, eager(self.model):
             return self.checkpoint.answer(self.model, rendered, seen.pixels, max_tokens)
 
@@ -98,7 +98,7 @@ class Answerer:
         history: Sequence[Turn] = (),
         max_tokens: int = MAX_TOKENS,
     ) -> str:
-        """Return one answer about an image, a video or nothing, after the turns that came before."""
+        """Answer one question about an image, a video or nothing, after the turns of `history`."""
         return self.say(self.look(media), (*history, Turn(question, "")), max_tokens=max_tokens)
 
 
@@ -110,19 +110,21 @@ def converse(
     instruction: str = "",
     max_tokens: int = MAX_TOKENS,
 ) -> Iterator[str]:
-    """Yield the answer to each prompt, as it comes: the turns of one conversation about the same media."""
-    # Once: later turns are about the same frames.
-    seen = answerer.look(media)
+    """Yield the answer to each prompt as it comes; the prompts are the turns of one conversation about the same
+    media.
+    """
+    # Once: later turns use the same frames.
+    frames = answerer.look(media)
     turns: list[Turn] = []
     for prompt in prompts:
-        asked = [*turns, Turn(prompt, "", instruction)]
-        answer = answerer.say(seen, asked, max_tokens=max_tokens)
+        turns_with_prompt = [*turns, Turn(prompt, "", instruction)]
+        answer = answerer.say(frames, turns_with_prompt, max_tokens=max_tokens)
         turns.append(Turn(prompt, answer, instruction))
         yield answer
 
 
 def typed(read: Callable[[str], str] = input) -> Iterator[str]:
-    """Yield what a person types, line by line, until the end of input; empty lines are passed over."""
+    """Yield what a person types, line by line, until the end of input; empty lines are skipped."""
     while True:
         try:
             line = read("> ").strip()
@@ -133,10 +135,10 @@ def typed(read: Callable[[str], str] = input) -> Iterator[str]:
 
 
 def load_answerer(target: Path, model: str | None = None, *, frames: int | None = None) -> Answerer:
-    """Load the model of a run's folder, an adapter's folder, or a checkpoint's (or its name on the Hub).
+    """Load the model of a run's folder, an adapter's folder, or a checkpoint (a folder or a name on the Hub).
 
-    `model` is the base checkpoint, by default the run's; `frames` are by default those of training, or the
-    checkpoint's own. Raises `DitLoraError` if `target` is none of these, or does not say where its base is.
+    `model` is the base checkpoint, by default the run's. `frames` defaults to the number in training, or the
+    checkpoint's. Raises `DitLoraError` if `target` is none of these, or does not name its base.
     """
     quiet_libraries()
     origin = find_origin(target, model)
@@ -144,8 +146,8 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
     family = origin.model.family
     _require_chat(target, family)
     checkpoint: ChatCheckpoint = get_family(family).open(origin.model)
-    how = origin.how or checkpoint.how
-    checkpoint = checkpoint.viewing(replace(how, frames=frames or how.frames))
+    viewing = origin.how or checkpoint.how
+    checkpoint = checkpoint.viewing(replace(viewing, frames=frames or viewing.frames))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision(origin.model.dtype, device).dtype
     net = checkpoint.load_model(dtype)
@@ -157,17 +159,17 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """The base that a model is from, and how it was trained."""
+    """The base checkpoint of a model, and how it was trained."""
 
     model: ModelConfig
     adapter: Path | None
-    """The folder with what was trained; None for a whole checkpoint."""
+    """The folder with the trained weights; None for a whole checkpoint."""
     how: Viewing | None = None
     system: str = ""
 
 
 def _adapter_of(target: Path) -> Path | None:
-    """Return the folder with what was trained: an adapter, base weights, or both."""
+    """The folder with the trained weights: an adapter, base weights, or both; None if there is none."""
     for folder in (target, target / "adapter"):
         if (folder / "adapter_config.json").is_file() or (folder / BASE_FILE).is_file():
             return folder
@@ -175,11 +177,12 @@ def _adapter_of(target: Path) -> Path | None:
 
 
 def find_origin(target: Path, model: str | None) -> ModelOrigin:
-    """Find the base by the run's recipe, or by what its adapter says; `model` is another base checkpoint.
+    """Find the base in the run's recipe or the adapter's metadata; `model` overrides the base checkpoint.
 
-    Raises `DitLoraError` if `target` is neither a run, nor an adapter, nor a checkpoint, or does not say its base.
+    Raises `DitLoraError` if `target` is neither a run, nor an adapter, nor a checkpoint, or does not name its base.
     """
     adapter = _adapter_of(target)
+    # `target` is a run's folder, or the folder `adapter` inside one.
     run = target if adapter in (None, target / "adapter") else target.parent
     if (run / "config.yaml").is_file():
         return _of_run(run, adapter, model)
@@ -187,14 +190,14 @@ def find_origin(target: Path, model: str | None) -> ModelOrigin:
         if model:
             raise DitLoraError(f"--model does not apply: {target} is a checkpoint, not an adapter")
         return ModelOrigin(_checkpoint(str(target)), None)
-    made = read_provenance(chat_adapter_file(adapter))
-    path = model or named_base(target, made.get("base_model") or peft_base(adapter))
-    if "family" not in made:
+    metadata = read_provenance(chat_adapter_file(adapter))
+    path = model or named_base(target, metadata.get("base_model") or peft_base(adapter))
+    if "family" not in metadata:
         return ModelOrigin(_checkpoint(path), adapter)
-    revision = None if model else made.get("revision")
-    base = ModelConfig(family=made["family"], path=path, revision=revision)
-    how = Viewing(**made["viewing"]) if "viewing" in made else None
-    return ModelOrigin(base, adapter, how, made.get("system", ""))
+    revision = None if model else metadata.get("revision")
+    base = ModelConfig(family=metadata["family"], path=path, revision=revision)
+    viewing = Viewing(**metadata["viewing"]) if "viewing" in metadata else None
+    return ModelOrigin(base, adapter, viewing, metadata.get("system", ""))
 
 
 def _require_chat(target: Path, family: str) -> None:
@@ -205,15 +208,17 @@ def _require_chat(target: Path, family: str) -> None:
 
 
 def _of_run(run: Path, adapter: Path | None, model: str | None) -> ModelOrigin:
-    recipe, whole = load_recipe(run / "config.yaml"), run / "model"
+    recipe, whole_model = load_recipe(run / "config.yaml"), run / "model"
     _require_chat(run, recipe.model.family)
     changes: dict[str, Any] = {}
     if adapter is None:
-        if not whole.is_dir():
+        if not whole_model.is_dir():
             raise DitLoraError(f"{run} holds no result yet: neither adapter nor model")
         if model:
-            raise DitLoraError(f"--model does not apply: {whole} is a whole model, not an adapter")
-        changes = {"path": str(whole), "revision": None, "from_scratch": None}
+            raise DitLoraError(
+                f"--model does not apply: {whole_model} is a whole model, not an adapter"
+            )
+        changes = {"path": str(whole_model), "revision": None, "from_scratch": None}
     elif model:
         changes = {"path": model, "revision": None}
     system = recipe.chat.system if recipe.chat else ""
@@ -221,9 +226,9 @@ def _of_run(run: Path, adapter: Path | None, model: str | None) -> ModelOrigin:
 
 
 def _checkpoint(path: str) -> ModelConfig:
-    """Return the config of the first chat family that opens this checkpoint. Raises `DitLoraError` if none does."""
+    """The config of the first chat family that can open this checkpoint. Raises `DitLoraError` if none can."""
     reasons = []
-    # Opening reads configs alone, so trying each family is cheap.
+    # Opening reads only configs, so trying each family is cheap.
     for name in CHAT_FAMILIES:
         config = ModelConfig(family=name, path=path)
         try:

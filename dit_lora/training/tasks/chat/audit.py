@@ -1,4 +1,4 @@
-"""Audits conversations: their files decoded and judged, their text rendered as training renders it."""
+"""Audits conversations: decodes and checks their files, and renders their text as training does."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,13 +15,15 @@ from dit_lora.training.tasks.chat.samples import ChatSamples, find_conversations
 from dit_lora.training.tasks.diffusion.cache_plan import AUDIT_MEMO
 
 Findings = dict[str, list[Finding]]
-"""Findings by the name of their sample."""
+"""Findings by sample name."""
 
 
 def audit_conversations(
     recipe: Recipe, checkpoint: ChatCheckpoint, *, progress: bool
 ) -> tuple[list[JudgedSample], Findings, list[str]]:
-    """Return every sample with its file's findings, the findings of its text, and notes on the whole set."""
+    """Audit all samples; returns each with its file's findings, the findings about texts, and notes on the whole
+    set.
+    """
     root = recipe.cache_dir
     samples = find_conversations(recipe, checkpoint, recipe.data, quiet=not progress)
     by_media: dict[Media, str] = {}
@@ -30,30 +32,30 @@ def audit_conversations(
     clips = [Clip(name, media, "") for media, name in by_media.items()]
     digests = Digests(root / "digests.json")
     memo = AuditMemo(root / AUDIT_MEMO)
-    judged = audit_media(clips, None, memo=memo, digests=digests, progress=progress)
+    files_audited = audit_media(clips, None, memo=memo, digests=digests, progress=progress)
     digests.save()
-    of_file = {one.file: one for one in judged}
-    every = [
+    of_file = {result.file: result for result in files_audited}
+    samples_audited = [
         replace(of_file[by_media[samples.media[name]]], file=name)
         if name in samples.media
         else JudgedSample(name)
         for name in samples.names
     ]
-    return every, _of_text(samples, every), _notes(samples)
+    return samples_audited, _of_text(samples, samples_audited), _notes(samples)
 
 
 def _of_text(samples: ChatSamples, judged: list[JudgedSample]) -> Findings:
-    """Return findings on texts; a sample whose file is at fault already has that said of the file alone."""
-    at_fault = {one.file for one in judged if one.verdict == "reject"}
+    """Findings about texts. Samples that are rejected for their file are not reported again."""
+    at_fault = {sample.file for sample in judged if sample.verdict == "reject"}
     findings: Findings = {
-        name: [Finding("conversation", words, "reject", "correct it, or remove the sample")]
-        for name, words in samples.rejected.items()
+        name: [Finding("conversation", message, "reject", "correct it, or remove the sample")]
+        for name, message in samples.rejected.items()
         if name not in at_fault
     }
     for name, dropped in _shortened(samples).items():
-        words = f"{dropped} tokens of its questions are left out, to stay within chat.max_tokens"
+        message = f"{dropped} tokens of its questions are left out, to stay within chat.max_tokens"
         remedy = "raise chat.max_tokens, or shorten the question"
-        findings.setdefault(name, []).append(Finding("question_long", words, "warn", remedy))
+        findings.setdefault(name, []).append(Finding("question_long", message, "warn", remedy))
     return findings
 
 

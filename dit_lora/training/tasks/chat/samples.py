@@ -1,4 +1,4 @@
-"""Finds the conversations that a recipe trains on, renders each to learn its length, and puts it into its bucket."""
+"""Finds a recipe's conversations, renders each to learn its length, and assigns it to a bucket."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,37 +27,47 @@ class ChatSamples:
 
     entries: tuple[ChatEntry, ...]
     rejected: dict[str, str]
-    """Reasons why samples cannot be used, by their ids."""
+    """Reasons why samples cannot be used, by id."""
     media: dict[str, Media]
-    """The media of every sample that names one and could be read so far, by its id."""
+    """The media of every sample that has any and could be read so far, by id."""
     names: tuple[str, ...]
-    """Names of all samples, in the order of their files."""
+    """Names of all samples, in file order."""
 
 
 def find_conversations(
     recipe: Recipe, checkpoint: ChatCheckpoint, data: DataConfig, *, quiet: bool
 ) -> ChatSamples:
-    """Read annotations and headers, and render every conversation; nothing is decoded."""
+    """Read annotations and headers, and render every conversation; decodes no media."""
     conversations, chat = read_conversations(data), recipe.chat or ChatConfig()
     rejected = {problem.file: problem.words for problem in conversations.problems}
-    seen = [one for one in conversations.all if one.media is not None]
-    # Headers alone: sizes give the bucket, and durations the time stamps.
-    headers = read_headers([one.media for one in seen if one.media], recipe, quiet=quiet)
-    by_id = {one.id: header for one, header in zip(seen, headers, strict=True)}
+    with_media = [
+        conversation for conversation in conversations.all if conversation.media is not None
+    ]
+    # Only headers: sizes give the bucket, durations the time stamps.
+    headers = read_headers(
+        [conversation.media for conversation in with_media if conversation.media],
+        recipe,
+        quiet=quiet,
+    )
+    by_id = {
+        conversation.id: header for conversation, header in zip(with_media, headers, strict=True)
+    }
     entries = []
-    for one in bar("rendering conversations", "sample", quiet)(conversations.all):
-        one = replace(one, system=one.system or chat.system)
+    for conversation in bar("rendering conversations", "sample", quiet)(conversations.all):
+        conversation = replace(conversation, system=conversation.system or chat.system)
         try:
-            entries.append(_entry(one, by_id.get(one.id), checkpoint, chat))
+            entries.append(_entry(conversation, by_id.get(conversation.id), checkpoint, chat))
         except DitLoraError as error:
-            rejected[one.id] = str(error)
-    media = {one.id: one.media for one in seen if one.media}
-    names = dict.fromkeys([*(one.id for one in conversations.all), *rejected])
+            rejected[conversation.id] = str(error)
+    media = {
+        conversation.id: conversation.media for conversation in with_media if conversation.media
+    }
+    names = dict.fromkeys([*(conversation.id for conversation in conversations.all), *rejected])
     return ChatSamples(tuple(entries), rejected, media, tuple(names))
 
 
 def digest_of(entries: Sequence[ChatEntry]) -> str:
-    """Return a digest of texts, places, lengths and what the headers say; not of every byte of the media."""
+    """Digest of the texts, times, lengths and media headers; not of the media's content."""
     return entry_key({"conversations": [_facts(entry) for entry in entries]})
 
 
@@ -73,7 +83,9 @@ def _entry(
     checkpoint: ChatCheckpoint,
     chat: ChatConfig,
 ) -> ChatEntry:
-    """Render a conversation and choose its bucket. Raises `DitLoraError` with the reason if nothing can be learned."""
+    """Render a conversation and choose its bucket. Raises `DitLoraError` with the reason if nothing can be learned
+    from it.
+    """
     if isinstance(header, ClipError) and conversation.media is not None:
         raise ClipError(in_words(conversation.media, header))
     if isinstance(header, ClipError):
@@ -83,13 +95,19 @@ def _entry(
         pixels = checkpoint.shape(conversation.kind, header.height, header.width)
         if conversation.kind == "video" and pixels is not None:
             seconds = _latest(conversation, header, pixels.frames)
-    # With the times that take the most digits: no draw of frames makes it longer.
+    # With the longest time stamps: no random choice of frames gives more tokens.
     begun = _begun(conversation, chat)
-    drawn = [fit(checkpoint.render(one, pixels, seconds), chat.max_tokens) for one in begun]
-    longest, instruction = max(drawn, key=len), len(drawn[0].instruction)
+    renderings = [
+        fit(checkpoint.render(rendered, pixels, seconds), chat.max_tokens) for rendered in begun
+    ]
+    longest, instruction = max(renderings, key=len), len(renderings[0].instruction)
     if instruction and _is_shuffled(conversation, chat):
-        alone = [replace(conversation, turns=(turn,)) for turn in conversation.turns]
-        instruction = max(len(checkpoint.render(one, pixels, seconds).instruction) for one in alone)
+        single_turns = [replace(conversation, turns=(turn,)) for turn in conversation.turns]
+        instruction = max(
+            len(checkpoint.render(rendered, pixels, seconds).instruction)
+            for rendered in single_turns
+        )
+    # Rounded up, so that few shapes occur.
     length = bucket_length(len(longest), chat.length_step)
     size = (pixels.frames, pixels.height, pixels.width) if pixels else (0, 0, 0)
     shape = ChatShape(length, *size, conversation.kind)
@@ -97,7 +115,7 @@ def _entry(
         conversation,
         header,
         shape,
-        max(one.answers for one in drawn),
+        max(rendered.answers for rendered in renderings),
         instruction,
         sum(piece.dropped for piece in longest.pieces),
     )
@@ -108,9 +126,9 @@ def _is_shuffled(conversation: Conversation, chat: ChatConfig) -> bool:
 
 
 def _begun(conversation: Conversation, chat: ChatConfig) -> list[Conversation]:
-    """Return one order of turns for each length that a drawn order can give.
+    """One order of turns for each length that a random order can give.
 
-    The first turn alone makes a difference: its instruction is the conversation's, and a caption asks nothing.
+    Only the first turn makes a difference: its instruction is the conversation's, and a caption asks no question.
     """
     turns = conversation.turns
     if not _is_shuffled(conversation, chat):

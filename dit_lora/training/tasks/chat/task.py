@@ -1,4 +1,4 @@
-"""Trains chat models by the common loop: conversations read live, answers to look at, a PEFT adapter."""
+"""Trains chat models with the common loop: conversations read on the fly, sample answers, and a PEFT adapter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -35,7 +35,7 @@ from dit_lora.training.tasks.rejects import Rejects
 
 @dataclass(frozen=True)
 class PreparedChat(Prepared):
-    """Conversations to train on, and others to measure on."""
+    """Conversations to train on, and others to validate on."""
 
     held_out: ChatSet | None = None
 
@@ -45,14 +45,14 @@ ChatSetup: TypeAlias = Setup[PreparedChat, ChatCheckpoint]
 
 @dataclass(frozen=True)
 class ChatTask:
-    """The `Task` of every family with the contract of `families.chat_base`."""
+    """The `Task` of every family that implements `families.chat_base`."""
 
     def prepare_data(self, session: Session, checkpoint: ChatCheckpoint) -> PreparedChat:
         recipe, accelerator = session.recipe, session.accelerator
         quiet = not accelerator.is_local_main_process
         rejects = Rejects(session)
         held_out = None
-        # The others find headers and digests remembered.
+        # The other processes find headers and digests cached.
         with accelerator.local_main_process_first():
             samples = find_conversations(recipe, checkpoint, recipe.data, quiet=quiet)
             digests = Digests(recipe.cache_dir / "digests.json")
@@ -69,10 +69,15 @@ class ChatTask:
             data = recipe.data.model_copy(
                 update={"path": recipe.validation.conversations, "sources": ()}
             )
-            others = find_conversations(recipe, checkpoint, data, quiet=quiet)
-            rejects.add(others.rejected, "these samples of validation.conversations cannot be used")
+            validation_samples = find_conversations(recipe, checkpoint, data, quiet=quiet)
+            rejects.add(
+                validation_samples.rejected,
+                "these samples of validation.conversations cannot be used",
+            )
             held_out = training_set(
-                rejects.without(others.entries, lambda entry: entry.id), checkpoint, recipe
+                rejects.without(validation_samples.entries, lambda entry: entry.id),
+                checkpoint,
+                recipe,
             )
         return PreparedChat(
             conversations, digest_of(entries), model, rejects.reasons, held_out=held_out
@@ -83,7 +88,7 @@ class ChatTask:
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
         model = checkpoint.load_model(dtype)
         narrowed = quantized(recipe, model, family.group_patterns)
-        said = "no adapter: optim.groups.adapter is null"
+        description = "no adapter: optim.groups.adapter is null"
         if recipe.optim.groups.adapter is not None:
             attached = attach_started(
                 model,
@@ -92,9 +97,9 @@ class ChatTask:
                 seed=recipe.train.seed,
                 within=family.lora_within,
             )
-            said = str(attached)
+            description = str(attached)
         groups = recipe_groups(model, recipe.optim.groups, family.group_patterns)
-        return model, groups, f"{narrowed}{said}\n{put_kernels(recipe, model)}"
+        return model, groups, f"{narrowed}{description}\n{put_kernels(recipe, model)}"
 
     def model_digest(self, checkpoint: ChatCheckpoint, recipe: Recipe, digests: Digests) -> str:
         return entry_key({checkpoint.path.name: digests.component(checkpoint.path)})
@@ -103,7 +108,9 @@ class ChatTask:
         family: ChatFamily = get_family(recipe.model.family)
         chat = recipe.model_dump(mode="json")["chat"] or {}
         if family.tells_times and chat.get("timestamps", "") is None:
-            chat["timestamps"] = True  # no choice of theirs, and what checkpoints of before have
+            chat["timestamps"] = (
+                True  # not configurable for these families; older checkpoints have it
+            )
         return {f"chat.{key}": value for key, value in chat.items()}
 
     def provenance(self, setup: ChatSetup) -> dict[str, Any]:
@@ -111,16 +118,16 @@ class ChatTask:
         return {"viewing": asdict(setup.checkpoint.how), "system": chat.system}
 
     def loss_parts(self, setup: ChatSetup, result: StepResult) -> dict[str, dict[str, float]]:
-        """Return the step's loss under its kind of media: all samples of a step are of one kind."""
+        """The step's loss by kind of media; all samples of a step are of the same kind."""
         return {"loss_by_media": {KINDS[result.timesteps[0]]: result.loss}}
 
     def held_out_loss(self, setup: ChatSetup) -> float | None:
-        """Loss over answer tokens of `held_out_clips` conversations, with middle frames and turns in their order."""
+        """Loss over answer tokens of `held_out_clips` conversations, with middle frames and turns in order."""
         held_out = setup.data.held_out
         if held_out is None:
             return None
         entries = held_out.entries[: setup.recipe.validation.held_out_clips]
-        return mean_loss(setup, held_out, [HeldOut(one, 0, one.answers) for one in entries])
+        return mean_loss(setup, held_out, [HeldOut(entry, 0, entry.answers) for entry in entries])
 
     def show(self, setup: ChatSetup, step: int) -> None:
         write_answers(setup, step)
@@ -135,18 +142,18 @@ class ChatTask:
 
 
 def default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:
-    """Return the family's targets that the model has: language models of one family differ."""
-    linear = (name for name, one in model.named_modules() if isinstance(one, nn.Linear))
-    there = {name.rpartition(".")[2] for name in linear}
-    return tuple(target for target in family.lora_targets if target in there)
+    """The family's LoRA targets that exist in this model: its language models differ."""
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    present = {name.rpartition(".")[2] for name in linear}
+    return tuple(target for target in family.lora_targets if target in present)
 
 
 def _without_effect(recipe: Recipe, entries: Sequence[ChatEntry]) -> dict[str, str]:
-    """Return the samples through which nothing that trains would get a gradient, and why."""
+    """Samples that would give no trained parameter a gradient, each with the reason."""
     if recipe.optim.groups.adapter is not None:
         return {}
-    why = "it is text alone, and without an adapter (optim.groups.adapter: null) only what sees media trains"
-    return {entry.id: why for entry in entries if entry.shape.kind == "text"}
+    reason = "it is text alone, and without an adapter (optim.groups.adapter: null) only what sees media trains"
+    return {entry.id: reason for entry in entries if entry.shape.kind == "text"}
 
 
 def _told(clips: ChatSet) -> str:

@@ -1,6 +1,7 @@
-"""Reads conversations for a run: frames decoded and text rendered as they come, each sample in its bucket.
+"""Reads conversations for a run: decodes frames and renders text on the fly, each sample in its bucket.
 
-A sample's tensors have the shape of its bucket, so all of a step can be one batch on any rank, of one kind of media.
+A sample's tensors have the shape of its bucket, so that all samples of a step can form one batch on any rank, with one
+kind of media.
 """
 
 import dataclasses
@@ -32,10 +33,10 @@ from dit_lora.numerics.streams import generator
 
 @dataclass(frozen=True, order=True, slots=True)
 class ChatShape:
-    """The sizes that samples of one batch share."""
+    """The sizes that the samples of a batch share."""
 
     length: int
-    """Tokens, padding included."""
+    """Tokens, including padding."""
     frames: int
     """Frames; 0 for kind `text`."""
     height: int
@@ -48,7 +49,7 @@ class ChatShape:
 
     @property
     def volume(self) -> int:
-        """Tokens of the language model plus patches of 16x16 of the vision encoder."""
+        """Tokens of the language model plus 16x16 patches of the vision encoder."""
         return self.length + self.frames * self.height * self.width // 256
 
     def __str__(self) -> str:
@@ -58,18 +59,18 @@ class ChatShape:
 
 @dataclass(frozen=True, slots=True)
 class ChatEntry:
-    """One conversation, and what is known of it without decoding."""
+    """One conversation, with everything that is known without decoding."""
 
     conversation: Conversation
     header: VideoHeader | None
     """The media's header; None for kind `text`."""
     shape: ChatShape
     answers: int
-    """Tokens that are learned: the same however frames and turns are drawn."""
+    """Tokens that are learned; independent of the random frames and turn order."""
     instruction: int
     """Tokens that a Q-Former reads."""
     shortened: int = 0
-    """Tokens of questions that are left out."""
+    """Tokens of questions that are cut off."""
 
     @property
     def id(self) -> str:
@@ -78,7 +79,7 @@ class ChatEntry:
 
 @dataclass(frozen=True)
 class Room:
-    """Tokens that the longest sample of a bucket needs, which all of them are padded to."""
+    """Token counts to which all samples of a bucket are padded."""
 
     answers: int
     instruction: int
@@ -86,7 +87,7 @@ class Room:
 
 @dataclass(frozen=True)
 class ChatSet:
-    """Conversations that are read as they are wanted."""
+    """Conversations that are read on demand."""
 
     entries: tuple[ChatEntry, ...]
     checkpoint: ChatCheckpoint
@@ -101,7 +102,7 @@ class ChatSet:
         rooms: dict[ChatShape, Room] = {}
         for entry in entries:
             room = rooms.get(entry.shape, Room(1, 0))
-            # Padding by bucket and not by batch: a sample's tensors do not depend on its neighbours.
+            # Padding per bucket, not per batch: a sample's tensors do not depend on its neighbours.
             rooms[entry.shape] = Room(
                 max(room.answers, entry.answers), max(room.instruction, entry.instruction)
             )
@@ -119,19 +120,21 @@ class ChatSet:
 
     @property
     def largest(self) -> tuple[ChatShape, Spec]:
-        shape = max(self.rooms, key=lambda one: one.volume)
+        shape = max(self.rooms, key=lambda candidate: candidate.volume)
         tensors = self._tensors(shape, Rendered(()), None, [0.0] * shape.frames)
         return shape, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     def one_of_each_kind(self) -> Sequence[ChatEntry]:
-        """Return one entry of each kind where there are several: text uses no vision encoder."""
-        first: dict[Kind, ChatEntry] = {}
+        """One entry of each kind of media if there are several kinds; else empty. Text, for example, uses no vision
+        encoder.
+        """
+        by_kind: dict[Kind, ChatEntry] = {}
         for entry in self.entries:
-            first.setdefault(entry.shape.kind, entry)
-        return tuple(first.values()) if len(first) > 1 else ()
+            by_kind.setdefault(entry.shape.kind, entry)
+        return tuple(by_kind.values()) if len(by_kind) > 1 else ()
 
     def known(self) -> dict[str, torch.Tensor]:
-        """Return tokens of one sample of the largest shape: models count those that stand for its media."""
+        """Tensors of one sample of the largest shape, except pixels: models count the tokens that stand for media."""
         shape, _ = self.largest
         entry = next(entry for entry in self.entries if entry.shape == shape)
         rendered, seconds = self.render(entry, None)
@@ -139,30 +142,31 @@ class ChatSet:
         return {name: tensor for name, tensor in tensors.items() if name != "pixels"}
 
     def sample(self, entry: ChatEntry, draw: int) -> Batch:
-        """Read one sample with the middle frames, whole pictures and turns as written; `draw` changes nothing."""
+        """Read one sample without randomness: middle frames, whole pictures, turns in order. `draw` has no effect."""
         return self._read(entry, draw, None)
 
     def drawn(self, entry: ChatEntry, draw: int, seed: int) -> Batch:
-        """Read one sample with frames, crop and order of turns by chance, as the recipe's `chat` section has it."""
+        """Read one sample with random frames, crop and turn order, according to the recipe's `chat` section."""
         return self._read(entry, draw, draws_of(seed, draw))
 
     def token_problems(self, model: nn.Module) -> list[str]:
-        """Return a line for each token of a sample's text that the model has no embedding of."""
+        """One message for each token in a sample's text that has no embedding in the model."""
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
         count = embeddings.num_embeddings
         vocabulary = self.checkpoint.tokenizer.get_vocab()
-        # Most vocabularies fit: then no sample is rendered for this.
-        beyond = {token: name for name, token in vocabulary.items() if token >= count}
-        if not beyond:
+        # Most vocabularies fit: then no sample needs to be rendered.
+        not_embedded = {token: name for name, token in vocabulary.items() if token >= count}
+        if not not_embedded:
             return []
         problems = []
         for entry in self.entries:
             pieces = self.render(entry, None)[0].pieces
+            # Media placeholders are replaced by features and need no embedding.
             ids = {token for piece in pieces if piece.part != "media" for token in piece.ids}
             problems += [
-                f"{entry.id}: {beyond[token]!r} is token {token}, "
+                f"{entry.id}: {not_embedded[token]!r} is token {token}, "
                 f"and the model has embeddings of tokens 0..{count - 1}"
-                for token in sorted(ids & beyond.keys())
+                for token in sorted(ids & not_embedded.keys())
             ]
         return problems
 
@@ -175,7 +179,7 @@ class ChatSet:
     def render(
         self, entry: ChatEntry, draws: torch.Generator | None
     ) -> tuple[Rendered, list[float]]:
-        """Return the sample's tokens, shortened to `chat.max_tokens`, and the seconds of its frames."""
+        """The sample's tokens, cut to `chat.max_tokens`, and the times of its frames in seconds."""
         conversation, shape = _reordered(entry.conversation, self.chat, draws), entry.shape.pixels
         seconds = _seconds(entry, draws if self.chat.frames == "random" else None)
         rendered = self.checkpoint.render(conversation, shape, seconds)
@@ -231,18 +235,19 @@ class ChatSet:
         )
         if shape.kind != "text":
             empty = (shape.frames, 3, shape.height, shape.width)
-            # A file that cannot be read keeps its shape in the batch; the fault travels beside it.
+            # An unreadable file keeps its shape in the batch; the fault is passed along with it.
             tensors["pixels"] = torch.zeros(empty, dtype=torch.uint8) if pixels is None else pixels
         if shape.kind == "video":
-            tensors["seconds"] = torch.tensor(seconds)  # some models count positions by them
+            tensors["seconds"] = torch.tensor(seconds)  # some models derive positions from them
         return tensors
 
 
 class ChatDataset(OrderedDataset):
     """The sample at each position of a run, weighted so that every answer token of a step counts the same.
 
-    A sample's loss is its mean over its answer tokens; times its share of the step's tokens, over all micro-steps and
-    ranks, the step's mean is that over tokens. Which samples a step has is known to all, so nothing is exchanged.
+    A sample's loss is the mean over its answer tokens. Multiplied by its share of the step's tokens, over all
+    micro-steps and ranks, the step's mean is the mean over tokens. All ranks know the samples of a step, so nothing is
+    communicated.
     """
 
     def __init__(self, clips: ChatSet, how: Reading) -> None:
@@ -256,14 +261,14 @@ class ChatDataset(OrderedDataset):
         epoch, copy, index = self.order.draw_at(position)
         entry = self.clips.entries[index]
         batch = self.clips.drawn(entry, draw_number(entry.id, epoch, copy), self.seed)
-        # Times the group's size: the loop takes the mean over samples.
+        # Times the group size, because the loop averages over samples.
         share = entry.answers * self.group / self._tokens(position // self.group)
         weight = torch.tensor([share * entry.conversation.loss_weight])
         return dataclasses.replace(batch, tensors={**batch.tensors, LOSS_WEIGHT: weight})
 
     def _tokens(self, step: int) -> int:
-        """Return the number of answer tokens of a step's samples."""
-        # A step's samples come one after another: the last sum is remembered.
+        """Number of answer tokens in a step's samples."""
+        # A step's samples are read one after another: cache the last sum.
         if self._total[0] != step:
             positions = range(step * self.group, (step + 1) * self.group)
             indices = (self.order.draw_at(position).sample for position in positions)
@@ -272,7 +277,7 @@ class ChatDataset(OrderedDataset):
 
 
 def draws_of(seed: int, draw: int) -> torch.Generator:
-    """Return the generator for frames, crop and order of turns of one coming of a sample."""
+    """Random generator for frames, crop and turn order of one use of a sample."""
     return generator(seed, "chat", draw)
 
 
@@ -281,6 +286,7 @@ def _reordered(
 ) -> Conversation:
     if draws is None or not (chat.shuffle_turns and conversation.independent):
         return conversation
+    # Independent turns may come in any order.
     order = torch.randperm(len(conversation.turns), generator=draws).tolist()
     return dataclasses.replace(
         conversation, turns=tuple(conversation.turns[index] for index in order)
@@ -288,16 +294,21 @@ def _reordered(
 
 
 def _seconds(entry: ChatEntry, draws: torch.Generator | None) -> list[float]:
-    header, one = entry.header, entry.conversation
-    if one.kind != "video" or header is None or header.seconds is None or header.fps is None:
+    header, conversation = entry.header, entry.conversation
+    if (
+        conversation.kind != "video"
+        or header is None
+        or header.seconds is None
+        or header.fps is None
+    ):
         return []
     return list(
         frame_seconds(
             header.seconds,
             header.fps,
             entry.shape.frames,
-            start=one.start,
-            end=one.end,
+            start=conversation.start,
+            end=conversation.end,
             generator=draws,
         )
     )

@@ -1,4 +1,4 @@
-"""Writes what a chat model answers in conversations that it is not trained on."""
+"""Writes the chat model's answers to the validation prompts."""
 
 import json
 from pathlib import Path
@@ -19,10 +19,10 @@ ANSWERS = "answers.json"
 
 
 def write_answers(setup: Setup[Prepared, ChatCheckpoint], step: int) -> None:
-    """Write samples/step_NNNNNN/answers.json: what the model says to each of `validation.prompts`. Collective."""
+    """Write samples/step_NNNNNN/answers.json with the model's answers to `validation.prompts`. Collective."""
     if not setup.recipe.validation.prompts:
         return
-    # A sharded model answers on all ranks at once, the same on each.
+    # All ranks of a sharded model generate together, the same answer on each.
     takes_part = setup.session.is_main or setup.engine.lockstep
     if takes_part:
         _write(setup, step)
@@ -45,14 +45,14 @@ def _write(setup: Setup[Prepared, ChatCheckpoint], step: int) -> None:
         for index, prompt in enumerate(bar):
             file = settings.media[index] if settings.media else None
             try:
-                said = answerer.ask(
+                answer = answerer.ask(
                     MediaFile(Path(file)) if file else None,
                     prompt,
                     max_tokens=settings.max_answer_tokens,
                 )
             except ClipError as problem:
                 raise DitLoraError(f"validation.media: {problem}") from problem
-            answers.append({"prompt": prompt, "media": file, "answer": said})
+            answers.append({"prompt": prompt, "media": file, "answer": answer})
     if not setup.session.is_main:
         return
     folder = setup.session.dir / "samples" / f"step_{step:06d}"

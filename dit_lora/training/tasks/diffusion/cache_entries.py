@@ -1,4 +1,4 @@
-"""Makes the cache entry of a sample or a caption, and the facts that its key depends on."""
+"""Creates the cache entry of a sample or a caption, and the metadata that its key depends on."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -28,21 +28,21 @@ from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 
 @dataclass(frozen=True)
 class DecodedSample:
-    """A decoded sample, as `VideoEncoder` takes it."""
+    """A decoded sample, the input of `VideoEncoder`."""
 
     video: torch.Tensor
     """Frames, uint8 (F, 3, H, W)."""
     image: torch.Tensor | None = None
-    """The sample's own first image, uint8 (3, H, W); None where it has none."""
+    """The sample's separate first image, uint8 (3, H, W); None if it has none."""
     references: tuple[torch.Tensor, ...] = ()
     """Frames of each reference, uint8 (frames, 3, height, width), at its own size."""
     mask: torch.Tensor | None = None
-    """The part that is learned, float32 (H, W) from 0 to 1; None where the data has no masks."""
+    """Weight of each pixel in the loss, float32 (H, W) from 0 to 1; None if the data has no masks."""
     sound: Sound | None = None
-    """The sound of its frames; None where none is trained."""
+    """The sound of its frames; None if sound is not trained."""
 
     def encoded(self, encode: VideoEncoder, shape: VideoShape) -> Tensors:
-        """Return what the cache keeps of it; `shape` is the sample's, with those of its references."""
+        """The tensors to cache; `shape` is the sample's, including its references' shapes."""
         tensors = encode(self.video, self.image)
         if self.references:
             assert isinstance(encode, ReferenceEncoder)
@@ -57,11 +57,11 @@ class DecodedSample:
 
 @dataclass(frozen=True)
 class Shown:
-    """References of a caption that is encoded with them."""
+    """References that are encoded together with a caption."""
 
     media: tuple[Media, ...]
     shape: VideoShape
-    """The sample's, with theirs."""
+    """The sample's shape, including its references' shapes."""
     start: float = 0.0
 
     @classmethod
@@ -71,18 +71,18 @@ class Shown:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Makes a recipe's cache entries."""
+    """Creates a recipe's cache entries."""
 
     recipe: Recipe
     digests: Digests
     text_facts: Mapping[str, Any]
     video_facts: Mapping[str, Any]
     takes: References | None = None
-    """The references that the checkpoint takes."""
+    """The references that the checkpoint supports; None if it supports none."""
     has_masks: bool = field(default=False)
-    """True if a sample may have a mask: then each has one, of 1 where it has none of its own."""
+    """True if any source has masks: then every sample gets one, of ones if it has none of its own."""
     sound: SoundFormat | None = None
-    """The sound that is encoded with each clip; None where none is trained."""
+    """Format of the sound encoded with each clip; None if sound is not trained."""
 
     @classmethod
     def of(
@@ -90,6 +90,7 @@ class Encoding:
     ) -> "Encoding":
         def resolved(facts: Mapping[str, Any]) -> dict[str, Any]:
             """Replace folders by digests of their contents, and add the dtype of encoding: it is a fact too."""
+            # A folder is replaced by the digest of its content: a moved checkpoint keeps its cache.
             components = {
                 name: digests.component(value) if isinstance(value, Path) else value
                 for name, value in facts.items()
@@ -109,33 +110,33 @@ class Encoding:
 
     @property
     def texts_see_references(self) -> bool:
-        """True if captions are encoded with their samples' references."""
+        """True if captions are encoded together with their samples' references."""
         return self.takes is not None and self.takes.in_text
 
     def text(self, caption: str, shown: Shown | None = None) -> Job:
-        """Return the job that encodes a caption, with what is `shown` where the text encoder sees references.
+        """The job that encodes a caption, with the references `shown` if the text encoder reads them.
 
-        Raises `OSError` if one cannot be read.
+        Raises `OSError` if a reference cannot be read.
         """
         facts = {**self.text_facts, "caption": caption}
         if shown is not None and self.texts_see_references:
-            facts["references"] = [self.digests.pixels(one) for one in shown.media]
+            facts["references"] = [self.digests.pixels(reference) for reference in shown.media]
             facts["start"], facts["shape"] = shown.start, str(shown.shape)
             return Job(
                 f"caption {caption!r}", entry_key(facts), facts, self._seeing(caption, shown)
             )
 
         def make(encode: TextEncoder) -> Tensors:
-            # One at a time: in a batch, the result would depend on its neighbours in the last bits.
+            # One caption at a time: in a batch the last bits of the result would depend on its neighbours.
             return {name: tensor[0] for name, tensor in encode([caption]).items()}
 
         return Job(f"caption {caption!r}", entry_key(facts), facts, make)
 
     def _seeing(self, caption: str, shown: Shown) -> Callable[[EditTextEncoder], Tensors]:
         def make(encode: EditTextEncoder) -> Tensors:
-            given = self._references(shown)
-            made = encode.with_references(caption, given, shown.shape)
-            return {name: tensor[0] for name, tensor in made.items()}
+            references = self._references(shown)
+            tensors = encode.with_references(caption, references, shown.shape)
+            return {name: tensor[0] for name, tensor in tensors.items()}
 
         return make
 
@@ -143,10 +144,10 @@ class Encoding:
         assert self.takes is not None
         clip = shown.shape if self.takes.clips else None
         fps = self.recipe.data.fps
-        return tuple(read_reference(one, clip, fps, shown.start) for one in shown.media)
+        return tuple(read_reference(reference, clip, fps, shown.start) for reference in shown.media)
 
     def video(self, sample: BucketedSample, *, mirrored: bool = False) -> Job:
-        """Return the job that encodes a sample. Raises `OSError` if its file cannot be read."""
+        """The job that encodes a sample. Raises `OSError` if its file cannot be read."""
         # Everything that changes the latents is in the key: no entry is ever stale, only unused.
         facts = {
             **self.video_facts,
@@ -155,13 +156,15 @@ class Encoding:
             "decode": DECODE_VERSION,
             "media": self.digests.pixels(sample.clip.media),
         }
-        # Keys of samples that do without an option are those from before it was offered: old caches stay good.
+        # Omit unused options: keys from before the option existed must still match, so that old caches stay valid.
         if sample.start:
             facts["start"] = sample.start
         if sample.clip.image:
             facts["image"] = self.digests.pixels(sample.clip.image)
         if sample.clip.references:
-            facts["reference_files"] = [self.digests.pixels(one) for one in sample.clip.references]
+            facts["reference_files"] = [
+                self.digests.pixels(reference) for reference in sample.clip.references
+            ]
         else:
             del facts["references"]
         if self.has_masks:
@@ -178,7 +181,7 @@ class Encoding:
         return Job(sample.id, entry_key(facts), facts, make)
 
     def decode(self, sample: BucketedSample, *, mirrored: bool = False) -> DecodedSample:
-        """Return the sample's frames and what belongs to them; raises `ClipError` if nothing can be learned."""
+        """Decode the sample's frames, image, references, mask and sound. Raises `ClipError` if it is unusable."""
         size = {"height": sample.shape.height, "width": sample.shape.width}
         video = read_frames(
             sample.clip.media,
@@ -187,7 +190,7 @@ class Encoding:
             start=sample.start,
             **size,
         )
-        # On decoded frames, before encoding: a black clip would be cached as good.
+        # Check decoded frames before encoding: a black clip would be cached as good.
         for finding in judge_frames(video):
             if finding.verdict == "reject":
                 raise ClipError(f"{sample.clip.media.name}: {finding.code}: {finding.words}")
@@ -196,7 +199,10 @@ class Encoding:
         references = self._references(Shown.of(sample)) if sample.clip.references else ()
         mask = self._mask(sample)
         if mirrored:
-            video, references = video.flip(-1), tuple(one.flip(-1) for one in references)
+            video, references = (
+                video.flip(-1),
+                tuple(reference.flip(-1) for reference in references),
+            )
             mask = None if mask is None else mask.flip(-1)
         return DecodedSample(video, image, references, mask, self._sound(sample))
 
@@ -211,7 +217,7 @@ class Encoding:
         return Sound(waveform, self.sound.rate)
 
     def silence(self, shape: VideoShape) -> Sound | None:
-        """Return sound as long as that of a sample of this shape."""
+        """Silence as long as a sample of this shape; None without sound."""
         if self.sound is None or self.recipe.data.fps is None:
             return None
         samples = self.sound.samples(shape.frames, self.recipe.data.fps)

@@ -1,4 +1,4 @@
-"""Plans a recipe's cache: each sample's entries and each caption's, before anything is encoded."""
+"""Plans a recipe's cache: the entries of each sample and each caption, before anything is encoded."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,23 +27,25 @@ from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 from dit_lora.training.tasks.diffusion.samples import Samples, bar, find_samples
 
 AUDIT_MEMO = "audit.jsonl"
-"""The file in the cache's folder that holds what `dit-lora audit` measured."""
+"""The file in the cache folder with the results of `dit-lora audit`."""
 
 
 @dataclass(frozen=True)
 class PlannedSample:
-    """One sample and the entries that it needs."""
+    """One sample and the cache entries it needs."""
 
     sample: BucketedSample
     video: Job
     mirror: Job | None
     text: Job
     empty: Job | None = None
-    """The empty caption with the sample's own references, where captions are encoded with them and dropped."""
+    """The empty caption with the sample's references, if captions are encoded with references and dropped; else
+    None.
+    """
     preserve: tuple[Job, ...] = ()
-    """The captions without the trigger, under `train.preserve`."""
+    """The captions without the trigger, for `train.preserve`."""
     preserve_weight: float = 0.0
-    """Factor of the loss on that caption; 0 for a caption that has no trigger."""
+    """Factor of the preservation loss; 0 if the caption has no trigger."""
 
     @property
     def videos(self) -> tuple[Job, ...]:
@@ -71,7 +73,7 @@ class PlannedSample:
 
 
 class ShownPrompt(NamedTuple):
-    """A validation prompt's jobs."""
+    """A validation prompt's encoding jobs."""
 
     text: Job
     negative: Job
@@ -80,32 +82,32 @@ class ShownPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe's samples with their entries."""
+    """A recipe's samples with their cache entries."""
 
     encoding: Encoding
     samples: Samples
     wanted: tuple[PlannedSample, ...]
     rejected: dict[str, str]
-    """Samples that cannot be used, as far as is known without decoding, and why."""
+    """Samples that are known to be unusable without decoding, each with the reason."""
     empty: Job
-    """The empty caption, which dropout puts in place; of a model that sees references, with the first sample's."""
+    """The empty caption for caption dropout; with the first sample's references if the text encoder reads them."""
     shown: tuple[ShownPrompt, ...]
-    """The validation prompts, for the checkpoint that samples are made with."""
+    """The validation prompts, encoded for the checkpoint that samples are generated with."""
     transformer_digest: str
     own_text_encoder: bool = True
-    """True if prompts are encoded as captions are."""
+    """True if prompts use the same text encoder as captions."""
 
     @property
     def keys(self) -> tuple[set[str], set[str]]:
         """Keys of all clips and of all captions that the recipe uses."""
-        videos = {job.key for one in self.wanted for job in one.videos}
-        of_samples = (job for one in self.wanted for job in one.texts)
+        videos = {job.key for planned in self.wanted for job in planned.videos}
+        of_samples = (job for planned in self.wanted for job in planned.texts)
         return videos, {job.key for job in (self.empty, *self.shown_texts, *of_samples)}
 
     @property
     def shown_texts(self) -> tuple[Job, ...]:
-        """Jobs of validation prompts, and of the empty ones beside them."""
-        return tuple(job for one in self.shown for job in one)
+        """Jobs of the validation prompts and their empty prompts."""
+        return tuple(job for prompt in self.shown for job in prompt)
 
 
 def make_plan(
@@ -117,41 +119,43 @@ def make_plan(
     quiet: bool,
     second: Encoders | None = None,
 ) -> Plan:
-    """Read the sources, and the files that were not read before; remembers their digests unless `quiet`.
+    """Read the sources, and files that have not been read before; saves their digests unless `quiet`.
 
-    `second` is the checkpoint that samples are made with, if it is another.
+    `group` is the number of samples per step. `second` is the checkpoint that samples are generated with, if it
+    differs.
     """
     digests = Digests(recipe.cache_dir / "digests.json")
     encoding = Encoding.of(recipe, checkpoint, dtype, digests)
     transformer = transformer_digest(checkpoint, recipe, digests)
     samples = find_samples(recipe, checkpoint, group=group, quiet=quiet)
     of_samples = Encoding.of(recipe, second, dtype, digests) if second else encoding
-    shown = tuple(_shown_prompts(recipe, of_samples))
+    prompts = tuple(_shown_prompts(recipe, of_samples))
     rejected = dict(samples.rejected)
-    wanted: list[PlannedSample] = []
+    planned: list[PlannedSample] = []
     for sample in bar("reading files", "clip", quiet)(samples.all):
-        # A file that is away is waited for: left out, the sample would be missing in the whole run.
+        # Wait for a missing file: without it the sample would be missing for the whole run.
         folder = Path(sample.clip.media.place).parent
-        wanted.append(read_stored(partial(_planned, encoding, sample), folder))
-    _require_triggers(recipe, wanted)
+        planned.append(read_stored(partial(_planned, encoding, sample), folder))
+    _require_triggers(recipe, planned)
     if not quiet:
         digests.save()
-    # By content and not by name: a file that was mended since is judged anew.
+    # By content, not by name: a file that was repaired since is audited again.
     at_fault = audited(recipe, samples.clips, digests, recipe.data, samples.shapes)
+    # An audit rejects files; one file may be cut into several samples.
     windows: dict[str, list[str]] = {}
     for sample in samples.all:
         windows.setdefault(sample.clip.id, []).append(sample.id)
-    for file, words in at_fault.items():
-        rejected |= dict.fromkeys(windows.get(file, [file]), words)
-    first = Shown.of(wanted[0].sample) if wanted else None
-    # An equal text encoder gives equal keys, in whichever checkpoint it lies.
+    for file, reason in at_fault.items():
+        rejected |= dict.fromkeys(windows.get(file, [file]), reason)
+    first_references = Shown.of(planned[0].sample) if planned else None
+    # An equal text encoder gives equal keys, whichever checkpoint contains it.
     is_own = of_samples.text("").key == encoding.text("").key
-    empty = encoding.text("", first)
-    return Plan(encoding, samples, tuple(wanted), rejected, empty, shown, transformer, is_own)
+    empty = encoding.text("", first_references)
+    return Plan(encoding, samples, tuple(planned), rejected, empty, prompts, transformer, is_own)
 
 
 def _planned(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
-    """Return a sample with its jobs. Raises `OSError` if one of its files cannot be read."""
+    """A sample with its jobs. Raises `OSError` if one of its files cannot be read."""
     video = encoding.video(sample)
     mirror = encoding.video(sample, mirrored=True) if encoding.recipe.data.flip else None
     texts = _texts(encoding, sample)
@@ -159,29 +163,32 @@ def _planned(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
 
 
 def _texts(encoding: Encoding, sample: BucketedSample) -> tuple[Job, Job | None]:
-    """Return a sample's caption, and what dropout puts in its place where that is not the same for all."""
-    shown = Shown.of(sample)
-    text = encoding.text(sample.clip.caption, shown)
+    """The jobs of a sample's caption and of its empty caption; None for the latter if all samples share it."""
+    references = Shown.of(sample)
+    text = encoding.text(sample.clip.caption, references)
     if encoding.texts_see_references and encoding.recipe.data.caption_dropout > 0:
-        return text, encoding.text("", shown)
+        return text, encoding.text("", references)
     return text, None
 
 
 def _preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[Job, ...], float]:
-    """Return a sample's captions without the trigger, and the factor of the loss on them."""
+    """Jobs of a sample's captions without the trigger, and the factor of their loss."""
     preserve, caption = encoding.recipe.train.preserve, sample.clip.caption
     if preserve is None:
         return (), 0.0
-    if preserve.trigger not in caption:  # a batch has such a caption for each sample
+    if preserve.trigger not in caption:  # every sample of a batch needs such a caption
         return (encoding.text(caption, Shown.of(sample)),), 0.0
-    shown = Shown.of(sample)
-    jobs = tuple(encoding.text(one, shown) for one in preserve.without_trigger(caption))
+    references = Shown.of(sample)
+    jobs = tuple(
+        encoding.text(other_caption, references)
+        for other_caption in preserve.without_trigger(caption)
+    )
     return jobs, preserve.weight
 
 
 def _require_triggers(recipe: Recipe, wanted: Sequence[PlannedSample]) -> None:
     preserve = recipe.train.preserve
-    if preserve is not None and wanted and not any(one.preserve_weight for one in wanted):
+    if preserve is not None and wanted and not any(planned.preserve_weight for planned in wanted):
         raise DitLoraError(
             f"train.preserve: none of {len(wanted)} captions has the trigger {preserve.trigger!r} in it, as in "
             f"{wanted[0].sample.clip.caption!r}; name the words that captions have"
@@ -189,14 +196,14 @@ def _require_triggers(recipe: Recipe, wanted: Sequence[PlannedSample]) -> None:
 
 
 def _shown_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ShownPrompt]:
-    """Yield validation's prompts, each with the empty one: of a model that sees references, with the same ones."""
+    """Yield the validation prompts, each with the empty prompt; both with the prompt's references if it has any."""
     for prompt, files in zip_longest(recipe.validation.prompts, recipe.validation.references):
-        shown = None
+        references = None
         if files:
             media = tuple(MediaFile(Path(file)) for file in files)
-            shown = Shown(media, VideoShape.of(recipe.data))
+            references = Shown(media, VideoShape.of(recipe.data))
         try:
-            yield ShownPrompt(encoding.text(prompt, shown), encoding.text("", shown))
+            yield ShownPrompt(encoding.text(prompt, references), encoding.text("", references))
         except OSError as error:
             raise DitLoraError(
                 f"validation.references: {error.filename} cannot be read: {error.strerror}"
@@ -204,7 +211,7 @@ def _shown_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ShownPrompt]:
 
 
 def transformer_digest(checkpoint: Opened, recipe: Recipe, digests: Digests) -> str:
-    """Return the digest of the transformer's files, or of what it is drawn from."""
+    """Digest of the transformer's files, or of the settings of its random initialization."""
     scratch = recipe.model.from_scratch
     if scratch is None:
         return digests.component(checkpoint.path / checkpoint.part)
@@ -218,13 +225,13 @@ def audited(
     data: DataConfig | None = None,
     shapes: Sequence[VideoShape] = (),
 ) -> dict[str, str]:
-    """Return what `dit-lora audit` rejected of these clips' files, by file, with the reason; decodes nothing."""
+    """Clip files that `dit-lora audit` has rejected, each with the reason; decodes nothing."""
     memo = AuditMemo(recipe.cache_dir / AUDIT_MEMO)
     if not memo:
         return {}
     rejected = {}
-    for one in remembered(clips, data, memo=memo, digests=digests, shapes=shapes):
-        reasons = [f"{f.code}: {f.words}" for f in one.findings if f.verdict == "reject"]
+    for result in remembered(clips, data, memo=memo, digests=digests, shapes=shapes):
+        reasons = [f"{f.code}: {f.words}" for f in result.findings if f.verdict == "reject"]
         if reasons:
-            rejected[one.file] = f"{one.file}: {'; '.join(reasons)}"
+            rejected[result.file] = f"{result.file}: {'; '.join(reasons)}"
     return rejected

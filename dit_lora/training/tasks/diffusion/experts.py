@@ -1,4 +1,6 @@
-"""Samples with two experts, of which a run trains one: loads the other's adapter, and keeps one expert in memory."""
+"""Generates samples with two experts while one trains: loads the other's adapter, and keeps one expert on the
+device.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,32 +21,34 @@ from dit_lora.results.experts import PAIR_PATTERNS, files_of_experts
 
 
 def other_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | None:
-    """Return the file that `validation.other_expert` names; None where it names none.
+    """The adapter file that `validation.other_expert` names; None if it names none.
 
-    Raises `DitLoraError` where there is none, or where it was trained on the expert that trains now.
+    Raises `DitLoraError` if it has no adapter of the other expert, for example because it was trained on this one.
     """
     named = recipe.validation.other_expert
     if named is None:
         return None
-    (other,) = (part for part in checkpoint.parts if part != checkpoint.part)
-    found = files_of_experts(result_folder(named, (ADAPTER_FILE, *PAIR_PATTERNS)))
-    parts = {read_provenance(file).get("part"): file for file in found}
-    if other not in parts:
-        said = ", ".join(f"{file.name} is for {part}" for part, file in parts.items())
+    (other_part,) = (part for part in checkpoint.parts if part != checkpoint.part)
+    files = files_of_experts(result_folder(named, (ADAPTER_FILE, *PAIR_PATTERNS)))
+    # Each adapter file's metadata name the expert it was trained on.
+    parts = {read_provenance(file).get("part"): file for file in files}
+    if other_part not in parts:
+        parts_text = ", ".join(f"{file.name} is for {part}" for part, file in parts.items())
         raise DitLoraError(
-            f"validation.other_expert: {named} has no adapter of {other} ({checkpoint.parts[other]}), while this run "
-            f"trains {checkpoint.part}: {said or 'it has none at all'}"
+            f"validation.other_expert: {named} has no adapter of {other_part} ({checkpoint.parts[other_part]}), "
+            f"while this run trains {checkpoint.part}: {parts_text or 'it has none at all'}"
         )
-    return parts[other]
+    return parts[other_part]
 
 
 @contextmanager
 def both_experts(
     pipeline: Any, checkpoint: Checkpoint, trained: nn.Module, adapter: Path | None
 ) -> Iterator[None]:
-    """Let a pipeline denoise with the expert that trains and the other, one of them on the device at a time.
+    """Let a pipeline denoise with both experts, with only one of them on the device at a time.
 
-    The other comes with its `adapter`, if given. What trains stays where it is if it is spread over ranks or places.
+    The other expert gets its `adapter`, if given. The trained expert stays where it is if it is sharded or on several
+    devices.
     """
     names = [part for part in checkpoint.parts if part != checkpoint.part]
     if not names:
@@ -52,23 +56,23 @@ def both_experts(
         return
     if adapter is not None:
         load_adapter(pipeline, adapter)
-    # Diffusers leaves a loaded adapter in training mode, where the dropout of another trainer would act.
-    other = getattr(pipeline, names[0]).eval()
-    places = {tensor.device for tensor in (*trained.parameters(), *trained.buffers())}
+    # Diffusers leaves a loaded adapter in training mode, where its dropout would be active.
+    other_expert = getattr(pipeline, names[0]).eval()
+    devices = {tensor.device for tensor in (*trained.parameters(), *trained.buffers())}
     with ExitStack() as stack:
-        if len(places) > 1 or is_sharded(trained):
-            other.to(pipeline.vae.device)
+        if len(devices) > 1 or is_sharded(trained):
+            other_expert.to(pipeline.vae.device)
         else:
-            (device,) = places
+            (device,) = devices
             stack.callback(trained.to, device)
-            stack.callback(other.to, "cpu")
-            for model, idle in ((trained, other), (other, trained)):
+            stack.callback(other_expert.to, "cpu")
+            for model, idle in ((trained, other_expert), (other_expert, trained)):
                 stack.enter_context(_alone_on(device, model, idle))
         yield
 
 
 def _alone_on(device: torch.device, model: nn.Module, idle: nn.Module) -> Any:
-    """Return the handle of a hook that makes room on the device whenever the model is called."""
+    """Register a hook that moves `idle` off the device whenever `model` is called; returns its handle."""
 
     def take_turns(_module: nn.Module, _args: Any) -> None:
         if next(model.parameters()).device != device:

@@ -1,7 +1,7 @@
-"""Encodes samples as they come, in place of a cache: `data.precompute: false`.
+"""Encodes samples on the fly instead of using a cache: `data.precompute: false`.
 
-Worker processes decode; the process that trains encodes, one sample at a time as a cache is filled, so a batch
-is bit for bit what would be read from one. Memory holds the encoders, and the embeddings of the last captions.
+Worker processes decode; the training process encodes, one sample at a time as for a cache, so a batch is bitwise equal
+to one read from a cache. Memory holds the encoders and the embeddings of recent captions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample
 from dit_lora.training.tasks.diffusion.long_captions import quiet_about_length
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 
-_CAPTIONS = 256  # embeddings held; of T5-XXL and 226 tokens, 1.8 MiB each
+_CAPTIONS = 256  # cached embeddings; 1.8 MiB each for T5-XXL and 226 tokens
 
 Read = tuple[Tensors, str | None]
-"""Tensors, and what is wrong with them or None, as `TensorCache.read` gives them."""
+"""Tensors, and what is wrong with them or None, as returned by `TensorCache.read`."""
 
 
 def live_clips(
@@ -39,14 +39,14 @@ def live_clips(
     plan: Plan,
     wanted: Sequence[PlannedSample],
 ) -> "LiveClips":
-    """Return the training set with its encoders loaded; entries have the keys that a cache would have them under."""
-    samples = {one.video.key: (one.sample, False) for one in wanted}
-    samples |= {one.mirror.key: (one.sample, True) for one in wanted if one.mirror}
+    """Build the training set with its encoders loaded. Entries have the same keys as in a cache."""
+    samples = {planned.video.key: (planned.sample, False) for planned in wanted}
+    samples |= {planned.mirror.key: (planned.sample, True) for planned in wanted if planned.mirror}
     where = session.precision.dtype, session.accelerator.device
     memory = VaeMemory.of(session.recipe.data)
-    texts = (plan.empty, *plan.shown_texts, *(job for one in wanted for job in one.texts))
+    texts = (plan.empty, *plan.shown_texts, *(job for planned in wanted for job in planned.texts))
     return LiveClips(
-        tuple(one.entry for one in wanted),
+        tuple(planned.entry for planned in wanted),
         plan.empty.key,
         LiveVideos(Decoder(plan.encoding, samples), checkpoint.load_video_encoder(*where, memory)),
         LiveTexts({job.key: job for job in texts}, checkpoint.load_text_encoder(*where)),
@@ -59,7 +59,7 @@ class LiveTexts:
     def __init__(self, jobs: Mapping[str, Job], encode: TextEncoder) -> None:
         self._jobs = jobs
         self._encode = encode
-        # The least recently used goes first.
+        # Evicts the least recently used.
         self._read = lru_cache(_CAPTIONS)(self._encoded)
 
     def first_spec(self, keys: Sequence[str]) -> Spec:
@@ -73,7 +73,7 @@ class LiveTexts:
         job = self._jobs[key]
         try:
             with quiet_about_length():
-                tensors = {name: one.cpu() for name, one in job.make(self._encode).items()}
+                tensors = {name: tensor.cpu() for name, tensor in job.make(self._encode).items()}
         except ClipError as error:
             return {}, f"{job.sample}: {error}"
         bad = describe_all(tensors, MAX_ABS)
@@ -86,10 +86,10 @@ class Decoder:
 
     encoding: Encoding
     samples: dict[str, tuple[BucketedSample, bool]]
-    """Samples by key, each with true if it is mirrored."""
+    """Samples by key, each with True if it is mirrored."""
 
     def __call__(self, key: str) -> DecodedSample | str:
-        """Return the pixels, or why there are none."""
+        """Decode a sample; returns the reason as a string if that fails."""
         sample, mirrored = self.samples[key]
         try:
             return self.encoding.decode(sample, mirrored=mirrored)
@@ -98,7 +98,7 @@ class Decoder:
 
 
 class LiveVideos:
-    """Samples that are encoded when they are read, and decoded too where no worker process has done so."""
+    """Samples that are encoded when they are read, and decoded too unless a worker process has done so."""
 
     def __init__(self, decoder: Decoder, encode: VideoEncoder) -> None:
         self.decoder = decoder
@@ -108,10 +108,10 @@ class LiveVideos:
 
     def first_spec(self, keys: Sequence[str]) -> Spec:
         shape = self.decoder.samples[keys[0]][0].shape
-        # Shapes are asked before any file is decoded: a black clip has them.
+        # Shapes are needed before any file is decoded: a black clip has them too.
         black = DecodedSample(
             _black(shape),
-            references=tuple(_black(one) for one in shape.references),
+            references=tuple(_black(reference) for reference in shape.references),
             mask=torch.ones(shape.height, shape.width) if self.decoder.encoding.has_masks else None,
             sound=self.decoder.encoding.silence(shape),
         )
@@ -134,11 +134,11 @@ class LiveClips(EncodedClips):
     texts: LiveTexts
 
     def loader(self, how: Reading) -> "LiveLoader":
-        """Return the micro-batches of the sampler's positions, in its order, encoded as they come."""
+        """The micro-batches at the sampler's positions, in order, encoded on the fly."""
         dataset = ClipDataset(self, how)
         decoded = build_loader(
             dataset,
-            # Pixels go to the encoder one by one, and tell nothing of the latents' shapes: the step draws.
+            # Samples are encoded one by one, and pixels do not give the latents' shapes: the step draws the noise.
             replace(how, pin_memory=False, draws=None),
             source=_DecodedDataset(dataset.pick, self.videos.decoder),
             collate_fn=list,
@@ -147,7 +147,7 @@ class LiveClips(EncodedClips):
 
 
 class _DecodedDataset(Dataset):
-    """The samples that a `ClipDataset` would read, decoded by a worker process and not encoded."""
+    """The samples that a `ClipDataset` would read, decoded by a worker process but not encoded."""
 
     def __init__(self, pick: Picker, decoder: Decoder) -> None:
         self.pick = pick
@@ -160,7 +160,7 @@ class _DecodedDataset(Dataset):
 
 @dataclass(frozen=True)
 class LiveLoader:
-    """The micro-batches of a training set without a cache, encoded as they come."""
+    """The micro-batches of a training set without a cache, encoded on the fly."""
 
     clips: LiveClips
     decoded: DataLoader
@@ -180,7 +180,7 @@ class LiveLoader:
 
 
 def _placeholder(spec: Spec) -> Tensors:
-    """Return a placeholder for a bad sample, so that its batch can be collated; the guard leaves it out by name."""
+    """NaN tensors for a bad sample, so that its batch can be collated; the guard excludes the sample by name."""
     return {
         name: torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
         for name, (shape, dtype) in spec.items()

@@ -1,4 +1,4 @@
-"""Quantises a model's base and puts kernels in, as a recipe says; for both kinds of tasks."""
+"""Quantises a model's base and patches in kernels, as the recipe says; for both kinds of tasks."""
 
 import importlib.util
 
@@ -15,7 +15,7 @@ from dit_lora.fuse.registry import WITHOUT_TRITON
 
 
 def require_quantization(recipe: Recipe) -> None:
-    """Raise `DitLoraError` where this machine lacks what `model.quantize` needs."""
+    """Raise `DitLoraError` if this machine lacks a package that `model.quantize` needs."""
     if recipe.model.quantize == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise DitLoraError(
             "model.quantize=nf4: bitsandbytes is not installed; pip install 'dit-lora[bitsandbytes]', or take "
@@ -24,7 +24,7 @@ def require_quantization(recipe: Recipe) -> None:
 
 
 def quantized(recipe: Recipe, model: nn.Module, patterns: Patterns) -> str:
-    """Quantise the base as `model.quantize` says, except weights that train. Returns a line about it, or ""."""
+    """Quantise the base according to `model.quantize`, except weights that train. Returns a line about it, or ""."""
     kind = recipe.model.quantize
     if kind is None:
         return ""
@@ -32,18 +32,18 @@ def quantized(recipe: Recipe, model: nn.Module, patterns: Patterns) -> str:
 
 
 def put_kernels(recipe: Recipe, transformer: nn.Module) -> str:
-    """Put the recipe's kernels in, and return lines that say which; preflight compares them."""
+    """Patch in the recipe's kernels; returns lines that name them. Preflight compares them later."""
     ops = recipe.kernels.ops()
-    # A Triton kernel that nobody has compared is not put in by `auto`; by name it is.
+    # Without preflight nobody compares the Triton kernels: `auto` leaves them out, a kernel set to `on` is used.
     unchecked = [op for op, mode in ops.items() if mode == "auto" and op not in WITHOUT_TRITON]
     if not recipe.guard.preflight:
         ops |= dict.fromkeys(unchecked, "off")
     attention = recipe.kernels.attention
-    # Now, and not at the first batch whose captions do not fill their mask.
+    # Raise now, and not at the first batch whose captions do not fill their mask.
     if get_family(recipe.model.family).masked_attention:
         refuse_masks(attention)
     if attention == "auto" and recipe.train.context_parallel > 1:
-        attention = "native"  # tokens are exchanged by Diffusers' dispatcher, past which PyTorch would be called
+        attention = "native"  # only Diffusers' dispatcher exchanges tokens; `auto` would call PyTorch directly
     report = str(fuse(transformer, ops, attention=attention, check=False))
     if not recipe.guard.preflight:
         report += (

@@ -1,7 +1,7 @@
 """Encodes every clip and caption once, before the transformer is loaded.
 
-The text encoder is loaded, used and freed; then the VAE. All processes share the work; what is already cached is
-kept, so an interrupted run goes on where it stopped. Memory holds one clip at a time.
+The text encoder is loaded, used and freed; then the VAE. All processes share the work. Cached entries are kept, so an
+interrupted run continues where it stopped. Memory holds one clip at a time.
 """
 
 import gc
@@ -42,27 +42,28 @@ class Precomputed(Prepared):
 
     clips: EncodedClips
     prompt_keys: tuple[tuple[str, str], ...] = ()
-    """Keys of each validation prompt, and of the empty one beside it, for guidance."""
+    """Keys of each validation prompt, and of its empty prompt for guidance."""
     second: Checkpoint | None = None
-    """The checkpoint that samples are made with (`validation.model`), if it is another."""
+    """The checkpoint that samples are generated with (`validation.model`), if it differs."""
 
 
 def precompute(
     session: Session, checkpoint: Checkpoint, second: Checkpoint | None = None
 ) -> Precomputed:
-    """Fill the caches for a recipe; samples that cannot be used are refused or left out, all in one list.
+    """Fill the caches for a recipe; unusable samples are refused or left out, all in one list.
 
-    Validation prompts are encoded for `second`, the checkpoint that samples are made with, if it is another.
+    Validation prompts are encoded for `second`, the checkpoint that samples are generated with, if it differs.
+    Collective.
     """
     recipe, accelerator = session.recipe, session.accelerator
     _require_files(recipe.validation)
-    # Before the sources are read: what it writes is one of them.
+    # Before the sources are read: it writes one of them.
     generate_prior(session, checkpoint)
     quiet = not accelerator.is_local_main_process
-    with accelerator.local_main_process_first():  # the others find the digests remembered
+    with accelerator.local_main_process_first():  # the other processes find the digests cached
         dtype, group = session.precision.dtype, session.samples_per_step
         plan = make_plan(recipe, checkpoint, dtype, group=group, quiet=quiet, second=second)
-    sizes = {(one.sample.shape.height, one.sample.shape.width) for one in plan.wanted}
+    sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.wanted}
     vae_config = read_component_config(checkpoint.path, "vae")
     VaeMemory.of(recipe.data).require(checkpoint.path.name, vae_config, sorted(sizes))
     report = plan.samples.report
@@ -72,29 +73,29 @@ def precompute(
     rejects = Rejects(session)
     videos = TensorCache(recipe.cache_dir / "videos")
     unread = [
-        one.sample
-        for one in (_missing(videos, plan) if recipe.data.precompute else plan.wanted)
-        if one.sample.id not in plan.rejected
+        planned.sample
+        for planned in (_missing(videos, plan) if recipe.data.precompute else plan.wanted)
+        if planned.sample.id not in plan.rejected
     ]
-    # All at once: who has to mend a folder wants one list, not one file a start.
+    # All at once: a user wants one list of the files to repair, not one file per start.
     rejects.add({**plan.rejected, **check_headers(unread, recipe, quiet=quiet)})
     if recipe.data.precompute:
         clips = _cached(session, checkpoint, plan, rejects, videos, second)
     else:
         _require_one_text_encoder(plan)
-        say_what_is_cut(session, checkpoint, [one.sample.clip for one in plan.wanted])
+        say_what_is_cut(session, checkpoint, [planned.sample.clip for planned in plan.wanted])
         clips = live_clips(
             session,
             checkpoint,
             plan,
             rejects.without(plan.wanted, _sample_id),
         )
-    # Caption dropout trains every sample on it: no single one could be blamed.
+    # Caption dropout uses the empty caption with every sample: no sample is at fault.
     fault = clips.empty_text[1]
     agree(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
     return Precomputed(
         clips=clips,
-        prompt_keys=tuple((one.text.key, one.negative.key) for one in plan.shown),
+        prompt_keys=tuple((planned.text.key, planned.negative.key) for planned in plan.shown),
         second=second,
         data_digest=entry_key({"entries": [_keys(entry) for entry in clips.entries]}),
         transformer_digest=plan.transformer_digest,
@@ -104,12 +105,12 @@ def precompute(
 
 
 def _require_files(validation: ValidationConfig) -> None:
-    given = {
+    files_by_option = {
         "images": validation.images,
         "last_images": validation.last_images,
         "references": [file for files in validation.references for file in files],
     }
-    for name, files in given.items():
+    for name, files in files_by_option.items():
         no_file = [file for file in files if not Path(file).is_file()]
         if no_file:
             raise DitLoraError(listed(f"validation.{name}: no such file", no_file))
@@ -121,6 +122,7 @@ def _sample_id(wanted: PlannedSample) -> str:
 
 def _keys(entry: Entry) -> list[str]:
     keys = [entry.id, entry.video_key, entry.text_key]
+    # Only if not the default, so that digests from before the option still match.
     weights = (entry.times, entry.loss_weight)
     return [
         *keys,
@@ -131,21 +133,22 @@ def _keys(entry: Entry) -> list[str]:
 
 
 def _preserved_note(recipe: Recipe, plan: Plan) -> list[str]:
-    """Say how many captions have no trigger, so that nothing is kept of them."""
-    without = sum(not one.preserve_weight for one in plan.wanted)
-    if recipe.train.preserve is None or not without:
+    """A line on captions without the trigger word, for which nothing is preserved; empty if there are none."""
+    num_without = sum(not planned.preserve_weight for planned in plan.wanted)
+    if recipe.train.preserve is None or not num_without:
         return []
     trigger = recipe.train.preserve.trigger
     return [
-        f"train.preserve: {without} of {len(plan.wanted)} captions have no {trigger!r} in them, "
+        f"train.preserve: {num_without} of {len(plan.wanted)} captions have no {trigger!r} in them, "
         "and are trained without it"
     ]
 
 
 def _missing(videos: TensorCache, plan: Plan) -> list[PlannedSample]:
-    """Return the samples that have yet to be decoded."""
-    missing = set(videos.missing([one.video.key for one in plan.wanted]))
-    return [one for one in plan.wanted if one.video.key in missing]
+    """The samples that are not in the cache yet."""
+    # One query for all keys.
+    missing = set(videos.missing([planned.video.key for planned in plan.wanted]))
+    return [planned for planned in plan.wanted if planned.video.key in missing]
 
 
 def _cached(
@@ -156,36 +159,50 @@ def _cached(
     videos: TensorCache,
     second: Encoders | None,
 ) -> EncodedClips:
-    """Fill the caches with all missing entries, and return the training set that reads them. Collective."""
-    # Texts come first, and their encoder is freed before the VAE is loaded: one of them fits where both do not.
+    """Fill the caches with all missing entries; returns the training set that reads them. Collective."""
+    # Texts first: their encoder is freed before the VAE is loaded, because both may not fit.
     texts = TensorCache(session.recipe.cache_dir / "texts")
-    empty, shown = plan.empty, plan.shown_texts
-    shared = [empty, *shown]
+    empty, prompt_jobs = plan.empty, plan.shown_texts
+    shared = [empty, *prompt_jobs]
     _set_aside_bad(session, texts, shared)
-    wanted = rejects.without(plan.wanted, _sample_id)
+    planned_samples = rejects.without(plan.wanted, _sample_id)
     is_own = plan.own_text_encoder
-    jobs = [empty, *(shown if is_own else ()), *(job for one in wanted for job in one.texts)]
-    unread = set(texts.missing([one.text.key for one in wanted]))
-    clips = [one.sample.clip for one in wanted if one.text.key in unread]
+    jobs = [
+        empty,
+        *(prompt_jobs if is_own else ()),
+        *(job for planned in planned_samples for job in planned.texts),
+    ]
+    unread = set(texts.missing([planned.text.key for planned in planned_samples]))
+    clips = [planned.sample.clip for planned in planned_samples if planned.text.key in unread]
     with quiet_about_length():
         say_what_is_cut(session, checkpoint, clips)
         bad = _fill(session, texts, jobs, checkpoint.load_text_encoder, "caption")
         if not is_own and second is not None:
-            bad |= _fill(session, texts, shown, second.load_text_encoder, "prompt")
+            bad |= _fill(session, texts, prompt_jobs, second.load_text_encoder, "prompt")
     reasons = [bad[job.key] for job in shared if job.key in bad]
     agree(session.accelerator, DitLoraError("; ".join(reasons)) if reasons else None)
     rejects.add(
-        {one.sample.id: bad[job.key] for one in wanted for job in one.texts if job.key in bad}
+        {
+            planned.sample.id: bad[job.key]
+            for planned in planned_samples
+            for job in planned.texts
+            if job.key in bad
+        }
     )
-    wanted = rejects.without(wanted, _sample_id)
+    planned_samples = rejects.without(planned_samples, _sample_id)
 
-    jobs = [job for one in wanted for job in one.videos]
+    jobs = [job for planned in planned_samples for job in planned.videos]
     load = partial(checkpoint.load_video_encoder, memory=VaeMemory.of(session.recipe.data))
     bad = _fill(session, videos, jobs, load, "clip")
     close_sound()
-    failed = {one.sample.id: bad[job.key] for one in wanted for job in one.videos if job.key in bad}
+    failed = {
+        planned.sample.id: bad[job.key]
+        for planned in planned_samples
+        for job in planned.videos
+        if job.key in bad
+    }
     rejects.add(failed, "these clips cannot be used; the others are cached")
-    entries = tuple(one.entry for one in rejects.without(wanted, _sample_id))
+    entries = tuple(planned.entry for planned in rejects.without(planned_samples, _sample_id))
     return CachedClips(entries, empty.key, videos, texts)
 
 
@@ -199,7 +216,9 @@ def _require_one_text_encoder(plan: Plan) -> None:
 
 
 def _set_aside_bad(session: Session, cache: TensorCache, jobs: Sequence[Job]) -> None:
-    """Read whole what all samples share, so that it is encoded anew now rather than blamed on a sample later."""
+    """Read the entries that all samples share, and drop bad ones: they are encoded again now, and no sample is at
+    fault later.
+    """
     for job in jobs if session.is_main else ():
         if cache.is_whole(job.key):
             _, fault = cache.read(job.key, {})
@@ -216,9 +235,9 @@ def _fill(
     load_encoder: Callable[[torch.dtype, torch.device], Any],
     what: str,
 ) -> dict[str, str]:
-    """Make the missing entries, with all processes; return by key why some cannot be made. Collective."""
+    """Create the missing entries with all processes; returns the reason for each key that failed. Collective."""
     accelerator = session.accelerator
-    # One name for all ranks: a failure that one notes under it is known to all, and tried again by the next launch.
+    # One name for all ranks: a failure recorded under it is known to all, and tried again by the next launch.
     (launch,) = broadcast_object_list([uuid.uuid4().hex])
     error: DitLoraError | None = None
     filled = Filled()
@@ -230,8 +249,8 @@ def _fill(
             bar = tqdm(desc=f"encoding {what}s", unit=what, disable=quiet, dynamic_ncols=True)
             bar.total, bar.initial, bar.n = total, done, done
             progress.append(bar)
-        for one in progress:
-            one.update(done - one.n)
+        for progress_bar in progress:
+            progress_bar.update(done - progress_bar.n)
 
     try:
         filled = fill(
@@ -244,8 +263,8 @@ def _fill(
     except DitLoraError as problem:
         error = problem
     finally:
-        for one in progress:
-            one.close()
+        for progress_bar in progress:
+            progress_bar.close()
     if filled.made or filled.failed or error:
         gc.collect()  # the encoder
     if accelerator.device.type == "cuda":

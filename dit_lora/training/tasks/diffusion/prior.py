@@ -1,4 +1,6 @@
-"""Generates samples of the model as it is, to train on beside the subject: prior preservation (arXiv 2208.12242)."""
+"""Generates samples of the untrained model to train on in addition to the subject: prior preservation (arXiv
+2208.12242).
+"""
 
 import gc
 from collections.abc import Callable
@@ -24,11 +26,11 @@ from dit_lora.training.session.session import Session, agreeing
 
 
 def generate_prior(session: Session, checkpoint: Sampler) -> None:
-    """Fill the folder of each source that has `generate` with as many samples of its caption. Collective.
+    """Fill the folder of each source with `generate` with that many samples of its caption. Collective.
 
-    The main process samples with the stock pipeline, in the recipe's shape and with the steps and guidance of
-    `validation`. What is in the folder counts, and each sample is written as it is made: a run that was killed
-    goes on with the next. A sample's seed depends on `train.seed`, the source's number and its own.
+    The main process samples with the unpatched pipeline, in the recipe's shape and with the steps and guidance of
+    `validation`. Existing samples count, and each new one is written immediately: a killed run continues with the
+    next. A sample's seed depends on `train.seed`, the source's index and its own number.
     """
     if all(source.generate is None for source in session.recipe.data.all_sources):
         return
@@ -47,7 +49,7 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
         dynamic_ncols=True,
     )
     for number, index in bar:
-        # Agreed on after each: the others wait for one sample, never for hours.
+        # Agree after each sample: the others wait for one sample, never for hours.
         _on_main(session, partial(sampler.write, number, index))
     del sampler
     gc.collect()
@@ -56,7 +58,7 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
 
 
 def _on_main(session: Session, work: Callable[[], Any]) -> Any:
-    """Return the result of `work` on the main process, None on others; raise its error on all. Collective."""
+    """Run `work` on the main process; returns its result, None on the others. Raises its error on all. Collective."""
     result = None
     with agreeing(session.accelerator):
         if session.is_main:
@@ -69,7 +71,7 @@ def _on_main(session: Session, work: Callable[[], Any]) -> Any:
 
 
 def _lacking(session: Session) -> list[tuple[int, int]]:
-    """Return what is to be sampled: the source's number, and the lowest numbers that its folder does not have."""
+    """The samples to generate, as (source index, number): the lowest numbers that the source's folder lacks."""
     recipe, jobs = session.recipe, []
     for number, source in enumerate(recipe.data.all_sources):
         if source.generate is None:
@@ -77,20 +79,21 @@ def _lacking(session: Session) -> list[tuple[int, int]]:
         folder = _folder(source)
         if folder.exists() and not folder.is_dir():
             raise DitLoraError(f"data.sources[{number}].path: {source.path} is no folder")
-        there = media_in(folder)
-        # By name and not by count: a user may have removed one from the middle.
-        taken = {Path(name).stem for name in there}
-        free = (index for index in count() if _stem(index) not in taken)
-        wanted = list(islice(free, max(0, source.generate - len(there))))
-        if wanted and recipe.model.from_scratch is not None:
+        files = media_in(folder)
+        # By name, not by count: a user may have removed one from the middle.
+        used_stems = {Path(name).stem for name in files}
+        # The lowest unused numbers, without an upper end.
+        free = (index for index in count() if _stem(index) not in used_stems)
+        missing = list(islice(free, max(0, source.generate - len(files))))
+        if missing and recipe.model.from_scratch is not None:
             raise DitLoraError(
                 f"data.sources[{number}].generate needs a trained model, and model.from_scratch has none; "
                 "remove one of them"
             )
-        if wanted:
-            have = f"{source.path} holds {len(there)} of {source.generate}"
+        if missing:
+            have = f"{source.path} holds {len(files)} of {source.generate}"
             session.say(f"prior: {have}; sampling {source.caption!r}")
-        jobs += [(number, index) for index in wanted]
+        jobs += [(number, index) for index in missing]
     return jobs
 
 
@@ -108,9 +111,9 @@ class _Sampler:
         return pipeline
 
     def write(self, number: int, index: int) -> None:
-        """Sample and write the sample `index` of the source `number`."""
+        """Generate and write sample `index` of source `number`."""
         recipe, source = self.session.recipe, self.session.recipe.data.all_sources[number]
-        how = Sampling(
+        sampling = Sampling(
             VideoShape.of(recipe.data),
             recipe.validation.inference_steps,
             recipe.validation.guidance_scale,
@@ -118,15 +121,16 @@ class _Sampler:
             fps=recipe.data.fps,
         )
         conditions = self.checkpoint.conditions(source.caption or "")
-        video, sound = self.checkpoint.generate_with_sound(self.pipeline, conditions, how)
-        if video.min() == video.max():  # NaN in a picture is black
+        # (F, H, W, 3) frames, and the sound if the model has any.
+        video, sound = self.checkpoint.generate_with_sound(self.pipeline, conditions, sampling)
+        if video.min() == video.max():  # NaN becomes black in a picture
             raise DitLoraError(
                 f"the model's own sample of {source.caption!r} is one flat colour, as NaN gives; sample it with "
                 f"dit-lora sample, and try another model.dtype than {self.session.precision.dtype}"
             )
-        wrong = unplayable(sound)
-        if wrong:
-            raise DitLoraError(f"the model's own sample of {source.caption!r}: {wrong}")
+        sound_problem = unplayable(sound)
+        if sound_problem:
+            raise DitLoraError(f"the model's own sample of {source.caption!r}: {sound_problem}")
         write_sample(_folder(source) / _stem(index), video, recipe.data.fps, sound)
 
 

@@ -1,4 +1,4 @@
-"""The references of samples: how many a model takes, and the shapes that they are encoded in."""
+"""References of samples: how many a model takes, and the shapes in which they are encoded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,26 +17,27 @@ ReadHeaders = Callable[[Sequence[Media]], list[VideoHeader | ClipError]]
 
 @dataclass(frozen=True, slots=True)
 class BucketedSample:
-    """A clip, or one window of it, in the shape of its bucket."""
+    """A clip, or one window of it, with the shape of its bucket."""
 
     id: str
     clip: Clip
     shape: VideoShape
-    """Its own shape, with those of its references."""
+    """The sample's shape, including its references' shapes."""
     start: float = 0.0
     """Seconds from the clip's first frame."""
 
 
 def refuse_all(checkpoint: Opened, clips: Sequence[Clip]) -> None:
-    """Raise `DitLoraError`, in one line, where the data and the model disagree about references altogether."""
+    """Raise `DitLoraError` if all data lack references that the model needs, or have some that it does not take."""
     takes = checkpoint.references
-    given = [clip for clip in clips if clip.references]
-    if takes is None and given:
+    with_some = [clip for clip in clips if clip.references]
+    if takes is None and with_some:
         raise DitLoraError(
-            f"{checkpoint.path.name} takes no references, and {len(given)} of {len(clips)} samples have some, such as "
-            f"{given[0].id}; take a model that edits, or set data.reference_columns to [] to leave them out"
+            f"{checkpoint.path.name} takes no references, and {len(with_some)} of {len(clips)} samples "
+            f"have some, such as {with_some[0].id}; "
+            f"take a model that edits, or set data.reference_columns to [] to leave them out"
         )
-    if takes is not None and takes.least and clips and not given:
+    if takes is not None and takes.least and clips and not with_some:
         raise DitLoraError(
             f"{checkpoint.path.name} makes a picture from references, and no sample has any; give them in a column "
             "`references` of metadata.jsonl, in data.reference_columns, or in data.reference_folders"
@@ -46,31 +47,37 @@ def refuse_all(checkpoint: Opened, clips: Sequence[Clip]) -> None:
 def with_references(
     samples: Sequence[BucketedSample], checkpoint: Opened, read: ReadHeaders
 ) -> tuple[tuple[BucketedSample, ...], dict[str, str]]:
-    """Return the samples with the shapes of their references, and why others are left out, by id.
+    """Add the references' shapes to the samples; returns them, and the reasons for samples left out, by id.
 
     Sizes are read from headers; nothing is decoded.
     """
     takes = checkpoint.references
     if takes is None:
         return tuple(samples), {}
-    files = {one.place: one for sample in samples for one in sample.clip.references}
+    files = {
+        reference.place: reference for sample in samples for reference in sample.clip.references
+    }
     headers = dict(zip(files, read(list(files.values())), strict=True))
-    found, unfit = [], {}
+    fitting, unfit = [], {}
     for sample in samples:
-        own = [(one.name, headers[one.place]) for one in sample.clip.references]
-        wrong = takes.wrong_number(len(own)) or "; ".join(
-            words for name, header in own if (words := _wrong(name, header, takes, sample.shape))
+        own_headers = [
+            (reference.name, headers[reference.place]) for reference in sample.clip.references
+        ]
+        problem = takes.wrong_number(len(own_headers)) or "; ".join(
+            message
+            for name, header in own_headers
+            if (message := _wrong(name, header, takes, sample.shape))
         )
-        if wrong:
-            unfit[sample.id] = wrong
+        if problem:
+            unfit[sample.id] = problem
             continue
         shapes = tuple(
             takes.shape(header.height, header.width, sample.shape)
-            for _, header in own
+            for _, header in own_headers
             if isinstance(header, VideoHeader)
         )
-        found.append(replace(sample, shape=replace(sample.shape, references=shapes)))
-    return tuple(found), unfit
+        fitting.append(replace(sample, shape=replace(sample.shape, references=shapes)))
+    return tuple(fitting), unfit
 
 
 def _wrong(

@@ -1,4 +1,4 @@
-"""Finds the samples of a recipe: clips in their buckets, cut into windows, without those that cannot be used."""
+"""Finds a recipe's samples: clips in their buckets, cut into windows, without the unusable ones."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,29 +30,29 @@ from dit_lora.training.tasks.diffusion.sample_references import (
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a recipe, and what it leaves out."""
+    """The samples of a recipe, and the ones it leaves out."""
 
     all: tuple[BucketedSample, ...]
     rejected: Mapping[str, str]
-    """Reasons why clips cannot be used, by their ids."""
+    """Reasons why clips cannot be used, by id."""
     shapes: tuple[VideoShape, ...] = ()
-    """The buckets, or the one shape."""
+    """The buckets, or the single shape."""
     clips: tuple[Clip, ...] = ()
-    """All clips of the sources, those left out too."""
+    """All clips of the sources, including those left out."""
     report: BucketReport | None = None
-    """The report on buckets; None where there are neither buckets nor windows."""
+    """The report on buckets; None without buckets and windows."""
     notes: tuple[str, ...] = field(default=())
-    """Lines on files that are left out, buckets that the model cannot take, and shapes of references."""
+    """Messages about files left out, buckets that the model does not support, and shapes of references."""
 
 
 def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool) -> Samples:
-    """Read the sources, and headers where shapes depend on them; nothing is decoded.
+    """Read the sources, and headers if shapes depend on them; decodes nothing.
 
-    `group` is the number of samples of a step. With one shape, headers are left to `check_headers`.
+    `group` is the number of samples per step. With a single shape, headers are left to `check_headers`.
     """
     data = recipe.data
     sources = scan(data, recipe.cache_dir)
-    rejected = {one.file: one.words for one in sources.problems}
+    rejected = {problem.file: problem.words for problem in sources.problems}
     clips = [clip for clip in sources.clips if data.classes is None or clip.caption in data.classes]
     table = ", ".join(data.classes or ())
     rejected |= {
@@ -61,18 +61,18 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
         if data.classes is not None and clip.caption not in data.classes
     }
     refuse_all(checkpoint, clips)
-    # One shape needs no header of a file: those are read later, and only of what is not cached.
+    # A single shape needs no headers: these are read later, and only for files that are not cached.
     if data.buckets is None and data.windows == 1:
         shape = VideoShape.of(data)
-        alone = [BucketedSample(clip.id, clip, shape) for clip in clips]
-        found, unfit = with_references(alone, checkpoint, _reader(recipe, quiet))
-        advice = advice_on_references([one.shape for one in found], group)
+        plain_samples = [BucketedSample(clip.id, clip, shape) for clip in clips]
+        fitting, unfit = with_references(plain_samples, checkpoint, _reader(recipe, quiet))
+        advice = advice_on_references([problem.shape for problem in fitting], group)
         clips_found = tuple(sources.clips)
         lines = (*sources.notes, *advice)
-        return Samples(found, rejected | unfit, (shape,), clips_found, notes=lines)
+        return Samples(fitting, rejected | unfit, (shape,), clips_found, notes=lines)
     notes = list(sources.notes)
     shapes = buckets_of(data, checkpoint.side_step, checkpoint.refusal, notes.append)
-    # A bucket is chosen by size and length, which headers have; decoding would take hours.
+    # Size and length, which choose the bucket, are in the header; decoding would take hours.
     read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
     placed: list[tuple[str, Placed | Dropped]] = []
     all_samples: list[BucketedSample] = []
@@ -85,15 +85,16 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
         if isinstance(where, Dropped):
             rejected[clip.id] = where.words
             continue
+        # One sample per window; a clip without windows has a single start.
         all_samples += [
             BucketedSample(window_id(clip.id, start), clip, where.shape, start)
             for start in where.starts
         ]
     report = BucketReport.of(placed, shapes, data, group)
-    found, unfit = with_references(all_samples, checkpoint, _reader(recipe, quiet))
-    notes += advice_on_references([one.shape for one in found], group)
+    fitting, unfit = with_references(all_samples, checkpoint, _reader(recipe, quiet))
+    notes += advice_on_references([problem.shape for problem in fitting], group)
     clips_found = tuple(sources.clips)
-    return Samples(found, rejected | unfit, shapes, clips_found, report, tuple(notes))
+    return Samples(fitting, rejected | unfit, shapes, clips_found, report, tuple(notes))
 
 
 def _reader(
@@ -105,7 +106,7 @@ def _reader(
 def check_headers(
     samples: Sequence[BucketedSample], recipe: Recipe, *, quiet: bool
 ) -> dict[str, str]:
-    """Return which samples surely cannot be used, by what their files say of themselves, and why."""
+    """Find samples that are unusable according to their files' headers; returns reasons by id."""
     data, unusable = recipe.data, dict[str, str]()
     masked: dict[str, tuple[Media, VideoHeader]] = {}
     headers = read_headers([sample.clip.media for sample in samples], recipe, quiet=quiet)
@@ -127,11 +128,13 @@ def check_headers(
         if sample.clip.mask is not None and not sample.clip.mask.alpha:
             masked[sample.id] = (sample.clip.mask.media, header)
     read = read_headers([media for media, _ in masked.values()], recipe, quiet=quiet)
-    for (sample_id, (media, own)), header in zip(masked.items(), read, strict=True):
+    for (sample_id, (media, clip_header)), header in zip(masked.items(), read, strict=True):
         if isinstance(header, ClipError):
             unusable[sample_id] = f"its mask: {in_words(media, header)}"
-        elif wrong := wrong_mask((header.height, header.width), (own.height, own.width)):
-            unusable[sample_id] = wrong
+        elif problem := wrong_mask(
+            (header.height, header.width), (clip_header.height, clip_header.width)
+        ):
+            unusable[sample_id] = problem
     return unusable
 
 
@@ -141,17 +144,19 @@ def _without_sound(sample: BucketedSample, header: VideoHeader, data: DataConfig
 
 
 def in_words(media: Media, error: ClipError) -> str:
-    """Return why a file cannot be opened, as the audit says it, which knows more than FFmpeg's word."""
-    rejects = [one for one in judge(media, probe(media), None) if one.verdict == "reject"]
+    """Reason why a file cannot be opened; in the words of the audit, which knows more than FFmpeg's error."""
+    rejects = [
+        finding for finding in judge(media, probe(media), None) if finding.verdict == "reject"
+    ]
     if not rejects:
         return str(error)
-    return f"{media.name}: " + "; ".join(f"{one.code}: {one.words}" for one in rejects)
+    return f"{media.name}: " + "; ".join(f"{finding.code}: {finding.words}" for finding in rejects)
 
 
 def read_headers(
     media: Sequence[Media], recipe: Recipe, *, quiet: bool
 ) -> list[VideoHeader | ClipError]:
-    """Return each file's header or what is wrong with it; remembered in the cache's folder unless `quiet`."""
+    """Each file's header or error; cached in the cache folder unless `quiet`."""
     headers = Headers(recipe.cache_dir / "headers.json")
     results = headers.read(media, bar("reading headers", "clip", quiet))
     if not quiet:
@@ -160,5 +165,5 @@ def read_headers(
 
 
 def bar(what: str, unit: str, quiet: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
-    """Return a function that puts a progress bar with rate and time left around an iterable."""
+    """A function that wraps an iterable in a progress bar with rate and time left."""
     return partial(tqdm, desc=what, unit=unit, disable=quiet, delay=1, dynamic_ncols=True)

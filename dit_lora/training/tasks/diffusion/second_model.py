@@ -1,4 +1,4 @@
-"""Samples from a second checkpoint: of the same architecture, with the trained adapter in it (`validation.model`)."""
+"""Generates samples with a second checkpoint of the same architecture and the trained adapter (`validation.model`)."""
 
 import copy
 import gc
@@ -24,19 +24,19 @@ from dit_lora.training.tasks.diffusion.stored_loras import in_samples, named_und
 
 
 def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
-    """Open `validation.model`, None without. Raises `DitLoraError` in one line if it is of another architecture."""
+    """Open `validation.model`; None if not set. Raises `DitLoraError` if its architecture differs."""
     named = recipe.validation.model
     if named is None:
         return None
     model = recipe.model.model_copy(update={"path": named, "revision": None})
     try:
-        # Without the recipe: what refuses to be trained, such as a distilled checkpoint, is what is sampled from here.
+        # Without the recipe: a checkpoint that refuses to train, such as a distilled one, may be used for samples.
         second: Checkpoint = get_family(recipe.model.family).open(model)
         second = second.with_header(checkpoint.header())
         second.check_shape(VideoShape.of(recipe.data))
     except DitLoraError as error:
-        words = str(error).removeprefix("model.path: ")
-        raise DitLoraError(f"validation.model: {words}") from error
+        reason = str(error).removeprefix("model.path: ")
+        raise DitLoraError(f"validation.model: {reason}") from error
     differing = _differing(checkpoint, second)
     if differing:
         raise DitLoraError(
@@ -64,25 +64,25 @@ def require_adapter_alone(recipe: Recipe, model: nn.Module) -> None:
 def second_transformer(
     setup: AnySetup, second: Checkpoint, weights: Mapping[str, torch.Tensor]
 ) -> nn.Module:
-    """Load the second checkpoint's transformer with the adapter in it, to sample from; on this process alone.
+    """Load the second checkpoint's transformer with the adapter, for sampling; on this process only.
 
-    `weights` are what was trained, whole.
+    `weights` are the trained weights, unsharded.
     """
     recipe, device = setup.recipe, setup.session.accelerator.device
     model = second.load_transformer(setup.dtype)
     stored = read_stored(recipe, second, model, under_alone=True)
-    # As the trained one is kept: what does not fit wide, fits twice no better.
+    # Quantised like the trained one: if that does not fit unquantised, two do not fit either.
     quantized(recipe, model, get_family(recipe.model.family).group_patterns)
     configs = configs_under(model, [file.layers for file in stored.under])
     config = copy.deepcopy(setup.transformer.peft_config[ADAPTER_NAME])  # type: ignore[union-attr,index]
-    with torch.random.fork_rng(devices=[]):  # PEFT draws an A, which is replaced
+    with torch.random.fork_rng(devices=[]):  # PEFT draws a random A, which is replaced below
         adaptable(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in weights.items():
-            own[name].data = tensor.detach().to("cpu", copy=True)
-    under, on = named_under(recipe, configs, stored), in_samples(recipe)
-    put_under(model, {name: one for name, one in under.items() if name in on})
+            parameters[name].data = tensor.detach().to("cpu", copy=True)
+    frozen_adapters, on = named_under(recipe, configs, stored), in_samples(recipe)
+    put_under(model, {name: adapter for name, adapter in frozen_adapters.items() if name in on})
     model.requires_grad_(False).eval()
     offload_base(recipe, model, setup.session.accelerator)
     if recipe.train.offload == "none":
@@ -91,25 +91,26 @@ def second_transformer(
 
 
 def forget(device: torch.device) -> None:
-    """Free the memory of a transformer that nothing refers to any more: it is part of circles, with its pipeline's."""
+    """Free the memory of an unreferenced transformer: it is part of reference cycles with its pipeline."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _differing(checkpoint: Checkpoint, second: Checkpoint) -> list[str]:
-    """Return what the two say otherwise of pipeline and transformer, in words."""
-    pipelines = [one.pipeline_class.__name__ for one in (second, checkpoint)]
-    words = [f"{pipelines[0]}, not {pipelines[1]}"] if pipelines[0] != pipelines[1] else []
-    theirs, ours = (_architecture(one.transformer_config) for one in (second, checkpoint))
-    words += [
+    """One message for each difference between the two pipelines and transformer configs."""
+    pipelines = [opened.pipeline_class.__name__ for opened in (second, checkpoint)]
+    messages = [f"{pipelines[0]}, not {pipelines[1]}"] if pipelines[0] != pipelines[1] else []
+    # Compared by key, so that a missing setting counts as a difference.
+    theirs, ours = (_architecture(opened.transformer_config) for opened in (second, checkpoint))
+    messages += [
         f"{key} {theirs.get(key)}, not {ours.get(key)}"
         for key in sorted(theirs.keys() | ours.keys())
         if theirs.get(key) != ours.get(key)
     ]
-    return words
+    return messages
 
 
 def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    # Names and versions that a library noted are none of it.
+    # Library names and versions are not part of the architecture.
     return {key: value for key, value in config.items() if not key.startswith("_")}

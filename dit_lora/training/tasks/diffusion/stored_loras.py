@@ -1,4 +1,4 @@
-"""Reads the LoRA files that a recipe starts from, and says what a run's header tells of them."""
+"""Reads the LoRA files that a recipe starts from, and describes them in a run's metadata."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,62 +33,66 @@ class StoredLoras:
     """The files, read for one model."""
 
     continued: LoraFile | None = None
-    """The file that training continues from."""
+    """The file that training continues from; None for a new adapter."""
     under: tuple[LoraFile, ...] = ()
-    """The files of `lora.under`, in its order."""
+    """The files of `lora.under`, in order."""
 
 
 def read_stored(
     recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, *, under_alone: bool = False
 ) -> StoredLoras:
-    """Read the files for a model without adapters. Raises `DitLoraError` for what is not there or not this model's."""
+    """Read the files for a model without adapters. Raises `DitLoraError` for missing files and files of another
+    model.
+    """
     lora, continued = recipe.lora, None
     if lora.from_file and not under_alone:
         continued = _read(recipe, checkpoint, model, lora.init, _INIT)
-    under = tuple(
-        _read(recipe, checkpoint, model, one.path, f"lora.under[{number}]")
-        for number, one in enumerate(lora.under)
+    frozen_files = tuple(
+        _read(recipe, checkpoint, model, entry.path, f"lora.under[{number}]")
+        for number, entry in enumerate(lora.under)
     )
-    return StoredLoras(continued, under)
+    return StoredLoras(continued, frozen_files)
 
 
 def checked(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Read the files for the bare architecture, before hours of encoding; return what the run's header says of them.
+    """Read the files for the meta model, before hours of encoding; returns their metadata for the run's header.
 
-    Raises `DitLoraError` for all that `read_stored` and `attach_stored` would refuse.
+    Raises `DitLoraError` for everything that `read_stored` and `attach_stored` would refuse.
     """
     lora = recipe.lora
     if not lora.from_file and not lora.under:
         return {}
     with torch.device("meta"), from_configs():
         model = checkpoint.load_transformer(torch.float32)
-    stored, told = read_stored(recipe, checkpoint, model), dict[str, Any]()
+    stored, metadata = read_stored(recipe, checkpoint, model), dict[str, Any]()
     if stored.continued is not None:
         require_consistent(model, stored.continued, lora)
-        told["continued"] = {"name": public_name(lora.init), **stored.continued.digests}
+        metadata["continued"] = {"name": public_name(lora.init), **stored.continued.digests}
     if stored.under:
-        told["under"] = [
+        metadata["under"] = [
             {
-                "name": public_name(one.path),
+                "name": public_name(entry.path),
                 **file.digests,
-                "scale": one.scale,
-                "in_samples": one.in_samples,
+                "scale": entry.scale,
+                "in_samples": entry.in_samples,
             }
-            for one, file in zip(lora.under, stored.under, strict=True)
+            for entry, file in zip(lora.under, stored.under, strict=True)
         ]
-    return told
+    return metadata
 
 
 def notes(recipe: Recipe, checkpoint: Checkpoint, transformer_digest: str) -> list[str]:
-    """Return lines about files that were trained on other weights than these: they fit, and may not mean the same."""
+    """Warnings about files that were trained on other weights than this checkpoint's: they fit, but may not work as
+    well.
+    """
     named = [(_INIT, recipe.lora.init)] if recipe.lora.from_file else []
-    named += [(f"lora.under[{n}]", one.path) for n, one in enumerate(recipe.lora.under)]
+    named += [(f"lora.under[{n}]", entry.path) for n, entry in enumerate(recipe.lora.under)]
     lines = []
     for option, path in named:
-        made = read_provenance(_found(checkpoint, path, option))
-        if made.get("transformer_digest", transformer_digest) != transformer_digest:
+        metadata = read_provenance(_found(checkpoint, path, option))
+        if metadata.get("transformer_digest", transformer_digest) != transformer_digest:
             lines.append(
-                f"warning: {option}: {public_name(path)} was trained on {made.get('base_model')}, "
+                f"warning: {option}: {public_name(path)} was trained on {metadata.get('base_model')}, "
                 "with other weights than "
                 f"this {checkpoint.path.name}"
             )
@@ -98,51 +102,51 @@ def notes(recipe: Recipe, checkpoint: Checkpoint, transformer_digest: str) -> li
 def attach_stored(
     recipe: Recipe, model: nn.Module, stored: StoredLoras, targets: Sequence[str]
 ) -> str:
-    """Attach what trains, the file's adapter or a new one, and frozen ones under it; return lines that say so.
+    """Attach the trained adapter (from the file, or new) and frozen ones below it; returns lines that describe them.
 
-    `targets` are those of a recipe that names none.
+    `targets` are used if the recipe names none.
     """
     lora = recipe.lora
-    # While the layers still have the names that files know.
+    # First, while the layers still have the names that the files use.
     configs = configs_under(model, [file.layers for file in stored.under])
     if stored.continued is None:
-        said = str(attach_started(model, lora, targets, seed=recipe.train.seed))
+        description = str(attach_started(model, lora, targets, seed=recipe.train.seed))
     else:
         report = attach_lora_file(model, stored.continued, lora, targets, seed=recipe.train.seed)
-        said = f"{report}; continued from {public_name(lora.init)}"
+        description = f"{report}; continued from {public_name(lora.init)}"
     if not stored.under:
-        return said
+        return description
     put_under(model, named_under(recipe, configs, stored))
     lines = [
-        f"lora.under: {public_name(one.path)}: {len(file.layers)} layers, scale {one.scale:g}, frozen; on in training"
-        f"{' and in samples' if one.in_samples else ', off in samples'}"
-        for one, file in zip(lora.under, stored.under, strict=True)
+        f"lora.under: {public_name(entry.path)}: {len(file.layers)} layers, scale {entry.scale:g}, frozen; "
+        f"on in training{' and in samples' if entry.in_samples else ', off in samples'}"
+        for entry, file in zip(lora.under, stored.under, strict=True)
     ]
-    return "\n".join([said, *lines])
+    return "\n".join([description, *lines])
 
 
 def named_under(
     recipe: Recipe, configs: Sequence[LoraConfig], stored: StoredLoras
 ) -> dict[str, tuple[LoraConfig, Mapping[str, StoredLayer], float]]:
-    """Return what `put_under` takes of the frozen adapters, by their names in the model."""
-    whole = zip(configs, stored.under, recipe.lora.under, strict=True)
+    """The frozen adapters by their names in the model, as arguments for `put_under`."""
+    rows = zip(configs, stored.under, recipe.lora.under, strict=True)
     return {
-        under_name(number): (config, file.layers, one.scale)
-        for number, (config, file, one) in enumerate(whole)
+        under_name(number): (config, file.layers, entry.scale)
+        for number, (config, file, entry) in enumerate(rows)
     }
 
 
 def in_samples(recipe: Recipe) -> list[str]:
-    """Return the names of the frozen adapters that are on in samples."""
-    return [under_name(n) for n, one in enumerate(recipe.lora.under) if one.in_samples]
+    """Names of the frozen adapters that are active in samples."""
+    return [under_name(n) for n, entry in enumerate(recipe.lora.under) if entry.in_samples]
 
 
 def require_moved(
     recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, weights: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise `CheckFailedError` if the adapter is bit for bit what training continued from.
+    """Raise `CheckFailedError` if the adapter is bitwise equal to the one that training continued from.
 
-    `weights` are what was trained, whole, by name.
+    `weights` are the trained weights by name, unsharded.
     """
     if not recipe.lora.from_file or recipe.optim.groups.adapter is None:
         return
@@ -151,6 +155,7 @@ def require_moved(
     continued = read_stored(recipe, checkpoint, bare).continued
     assert continued is not None
     for name, layer in continued.layers.items():
+        # One changed matrix is enough.
         for part, was in (("lora_A", layer.a), ("lora_B", layer.b)):
             (now,) = (t for n, t in weights.items() if n.startswith(f"{name}.{part}."))
             if not torch.equal(now.cpu(), was):
@@ -164,12 +169,14 @@ def _read(
     recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, named: str, option: str
 ) -> LoraFile:
     file = _found(checkpoint, named, option)
-    made = read_provenance(file)
-    # First: of another model no name fits, and the list of them says less.
-    for what, own in (("family", recipe.model.family), ("part", checkpoint.part)):
-        theirs = made.get(what)
-        if theirs is not None and theirs != own:
-            raise DitLoraError(f"{option}: {named} is an adapter of {what} {theirs}, not of {own}")
+    metadata = read_provenance(file)
+    # First: a file of another model has no name that fits, and the list of names says less.
+    for field, expected in (("family", recipe.model.family), ("part", checkpoint.part)):
+        theirs = metadata.get(field)
+        if theirs is not None and theirs != expected:
+            raise DitLoraError(
+                f"{option}: {named} is an adapter of {field} {theirs}, not of {expected}"
+            )
     names = get_family(recipe.model.family).comfyui
     return read_lora(file, model, names, checkpoint.pipeline_class)
 
@@ -181,16 +188,16 @@ def _found(checkpoint: Checkpoint, named: str, option: str) -> Path:
 
 
 def _of_pair(checkpoint: Checkpoint, named: str) -> Path | None:
-    """Return this expert's file of a folder or repository that has both experts'; None where it has not."""
+    """This expert's file in a folder or repository with both experts' adapters; None if it has no such file."""
     folder = Path(named).expanduser()
     if not checkpoint.parts or folder.is_file():
         return None
     if hub_name(named) is not None and not named.endswith(".safetensors"):
         folder = result_folder(named, (ADAPTER_FILE, *PAIR_PATTERNS))
     name = checkpoint.parts[checkpoint.part]
-    own = [
+    matching = [
         file
         for file in files_of_experts(folder)
         if read_provenance(file).get("part") == checkpoint.part or file.stem.endswith(name)
     ]
-    return own[0] if own else None
+    return matching[0] if matching else None

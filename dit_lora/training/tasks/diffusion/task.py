@@ -1,4 +1,4 @@
-"""Trains diffusion models by the common loop: clips are encoded once, samples come from the stock pipeline."""
+"""Trains diffusion models with the common loop: clips are encoded once, samples come from the unpatched pipeline."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,19 +44,19 @@ from dit_lora.training.tasks.held_out import HeldOut, mean_loss, measured_loss
 
 DiffusionSetup: TypeAlias = Setup[Precomputed, Checkpoint]
 _BUCKETS = 4  # timestep ranges of loss_by_timestep
-_DRAWN = 20  # and of drawn_by_timestep
+_DRAWN = 20  # ranges of drawn_by_timestep
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class DiffusionTask:
-    """The `Task` of every family with the contract of `families.base`."""
+    """The `Task` of every family that implements `families.base`."""
 
     def prepare_data(self, session: Session, checkpoint: Checkpoint) -> Precomputed:
         if session.recipe.train.mode == "full":
-            # The result copies these: a file that cannot be copied is refused before training.
+            # The result copies these files: refuse one that cannot be copied before training.
             own_files(checkpoint.path)
-        # In the middle of a run of both, the first expert's adapter is there by now.
+        # In a run of both experts, the first one's adapter exists by now.
         other_adapter(session.recipe, checkpoint)
         second = open_second(session.recipe, checkpoint)
         stored = checked(session.recipe, checkpoint)
@@ -70,9 +70,10 @@ class DiffusionTask:
     def load_trainable(
         self, recipe: Recipe, family: DiffusionFamily, checkpoint: Checkpoint, dtype: torch.dtype
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
-        """Return transformer, parameter groups, and lines that say what was attached; equal on all ranks.
+        """Load the transformer; returns it, its parameter groups, and lines that describe what trains. Equal on all
+        ranks.
 
-        In mode `lora` base weights are in `dtype` and what trains is fp32; in mode `full` everything is fp32.
+        In mode `lora` base weights are in `dtype` and trained weights are fp32; in mode `full` everything is fp32.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(fold(recipe.train.seed, "weights"))  # model.from_scratch draws them
@@ -81,7 +82,7 @@ class DiffusionTask:
         report = "full: every weight trains, in fp32"
         if not full:
             stored = read_stored(recipe, checkpoint, transformer)
-            # Before the adapter is attached: PEFT wraps the quantised layers as they are.
+            # Before the adapter is attached: PEFT then wraps the quantised layers.
             narrowed = quantized(recipe, transformer, family.group_patterns)
             targets = checkpoint.lora_targets(family.lora_targets)
             attached = attach_stored(recipe, transformer, stored, targets)
@@ -102,7 +103,7 @@ class DiffusionTask:
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
         timesteps = recipe.train.timesteps
-        # Left out where it is the family's, as in checkpoints from before the option.
+        # Omit options at their default: checkpoints written before the option existed must still match.
         schedule: dict[str, Any] = {}
         if timesteps is not None:
             schedule["train.timesteps"] = timesteps.model_dump()
@@ -146,14 +147,16 @@ class DiffusionTask:
         settings = setup.recipe.validation
         entries = setup.data.clips.entries[: settings.held_out_clips]
         draws = settings.held_out_draws
-        made = [
+        held_out = [
             HeldOut(entry, index * draws + draw)
             for index, entry in enumerate(entries)
             for draw in range(draws)
         ]
-        if made and does_nothing(setup.transformer):
-            return base_loss(setup, made, lambda: measured_loss(setup, setup.data.clips, made))
-        return mean_loss(setup, setup.data.clips, made)
+        if held_out and does_nothing(setup.transformer):
+            return base_loss(
+                setup, held_out, lambda: measured_loss(setup, setup.data.clips, held_out)
+            )
+        return mean_loss(setup, setup.data.clips, held_out)
 
     def show(self, setup: DiffusionSetup, step: int) -> None:
         sample_videos(setup, step)
@@ -164,7 +167,7 @@ class DiffusionTask:
     def save(
         self, setup: DiffusionSetup, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
     ) -> Path:
-        """Write `adapter/` of a run in mode `lora`, `model/` of one in mode `full`; return what `verify` takes."""
+        """Write `adapter/` in mode `lora` or `model/` in mode `full`; returns the path that `verify` takes."""
         folder, checkpoint = setup.session.dir, setup.checkpoint
         if setup.recipe.train.mode == "full":
             index = checkpoint.index_changes()
@@ -192,7 +195,7 @@ def _samples_from(recipe: Recipe) -> dict[str, str]:
 
 
 def by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
-    """Return the mean losses of quarters of the timesteps; quarters without a sample are left out."""
+    """Mean losses of each quarter of the timesteps; quarters without a sample are omitted."""
     members: dict[str, list[float]] = {}
     for name, loss in _in_parts(result.timesteps, result.losses, timesteps, _BUCKETS):
         members.setdefault(name, []).append(loss)
@@ -200,7 +203,7 @@ def by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
 
 
 def drawn_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
-    """Return the numbers of samples in twentieths of the timesteps; twentieths without one are left out."""
+    """Number of samples in each twentieth of the timesteps; empty ones are omitted."""
     parts = _in_parts(result.timesteps, result.losses, timesteps, _DRAWN)
     return dict(_in_order(Counter(name for name, _ in parts)))
 
@@ -209,11 +212,11 @@ def _in_parts(
     drawn: Sequence[int], losses: Sequence[float], timesteps: range, parts: int
 ) -> Iterator[tuple[str, float]]:
     """Yield the name of each sample's part of the timesteps, such as `250-499`, with its loss."""
-    # Rounded up: the last part may be short, and there is none after it.
+    # Rounded up: the last part may be shorter, and no part follows it.
     width = -(-len(timesteps) // parts)
     for timestep, loss in zip(drawn, losses, strict=True):
-        first = timesteps.start + (timestep - timesteps.start) // width * width
-        yield f"{first}-{min(first + width, timesteps.stop) - 1}", loss
+        start = timesteps.start + (timestep - timesteps.start) // width * width
+        yield f"{start}-{min(start + width, timesteps.stop) - 1}", loss
 
 
 def _in_order(parts: Mapping[str, Value]) -> list[tuple[str, Value]]:

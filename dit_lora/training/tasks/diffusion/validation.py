@@ -1,4 +1,4 @@
-"""Samples during training, by the trained weights themselves: nothing is cast."""
+"""Generates samples during training with the trained weights themselves, without casting them."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,17 +28,18 @@ from dit_lora.training.tasks.diffusion.stored_loras import in_samples
 
 
 def sample_videos(setup: Setup[Precomputed, Checkpoint], step: int) -> None:
-    """Write samples/step_NNNNNN/prompt_NN.mp4 (an image: .png) for each validation prompt and seed, prompt by prompt.
+    """Write samples/step_NNNNNN/prompt_NN.mp4 (.png for an image) for each validation prompt and seed, prompt by
+    prompt.
 
-    The stock pipeline denoises with the transformer in training, under the autocast that training uses; or, with
-    `validation.model`, with that checkpoint's transformer and the adapter of now.
+    The unpatched pipeline denoises with the transformer in training, under the training autocast. With
+    `validation.model` it uses that checkpoint's transformer with the present adapter.
     """
     session, second = setup.session, setup.data.second
     if not session.recipe.validation.prompts:
         return
-    # Collective where weights are sharded.
+    # Collective if weights are sharded, so on all ranks.
     weights = setup.engine.weights() if second is not None else {}
-    # A sharded model denoises on all ranks at once, the same on each; a second one is whole on one.
+    # All ranks of a sharded model denoise together, with the same result; a second model is whole on one rank.
     takes_part = session.is_main or (second is None and needs_all_ranks(setup.model))
     inputs = agreed(session, partial(_inputs, setup) if takes_part else None)
     try:
@@ -102,31 +103,35 @@ def _write(
     unwritten: list[Exception] = []
 
     def written(write: Callable[..., object], *arguments: object) -> None:
-        """Write on the main process, which other ranks of a sharded model need after a full disk too."""
+        """Write on the main process only; errors are kept, because other ranks of a sharded model need it to
+        continue.
+        """
         try:
             if session.is_main and not unwritten:
                 write(*arguments)
         except (OSError, FFmpegError) as error:
             unwritten.append(error)
 
-    ways = [how for _, how in inputs]
+    ways = [sampling for _, sampling in inputs]
     written(keep_references, session.dir / "samples", checkpoint.references, ways)
     pipeline = checkpoint.pipeline(setup.dtype, transformer, text=False)
     for name, component in pipeline.components.items():
-        # The transformer is where training has it, which may be in several places; another expert takes turns with it.
+        # The transformer stays where training has it, possibly on several devices; another expert takes turns with it.
         if isinstance(component, nn.Module) and name not in ("transformer", "transformer_2"):
             component.to(session.accelerator.device)
     VaeMemory.of(session.recipe.data).set(pipeline.vae)
     pipeline.set_progress_bar_config(disable=True)
-    told = f"sampling at step {step}"
-    bar = tqdm(inputs, desc=told, unit="sample", leave=False, disable=not session.is_main)
+    description = f"sampling at step {step}"
+    bar = tqdm(inputs, desc=description, unit="sample", leave=False, disable=not session.is_main)
     adapter = other_adapter(setup.recipe, setup.checkpoint)
     with both_experts(pipeline, checkpoint, transformer, adapter):
-        for index, (conditions, how) in enumerate(bar):
-            video, sound = checkpoint.generate_with_sound(pipeline, conditions, how)
-            wrong = unplayable(sound)
-            if wrong:
-                session.say(f"sample {index} of step {step} is written without sound: {wrong}")
+        for index, (conditions, sampling) in enumerate(bar):
+            video, sound = checkpoint.generate_with_sound(pipeline, conditions, sampling)
+            sound_problem = unplayable(sound)
+            if sound_problem:
+                session.say(
+                    f"sample {index} of step {step} is written without sound: {sound_problem}"
+                )
                 sound = None
             path = session.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}"
             written(write_sample, path, video, session.recipe.data.fps, sound)
@@ -141,5 +146,5 @@ def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:
         raise DitLoraError(
             f"a validation prompt cannot be used: {fault}; start again: it is encoded anew"
         )
-    # The pipeline leaves given ones where they are.
+    # Moved here, because the pipeline does not move given embeddings.
     return {name: tensor[None].to(device) for name, tensor in tensors.items()}
