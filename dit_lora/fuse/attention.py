@@ -259,10 +259,9 @@ class FusedProcessor:
 
     @property
     def is_stock(self) -> bool:
-        """True if the stock processor must run, always so under context parallelism.
+        """True if the stock processor must run. Under context parallelism it always must.
 
-
-        Subclasses may support it, or have more conditions.
+        Subclasses may support context parallelism, or have more conditions.
         """
         return not self.fusion.is_on(ATTENTION) or self._parallel_config is not None
 
