@@ -131,6 +131,7 @@ def _each(
     work: Callable[[TensorCache, maintenance.OnProgress], Any],
 ) -> CacheOutcome:
     """Run `work` on the cache of clips and on that of captions, each with a progress bar."""
+    # Both caches are worked through, even if the first one has problems.
     root = _root(target, overrides)
     results = {}
     for kind in _KINDS:

@@ -196,6 +196,7 @@ def fitted(caption: str, limit: TextLimit | None) -> tuple[str, bool]:
     """
     if limit is None or _length(caption, limit) <= limit.max_tokens:
         return caption, False
+    # Cut after a sentence if possible, otherwise after a word.
     for parts in (_SENTENCE.split(caption), caption.split(" ")):
         shortened = _most(parts, limit)
         if shortened:
@@ -205,6 +206,7 @@ def fitted(caption: str, limit: TextLimit | None) -> tuple[str, bool]:
 
 def _most(parts: list[str], limit: TextLimit) -> str:
     """The longest prefix of `parts`, joined by spaces, that the encoder can read; may be empty."""
+    # Binary search: the number of tokens grows with the number of parts.
     low, high = 0, len(parts)
     while low < high:
         middle = (low + high + 1) // 2

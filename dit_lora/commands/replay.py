@@ -150,6 +150,7 @@ def _rebuild(
 
 def _load(transformer: nn.Module, bundle: Bundle) -> None:
     """Copy the bundle's trained weights into the model. Raises `DitLoraError` if names or shapes differ."""
+    # The bundle has only trained weights; the frozen ones come from the base checkpoint.
     trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
     if {n: p.shape for n, p in trained.items()} != {n: t.shape for n, t in bundle.weights.items()}:
         raise DitLoraError("the bundle's trained weights are not of this base model's shapes")

@@ -204,6 +204,7 @@ def _from_hub(request: SampleRequest) -> SampleRequest:
     folder = result_folder(request.target, files)
     if folder == request.target:
         return request
+    # A full pipeline needs the files of all its components, which the first download left out.
     if (folder / "model_index.json").is_file():
         result_folder(
             request.target, ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt")

@@ -47,6 +47,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
                 else f"path/to/references_{position}"
                 for position in range(len(source["reference_folders"]))
             ]
+    # A path of the machine that trained, which readers do not need.
     data["cache"] = None
     validation = _section(values, "validation")
     for name in ("images", "last_images", "media"):

@@ -229,6 +229,7 @@ def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]
             continue
         is_config = name.endswith(("config.json", INDEX, PROVENANCE_FILE))
         values = read_typed(path, dict[str, Any]) if is_config else {}
+        # `_name_or_path` is the path of a folder on the machine that trained.
         public = {key: value for key, value in values.items() if key != "_name_or_path"}
         yield name, path if redacted(public) == values else clean_json(public).encode()
 
@@ -240,6 +241,7 @@ def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
     steps = sorted((run.folder / "samples").glob("step_*"))
     if not steps:
         return []
+    # Samples of the first and the last step; with only one step there is nothing to compare.
     ends = {"after": steps[-1]} | ({"before": steps[0]} if len(steps) > 1 else {})
     if (steps[-1] / "answers.json").is_file():
         return _answers(run.folder, ends)

@@ -89,6 +89,7 @@ def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
     removes = [
         CommitOperationDelete(name) for name in existing if _is_ours(name) and name not in files
     ]
+    # All files are added: huggingface_hub compares digests and does not send unchanged ones.
     adds = [CommitOperationAdd(name, content) for name, content in files.items()]
     visibility, size = "private" if head.private else "public", sum(publication.sizes().values())
     say(f"hub: {len(files)} files to {url}, which is {visibility} ({_size(size)})")

@@ -126,7 +126,9 @@ def count(
     if mode is None:
         mode = _mode(recipe, needs[str(largest)], weights, state, gpu, launch)
     peak = subject.peak(recipe, largest, mode)
+    # With context parallelism each rank has an equal share of the tokens, and so of the activations.
     parallel = recipe.train.context_parallel
+    # Gradients that exist at the moment of the peak: the whole step's peak minus the activations.
     in_flight = max(0, peak - needs[str(largest)][mode])
     # At the optimizer step activations are freed, and gradients and a temporary copy for the EMA take their place.
     gradients = 0 if state.gradients else weights.trained_bytes // launch.state_parts
@@ -172,10 +174,13 @@ def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -
     """Every part of `Training` except activations, which are 0."""
     parts, trained = launch.weight_parts, weights.trained_bytes
     frozen, gathered = weights.frozen, 0
+    # With offload and with sharded weights, only two blocks are on the device at a time: one computes while the next
+    # one is fetched.
     if recipe.train.offload == "group":
         frozen, gathered = frozen - weights.in_blocks, 2 * weights.largest_block
     elif parts > 1:
         gathered = 2 * weights.largest_block
+    # Without accumulation the gradients are part of `activations`: they appear during backward and are freed after it.
     gradients = trained // launch.state_parts if recipe.train.accumulate > 1 else 0
     encoders = 0
     if not recipe.data.precompute and not subject.is_chat:

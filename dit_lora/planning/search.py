@@ -165,11 +165,13 @@ def _what_fits(variants: _Variants, budget: MemoryBudget) -> Change | None:
     selected: list[Settings] = []
     min_bytes = budget.needs
     smaller = _smaller(budget.recipe, variants.subject(budget.recipe))
+    # First settings that keep the data's shape, then smaller shapes.
     for changes in (list(_settings(budget)), list(smaller)):
         for change in changes:
             single_budget = variants.tried([change])
             if single_budget is not None and single_budget.fits:
                 return _as_typed([change], single_budget)
+        # No single change is enough: add up those that reduce the peak, until it fits.
         for change in changes:
             together = variants.tried([*selected, change])
             if together is None or together.needs >= min_bytes:

@@ -28,6 +28,7 @@ def targets_of(target: Path) -> tuple[Path, ...]:
     runs = runs_of(target)
     if len(runs) > 1:
         return runs
+    # An adapter's folder, or the folder of a run.
     for folder in (target, target / "adapter"):
         files = tuple(file for name in EXPERTS.values() for file in _ending(folder, name))
         if files:

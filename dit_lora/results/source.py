@@ -155,6 +155,7 @@ def is_chat(target: Path, model: str | None) -> bool:
     if file is None:
         base = model_of_run(target, None)
         return base.family in CHAT_FAMILIES if base else (target / "config.json").is_file()
+    # Only diffusion adapters have Diffusers' file name.
     if file.name == ADAPTER_FILE:
         return False
     run = model_of_run(target, file)

@@ -56,6 +56,7 @@ def write_form(form: LoraForm, adapter: Exported, out: Path, name: str) -> None:
         CheckFailedError: What was read back differs from the adapter.
     """
     model = adapter.model
+    # Other kinds than LoRA have fewer formats and tensors of other names.
     if kind_of(model.peft_config[ADAPTER_NAME]) != "lora":
         metadata, family = adapter.made, adapter.family
         write_other_kind(form, model, family, adapter.pipeline_class, metadata, out, name)

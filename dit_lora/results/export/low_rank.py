@@ -87,8 +87,10 @@ def _factors(matrix: torch.Tensor, choice: RankChoice) -> tuple[torch.Tensor, to
     Singular vectors are eigenvectors of the smaller Gram matrix. In fp64, this loses values below 1e-8 of the largest,
     which no fp32 file could represent.
     """
+    # Transposed if needed, so that rows <= columns and `wide @ wide.T` is the smaller Gram matrix.
     wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T
     energies, vectors = torch.linalg.eigh(wide @ wide.T)
+    # eigh sorts ascending; rounding can make the smallest eigenvalues negative.
     energies, vectors = energies.flip(0).clamp(min=0), vectors.flip(1)
     chosen = vectors[:, : choice.rank_for(energies)]
     projected = chosen.T @ wide

@@ -129,6 +129,7 @@ def _merged(name: str, tensor: torch.Tensor, changes: Changes, weights: Tensors)
     change = changes.get(name.removesuffix(".weight"))
     if change is None and name not in weights:
         return tensor
+    # A trained base weight replaces the base's; the adapter's change applies to either.
     total = weights.get(name, tensor).float()
     return (change.of(total) if change else total).to(tensor.dtype)
 

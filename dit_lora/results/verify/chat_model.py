@@ -52,6 +52,7 @@ class ChatStock(ReferenceModel):
         assert shape is not None
         about = Conversation("output", "image", None, (Turn(inputs["question"], ""),))
         rendered = self.checkpoint.render(about, shape, (0.0,), answered=False)
+        # (B, F, C, H, W): one sample with one frame.
         size = (1, 1, 3, shape.height, shape.width)
         pixels = torch.randint(0, 256, size, generator=generator(seed, "output", "pixels"))
         batch = {"input_ids": torch.tensor([rendered.ids]), "pixels": pixels.to(torch.uint8)}

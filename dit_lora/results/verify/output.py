@@ -259,6 +259,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def _sampled(output: torch.Tensor) -> dict[str, Any]:
     """Values of the flattened output at equal distances, and its norm; 7 digits each."""
+    # Recorded in fp32, whichever dtype the model computes in.
     flat = output.detach().float().flatten()
     positions = torch.linspace(0, flat.numel() - 1, min(VALUES, flat.numel())).long()
     # fp32 has about seven digits, and the header stays small.

@@ -188,6 +188,7 @@ def check_adapter(result: Result, fresh: nn.Module) -> Verification:
         stored = result.stock.stored(result.file)
     except DitLoraError as error:
         return _unread(result, error)
+    # Before the adapter is loaded, which renames the layers that it wraps.
     expected = _expected(config, fresh)
     layers: Mapping[str, LoadedLayer] = {}
     updates: list[ModuleUpdate] = []
