@@ -68,16 +68,20 @@ def caption(
 
 
 def _describe(asked: "CaptionRequest") -> bool | None:
-    """Describe, and say what was done; return whether a file could not be described, None on a process that says nothing."""
+    """Write the captions and print the result.
+
+    Returns:
+        True if a file could not be described; None on processes other than the main one, which print nothing.
+    """
     from dit_lora.commands.caption import caption_folder
     from dit_lora.data.sources.caption_table import CaptionTable
 
-    done = caption_folder(asked)
-    if not done.is_told_here:
+    result = caption_folder(asked)
+    if not result.is_told_here:
         return None
-    for line in done.lines(CaptionTable.read(asked.folder)):
+    for line in result.lines(CaptionTable.read(asked.folder)):
         echo(line)
-    return bool(done.failed)
+    return bool(result.failed)
 
 
 def _show(

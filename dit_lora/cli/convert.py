@@ -52,7 +52,7 @@ def convert_videochat2(
     from dit_lora.training.session.session import quiet_libraries
 
     quiet_libraries()
-    done = run(
+    conversion = run(
         out,
         llm=llm,
         vision=vision,
@@ -62,7 +62,7 @@ def convert_videochat2(
         keep_adapter=keep_adapter,
         progress=lambda line: echo(line, err=True),
     )
-    for line in done.lines():
+    for line in conversion.lines():
         echo(line)
 
 

@@ -36,8 +36,8 @@ def recipes(
         raise DitLoraError(f"no family {family!r}; it is one of {', '.join(FAMILIES)}")
     if list_families:
         variants = {
-            name: list(found.tiny_variants)
-            for name, found in every_family().items()
+            name: list(loaded_family.tiny_variants)
+            for name, loaded_family in every_family().items()
             if family in (None, name)
         }
         lines = [f"{name}: tiny {', '.join(tiny)}" for name, tiny in variants.items()]

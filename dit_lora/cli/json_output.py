@@ -1,4 +1,4 @@
-"""`--json`: standard output is one JSON document and nothing else; what libraries print there goes to standard error."""
+"""`--json`: standard output is exactly one JSON document. What libraries print there goes to standard error."""
 
 import contextlib
 import io

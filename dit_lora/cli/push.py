@@ -30,7 +30,10 @@ def push(
         bool, typer.Option("--dry-run", help="Send nothing: list the files, and write the card.")
     ] = False,
 ) -> None:
-    """Push a run to the Hub: adapter, model card and samples in one commit; what is there already is not sent again."""
+    """Push a run to the Hub: adapter, model card and samples in one commit.
+
+    Files that are there are not sent again.
+    """
     from dit_lora.config.recipe import repo_id_problem
     from dit_lora.hub.push import listing, prepare
     from dit_lora.hub.push import push as run_push

@@ -32,11 +32,11 @@ def quarantine(
         raise DitLoraError(
             f"{run} is in use by {holder_of(run)}, which writes its list anew; release samples when it has ended"
         )
-    held = Quarantine.load(run / QUARANTINE)
-    released = held.release(release or [])
+    table = Quarantine.load(run / QUARANTINE)
+    released = table.release(release or [])
     if released:
-        held.save()
+        table.save()
     lines = [f"released {name}: train.resume=auto trains on it again" for name in released]
-    lines += [record.told() for record in held.records] or [f"{run} leaves no sample out"]
-    record = {"left_out": [asdict(one) for one in held.records], "released": released}
+    lines += [record.told() for record in table.records] or [f"{run} leaves no sample out"]
+    record = {"left_out": [asdict(entry) for entry in table.records], "released": released}
     answer(context, as_json, record, lambda: echo("\n".join(lines)))

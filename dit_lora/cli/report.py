@@ -46,8 +46,8 @@ def report(
         return
     from dit_lora.report.run.page import write_report
 
-    for one in runs:
-        echo(write_report(one))
+    for run_folder in runs:
+        echo(write_report(run_folder))
 
 
 def _export(file: Path, form: str, out: Path) -> None:

@@ -103,7 +103,7 @@ def _sample(request: "SampleRequest") -> None:
     for cell in cells:
         echo(cell.path)
     if len(cells) > 1:
-        rows = [(one.prompt, one.seed, one.strength, one.path) for one in cells]
+        rows = [(cell.prompt, cell.seed, cell.strength, cell.path) for cell in cells]
         page = cells[0].path.parent / "samples.html"
         echo(write_sample_grid(page, request.target.name, rows))
 

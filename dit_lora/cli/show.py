@@ -26,17 +26,17 @@ def show(
     from dit_lora.commands.show import show_sample
     from dit_lora.report.chat_sample_page import write_chat_sample_page
 
-    shown = show_sample(recipe, overrides or [], sample, draw)
-    Console().print(shown.in_terminal())
+    shown_sample = show_sample(recipe, overrides or [], sample, draw)
+    Console().print(shown_sample.in_terminal())
     if html:
-        conversation = shown.entry.conversation
+        conversation = shown_sample.entry.conversation
         write_chat_sample_page(
             html,
-            shown.entry.id,
-            shown.rendered,
-            shown.checkpoint.tokenizer,
+            shown_sample.entry.id,
+            shown_sample.rendered,
+            shown_sample.checkpoint.tokenizer,
             kind=conversation.kind,
-            frames=shown.pixels,
-            seconds=shown.seconds,
+            frames=shown_sample.pixels,
+            seconds=shown_sample.seconds,
             instruction=conversation.turns[0].instruction,
         )

@@ -64,7 +64,7 @@ def tiny(
         _shapes_option("--chat", help="Questions in place of captions; as many images again."),
     ] = False,
 ) -> None:
-    """Build a complete random checkpoint, small enough for a CPU, without the Hub; or `shapes`: captioned clips or images."""
+    """Build a tiny random checkpoint that trains on a CPU, without the Hub; or `shapes`: captioned clips or images."""
     if what != "shapes":
         _refuse(context, _SHAPES_OPTIONS, "tiny shapes")
         _build_checkpoint(what, out, seed)

@@ -30,13 +30,17 @@ def verify(
     from dit_lora.config.experts import EXPERTS
     from dit_lora.results.experts import targets_of
 
-    found = [
-        verify_adapter(one, model, allow_extreme_update=allow_extreme_update)
-        for one in targets_of(target)
+    verifications = [
+        verify_adapter(item, model, allow_extreme_update=allow_extreme_update)
+        for item in targets_of(target)
     ]
-    lines, record, passed = found[0].lines(), found[0].record(), all(one.passed for one in found)
-    if len(found) > 1:  # an adapter of each expert
-        named = dict(zip(EXPERTS.values(), found, strict=True))
-        lines = [line for name, one in named.items() for line in (f"{name}:", *one.lines())]
-        record = {"passed": passed, **{name: one.record() for name, one in named.items()}}
+    lines, record, passed = (
+        verifications[0].lines(),
+        verifications[0].record(),
+        all(item.passed for item in verifications),
+    )
+    if len(verifications) > 1:  # an adapter of each expert
+        named = dict(zip(EXPERTS.values(), verifications, strict=True))
+        lines = [line for name, item in named.items() for line in (f"{name}:", *item.lines())]
+        record = {"passed": passed, **{name: item.record() for name, item in named.items()}}
     answer(context, as_json, record, partial(echo, "\n".join(lines)), passed=passed)

@@ -1,1 +1,1 @@
-"""Bodies of the verbs that do not train."""
+"""Implementations of the commands that do not train."""

@@ -1,4 +1,4 @@
-"""Audits a folder, or all that a recipe trains on: sources, media, captions or labels, buckets, encodings."""
+"""Audits a folder, or all data of a recipe: sources, media, captions or labels, buckets, encodings."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ Findings = dict[str, list[Finding]]
 
 @dataclass(frozen=True)
 class Audit:
-    """Every sample judged, and the notes on the whole set."""
+    """The findings on every sample, and notes on the dataset as a whole."""
 
     title: str
     judged: list[JudgedSample]
@@ -64,33 +64,41 @@ class Audit:
 
     @property
     def totals(self) -> dict[str, Any]:
+        """Number of samples, by verdict and in total."""
         return totals(self.judged)
 
     @property
     def passed(self) -> bool:
+        """True if no sample is rejected."""
         return not self.totals["reject"]
 
     def lines(self) -> list[str]:
-        """Return rejects with their reasons, warnings by code, and totals, for a terminal."""
+        """Text for a terminal: rejected samples with reasons, warnings by code, notes, advice and totals."""
         lines = [
-            one_line(f"reject  {one.file}: {'; '.join(_words(one))}")
-            for one in self.judged
-            if one.verdict == "reject"
+            one_line(f"reject  {sample.file}: {'; '.join(_words(sample))}")
+            for sample in self.judged
+            if sample.verdict == "reject"
         ]
         if len(lines) > _SHOWN:
             lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more; --json lists all"]
         sums = self.totals
-        warned = [one for one in self.judged if one.verdict == "warn"]
-        codes = Counter(code for one in warned for code in {f.code for f in one.findings})
+        warned = [sample for sample in self.judged if sample.verdict == "warn"]
+        codes = Counter(code for sample in warned for code in {f.code for f in sample.findings})
         lines += [f"warn    {code}: {count:,}" for code, count in codes.most_common()]
         lines += [one_line(f"note    {note}") for note in self.notes]
-        lines += [one_line(f"advice  {one}") for one in (self.buckets or {}).get("advice", ())]
+        lines += [
+            one_line(f"advice  {advice}") for advice in (self.buckets or {}).get("advice", ())
+        ]
         counts = ", ".join(f"{sums[verdict]:,} {verdict}" for verdict in VERDICTS)
         return [*lines, f"{sums['samples']:,} samples: {counts}"]
 
 
 def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audit:
-    """Audit a recipe's file, with its overrides, or data by itself. Raises if an option needs a recipe."""
+    """Audit a recipe's data, with `overrides`, or a folder, tar or dataset.
+
+    Raises:
+        DitLoraError: An option needs a recipe, or the recipe or the data cannot be read.
+    """
     if not is_recipe(target):
         if encode:
             raise DitLoraError(f"--encode needs a recipe (.yaml); got {target}")
@@ -101,19 +109,21 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
     if recipe.model.family in CHAT_FAMILIES:
         if encode:
             raise DitLoraError("--encode: a chat model's samples are not encoded before training")
-        judged, words, notes = audit_conversations(
+        judged, caption_findings, notes = audit_conversations(
             recipe, family.open(recipe.model, recipe), progress=True
         )
-        return Audit(recipe.data.path or "data.sources", merge(judged, words), tuple(notes))
-    # As it is stored: what the recipe cannot train with is for the audit to list.
+        return Audit(
+            recipe.data.path or "data.sources", merge(judged, caption_findings), tuple(notes)
+        )
+    # Open the checkpoint without the recipe: the audit itself lists what the recipe cannot train with.
     audit = audit_recipe(recipe, family.open(recipe.model))
     return with_encodings(audit, recipe, family.open(recipe.model, recipe)) if encode else audit
 
 
 def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = True) -> Audit:
-    """Audit a folder, tar or dataset by itself: no shape is asked of it, and no text encoder limits its captions.
+    """Audit a folder, tar or dataset without a recipe: no shape is required, and caption length is not limited.
 
-    `overrides` say where its captions, references and masks are, as `data.mask_folder=masks`.
+    `overrides` set where its captions, references and masks are, such as `data.mask_folder=masks`.
     """
     data = load_folder(path, overrides)
     sources = scan(data)
@@ -124,13 +134,16 @@ def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = T
 
 
 def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True) -> Audit:
-    """Audit the data of a recipe by its shapes and its model's tokenizer; files judged before are not decoded again."""
+    """Audit the data of a recipe with its shapes and its model's tokenizer.
+
+    Files audited before are not decoded again.
+    """
     data, root = recipe.data, recipe.cache_dir
-    # The one thing of a recipe that a checkpoint as it is stored needs for the sizes of references.
+    # The only recipe setting that a checkpoint needs to compute the sizes of references.
     checkpoint = replace(checkpoint, reference_resolution=data.reference_resolution)
     sources = scan(data, root)
     samples = find_samples(recipe, checkpoint, group=recipe.train.batch_size, quiet=not progress)
-    # The memo is the cache's: training reads it and refuses what was rejected here.
+    # The memo is in the cache folder: training reads it and refuses samples that were rejected here.
     digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_MEMO)
     judged = audit_media(
         sources.clips,
@@ -142,23 +155,25 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
         progress=progress,
     )
     digests.save()
-    # A family without a text limit is conditioned on classes: captions are then labels.
+    # A family without a text limit is conditioned on classes: its captions are labels.
     limit = checkpoint.text_limit()
     notes: list[str] = [*samples.notes, *pair_notes(judged)]
     tokens: dict[str, dict[str, int]] = {}
     if limit is None:
-        words, about = check_labels(sources.clips, data.classes)
-        notes += about
+        caption_findings, label_notes = check_labels(sources.clips, data.classes)
+        notes += label_notes
     else:
-        # A caption given to a whole source is no duplicate in each of its clips.
+        # A caption that the recipe sets for a whole source does not count as a duplicate in its clips.
         shared = {source.caption for source in data.all_sources if source.caption is not None}
         lengths = token_lengths(sources.clips, limit.tokenizer)
-        words = check_captions(
+        caption_findings = check_captions(
             sources.clips, limit.tokenizer, limit.max_tokens, lengths=lengths, shared=shared
         )
         tokens = {clip.id: {"caption_tokens": lengths[clip.caption]} for clip in sources.clips}
     report = samples.report
-    merged = merge(judged, _problems(sources), words, _dropped(samples, judged), facts=tokens)
+    merged = merge(
+        judged, _problems(sources), caption_findings, _dropped(samples, judged), facts=tokens
+    )
     return Audit(
         title=data.path or "data.sources",
         judged=merge(merged, _by_clip(_unfit(samples, merged), merged)),
@@ -168,8 +183,8 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
 
 
 def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audit:
-    """Encode samples that are not cached yet, and look at the latents and embeddings of all."""
-    # An audit reports every bad sample; a recipe that refuses them would end it at the first.
+    """Encode the samples that are not cached yet, and check the latents and embeddings of all."""
+    # An audit reports every bad sample; `rejects: refuse` would stop it at the first.
     data = recipe.data.model_copy(update={"rejects": "skip", "precompute": True})
     recipe = recipe.model_copy(update={"data": data})
     with running(recipe) as session:
@@ -177,56 +192,67 @@ def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audi
     damaged: Findings = {}
     non_finite, statistics = check_encoded(_tensors(encoded, damaged))
     failed = {
-        name: [_failed(why)] for name, why in encoded.rejected.items() if "is not usable" in why
+        name: [_failed(reason)]
+        for name, reason in encoded.rejected.items()
+        if "is not usable" in reason
     }
     parts = [_by_clip(part, audit.judged) for part in (damaged, non_finite, failed)]
     return replace(audit, judged=merge(audit.judged, *parts), encoded=statistics)
 
 
 def _by_clip(by_file: Findings, judged: Sequence[JudgedSample]) -> Findings:
-    """Return findings by clip: those of a clip's later windows move to the clip's name."""
-    files = {one.file for one in judged}
+    """Findings by clip: those on a clip's later windows (named `clip@start`) move to the clip's name."""
+    files = {sample.file for sample in judged}
     by_clip: Findings = {}
     for name, findings in by_file.items():
         clip, _, start = name.rpartition("@")
         if name in files or clip not in files:
             by_clip.setdefault(name, []).extend(findings)
             continue
-        moved = [replace(one, words=f"from {start} on: {one.words}") for one in findings]
+        moved = [
+            replace(finding, words=f"from {start} on: {finding.words}") for finding in findings
+        ]
         by_clip.setdefault(clip, []).extend(moved)
     return by_clip
 
 
 def _words(one: JudgedSample) -> list[str]:
+    """The sample's reasons for rejection, with their codes."""
     return [f"{f.code}: {f.words}" for f in one.findings if f.verdict == "reject"]
 
 
 def _problems(scanned: Scan) -> Findings:
+    """Findings on files that the scan of the sources could not use."""
     problems: Findings = {}
-    for one in scanned.problems:
-        remedy = _REMEDIES.get(one.code, "correct it, or remove the sample")
-        problems.setdefault(one.file, []).append(Finding(one.code, one.words, "reject", remedy))
+    for problem in scanned.problems:
+        remedy = _REMEDIES.get(problem.code, "correct it, or remove the sample")
+        problems.setdefault(problem.file, []).append(
+            Finding(problem.code, problem.words, "reject", remedy)
+        )
     return problems
 
 
 def _dropped(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
-    """Return findings on samples that fit no bucket, where the media's own findings do not say it."""
-    codes = {one.file: {finding.code for finding in one.findings} for one in judged}
+    """Findings on samples that fit no bucket, unless the media's own findings already say so."""
+    codes = {sample.file: {finding.code for finding in sample.findings} for sample in judged}
     dropped = samples.report.dropped if samples.report else ()
     return {
-        name: [Finding(one.code, one.words, "reject", "change data.buckets, or remove it")]
-        for name, one in dropped
-        if one.code not in codes.get(name, ())
+        name: [Finding(item.code, item.words, "reject", "change data.buckets, or remove it")]
+        for name, item in dropped
+        if item.code not in codes.get(name, ())
     }
 
 
 def _unfit(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
-    """Return findings on samples whose references the model does not take, as their number; all else is said."""
-    rejected = {one.file for one in judged if one.verdict == "reject"}
+    """Findings on samples with references that the model does not accept (such as too many).
+
+    Samples that are already rejected are left out.
+    """
+    rejected = {sample.file for sample in judged if sample.verdict == "reject"}
     remedy = "give it such references, or remove it"
     return {
-        name: [Finding("reference_unfit", words, "reject", remedy)]
-        for name, words in samples.rejected.items()
+        name: [Finding("reference_unfit", reason, "reject", remedy)]
+        for name, reason in samples.rejected.items()
         if name not in rejected and name.rpartition("@")[0] not in rejected
     }
 
@@ -234,19 +260,19 @@ def _unfit(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
 def _tensors(
     encoded: Precomputed, damaged: Findings
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield each sample's tensors from its cache entries; those that are torn or altered are noted in `damaged`."""
+    """Yield each sample's name and tensors from its cache entries. Corrupt entries are added to `damaged`."""
     clips = encoded.clips
     for entry in clips.entries:
         sample = clips.read(entry, entry.text_key, 0)
         if sample.faults:
-            words = sample.faults[entry.id]
+            reason = sample.faults[entry.id]
             remedy = "dit-lora cache verify RECIPE --set-aside, and build it anew"
-            damaged[entry.id] = [Finding("cache_damaged", words, "reject", remedy)]
+            damaged[entry.id] = [Finding("cache_damaged", reason, "reject", remedy)]
         yield entry.id, {name: tensor[0] for name, tensor in sample.tensors.items()}
 
 
 def _failed(why: str) -> Finding:
-    """Return the finding that an encoder's message stands for."""
+    """The finding for an encoder's error message."""
     part = "embedding" if "caption '" in why else "latent"
     kind = "out_of_range" if "beyond" in why else "non_finite"
     remedy = "look at the sample; encode it in fp32 or bf16, or remove it"

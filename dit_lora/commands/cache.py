@@ -1,4 +1,4 @@
-"""Implements `dit-lora cache`: fill, check, count and tidy both halves of a cache, of clips and of captions."""
+"""Implements `dit-lora cache`: fill, verify, count and prune the caches of clips and of captions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,33 +22,33 @@ from dit_lora.training.tasks.diffusion.precompute import precompute
 from dit_lora.training.tasks.diffusion.second_model import open_second
 
 _KINDS = ("videos", "texts")
-_SHOWN = 50  # problems that are listed; JSON has all
+_SHOWN = 50  # problems listed in a terminal; JSON has all
 
 Caches = Mapping[str, TensorCache]
 
 
 @dataclass(frozen=True)
 class CacheOutcome:
-    """The result of checking, counting or tidying each half of a cache."""
+    """The result of verifying, counting or pruning the caches of clips and of captions."""
 
     root: Path
     results: Mapping[str, Any]
 
     @property
     def passed(self) -> bool:
-        """True if nothing is bad, or all that was is set aside."""
+        """True if no entry is bad, or all bad entries were set aside."""
         return all(
-            len(getattr(one, "problems", [])) <= getattr(one, "set_aside", 0)
-            for one in self.results.values()
+            len(getattr(result, "problems", [])) <= getattr(result, "set_aside", 0)
+            for result in self.results.values()
         )
 
     def record(self) -> dict[str, Any]:
-        """Return the result as JSON can hold it; paths are relative to the cache."""
-        halves = {kind: _plain(asdict(one), self.root) for kind, one in self.results.items()}
+        """JSON-compatible values; paths are relative to the cache."""
+        halves = {kind: _plain(asdict(result), self.root) for kind, result in self.results.items()}
         return {"cache": str(self.root), **halves}
 
     def told(self) -> str:
-        """Return lines for a terminal."""
+        """Text for a terminal."""
         lines = []
         for kind, values in self.record().items():
             if isinstance(values, dict):
@@ -58,11 +58,12 @@ class CacheOutcome:
 
 
 def is_recipe(target: str) -> bool:
+    """True if the argument is the name of a YAML file."""
     return Path(target).suffix in (".yaml", ".yml")
 
 
 def build(target: str, overrides: Sequence[str]) -> None:
-    """Fill a recipe's cache as training would, by all processes of the launch."""
+    """Fill a recipe's cache as training would, with all processes of the launch."""
     if not is_recipe(target):
         raise DitLoraError(f"give a recipe (.yaml), whose cache is to be filled; got {target}")
     recipe = load_recipe(target, overrides)
@@ -86,24 +87,25 @@ def verify(target: str, overrides: Sequence[str], *, set_aside: bool) -> CacheOu
 
 
 def stats(target: str, overrides: Sequence[str]) -> CacheOutcome:
-    """Count entries, shards and bytes, from headers alone."""
+    """Count entries, shards and bytes. Reads only headers."""
     return _each(target, overrides, "counting", lambda cache, _: maintenance.stats(cache))
 
 
 def prune(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> CacheOutcome:
-    """Remove what cannot be used, and what none of the recipes `keep` uses, if any is given."""
+    """Remove unusable entries and, if `keep` has recipes, entries that none of them uses."""
     recipes = [load_recipe(path) for path in keep]
     keys_of_each = [dict(zip(_KINDS, _keys(recipe), strict=True)) for recipe in recipes]
 
     def work(cache: TensorCache, tell: maintenance.OnProgress) -> maintenance.Pruned:
-        # The union over recipes that share the cache: an entry of any stays.
-        wanted = set().union(*(keys[cache.root.name] for keys in keys_of_each)) if keep else None
-        return maintenance.prune(cache, wanted, on_progress=tell)
+        # Recipes may share the cache: an entry stays if any of them uses it.
+        used_keys = set().union(*(keys[cache.root.name] for keys in keys_of_each)) if keep else None
+        return maintenance.prune(cache, used_keys, on_progress=tell)
 
     return _each(target, overrides, "pruning", work)
 
 
 def _require_cache(recipe: Recipe) -> None:
+    """Raise `DitLoraError` for a chat recipe, which has no cache."""
     if recipe.model.family in CHAT_FAMILIES:
         raise DitLoraError(
             f"family {recipe.model.family}: conversations are read as they come; there is nothing to cache"
@@ -111,13 +113,13 @@ def _require_cache(recipe: Recipe) -> None:
 
 
 def _keys(recipe: Recipe) -> tuple[set[str], set[str]]:
-    """Return the keys of the entries that a recipe uses on this machine, of clips and of captions."""
+    """Keys of the cache entries that a recipe uses on this machine: of clips, and of captions."""
     _require_cache(recipe)
     quiet_libraries()
     checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision(recipe.model.dtype, device).dtype
-    # Keys hold the dtype of encoding, so that they are this machine's.
+    # Keys contain the dtype of encoding, which depends on this machine.
     second = open_second(recipe, checkpoint)
     return make_plan(recipe, checkpoint, dtype, group=1, quiet=False, second=second).keys
 
@@ -128,6 +130,8 @@ def _each(
     verb: str,
     work: Callable[[TensorCache, maintenance.OnProgress], Any],
 ) -> CacheOutcome:
+    """Run `work` on the cache of clips and on that of captions, each with a progress bar."""
+    # Both caches are worked through, even if the first one has problems.
     root = _root(target, overrides)
     results = {}
     for kind in _KINDS:
@@ -137,13 +141,14 @@ def _each(
 
 
 def _root(target: str, overrides: Sequence[str]) -> Path:
+    """The cache folder of a recipe, or the folder itself. Raises `DitLoraError` if it is not a cache."""
     if is_recipe(target):
         root = load_recipe(target, overrides).cache_dir
     elif overrides:
         raise DitLoraError(f"key.path=value changes a recipe, and {target} is none")
     else:
         root = Path(target).expanduser()
-    # Before anything is pruned: a wrong path must not be taken for an empty cache.
+    # Check before anything is pruned: a wrong path must not look like an empty cache.
     if not any((root / kind).is_dir() for kind in _KINDS):
         raise DitLoraError(f"{root} is no cache: it has no folder {' and no '.join(_KINDS)}")
     return root
@@ -151,6 +156,7 @@ def _root(target: str, overrides: Sequence[str]) -> Path:
 
 @contextmanager
 def _bar(what: str) -> Iterator[maintenance.OnProgress]:
+    """Progress bar over shards; yields the function that updates it."""
     with tqdm(desc=what, unit="shard", delay=1, dynamic_ncols=True) as bar:
 
         def tell(done: int, total: int) -> None:
@@ -161,32 +167,35 @@ def _bar(what: str) -> Iterator[maintenance.OnProgress]:
 
 
 def _plain(value: Any, root: Path) -> Any:
+    """Convert paths to strings, relative to `root` if they are inside, in nested dicts and lists."""
     if isinstance(value, Path):
         return value.relative_to(root).as_posix() if value.is_relative_to(root) else str(value)
     if isinstance(value, dict):
-        return {key: _plain(one, root) for key, one in value.items()}
+        return {key: _plain(item, root) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one, root) for one in value]
+        return [_plain(item, root) for item in value]
     return value
 
 
 def _counts(values: Mapping[str, Any]) -> Iterable[str]:
+    """Text for every count in `values`, sizes in MiB."""
     for name, value in values.items():
         if isinstance(value, list):
             value = len(value)
         if isinstance(value, int):
-            shown = f"{value / 2**20:,.1f} MiB" if name in _BYTES else f"{value:,}"
-            yield f"{name.replace('_', ' ')} {shown}"
+            text = f"{value / 2**20:,.1f} MiB" if name in _BYTES else f"{value:,}"
+            yield f"{name.replace('_', ' ')} {text}"
 
 
 _BYTES = ("bytes", "file_bytes", "freed")
 
 
 def _details(values: Mapping[str, Any]) -> Iterable[str]:
+    """Text for the sizes of each kind of tensor, and for the first problems."""
     for kind, (count, size) in values.get("kinds", {}).items():
         yield f"{count:,} of {kind}: {size / 2**20:,.1f} MiB"
     problems = values.get("problems", [])
-    for one in problems[:_SHOWN]:
-        yield f"{one['kind']}: {one['sample'] or one['key'] or ''} in {one['path']}: {one['words']}"
+    for entry in problems[:_SHOWN]:
+        yield f"{entry['kind']}: {entry['sample'] or entry['key'] or ''} in {entry['path']}: {entry['words']}"
     if len(problems) > _SHOWN:
         yield f"and {len(problems) - _SHOWN} more; --json lists all"

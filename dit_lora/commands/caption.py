@@ -1,4 +1,4 @@
-"""Writes captions of clips and pictures by a chat model: into the folder's metadata.jsonl, where it has none yet."""
+"""Writes captions of clips and images with a chat model, for files that have none in the folder's metadata.jsonl."""
 
 import re
 from collections.abc import Iterator
@@ -34,58 +34,62 @@ CLIP = (
     "style and the light. Say only what can be seen."
 )
 _WORDS_A_TOKEN = 0.6
-"""Words of English that a token stands for, on the safe side: how long a caption the model is asked for."""
+"""English words per token, a safe estimate: sets the length of caption that the prompt asks for."""
 _SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])\s+")
 
 
 @dataclass(frozen=True)
 class CaptionRequest:
-    """The files to describe, the model that does it, and how."""
+    """The files to describe, the chat model, and how to ask it."""
 
     folder: Path
     model: Path
     base: str | None = None
-    """The base checkpoint of an adapter; by default the one that it names."""
+    """The base checkpoint of an adapter; by default the one recorded in it."""
     prompt: str | None = None
-    """Asked in place of `PICTURE` and `CLIP`."""
+    """Replaces `PICTURE` and `CLIP`."""
     trigger: str | None = None
-    """A word that each caption is to have: put before it, where the model did not say it."""
+    """A word that each caption must contain. It is put in front if the model did not use it."""
     recipe: str | None = None
-    """A recipe whose text encoder must be able to read all of a caption."""
+    """A recipe whose text encoder must be able to read the whole caption."""
     max_tokens: int = 256
     frames: int | None = None
 
 
 @dataclass
 class Captioned:
-    """The outcome for a folder's files."""
+    """The result for a folder's files."""
 
     written: int = 0
     earlier: int = 0
-    """Captions that an earlier start had made, and could not write any more."""
+    """Captions that an interrupted earlier run had made and not yet written to the table."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Reasons by file, of those without a caption still."""
+    """File to the reason why it still has no caption."""
     cut: list[str] = field(default_factory=list)
-    """Files whose captions were cut to what the recipe's text encoder reads."""
+    """Files whose captions were shortened to the limit of the recipe's text encoder."""
     is_told_here: bool = True
-    """True on the one process that tells of it."""
+    """True on the main process, which reports the result."""
 
     def lines(self, table: CaptionTable) -> list[str]:
-        """Return what was done, and everything that was not, for a terminal."""
+        """Text for a terminal: failures, shortened captions, and counts."""
         lines = [f"could not be described: {name}: {why}" for name, why in self.failed.items()]
         if self.cut:
             lines.append(
                 f"{len(self.cut)} captions were cut at the end of a sentence to what the recipe's text encoder reads: "
                 f"{', '.join(self.cut[:5])}{' and others' if len(self.cut) > 5 else ''}"
             )
-        left = len(table.missing)
-        done = f"{self.written:,} captions written to {table.root / TABLE}"
-        done += f", and {self.earlier:,} of an earlier start" if self.earlier else ""
-        return [*lines, f"{done}; {left:,} of {len(table.media):,} files have none"]
+        num_missing = len(table.missing)
+        message = f"{self.written:,} captions written to {table.root / TABLE}"
+        message += f", and {self.earlier:,} of an earlier start" if self.earlier else ""
+        return [*lines, f"{message}; {num_missing:,} of {len(table.media):,} files have none"]
 
 
 def limit_of(recipe: str | None) -> TextLimit | None:
-    """Return what the recipe's text encoder reads; None without a recipe. Raises `DitLoraError` for one without captions."""
+    """The token limit of the recipe's text encoder; None without a recipe.
+
+    Raises:
+        DitLoraError: The recipe trains without captions.
+    """
     if recipe is None:
         return None
     loaded = load_recipe(recipe)
@@ -98,36 +102,41 @@ def limit_of(recipe: str | None) -> TextLimit | None:
 
 
 def caption_folder(request: CaptionRequest) -> Captioned:
-    """Describe every file of the folder that has no caption; return what was done.
+    """Describe every file of the folder that has no caption.
 
-    On several processes (`accelerate launch`) each describes its share. Interrupted or killed, what was made is kept, and
-    the same command goes on. Raises `DitLoraError` for a folder or a model that cannot be used.
+    On several processes (`accelerate launch`) each describes its share. After an interruption, finished captions are
+    kept and the same command continues.
+
+    Raises:
+        DitLoraError: The folder or the model cannot be used.
     """
     limit = limit_of(request.recipe)
     state = PartialState(cpu=not torch.cuda.is_available())
     made, main = MadeCaptions(request.folder, state.process_index), state.is_main_process
     with ExitStack() as stack:
         if main:
-            CaptionTable.read(request.folder)  # refuses a folder before anything is written there
+            CaptionTable.read(
+                request.folder
+            )  # raises for a bad folder before anything is written there
             stack.enter_context(made.held())
-            earlier = made.merge(of_all=True)  # of processes that were killed
+            earlier = made.merge(of_all=True)  # captions of processes that were killed
         state.wait_for_everyone()
         names = CaptionTable.read(request.folder).missing
         done = Captioned(earlier=earlier if main else 0, is_told_here=main)
         if not names:
             return done
         if main:
-            # Where this ends early, another process may be writing its own still: those are taken at the next start.
+            # If this process ends early, others may still be writing: their captions are merged at the next start.
             stack.callback(made.merge, of_all=False)
         _describe(request, names[state.process_index :: state.num_processes], made, limit, done)
-        every: list[Captioned] = gather_object([done])
+        results: list[Captioned] = gather_object([done])
         if main:
             made.merge(of_all=True)
         state.wait_for_everyone()
-    for one in every[1:] if main else ():
-        done.written += one.written
-        done.failed |= one.failed
-        done.cut += one.cut
+    for result in results[1:] if main else ():
+        done.written += result.written
+        done.failed |= result.failed
+        done.cut += result.cut
     return done
 
 
@@ -138,6 +147,7 @@ def _describe(
     limit: TextLimit | None,
     done: Captioned,
 ) -> None:
+    """Describe these files and store the captions in `made`, and counts and failures in `done`."""
     answerer = load_answerer(request.model, request.base, frames=request.frames)
     with finite_answers(answerer.model):
         for name in tqdm(names, desc="captions", unit="file", disable=not done.is_told_here):
@@ -155,41 +165,48 @@ def _describe(
 def describe(
     answerer: Answerer, file: Path, request: CaptionRequest, limit: TextLimit | None
 ) -> str:
-    """Return the model's caption of a file, with the trigger. Raises `ClipError`, and `CheckFailedError` for no caption."""
+    """Ask the model for a caption of a file, and add the trigger.
+
+    Raises:
+        ClipError: The file cannot be decoded.
+        CheckFailedError: The answer cannot be used as a caption.
+    """
     media = MediaFile(file)
     question = request.prompt or (PICTURE if is_image(media) else CLIP)
     if limit is not None and request.prompt is None:
         question += f" Use at most {int(limit.max_tokens * _WORDS_A_TOKEN)} words."
-    said = " ".join(answerer.ask(media, question, max_tokens=request.max_tokens).split())
-    fault = caption_fault(said)
+    answer = " ".join(answerer.ask(media, question, max_tokens=request.max_tokens).split())
+    fault = caption_fault(answer)
     if fault is not None:
         raise CheckFailedError(f"the model's answer is no caption: {fault[1]}")
-    return with_trigger(said, request.trigger)
+    return with_trigger(answer, request.trigger)
 
 
 def with_trigger(caption: str, trigger: str | None) -> str:
-    """Return a caption that has the trigger, before it where it was not in it as a word."""
+    """Put the trigger in front of a caption that does not contain it as a word."""
     if not trigger or has_word(caption, trigger):
         return caption
     return f"{trigger}, {caption}"
 
 
 def fitted(caption: str, limit: TextLimit | None) -> tuple[str, bool]:
-    """Return what of a caption a text encoder reads whole, and whether that is less than all.
+    """Shorten a caption to the text encoder's limit. Also returns whether it was shortened.
 
-    Whole sentences are kept, or whole words where the first sentence is too long already.
+    Whole sentences are kept, or whole words if the first sentence is too long.
     """
     if limit is None or _length(caption, limit) <= limit.max_tokens:
         return caption, False
+    # Cut after a sentence if possible, otherwise after a word.
     for parts in (_SENTENCE.split(caption), caption.split(" ")):
-        kept = _most(parts, limit)
-        if kept:
-            return kept, True
+        shortened = _most(parts, limit)
+        if shortened:
+            return shortened, True
     return "", True
 
 
 def _most(parts: list[str], limit: TextLimit) -> str:
-    """Return as many parts from the first on as the encoder reads; nothing where that is none."""
+    """The longest prefix of `parts`, joined by spaces, that the encoder can read; may be empty."""
+    # Binary search: the number of tokens grows with the number of parts.
     low, high = 0, len(parts)
     while low < high:
         middle = (low + high + 1) // 2
@@ -199,14 +216,14 @@ def _most(parts: list[str], limit: TextLimit) -> str:
 
 
 def _length(text: str, limit: TextLimit) -> int:
-    """Return the number of tokens, the tokenizer's own special ones counted."""
+    """Number of tokens, including the tokenizer's special tokens."""
     ids = limit.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return len(ids) + int(limit.tokenizer.num_special_tokens_to_add())
 
 
 @contextmanager
 def finite_answers(model: Any) -> Iterator[None]:
-    """Raise `CheckFailedError` within where the output head gives a value that is not finite: its largest is no word."""
+    """Context that raises `CheckFailedError` if the output head computes NaN or Inf: no token can be chosen."""
 
     def check(_module: nn.Module, _given: Any, logits: torch.Tensor) -> None:
         if not torch.isfinite(logits).all():

@@ -1,4 +1,4 @@
-"""Report what this machine has, what is wrong with it, and what a run would use: as data and as tables."""
+"""Report what this machine has, what is wrong with it, and what a run would use: as JSON data and as tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ _SHOWN = ("id", "severity", "what", "source", "remedy")
 
 @dataclass(frozen=True)
 class Decision:
-    """A choice that a run will make, and why."""
+    """A choice that a run will make, and the reason."""
 
     what: str
     choice: str
@@ -33,7 +33,7 @@ class Decision:
 
 
 def decisions(env: Environment) -> list[Decision]:
-    """Return what a run in this environment uses where the recipe leaves it open."""
+    """The choices of a run in this environment that the recipe leaves open."""
     gpu = env.devices[0] if env.devices else None
     trackers = ", ".join(name for name in TRACKERS if name in env.versions) or "none"
     device = "cpu", "torch finds no GPU that it can use"
@@ -57,9 +57,11 @@ def decisions(env: Environment) -> list[Decision]:
 
 
 def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
-    """Return a JSON-able account of an environment; `ok` is false if anything in it is refused.
+    """JSON-compatible report on an environment; `ok` is False if a run would be refused.
 
-    `launch_config` is an Accelerate config file; by default the one that `accelerate launch` reads.
+    Args:
+        env: The environment.
+        launch_config: An Accelerate config file; None for the one that `accelerate launch` reads.
     """
     issues = problems(env)
     launch = _launch(env, launch_config)
@@ -85,28 +87,28 @@ def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
 
 
 def launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | None:
-    """Return what `accelerate launch` would leave out, or cannot do, with these values on this machine."""
+    """What `accelerate launch` would ignore, or cannot do, with this config on this machine; None if nothing."""
     kind = str(config.get("distributed_type") or "NO")  # YAML 1.1 reads an unquoted NO as false
-    asked = launch_processes(config)
-    # These kinds go to accelerate/commands/launch.py's simple_launcher, all others to torchrun.
-    alone = kind in ("NO", "MULTI_CPU") and not config.get("mpirun_config")
-    started = 1 if alone or asked is None else asked
+    requested = launch_processes(config)
+    # accelerate/commands/launch.py starts these kinds with simple_launcher, all others with torchrun.
+    is_single = kind in ("NO", "MULTI_CPU") and not config.get("mpirun_config")
+    started = 1 if is_single or requested is None else requested
     machines = config.get("num_machines", 1)
-    here = started // machines if isinstance(machines, int) and machines > 0 else started
-    if env.devices and here > len(env.devices):
+    num_per_machine = started // machines if isinstance(machines, int) and machines > 0 else started
+    if env.devices and num_per_machine > len(env.devices):
         return (
-            f"{here} processes were asked for on each machine, and this one has {len(env.devices)} "
+            f"{num_per_machine} processes were asked for on each machine, and this one has {len(env.devices)} "
             f"GPU(s); set num_processes to {len(env.devices)} for each machine"
         )
     return launch_problem(
-        several_asked=asked is not None and asked > started,
+        several_asked=requested is not None and requested > started,
         fsdp_asked=kind == "FSDP" and started < 2,
-        processes=asked,
+        processes=requested,
     )
 
 
 def render(report: Mapping[str, Any]) -> None:
-    """Print a report as tables, readable in 80 columns; commands are whole lines."""
+    """Print a report as tables, readable in 80 columns. Commands are never wrapped."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -127,8 +129,8 @@ def render(report: Mapping[str, Any]) -> None:
     lines = [f"Triton: {triton['mode']}: {triton['reason']}"]
     launch = report["launch"]
     if launch["config_file"]:
-        asked = launch["processes"] or "Accelerate's choice"
-        lines.append(f"launch: {launch['config_file']}: processes: {asked}")
+        requested = launch["processes"] or "Accelerate's choice"
+        lines.append(f"launch: {launch['config_file']}: processes: {requested}")
     if launch["problem"]:
         lines.append(f"refuse: {launch['problem']}")
     for line in lines:
@@ -137,6 +139,7 @@ def render(report: Mapping[str, Any]) -> None:
 
 
 def _kernels() -> Decision:
+    """The choice of kernels, if the recipe does not set them."""
     support = kernel_support()
     choice = "fused, where parity holds" if support.mode == "gpu" else "lora_linear alone"
     return Decision("kernels", choice, support.reason)
@@ -145,6 +148,7 @@ def _kernels() -> Decision:
 def _package(
     name: str, env: Environment, version_problems: Sequence[VersionProblem]
 ) -> dict[str, Any]:
+    """The entry of one package: versions, status, and its problem if it has one."""
     problem = next((problem for problem in version_problems if problem.id == name), None)
     return {
         "version": env.versions.get(name),
@@ -158,6 +162,7 @@ def _package(
 
 
 def _launch(env: Environment, launch_config: Path | None) -> dict[str, Any]:
+    """The entry of the launch config: file, number of processes, and its problem if it has one."""
     path = launch_config or default_launch_config()
     if launch_config is None and not path.is_file():
         return {"config_file": None, "processes": None, "problem": None}
@@ -170,7 +175,7 @@ def _launch(env: Environment, launch_config: Path | None) -> dict[str, Any]:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    """Return a table without frames whose cells are shown as they are, brackets included."""
+    """A table without borders. Cells are shown literally, including brackets."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

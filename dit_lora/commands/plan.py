@@ -1,4 +1,4 @@
-"""A plan as tables on standard output, readable in 80 columns; what is to be pasted is on lines of its own."""
+"""Prints a plan as tables, readable in 80 columns. Text to copy is on separate lines."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from dit_lora.training.execution.activation_checkpointing import MODES
 
 
 def render(planned: Planned) -> None:
-    """Print phases, what a training step is made of, activations by mode, host and disk; then whether it fits."""
+    """Print memory by phase, parts of a training step, activations by mode, host, disk; then whether the run fits."""
     console, budget = Console(highlight=False), planned.budget
     limit = f" of {gib(budget.gpu)}" if budget.gpu is not None else ""
     console.print(_table((f"GPU memory{limit}", "GiB"), _rows(budget.phases)))
@@ -34,7 +34,7 @@ def render(planned: Planned) -> None:
 
 
 def verdict(planned: Planned) -> list[str]:
-    """Say whether it fits, and what to add to the command if not."""
+    """Text that says whether the run fits, and otherwise what to add to the command."""
     budget, change = planned.budget, planned.change
     if budget.gpu is None:
         return [f"needs {gib(budget.needs)} GiB; with --gpu SIZE the plan says whether that fits"]
@@ -52,20 +52,23 @@ def verdict(planned: Planned) -> list[str]:
 
 
 def gib(size: int) -> str:
-    """Write GiB with three digits, of small sizes fewer."""
+    """Format bytes as GiB with about three digits."""
     value = size / GIB
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
 def _some(sizes: Any) -> dict[str, int]:
+    """The sizes that are not zero."""
     return {name: size for name, size in sizes.items() if size}
 
 
 def _rows(sizes: Any) -> list[tuple[str, str]]:
+    """Table rows of names and sizes."""
     return [(name.replace("_", " "), gib(size)) for name, size in sizes.items()]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A borderless table with the first column on the left and sizes on the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left", min_width=24 * (not index))

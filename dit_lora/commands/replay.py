@@ -1,4 +1,4 @@
-"""Runs the micro-batch of a bundle again, on another machine or with something switched off."""
+"""Runs the micro-batch of a bundle again, on another machine or with some components switched off."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,10 +38,19 @@ def replay_bundle(
     script: str | None = None,
     arguments: Sequence[str] = (),
 ) -> Replayed:
-    """Run a bundle's micro-batch again and diagnose it; `without` names switches that stay off.
+    """Run a bundle's micro-batch again and diagnose it.
 
-    A bundle of a loop that is not ours needs the `script` with its `arguments`, which makes the model. Raises
-    `DitLoraError` if the bundle, the base model or the script cannot be used, or nothing has such a name.
+    Args:
+        folder: The bundle.
+        model: The base checkpoint, if not the one of the run's config.
+        device: `cpu`, `cuda` or `cuda:N`; None for the GPU if there is one.
+        fp32: Compute in fp32.
+        without: Names of the guard's fallbacks to apply, such as kernels to turn off.
+        script: A bundle from another training loop needs the script that builds its model.
+        arguments: Arguments of the script.
+
+    Raises:
+        DitLoraError: The bundle, the base model or the script cannot be used, or a name in `without` is unknown.
     """
     quiet_libraries()
     bundle = read_bundle(folder)
@@ -70,7 +79,10 @@ def replay_bundle(
 
 
 def _device(asked: str | None) -> torch.device:
-    """Return the device asked for, by default the GPU if there is one; never another than that."""
+    """The requested device; None for the GPU if there is one, else the CPU.
+
+    Raises `DitLoraError` if it does not exist.
+    """
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -85,10 +97,10 @@ def _device(asked: str | None) -> torch.device:
 
 
 def _recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
-    """Return the bundle's recipe, with the base model that was given, or that the run beside the bundle used."""
+    """The bundle's recipe, with `model` as base checkpoint or, if None, the one of the run's config.yaml."""
     recipe = parse_recipe(dict(bundle.facts["recipe"]), source=str(folder))
     config = folder.absolute().parent.parent / "config.yaml"
-    # A bundle names its base without folders, for it may be published; the run beside it knows the path.
+    # A bundle may be published, so it names its base without folders. The run's config.yaml has the path.
     if model is None and config.exists():
         model = load_recipe(config).model.path
     if model is None:
@@ -99,7 +111,7 @@ def _recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
 def _rebuild(
     bundle: Bundle, recipe: Recipe, device: torch.device
 ) -> tuple[MicroBatch, nn.Module, str]:
-    """Return the micro-batch on the model as the run had it, that model, and the digest of the base's files."""
+    """The micro-batch on the model as the run had it, that model, and the digest of the base's files."""
     family = get_family(recipe.model.family)
     try:
         checkpoint = family.open(recipe.model, recipe)
@@ -108,11 +120,11 @@ def _rebuild(
     task = task_of(recipe.model.family)
     digest = task.model_digest(checkpoint, recipe, Digests(checkpoint.path / "digests.json"))
     dtype = DTYPES[bundle.facts["dtype"]]
-    # The same steps in the same order as a run takes them, so that the same kernels compute.
+    # The same steps in the same order as in a run, so that the same kernels are used.
     transformer, _, _ = task.load_trainable(recipe, family, checkpoint, dtype)
     _load(transformer, bundle)
     mode = recipe.train.asked_checkpointing
-    # A recomputation gives the same bits, and this machine may be smaller than the run's.
+    # Recomputation is bit-identical, and this machine may have less memory than the run's.
     set_checkpointing(transformer, least_memory(transformer) if mode == "auto" else mode)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -122,17 +134,23 @@ def _rebuild(
     offload_base(recipe, transformer, accelerator)
     compile_blocks(recipe, transformer, accelerator)
     prepared = accelerator.prepare(transformer, device_placement=placement(transformer))
-    bare = accelerator.unwrap_model(prepared).train()
-    # Names and draws of the recorded step: with the seed they give every random number of it.
+    unwrapped_model = accelerator.unwrap_model(prepared).train()
+    # Sample ids and draw numbers of the recorded step: with the seed they determine all its random numbers.
     facts = bundle.facts["replay"]
     batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), bundle.samples, facts["faults"]).to(
         accelerator.device
     )
-    place = Place(recipe.train.seed, facts["step"], facts["micro_step"], facts["rank"])
-    return replayable(sample_losses(checkpoint), bare, batch, place), bare, digest
+    position = Place(recipe.train.seed, facts["step"], facts["micro_step"], facts["rank"])
+    return (
+        replayable(sample_losses(checkpoint), unwrapped_model, batch, position),
+        unwrapped_model,
+        digest,
+    )
 
 
 def _load(transformer: nn.Module, bundle: Bundle) -> None:
+    """Copy the bundle's trained weights into the model. Raises `DitLoraError` if names or shapes differ."""
+    # The bundle has only trained weights; the frozen ones come from the base checkpoint.
     trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
     if {n: p.shape for n, p in trained.items()} != {n: t.shape for n, t in bundle.weights.items()}:
         raise DitLoraError("the bundle's trained weights are not of this base model's shapes")
@@ -142,7 +160,7 @@ def _load(transformer: nn.Module, bundle: Bundle) -> None:
 
 
 def _notes(bundle: Bundle, digest: str) -> tuple[str, ...]:
-    """Return what differs from the machine that wrote the bundle."""
+    """Messages on differences from the machine that wrote the bundle."""
     notes = []
     if digest != bundle.facts["transformer_digest"]:
         notes.append("the base model's files are not those of the run: results may differ")

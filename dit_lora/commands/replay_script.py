@@ -1,4 +1,7 @@
-"""Runs the call of a bundle again within the script that made it, as far as it takes to make its model."""
+"""Replays a bundle of another training loop.
+
+Its script runs up to the first call of the model, which is replaced by the bundle's call.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +25,7 @@ from dit_lora.terminal import echo
 
 
 class _Enough(BaseException):
-    """Leaves the script, whatever errors it catches of its own."""
+    """Raised to leave the script. A `BaseException`, so that the script's own `except Exception` does not catch it."""
 
 
 def replay_in_script(
@@ -34,27 +37,28 @@ def replay_in_script(
     fp32: bool,
     without: Sequence[str],
 ) -> Replayed:
-    """Run the script until it calls the bundle's model, load the trained weights, and make the bundle's call again.
+    """Run the script until it calls the bundle's model, load the trained weights, and repeat the recorded call.
 
-    Raises `DitLoraError` without a script, and where no model that it trains fits the bundle.
+    Raises:
+        DitLoraError: There is no script, or no model that it trains matches the bundle.
     """
     if script is None:
         raise DitLoraError(
             f"{folder} is of a loop that is not dit-lora's: --script SCRIPT.py [-- ARGS] makes its model, up to the "
             "first call of it"
         )
-    again = _Again(bundle, fp32=fp32, without=without)
-    with again.waiting():
+    waiting_replay = _Again(bundle, fp32=fp32, without=without)
+    with waiting_replay.waiting():
         run_as_main(script, arguments)
-    if again.problem is not None:
-        raise again.problem
-    if again.result is None:
-        raise again.nothing_fits(script)
-    return again.result
+    if waiting_replay.problem is not None:
+        raise waiting_replay.problem
+    if waiting_replay.result is None:
+        raise waiting_replay.nothing_fits(script)
+    return waiting_replay.result
 
 
 class _Again:
-    """Waits for the model of a bundle to be called, and makes the bundle's call in its place."""
+    """Waits until the script calls the bundle's model, and makes the recorded call instead."""
 
     def __init__(self, bundle: Bundle, *, fp32: bool, without: Sequence[str]) -> None:
         self.result: Replayed | None = None
@@ -65,15 +69,18 @@ class _Again:
         self._wanted: list[str] = bundle.facts["model"]["parameters"]
         self._class: str = bundle.facts["model"]["class"]
         self._others: dict[int, tuple[str, list[str]]] = {}
-        """Models that were called and do not fit, by id: the class, and what differs."""
+        """Called models that do not match, by id: class, and differences."""
         self._stepped: set[int] = set()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Look at every outermost call within; leaves once the verdict is there, or it is clear that none comes."""
-        found = Interceptions()
-        # A guard of the script's own is not to write into the folder that the bundle may lie in.
-        found.class_method(Guard, "__init__", self._without_folder)
+        """Context that checks every outermost module call.
+
+        It ends the script after the replay, or when no call can follow.
+        """
+        interceptions = Interceptions()
+        # The script's own guard must not write into its folder: the bundle may be in there.
+        interceptions.class_method(Guard, "__init__", self._without_folder)
         listen(self._around)
         hook = register_optimizer_step_pre_hook(self._before_step)
         try:
@@ -81,24 +88,25 @@ class _Again:
         except _Enough:
             pass
         except SystemExit as end:
-            if end.code:  # the script has said why
+            if end.code:  # the script has printed the reason
                 raise
         finally:
             hook.remove()
             leave(self._around)
-            found.undo()
+            interceptions.undo()
 
     def nothing_fits(self, script: str) -> DitLoraError:
-        """Return the error that says what differs in the model that is nearest to the bundle's, whole."""
+        """The error that lists all differences of the called model that is most similar to the bundle's."""
         if not self._others:
             return DitLoraError(
                 f"{script} called no model to train it; the bundle has a call of a {self._class}"
             )
-        # One of its class before one that has a parameter less to differ in.
+        # Prefer a model of the same class, then the one with the fewest differences.
         name, differing = min(
-            self._others.values(), key=lambda other: (other[0] != self._class, len(other[1]))
+            self._others.values(),
+            key=lambda candidate: (candidate[0] != self._class, len(candidate[1])),
         )
-        called = ", ".join(dict.fromkeys(one for one, _ in self._others.values()))
+        called = ", ".join(dict.fromkeys(class_name for class_name, _ in self._others.values()))
         return DitLoraError(
             listed(
                 f"no model that {script} calls fits the bundle's {self._class} (called: {called}); give the arguments "
@@ -109,31 +117,35 @@ class _Again:
 
     @contextmanager
     def _around(self, call: OutermostCall) -> Iterator[None]:
+        """Around each outermost call: if the model matches, replay the bundle and leave the script."""
         model = self._fitting(call.module)
         if model is not None:
             try:
                 self.result = self._replayed(model)
-            except DitLoraError as problem:  # a script may catch errors of its own, and train on
+            except (
+                DitLoraError
+            ) as problem:  # stored, as the script might catch it and continue training
                 self.problem = problem
             raise _Enough
         yield
 
     def _fitting(self, outermost: nn.Module) -> nn.Module | None:
-        """Return the module that the bundle's call was of: the one that is called or, in a wrapper, a part of it."""
+        """The module that matches the bundle: the called one or, inside a wrapper, a part of it. None if none does."""
         for module in outermost.modules():
             is_of_class = stock_class(module).__name__ == self._class
             if module is not outermost and not is_of_class:
                 continue
-            found = parameters_in_words(module)
-            if found == self._wanted and is_of_class:
+            parameters = parameters_in_words(module)
+            if parameters == self._wanted and is_of_class:
                 return module
-            if found:
+            if parameters:
                 kind = stock_class(module).__name__
-                differing = _differing(self._wanted, found) or ["the class, or the order"]
+                differing = _differing(self._wanted, parameters) or ["the class, or the order"]
                 self._others.setdefault(id(module), (kind, differing))
         return None
 
     def _without_folder(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Create the script's guard without a folder."""
         original(*args, **{**kwargs, "folder": None})
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -143,19 +155,20 @@ class _Again:
         self._stepped.add(id(optimizer))
 
     def _replayed(self, model: nn.Module) -> Replayed:
+        """Load the bundle's weights into the model, repeat the recorded call, and diagnose it."""
         bundle, facts = self._bundle, self._bundle.facts["replay"]
         echo(f"replay: {self._class} is called, and has the bundle's weights now", err=True)
-        held = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
         for name, weight in bundle.weights.items():
-            fill(held[name], weight)
-        device = next((p.device for p in held.values()), torch.device("cpu"))
+            fill(parameters[name], weight)
+        device = next((p.device for p in parameters.values()), torch.device("cpu"))
         call = unpacked_call(bundle, model, device)
-        # Ranks that share weights run it together; what the first one finds is told.
+        # Ranks that share sharded weights run it together, and the first one reports.
         rank = 0 if needs_all_ranks(model) else facts["rank"]
-        place = {"step": facts["step"], "micro_step": facts["micro_step"], "rank": rank}
+        position = {"step": facts["step"], "micro_step": facts["micro_step"], "rank": rank}
         return judged(
             bundle,
-            call.micro_batch(model, **place),
+            call.micro_batch(model, **position),
             model,
             **self._how,
             limit=None,
@@ -165,11 +178,15 @@ class _Again:
 
 
 def _differing(wanted: Sequence[str], found: Sequence[str]) -> list[str]:
-    """Return each parameter that one of two models lacks, or that has another shape in it."""
-    then, now = (dict(words.rsplit(" ", 1) for words in one) for one in (wanted, found))
+    """Parameters that only one of two models has, or that have different shapes."""
+    # "name shape" to a dict by name
+    then, now = (
+        dict(description.rsplit(" ", 1) for description in descriptions)
+        for descriptions in (wanted, found)
+    )
     shapes = {name: (then.get(name), now.get(name)) for name in [*then, *now]}
     return [
-        f"{name}: {there or 'not'} in the bundle, {here or 'not'} here"
-        for name, (there, here) in shapes.items()
-        if there != here
+        f"{name}: {recorded_shape or 'not'} in the bundle, {current_shape or 'not'} here"
+        for name, (recorded_shape, current_shape) in shapes.items()
+        if recorded_shape != current_shape
     ]

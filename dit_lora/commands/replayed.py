@@ -1,4 +1,4 @@
-"""The verdict on a bundle's micro-batch that is run again, whoever rebuilt it."""
+"""Runs and diagnoses the micro-batch of a bundle, after its model was rebuilt."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from dit_lora.numerics.dtensors import needs_all_ranks
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of running a bundle again."""
+    """The result of replaying a bundle."""
 
     outcome: Outcome
     verdict: Verdict | None
@@ -35,11 +35,11 @@ class Replayed:
     ids: tuple[str, ...]
     """The samples, in the order of the outcome's losses."""
     recorded: dict[str, Any]
-    """The event, as the run wrote it."""
+    """The event that the run recorded."""
     notes: tuple[str, ...]
 
     def record(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """JSON-compatible values."""
         return {
             "healthy": self.verdict is None,
             "verdict": self.verdict.record() if self.verdict else None,
@@ -51,7 +51,7 @@ class Replayed:
         }
 
     def told(self) -> str:
-        """Return the two verdicts, then each sample's loss and timestep, and the trail to the first bad value."""
+        """Text for a terminal: both diagnoses, each sample's loss and timestep, the trail to the first bad value."""
         then = self.recorded["verdict"]
         lines = [f"recorded: step {self.recorded['step']}: {then['cause']}: {then['words']}"]
         if self.verdict is None:
@@ -75,10 +75,18 @@ def judged(
     masked_attention: bool | None,
     notes: Sequence[str],
 ) -> Replayed:
-    """Run the micro-batch of a bundle on the model that has its weights, and diagnose it.
+    """Run the micro-batch of a bundle on the model with its weights, and diagnose it.
 
-    `limit` is beyond what values of samples are bad though finite; attention's backends stay as they are where
-    `masked_attention` is None.
+    Args:
+        bundle: The bundle.
+        micro_batch: Its micro-batch, ready to run.
+        model: The model that the micro-batch runs on.
+        fp32: Compute in fp32.
+        without: Names of the guard's fallbacks to apply.
+        limit: Magnitude beyond which finite sample values count as bad; None for no limit.
+        masked_attention: True if the model's attention has masks, which rules out cuDNN. None: leave PyTorch's
+            attention backends unchanged.
+        notes: Messages to report with the result.
     """
     kind = bundle.facts["event"]["kind"]
     with ExitStack() as stack:
@@ -87,7 +95,7 @@ def judged(
             choose_cudnn(masked=masked_attention)
         switches: list[Switch] = all_switches(model)
         names = {switch.name for switch in switches}
-        # A recorded name may be missing here: another machine has other kernels and backends.
+        # A recorded name may not exist here: another machine has other kernels and backends.
         for name in [*(n for n in bundle.facts["switched_off"] if n in names), *without]:
             stack.enter_context(find_switch(switches, name).off())
         start = bundle.facts["start_peak"]
@@ -102,19 +110,19 @@ def judged(
         if fp32:
             stack.enter_context(in_fp32(model))
         outcome = run(micro_batch, model)
-        # Zero gradients are a fault only where the run tripped by them.
+        # Zero gradients are only a fault if they were the reason of the recorded failure.
         healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
         verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
-        # A step tripped by its weights replays healthy: their size is then the evidence.
+        # If the weights were the reason of the failure, the replay is healthy: check their magnitude.
         if verdict is None and has_run_away(weight_peak(bundle.weights.values()), start):
             verdict = run_away(micro_batch, suspects)
     return Replayed(outcome, verdict, micro_batch.ids, bundle.facts["event"], tuple(notes))
 
 
 def other_versions(bundle: Bundle, here: Mapping[str, str]) -> list[str]:
-    """Return a line of the packages that are of another version than the bundle's, or none."""
+    """A message that lists packages whose version differs from the bundle's; empty if none does."""
     theirs = bundle.facts["packages"]
-    other = [
+    differing = [
         f"{n}: {theirs[n]} then, {here.get(n)} now" for n in theirs if here.get(n) != theirs[n]
     ]
-    return [listed("other versions", other)] if other else []
+    return [listed("other versions", differing)] if differing else []

@@ -29,10 +29,10 @@ from dit_lora.training.session.session import quiet_libraries
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request to sample; values left None are those that the adapter was trained with."""
+    """What to sample. Values that are None are taken from the adapter's training."""
 
     target: Path
-    """A run's folder, an adapter's folder or its file, or a repository on the Hub that a run was pushed to."""
+    """A run's folder, an adapter's folder or file, or a repository on the Hub that a run was pushed to."""
     prompts: tuple[str, ...]
     model: str | None = None
     seed: int = 0
@@ -45,28 +45,28 @@ class SampleRequest:
     image: Path | None = None
     """The first frame, for image-to-video."""
     last_image: Path | None = None
-    """The last frame, where the model is given that too."""
+    """The last frame, for models that take one."""
     references: tuple[Path, ...] = ()
-    """The references, for models that take some; the same for every prompt."""
+    """Reference images, for models that take some; the same for every prompt."""
     out: Path | None = None
     count: int = 1
-    """Samples of each prompt, from `seed` and the seeds after it."""
+    """Samples per prompt, with seeds `seed`, `seed` + 1, ..."""
     strengths: tuple[float, ...] = ()
-    """Strengths of the adapters, each sampled from the same seeds; as trained where there are none."""
+    """LoRA scales relative to training, each sampled with the same seeds. Empty: as trained."""
     others: tuple[tuple[Path, float], ...] = ()
     """Further adapters, each with its weight."""
     weight: float = 1.0
-    """The weight of the target's own beside others."""
+    """Weight of the target's adapter when it is combined with `others`."""
 
 
 @dataclass(frozen=True)
 class SampleCell:
-    """One sample that was written, and what it was made with."""
+    """One written sample, with its settings."""
 
     prompt: str
     seed: int
     strength: float | None
-    """None where the request names no strengths."""
+    """None if the request has no strengths."""
     path: Path
 
 
@@ -76,19 +76,21 @@ def sample(request: SampleRequest) -> list[Path]:
 
 
 def sample_cells(request: SampleRequest) -> list[SampleCell]:
-    """Write an mp4 (of an image model: png) for each prompt, seed and strength, in this order, and return them.
+    """Write an mp4 (png for image models) for each prompt, seed and strength, in this order.
 
-    Each is what its prompt, seed and strength alone would give, bit for bit. Raises `DitLoraError` for what cannot be
-    sampled so, before anything is.
+    Each sample is bit-identical to the one that a request with only its prompt, seed and strength gives.
+
+    Raises:
+        DitLoraError: The request is not possible. Raised before anything is sampled.
     """
     quiet_libraries()
     _require_files(request)
     request = _from_hub(request)
-    # Of a checkpoint with two experts, one or both were trained.
+    # With a two-expert checkpoint, one or both experts were trained.
     sources = [find_source(target) for target in targets_of(request.target)]
     source = sources[0]
     model = source.base(request.model)
-    # What was trained may add classes.
+    # Training may have added classes to the model's index.
     index = None if source.is_pipeline else source.made.get("index")
     family = get_family(model.family)
     sampler: Sampler = family.open(model, index=index).with_header(source.made)
@@ -102,7 +104,7 @@ def sample_cells(request: SampleRequest) -> list[SampleCell]:
     _load(request, pipeline, sources, family.comfyui)
     sampler.place(pipeline, device)
     fps = None if shape.frames == 1 else _value("fps", request.fps, video)
-    how = Sampling(
+    sampling = Sampling(
         shape,
         request.inference_steps,
         request.guidance_scale,
@@ -117,67 +119,78 @@ def sample_cells(request: SampleRequest) -> list[SampleCell]:
     out = request.out or folder / "samples"
     if out.exists() and not out.is_dir():
         raise DitLoraError(f"--out {out} is a file; give a folder")
-    return list(_cells(request, sampler, pipeline, how, out))
+    return list(_cells(request, sampler, pipeline, sampling, out))
 
 
 def _cells(
     request: SampleRequest, sampler: Sampler, pipeline: Any, how: Sampling, out: Path
 ) -> Iterator[SampleCell]:
-    """Sample every cell, and yield each once it is written."""
+    """Sample every prompt, seed and strength; yield each after it is written."""
     seeds = range(request.seed, request.seed + request.count)
     cells = [
         (p, s, w) for p in request.prompts for s in seeds for w in request.strengths or (None,)
     ]
     bar = tqdm(cells, desc="samples", unit="sample", leave=False, disable=len(cells) == 1)
     for prompt, seed, strength in bar:
-        own = replace(how, seed=seed)
+        settings = replace(how, seed=seed)
         conditions = sampler.conditions(prompt)
         with at_strength(pipeline, 1.0 if strength is None else strength):
-            frames, sound = sampler.generate_with_sound(pipeline, conditions, own)
-        wrong = unplayable(sound)
-        if wrong:
-            echo(f"{prompt!r} is written without sound: {wrong}", err=True)
+            frames, sound = sampler.generate_with_sound(pipeline, conditions, settings)
+        problem = unplayable(sound)
+        if problem:
+            echo(f"{prompt!r} is written without sound: {problem}", err=True)
             sound = None
-        name = _file_name(prompt, own)
+        name = _file_name(prompt, settings)
         name += "" if strength is None else f"_strength_{strength:g}"
-        yield SampleCell(prompt, seed, strength, write_sample(out / name, frames, own.fps, sound))
+        yield SampleCell(
+            prompt, seed, strength, write_sample(out / name, frames, settings.fps, sound)
+        )
 
 
 def _load(
     request: SampleRequest, pipeline: Any, sources: Sequence[Source], comfyui: LayerNames
 ) -> None:
-    """Load the target's adapters and the others; raises `DitLoraError` for strengths and weights of what has none."""
+    """Load the target's adapters and the others.
+
+    Raises:
+        DitLoraError: Strengths or weights for a full model or for trained base weights, which cannot be scaled.
+    """
     asked = "--strengths" if request.strengths else "--adapter" if request.others else ""
-    whole = [one.file for one in sources if one.is_pipeline]
-    if whole and asked:
-        raise DitLoraError(f"{asked}: {whole[0]} is a whole model, with no adapter apart from it")
+    pipelines = [source.file for source in sources if source.is_pipeline]
+    if pipelines and asked:
+        raise DitLoraError(
+            f"{asked}: {pipelines[0]} is a whole model, with no adapter apart from it"
+        )
     others = [find_source(path) for path, _ in request.others]
-    trained = [one.file for one in (*sources, *others) if one.file.with_name(BASE_FILE).is_file()]
+    trained = [
+        source.file for source in (*sources, *others) if source.file.with_name(BASE_FILE).is_file()
+    ]
     if trained and asked:
         raise DitLoraError(
             f"{asked}: base weights trained beside {trained[0]} ({BASE_FILE}), which are there or not at any strength"
         )
-    # With one adapter the loader names it, as ever.
+    # A single adapter gets the loader's default name.
     names = [f"adapter_{number}" for number in range(1 + len(others))] if others else [None]
-    for one in sources:
-        if not one.is_pipeline:
-            load_adapter(pipeline, one.file, comfyui, name=names[0])
-    for name, one in zip(names[1:], others, strict=True):
-        load_adapter(pipeline, one.file, comfyui, name=name)
+    for source in sources:
+        if not source.is_pipeline:
+            load_adapter(pipeline, source.file, comfyui, name=names[0])
+    for name, source in zip(names[1:], others, strict=True):
+        load_adapter(pipeline, source.file, comfyui, name=name)
     if others:
         weights = [request.weight, *(weight for _, weight in request.others)]
         weigh(pipeline, [name for name in names if name], weights)
 
 
 def _require_files(request: SampleRequest) -> None:
-    given = {
+    """Raise `DitLoraError` if an input image does not exist."""
+    options = {
         "--image": [request.image],
         "--last-image": [request.last_image],
         "--reference": request.references,
     }
     missing = [
         f"{option} {file}"
-        for option, files in given.items()
+        for option, files in options.items()
         for file in files
         if file is not None and not file.is_file()
     ]
@@ -186,11 +199,12 @@ def _require_files(request: SampleRequest) -> None:
 
 
 def _from_hub(request: SampleRequest) -> SampleRequest:
-    """Return the request with a local folder for a repository; samples then go to samples/NAME, not the Hub's cache."""
+    """Download a Hub repository and return the request with its local folder. Samples then go to samples/NAME."""
     files = (ADAPTER_FILE, BASE_FILE, "model_index.json", *PAIR_PATTERNS, *PEFT_FILES)
     folder = result_folder(request.target, files)
     if folder == request.target:
         return request
+    # A full pipeline needs the files of all its components, which the first download left out.
     if (folder / "model_index.json").is_file():
         result_folder(
             request.target, ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt")
@@ -200,13 +214,14 @@ def _from_hub(request: SampleRequest) -> SampleRequest:
 
 
 def _file_name(prompt: str, how: Sampling) -> str:
-    """Return seed and prompt as one can read them, and a digest that tells apart what they do not."""
-    words = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:40].strip("-")
+    """Readable file name from seed and prompt, with a digest that makes it unique for these settings."""
+    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:40].strip("-")
     digest = hashlib.sha256(f"{prompt} {how}".encode()).hexdigest()[:6]
-    return f"seed_{how.seed}_{words}_{digest}"
+    return f"seed_{how.seed}_{slug}_{digest}"
 
 
 def _value(name: str, asked: Any, trained: Mapping[str, Any]) -> Any:
+    """The requested value, or the one from training. Raises `DitLoraError` if there is neither."""
     value = asked if asked is not None else trained.get(name)
     if value is None:
         raise DitLoraError(f"the adapter does not say its {name}; give --{name}")

@@ -1,4 +1,4 @@
-"""Shows one training sample as the model gets it: its frames, its tokens, and which of them are learned."""
+"""Shows one training sample as the model gets it: its frames, its tokens, and which tokens have a loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from dit_lora.training.tasks.chat.training_set import ChatEntry, draws_of
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample and what is to be seen of it."""
+    """A training sample, rendered for display."""
 
     entry: ChatEntry
     checkpoint: ChatCheckpoint
@@ -29,6 +29,7 @@ class ShownSample:
     """Frames, uint8 (F, 3, H, W); None for kind `text`."""
 
     def in_terminal(self) -> RenderableType:
+        """The sample's tokens, for a terminal."""
         return terminal_view(
             self.entry.id,
             self.rendered,
@@ -42,9 +43,16 @@ class ShownSample:
 def show_sample(
     recipe_path: str, overrides: Sequence[str], sample: str, draw: int | None
 ) -> ShownSample:
-    """Return the sample of that id or number; drawn as for training if `draw` is given, else whole and in the middle.
+    """Load the sample of this id or number.
 
-    Raises `DitLoraError` if there is no such sample, or with the reason why it cannot be used.
+    Args:
+        recipe_path: The recipe of a chat model.
+        overrides: `key=value` settings on top of it.
+        sample: The sample's id, or its number in the dataset.
+        draw: The draw number, for random choices as in training; None for the whole sample with centered crops.
+
+    Raises:
+        DitLoraError: There is no such sample, or it cannot be used.
     """
     quiet_libraries()
     recipe = load_recipe(recipe_path, overrides)
@@ -61,13 +69,15 @@ def show_sample(
     )
     if name in samples.rejected:
         raise DitLoraError(f"{name}: {samples.rejected[name]}")
-    entry = next((one for one in samples.entries if one.id == name), None)
+    entry = next((candidate for candidate in samples.entries if candidate.id == name), None)
     if entry is None:
-        first = [f"{number}: {one}" for number, one in enumerate(samples.names[:20])]
+        first_names = [
+            f"{number}: {candidate}" for number, candidate in enumerate(samples.names[:20])
+        ]
         raise DitLoraError(
-            listed(f"no sample {sample}; of {len(samples.names)} the first are", first)
+            listed(f"no sample {sample}; of {len(samples.names)} the first are", first_names)
         )
-    # The set of this sample alone: its room is what it needs, without others' padding.
+    # A dataset of only this sample, so that it is not padded to the length of others.
     clips = training_set([entry], checkpoint, recipe)
     seed = recipe.train.seed
     batch = clips.sample(entry, 0) if draw is None else clips.drawn(entry, draw, seed)

@@ -1,4 +1,4 @@
-"""Finds what `dit-lora verify` is pointed at: which file, of which kind of model, on which base checkpoint."""
+"""Finds the target of `dit-lora verify`: the file, the kind of model, and the base checkpoint. Then verifies it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,87 +51,98 @@ class Target:
     file: Path
     """The adapter's file (or its base weights', if there is no adapter); for a pipeline its folder."""
     model: ModelConfig
-    """The base; for a pipeline itself."""
+    """The base checkpoint; for a pipeline, the pipeline itself."""
     made: Mapping[str, Any]
-    """The provenance that the run wrote; empty if it is not ours."""
+    """The training metadata in the file's header; empty if the file is not ours."""
 
     @property
     def result(self) -> tuple[Path, str]:
-        """The folder of the result, and the trained part of a pipeline."""
+        """The folder of the result and, for a pipeline, the name of the trained component."""
         if self.kind == "pipeline":
             return self.file, self.made.get("part", "transformer")
         return self.file.parent, ""
 
     @property
     def base_name(self) -> str:
-        """The base's name without folders, as it may be published."""
+        """The base's name without folders, safe to publish."""
         path = Path(self.model.path).expanduser()
         return path.resolve().name if path.is_dir() else self.model.path.removeprefix(HUB)
 
     def stock(self) -> ReferenceModel:
-        """Open the base. Raises `DitLoraError` if it is not there, or not of the adapter's family."""
+        """Open the base. Raises `DitLoraError` if it does not exist, or is of another family than the adapter."""
         family = get_family(self.model.family)
         if self.model.family in CHAT_FAMILIES:
             viewing = self.made.get("viewing")
             chat: ChatCheckpoint = family.open(self.model)
             return ChatStock(chat.viewing(Viewing(**viewing)) if viewing else chat)
-        # What was trained may add classes.
+        # Training may have added classes to the model's index.
         index = self.made.get("index") if self.kind == "diffusion" else None
         return DiffusionStock(family.open(self.model, index=index).with_header(self.made))
 
 
 def find_target(target: Path, model: str | None) -> Target:
-    """Find a run's folder, an adapter's folder or file, or a whole pipeline's folder; `model` is another base.
+    """Find what to verify at this path: a run's folder, an adapter's folder or file, or a pipeline's folder.
 
-    Raises `DitLoraError` if it is none of them, or if nothing says where its base is, and `CheckFailedError` if
-    the file cannot be read.
+    Args:
+        target: The path.
+        model: The base checkpoint to use instead of the recorded one.
+
+    Raises:
+        DitLoraError: It is none of these, or its base is not recorded.
+        CheckFailedError: The file cannot be read.
     """
     if not target.exists():
         raise DitLoraError(
             f"{target} does not exist; give a run's folder, or an adapter's folder or file"
         )
-    # Before the search for Diffusers' file, which refuses a folder in PEFT's format.
+    # Look for a chat adapter first: `find_source` raises for a folder in PEFT's format.
     chat = None if whole_pipeline(target) else _chat_folder(target)
     if chat is not None and not _is_diffusion_in_peft_format(chat):
         return _chat(chat, model)
     source = find_source(target, read=_made)
     base = source.base(model)
     if source.is_pipeline:
-        # Read now, to say in one line which file is torn; the loader's own error would not name it.
+        # Read the headers now, so that the error names the corrupt file; the loader's error would not.
         for weights in sorted((source.file / source.part).glob("*.safetensors")):
             header_of(weights)
     return Target("pipeline" if source.is_pipeline else "diffusion", source.file, base, source.made)
 
 
 def _chat_folder(target: Path) -> Path | None:
+    """The folder of a chat adapter at this path, or of a diffusion adapter in PEFT's format; None if there is none."""
     if target.is_file():
         is_adapter = target.name in (CHAT_ADAPTER_FILE, BASE_FILE)
         return _chat_folder(target.parent) if is_adapter else None
     for folder in (target, target / "adapter"):
-        # Stage 2 of VideoChat2 trains base weights alone; beside a LoRA file they belong to a diffusion adapter.
-        alone = (folder / BASE_FILE).is_file() and not (folder / ADAPTER_FILE).is_file()
-        if (folder / "adapter_config.json").is_file() or alone:
+        # Stage 2 of VideoChat2 trains only base weights. With a LoRA file they belong to a diffusion adapter.
+        has_only_base_weights = (folder / BASE_FILE).is_file() and not (
+            folder / ADAPTER_FILE
+        ).is_file()
+        if (folder / "adapter_config.json").is_file() or has_only_base_weights:
             return folder
     return None
 
 
 def _is_diffusion_in_peft_format(folder: Path) -> bool:
+    """True if the folder has a diffusion adapter in PEFT's format."""
     file = folder / CHAT_ADAPTER_FILE
     return in_peft_format(file) and _made(file).get("family") in DIFFUSION_FAMILIES
 
 
 def _chat(folder: Path, model: str | None) -> Target:
+    """The target for a chat adapter's folder."""
     file = chat_adapter_file(folder)
-    made = _made(file)
-    if made.get("family") in DIFFUSION_FAMILIES:
+    metadata = _made(file)
+    if metadata.get("family") in DIFFUSION_FAMILIES:
         raise DitLoraError(
             f"{folder} is a diffusion adapter in PEFT's format; verify reads what pipelines load: "
             f"dit-lora export {folder} --to diffusers --out OUT, then dit-lora verify OUT"
         )
-    return Target("chat", file, find_origin(folder, model).model, made)
+    return Target("chat", file, find_origin(folder, model).model, metadata)
 
 
 def _made(file: Path) -> dict[str, Any]:
+    """Training metadata in the header of a safetensors file; empty if there is none."""
     text = header_of(file).get(PROVENANCE_KEY, "{}")
     return dict(typed(text, Provenance, f"{file}: its header's {PROVENANCE_KEY}"))
 
@@ -139,16 +150,21 @@ def _made(file: Path) -> dict[str, Any]:
 def verify_adapter(
     target: Path, model: str | None = None, *, allow_extreme_update: bool = False
 ) -> Verification:
-    """Check a run's result, an adapter's folder or file, or a whole pipeline's folder, on its base checkpoint.
+    """Verify a run's result, an adapter's folder or file, or a pipeline's folder, on its base checkpoint.
 
-    `model` is the base, by default the run's own. `allow_extreme_update` makes a note of an update that is a failure
-    otherwise. Raises `DitLoraError` if there is nothing to check or no base, and `CheckFailedError` if a file cannot
-    be read at all.
+    Args:
+        target: The path.
+        model: The base checkpoint to use instead of the run's.
+        allow_extreme_update: Report an extremely large update as a note instead of a failure.
+
+    Raises:
+        DitLoraError: There is nothing to verify, or no base.
+        CheckFailedError: A file cannot be read.
     """
     quiet_libraries()
     source = find_target(target, model)
     run = source.file.parent if source.kind == "pipeline" else source.file.parent.parent
-    # Only a run's own folder, on its own base, has a record to renew.
+    # Only a run's folder, verified on the run's base, has a verification record to update.
     is_own = target.is_dir() and run.resolve() == target.resolve() and model is None
     if not (is_own and (run / "config.yaml").is_file()):
         return _verified(source, allow_extreme_update)
@@ -159,7 +175,7 @@ def verify_adapter(
 
 
 def _renewed(run: Path, checked: Verification, changed: Sequence[str]) -> Verification:
-    """Write a passed verification where the run's record is of other files, or there is none."""
+    """Update the run's verification record if it is missing or of other files."""
     path = run / VERIFICATION_FILE
     stored = read_verification(run)
     if stored.get("files") == checked.files and stored.get("passed") is True:
@@ -168,11 +184,12 @@ def _renewed(run: Path, checked: Verification, changed: Sequence[str]) -> Verifi
         record_verification(run, checked.record())
     except OSError as error:
         return replace(checked, notes=(f"{path} cannot be written: {error.strerror}",))
-    what = f"{', '.join(changed)} changed since the run verified it; " if changed else ""
-    return replace(checked, notes=(f"{what}{VERIFICATION_FILE} is written again",))
+    change = f"{', '.join(changed)} changed since the run verified it; " if changed else ""
+    return replace(checked, notes=(f"{change}{VERIFICATION_FILE} is written again",))
 
 
 def _verified(source: Target, allow_extreme_update: bool) -> Verification:
+    """Run the checks for this target."""
     stock = source.stock()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision("auto", device).dtype

@@ -16,7 +16,7 @@ __all__ = ["FuseReport", "fuse", "kernel_support", "unfuse"]
 
 
 def kernel_support() -> Support:
-    """Return whether Triton kernels could run here, and why not."""
+    """Whether Triton kernels can run on this machine, and the reason if they cannot."""
     return triton_support()
 
 
@@ -24,14 +24,14 @@ class _Callable(ModuleType):
     """A module that can be called as the function it is named after."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> "FuseReport":
-        # Late, as in `__getattr__`: the api imports Diffusers, PEFT and Transformers.
+        # Imported late, as in `__getattr__`: the api imports Diffusers, PEFT and Transformers.
         from dit_lora.fuse.api import fuse
 
         return fuse(*args, **kwargs)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the api when one of its names is first asked for."""
+    """Import the api the first time somebody asks for one of its names."""
     if name in ("FuseReport", "fuse", "unfuse"):
         from dit_lora.fuse import api
 

@@ -1,4 +1,4 @@
-"""`fuse` and `unfuse`: fused kernels in a model that stays what it was."""
+"""`fuse` and `unfuse`: replace parts of a model with fused kernels, and undo it. The results stay the same."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ _OF_OTHERS = "it is for models of Transformers"
 
 @dataclass(frozen=True)
 class FuseReport:
-    """An account of what was replaced and what was not, and why; as text, one line each."""
+    """Which modules were replaced, which were not, and why. `str(report)` has one line per fact."""
 
     fusion: Fusion
     unavailable: Mapping[str, str]
@@ -47,7 +47,7 @@ class FuseReport:
 
     @property
     def ops(self) -> list[str]:
-        """Return the ops that are on and replaced something."""
+        """Names of the ops that are on and replaced at least one module."""
         return self.fusion.used()
 
     def __str__(self) -> str:
@@ -67,21 +67,29 @@ def fuse(
     attention: str = "auto",
     check: bool = True,
 ) -> FuseReport:
-    """Use fused kernels in this model's blocks and adapters; `unfuse` undoes it.
+    """Use fused kernels in this model's blocks and adapters. `unfuse` undoes it.
 
-    `ops` gives `auto`, `on` or `off` by name; `auto` where it names none, but `off` for `fp8`. `auto`: where it applies, the machine
-    can run it, and parity holds. `on`: also without a GPU, by its reference; raises if parity does not hold
-    or nothing in the model takes it. `attention` is one of Diffusers' backends that train or, for a model of
-    Transformers, one of its implementations; `auto` is PyTorch's own choice. With `check`, the first training forward
-    of each shape is compared with the stock model, values and gradients, before it counts.
+    Call it after adapters are attached and before hooks, offload, DDP and torch.compile.
 
-    Call it after adapters are attached and before hooks, offload, DDP and torch.compile. Raises `DitLoraError` on
-    names that it does not know, and on a model whose q, k and v projections Diffusers has fused under LoRA.
+    Args:
+        model: A Diffusers or Transformers model. It is patched in place.
+        ops: `auto`, `on` or `off` by op name. Ops without an entry are `auto`, except `fp8`, which is `off`.
+            `auto` uses the kernel if it applies, the machine can run it, and parity holds. `on` also runs without
+            a GPU (with the kernel's reference in plain PyTorch) and raises if parity does not hold or nothing in the
+            model takes the op.
+        attention: A Diffusers attention backend that supports training or, for a Transformers model, one of its
+            implementations. `auto` is PyTorch's own choice.
+        check: Compare the first training forward of each input shape with the stock model, values and gradients,
+            before its result is used.
+
+    Raises:
+        DitLoraError: An unknown name or mode, an op or backend that cannot be used here, or a model whose q, k and v
+            projections Diffusers has fused under LoRA.
     """
     modes = _modes(ops or {})
     if fusion_of(model) is not None:
         unfuse(model)
-    # All that can be refused is refused before the first module is patched.
+    # Check every argument before the first module is patched, so that an error leaves the model unchanged.
     backend = None
     if attention != "auto" and isinstance(model, PreTrainedModel):
         require_implementation(model, attention)
@@ -97,7 +105,7 @@ def fuse(
     mark(model, fusion)  # patched or not, so that `fusion_of` finds it on the model too
     switches = _switches(fusion, modes)
     if fp8.OP in fusion.used():
-        # First: it is inside of another op, which would take the blame.
+        # fp8 comes first: it runs inside `lora_linear`, and the check would otherwise switch that off.
         switches.insert(0, fp8.start(model, fusion, insisted=modes[fp8.OP] == "on"))
     if attention != "auto" and isinstance(model, PreTrainedModel):
         switches += _choose_attention(model, fusion, attention)
@@ -108,13 +116,15 @@ def fuse(
 
 
 def _unavailable(model: nn.Module, modes: Mapping[str, Mode]) -> dict[str, str]:
-    """Return the ops that `auto` leaves off for this model on this machine, with the reason."""
+    """Ops that `auto` leaves off for this model on this machine, with the reason for each."""
     reasons = {op: _why_off(op, mode, model) for op, mode in modes.items()}
     return {op: reason for op, reason in reasons.items() if reason is not None}
 
 
 def _choose_attention(model: PreTrainedModel, fusion: Fusion, name: str) -> list[Switch]:
-    """Give the model this implementation until it is unfused, and return its switches; undo all if it takes none."""
+    """Set this attention implementation until `unfuse`, and return its fallbacks. If the model rejects it, undo
+    everything.
+    """
     try:
         choice = AttentionChoice(model, name)
     except DitLoraError:
@@ -125,7 +135,7 @@ def _choose_attention(model: PreTrainedModel, fusion: Fusion, name: str) -> list
 
 
 def unfuse(model: nn.Module) -> None:
-    """Give the model its own code back, everywhere; nothing happens to a model that is not fused."""
+    """Restore the model's stock code in every module. A model that is not fused stays as it is."""
     fusion = fusion_of(model)
     if fusion is None:
         return
@@ -136,7 +146,7 @@ def unfuse(model: nn.Module) -> None:
 
 
 def _modes(asked: Mapping[str, Mode]) -> dict[str, Mode]:
-    """Return a mode for every op; raise `DitLoraError` for a name or a mode that there is not."""
+    """Complete the user's modes to a mode for every op. Raises `DitLoraError` for an unknown op or mode."""
     unknown = sorted(set(asked) - set(OPS))
     if unknown:
         raise DitLoraError(listed(f"no kernel is called {', '.join(unknown)}; there are", OPS))
@@ -152,7 +162,10 @@ def _modes(asked: Mapping[str, Mode]) -> dict[str, Mode]:
 
 
 def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
-    """Return why `auto` leaves this op off, None if it does not; raise where `on` asks for what is not there."""
+    """Why this op is off; None if it is on.
+
+    Raises `DitLoraError` if the mode is `on` and the machine cannot run it.
+    """
     if mode == "off":
         return None
     if op == liger.OP:
@@ -169,7 +182,7 @@ def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
         if missing and mode == "on":
             raise DitLoraError(f"kernels.{op}: {missing}; set it to off")
         return missing
-    # Without a GPU a kernel is its reference in plain PyTorch, which gains nothing: only who insists gets it.
+    # Without a GPU a kernel is its reference in plain PyTorch, which is no faster: only `on` uses it.
     support = triton_support()
     if mode == "on" or op in WITHOUT_TRITON or support.mode == "gpu":
         return None
@@ -177,8 +190,8 @@ def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
 
 
 def _patch(model: nn.Module, fusion: Fusion) -> None:
-    """Patch every module that there is a patch for, by what is on; note in `fusion` what was done and what was not."""
-    # A module may be both: an attention layer's processor is replaced whatever becomes of the layer's forward.
+    """Patch every module that has a patch for an op that is on. `fusion` records which were replaced and which not."""
+    # Not exclusive: an attention layer's processor is replaced even if its forward is patched too.
     for name, module in model.named_modules():
         forward = matches(FORWARDS, module)
         if forward is not None and fusion.on.get(forward.op):
@@ -191,7 +204,7 @@ def _patch(model: nn.Module, fusion: Fusion) -> None:
 
 
 def _require_asked(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) -> None:
-    """Restore the model and raise `DitLoraError` if something asked for by name replaced nothing."""
+    """Restore the model and raise `DitLoraError` if an op or backend requested by name replaced nothing."""
     replaced = {op for op, _ in fusion.replaced}
     missing = [op for op, mode in modes.items() if mode == "on" and op not in replaced]
     if fusion.backend is not None and ATTENTION not in replaced:
@@ -207,7 +220,7 @@ def _require_asked(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) 
 
 
 def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
-    """Return a switch for each op that replaced something, one for the backend, one for everything together."""
+    """A fallback for each op that replaced something, for the attention backend, and for all patches together."""
     switches = [
         Switch(
             op,
@@ -221,7 +234,7 @@ def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
         for op in fusion.used()
         if op != fp8.OP
     ]
-    # A backend was chosen by name: where it is wrong from the start that is an error, and no reason to fall back.
+    # A backend was chosen by name: if the first check fails that is an error, and no reason to fall back.
     if fusion.backend is not None:
         switches.append(
             Switch(
@@ -234,7 +247,7 @@ def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
                 part_of=KERNELS,
             )
         )
-    # Everything together, which is also the only switch of attention processors: they belong to no op.
+    # One fallback for everything. It is also the only one for attention processors, which belong to no op.
     if fusion.replaced:
         stock = partial(setattr, fusion, "stock", True)
         insisted = any(switch.insisted for switch in switches)

@@ -1,7 +1,7 @@
-"""Attention of a fused model: one way to call it, whatever the model, and one policy on backends and masks.
+"""How fused processors call attention: one function for all models, one policy for backends and masks.
 
-Diffusers' dispatcher chooses the backend; many of its stock processors call PyTorch past it, so that a chosen
-backend changes nothing there. Fused processors all come through `attend`.
+Diffusers' dispatcher chooses the backend. Many of its stock processors call PyTorch directly, so that a chosen backend
+has no effect on them. All fused processors call `attend`.
 
 Shapes: B batch, S query tokens, K key tokens, R rotated tokens, H heads, D head width.
 """
@@ -48,13 +48,18 @@ TRAINABLE = (
     "flex",
     "xformers",
 )
-"""Diffusers' backends that have a backward; Sage and aiter are for inference, and `_flash_3` has it no more (docs/design.md)."""
+"""Diffusers' backends that have a backward. Sage and aiter are for inference; `_flash_3` lost its backward
+(docs/design.md)."""
 MASKLESS = ("_native_flash", "flash", "flash_hub", "flash_4_hub", "_flash_3_hub")
-"""Backends among them that take no mask."""
+"""Backends in `TRAINABLE` that take no mask."""
 
 
 def require_backend(name: str) -> str:
-    """Return the name if Diffusers can train with it here; raise `DitLoraError` with those it has, or what is missing."""
+    """Check that Diffusers can train with this attention backend here, and return its name.
+
+    Raises:
+        DitLoraError: The backend does not support training, or a package or device for it is missing.
+    """
     # Private: Diffusers asks these when a backend is set, and only then says what is missing.
     from diffusers.models.attention_dispatch import (
         _check_attention_backend_requirements,
@@ -73,7 +78,7 @@ def require_backend(name: str) -> str:
 
 
 def refuse_masks(name: str) -> None:
-    """Raise `DitLoraError` if this backend takes no mask."""
+    """Raise `DitLoraError` if this attention backend does not support masks."""
     if name in MASKLESS:
         raise DitLoraError(
             f"kernels.attention: {name} takes no mask, and this model attends with one; use auto"
@@ -88,10 +93,19 @@ def attend(
     backend: str | None,
     parallel: Any = None,
 ) -> torch.Tensor:
-    """Return softmax attention of (B, S, H, D) over (B, K, H, D), as (B, S, H, D); `mask` as PyTorch's.
+    """Softmax attention of (B, S, H, D) over (B, K, H, D), as (B, S, H, D).
 
-    With a mask cuDNN is never used: its backward can give NaN (pytorch issue 196678). `parallel` is Diffusers'
-    configuration of ranks that share a sample, each with its S and K tokens.
+    Args:
+        query: (B, S, H, D).
+        key: (B, K, H, D).
+        value: (B, K, H, D).
+        mask: A mask as PyTorch's `scaled_dot_product_attention` takes it, or None. With a mask cuDNN is never used,
+            because its backward can give NaN (pytorch issue 196678).
+        backend: Diffusers' name of the attention backend; None for PyTorch's choice.
+        parallel: Diffusers' configuration of ranks that share a sample, each with its S and K tokens; None without.
+
+    Raises:
+        DitLoraError: There is a mask and `backend` does not support masks.
     """
     if mask is None and parallel is None and _is_native(backend):
         with attention_call():
@@ -112,7 +126,9 @@ def attend(
 
 
 def _is_native(backend: str | None) -> bool:
-    """Return whether the dispatcher would call PyTorch's attention and nothing else, which takes half its time."""
+    """True if the dispatcher would only call PyTorch's attention; a direct call then saves half of the call's host
+    time.
+    """
     # Private: what `attention_backend` and Diffusers' environment variables set has no public reader.
     if Registry._checks_enabled:
         return False
@@ -121,23 +137,25 @@ def _is_native(backend: str | None) -> bool:
 
 
 _MASKED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""PyTorch's backends that may be given a mask."""
+"""PyTorch's backends that `attend` uses with a mask."""
 
 
 @torch.compiler.assume_constant_result
 def _enabled() -> tuple[int, ...]:
-    """Return the places in `_MASKED` of the backends that are on: what the guard switched off stays off.
+    """Indices into `_MASKED` of the backends that are enabled. Backends that the guard switched off stay off.
 
-    A switch of the guard makes Dynamo forget what it compiled, and this with it.
+    Compiled code treats the result as a constant. A fallback of the guard resets Dynamo, which also resets this value.
     """
     on = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
-    return tuple(place for place, enabled in enumerate(on) if enabled)
+    return tuple(index for index, enabled in enumerate(on) if enabled)
 
 
 def project_qkv(
     attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None
 ) -> Heads:
-    """Return q (B, S, H * D) of the first, k and v (B, K, H * D) of the second, or of the first where it is None."""
+    """Project to q (B, S, H * D), and to k and v (B, K, H * D) of `encoder_hidden_states` (`hidden_states` if it is
+    None).
+    """
     if encoder_hidden_states is None:
         query, key, value = project((attn.to_q, attn.to_k, attn.to_v), hidden_states)
         return query, key, value
@@ -147,7 +165,7 @@ def project_qkv(
 
 
 def project_output(attn: Any, attended: torch.Tensor) -> torch.Tensor:
-    """Return attention's output (B, S, H * D) after its projection and dropout."""
+    """Attention's output (B, S, H * D) after its output projection and dropout."""
     projection, dropout = attn.to_out
     output: torch.Tensor = projection(attended)
     # Not called where PyTorch would return its input, and nobody would see the call.
@@ -158,7 +176,7 @@ def project_output(attn: Any, attended: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return heads (..., D) with the pairs (2i, 2i + 1) turned by tables (..., D / 2), in the heads' dtype."""
+    """Rotate the pairs (2i, 2i + 1) of heads (..., D) with tables (..., D / 2). The result has the heads' dtype."""
     a, b = heads.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(heads)
 
@@ -167,32 +185,32 @@ NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 class Recomputable(NamedTuple):
-    """A tensor that backward may compute again from what is kept anyway."""
+    """A tensor that the backward pass can recompute from tensors that are saved anyway."""
 
     tensor: torch.Tensor
     again: Callable[[], torch.Tensor]
-    """The same values, bit for bit; holds nothing that is not kept for other reasons."""
+    """Computes the same values, bit for bit. Refers only to tensors that are saved for other reasons."""
 
     @contextmanager
     def not_kept(self) -> Iterator[None]:
-        """Let nothing that is saved for backward within it hold the tensor's memory: backward calls `again`."""
+        """Context in which autograd does not save this tensor's memory: the backward pass calls `again` instead."""
         # Compiled, the graph's partitioner decides what is kept.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             yield
             return
-        # Hooks nest, but the innermost alone are asked: ours would hide those that are there. PyTorch has no public
-        # way to see them. Those that only count are called from ours, so that they count what is left.
+        # Hooks nest, but PyTorch only calls the innermost ones: ours would hide those that are set already. PyTorch
+        # has no public way to see them. Hooks that only count are called from ours, so that they count the rest.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         counts: Any = outer[0] if outer and hasattr(outer[0], ONLY_COUNTS) else None
-        if outer and counts is None:  # checkpointing, offload: they decide what becomes of this too
+        if outer and counts is None:  # checkpointing or offload: they decide about this tensor too
             yield
             return
-        # Not `self`: what unpacks lives until the backward pass, and the tensor would with it.
-        place, again = _place(self.tensor), self.again
+        # Do not close over `self`: `unpack` lives until the backward pass and would keep the tensor alive.
+        memory, again = _place(self.tensor), self.again
 
         def pack(saved: torch.Tensor) -> torch.Tensor | tuple[int, ...]:
-            # Adapters save the tensor itself or all its rows, both views of the whole of its memory.
-            if _place(saved) == place:
+            # Adapters save the tensor itself or a reshaped view of it: both cover all of its memory.
+            if _place(saved) == memory:
                 return tuple(saved.shape)
             return counts(saved) if counts else saved
 
@@ -207,14 +225,14 @@ class Recomputable(NamedTuple):
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int, bool]:
-    """Return what is equal for contiguous views of all of a contiguous tensor, with values or without."""
+    """Identity of a tensor's memory: equal for all contiguous views that cover the same contiguous tensor."""
     # The storage's address as an object: a tensor without values (fake, meta) has no data pointer to compare.
     memory = tensor.untyped_storage()._cdata
     return memory, int(tensor.storage_offset()), tensor.numel(), tensor.is_contiguous()
 
 
 def _of_stock(name: str) -> property:
-    """Return a property that reads and writes an attribute of the stock processor, None where that has none."""
+    """A property that reads and writes this attribute of the stock processor; None if that does not have it."""
     return property(
         lambda self: getattr(self.stock, name, None),
         lambda self, value: setattr(self.stock, name, value),
@@ -222,11 +240,11 @@ def _of_stock(name: str) -> property:
 
 
 class FusedProcessor:
-    """Base of fused processors: the stock processor, and the fusion that says what is on."""
+    """Base class of fused attention processors. Holds the stock processor and the model's `Fusion`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # `Attention.forward` asks for it at every call, and finds it faster than it is made.
+        # `Attention.forward` asks for the signature at every call: a stored one is faster.
         call: Any = vars(cls).get("__call__")
         if call is not None:
             call.__signature__ = inspect.signature(call)
@@ -235,31 +253,36 @@ class FusedProcessor:
         self.stock = stock
         self.fusion = fusion
         norms = [norm for name in NORMS if (norm := getattr(attn, name, None)) is not None]
-        # Read once, here: it is a synchronisation of the device.
+        # Read once, here: reading the weights synchronizes with the device.
         self.from_output = all(self._recoverable(norm) for norm in norms)
         """True if norms of q and k may run backward from their outputs."""
 
     @property
     def is_stock(self) -> bool:
-        """True if the stock processor is to be called: always under context parallelism, which it knows."""
+        """True if the stock processor must run. Under context parallelism it always must.
+
+        Subclasses may support context parallelism, or have more conditions.
+        """
         return not self.fusion.is_on(ATTENTION) or self._parallel_config is not None
 
     @property
     def backend(self) -> str | None:
-        """Name of the backend that `fuse` was given, else Diffusers' `set_attention_backend`; None for PyTorch's choice."""
+        """Diffusers' name of the backend: the argument of `fuse`, else of `set_attention_backend`; None for PyTorch's
+        choice.
+        """
         return self.fusion.backend or self._attention_backend
 
-    # Diffusers' set_attention_backend and enable_parallelism set these two on whatever is a layer's processor. They
-    # are the stock one's own, so that it heeds them whenever it runs, and has them when the model is unfused.
+    # Diffusers' set_attention_backend and enable_parallelism set these two on a layer's processor. They are forwarded
+    # to the stock processor, so that it uses them when it runs, and still has them when the model is unfused.
     _attention_backend = _of_stock("_attention_backend")
     _parallel_config = _of_stock("_parallel_config")
 
     def weight(self, norm: Any) -> torch.Tensor | None:
-        """Return what a norm of q or k multiplies by; None where it has no weights."""
+        """The factor of a norm of q or k; None if the norm has no weights."""
         return getattr(norm, "weight", None)
 
     def _recoverable(self, norm: Any) -> bool:
-        """Return whether a norm's backward may start from its output: also where there are no weights, or no values."""
+        """True if the norm's backward can start from its output. Also if it has no weights, or only meta tensors."""
         weight, bias = self.weight(norm), getattr(norm, "bias", None)
         return weight is None or weight.is_meta or recoverable(weight, bias)
 
@@ -274,9 +297,16 @@ class FusedProcessor:
         across_heads: bool = False,
         rotation: str = "interleaved",
     ) -> torch.Tensor:
-        """Return q or k (B, S, H, D) by one kernel: normed per head or across heads, R tokens from `first` rotated.
+        """Norm and rotate q or k (B, S, H, D) with one kernel.
 
-        `norm` is a module of this kind or None, `rotary` tables as `qk_norm_rope` takes them or None.
+        Args:
+            heads: q or k, (B, S, H, D).
+            norm: A module of the class that `kind` names; None for no norm.
+            rotary: Tables as `qk_norm_rope` takes them; None for no rotation.
+            kind: `layer` or `rms`.
+            first: Index of the first token that is rotated; R tokens (the length of the tables) are.
+            across_heads: Norm over all heads of a token instead of each head.
+            rotation: Which elements form a pair, as `qk_norm_rope` names it.
         """
         return qk_norm_rope(
             heads,
@@ -294,7 +324,10 @@ class FusedProcessor:
     def normed_heads(
         self, heads: torch.Tensor, norm: Any, rotary: Rotary | None, kind: Norm, first: int = 0
     ) -> torch.Tensor:
-        """Return q or k (B, S, H, D) normed per head, R tokens from `first` rotated by tables (R, D), by what is on."""
+        """q or k (B, S, H, D), normed per head; R tokens from `first` are rotated with tables (R, D).
+
+        Uses the kernel if its op is on, else the stock modules.
+        """
         if norm is None and rotary is None:
             return heads
         if self.fusion.is_on("qk_norm_rope"):
@@ -310,9 +343,9 @@ class FusedProcessor:
 
 
 class SharedInputProcessor(FusedProcessor):
-    """`AttnProcessor2_0` and Sana's, with one projection of q, k and v of their shared input.
+    """`AttnProcessor2_0` and Sana's processor, with one projection call for q, k and v of the same input.
 
-    For attention without spatial or group norm, and norms of q and k per head or across heads.
+    Supports attention without spatial or group norm, with norms of q and k per head or across heads.
     """
 
     def __call__(
@@ -326,10 +359,10 @@ class SharedInputProcessor(FusedProcessor):
         **kwargs: Any,
     ) -> torch.Tensor:
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        # Images (B, C, H, W), and text of another batch size, are the stock code's.
+        # Images (B, C, H, W), and text of another batch size, go to the stock code.
         plain = hidden_states.ndim == 3 and len(hidden_states) == len(source)
         if self.is_stock or args or kwargs or not plain:
-            # temb alone is left out: it is for a spatial norm, and there is none.
+            # Pass temb on only before other positional arguments: it is for a spatial norm, and there is none.
             rest = (temb, *args) if args else ()
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, *rest, **kwargs
@@ -350,7 +383,7 @@ class SharedInputProcessor(FusedProcessor):
     def normed(
         self, attn: Attention, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q and k (B, S, H * D) after the layer's own norms, which here are across heads or none."""
+        """q and k (B, S, H * D) after the layer's norms, which here are across heads or missing."""
         if attn.norm_q is not None:
             query = attn.norm_q(query)
         if attn.norm_k is not None:
@@ -361,19 +394,19 @@ class SharedInputProcessor(FusedProcessor):
 def heads_mask(
     attn: Attention, mask: torch.Tensor | None, source: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return a block's mask of the tokens of `source` (B, K, .) as attention takes it, (B, 1 or H, 1 or S, K)."""
+    """Reshape a block's mask of the tokens of `source` (B, K, .) to (B, 1 or H, 1 or S, K), as attention takes it."""
     if mask is None:
         return None
-    # One mask for all heads, of which PyTorch makes no copies.
+    # One mask for all heads: PyTorch broadcasts it without a copy.
     if len(mask) == len(source) and mask.shape[-1] == source.shape[1]:
         return mask.reshape(len(source), 1, -1, source.shape[1])
-    # It repeats the mask for each head within the batch, which the view takes apart.
+    # Diffusers repeats the mask for each head within the batch: (B * H, 1 or S, K), which the view splits.
     mask = attn.prepare_attention_mask(mask, source.shape[1], len(source))
     return mask.view(len(source), attn.heads, -1, mask.shape[-1])
 
 
 def plain(attn: Any) -> str | None:
-    """Return why a processor that only projects and attends does not do for this layer; None if it does."""
+    """Why this layer needs more than projections and attention, and so its stock processor; None if it does not."""
     if attn.spatial_norm is not None or attn.group_norm is not None or attn.norm_cross:
         return "its input has a norm of its own"
     if attn.residual_connection:
@@ -384,8 +417,8 @@ def plain(attn: Any) -> str | None:
 
 
 def _plain_unnormed(attn: Any) -> str | None:
-    """Return `plain`'s reason, or that q and k are normed."""
-    # AttnProcessor2_0 norms per head, where `SharedInputProcessor.normed` is across heads as Sana's.
+    """The reason of `plain`, or that q and k are normed; None if neither applies."""
+    # AttnProcessor2_0 norms per head, but `SharedInputProcessor.normed` norms across heads, as Sana does.
     normed = attn.norm_q is not None or attn.norm_k is not None
     return plain(attn) or ("it norms q and k" if normed else None)
 

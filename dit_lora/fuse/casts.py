@@ -1,4 +1,4 @@
-"""A and B of adapted layers in the compute dtype: made once for all calls of a step, together for all layers."""
+"""Copies of LoRA A and B in the compute dtype: made once per training step, for all layers together."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dit_lora_kernels.lora_linear import lower, lower_all
 
 @dataclass
 class _Cast:
-    """A and s*B of a layer in the compute dtype, and what they were made of."""
+    """A and s*B of a layer in the compute dtype, and the inputs they were computed from."""
 
     key: tuple[Any, ...]
     lowered: tuple[Tensor, Tensor]
@@ -26,18 +26,18 @@ class _Cast:
     name: str
     """The adapter's."""
     is_used: bool = True
-    """True if a call took it since it was made."""
+    """True if a forward used it since it was made."""
 
 
-# Weak, so that no model is kept by its casts.
+# Weak keys, so that the casts do not keep a model alive.
 CASTS: WeakKeyDictionary[nn.Module, _Cast] = WeakKeyDictionary()
 
 
 def renew_casts(model: nn.Module) -> None:
-    """Make the casts of A and B anew that this model's last forward took, together; drop all others, of every model.
+    """Recompute the casts of A and B that this model's last forward used; drop all others, of every model.
 
-    Due before each forward: writing to `.data` leaves no trace. Layers of which something else has changed meanwhile
-    make their own casts, as in a first forward.
+    Call it before each forward: a write to `.data` does not change a tensor's version. Layers whose parameters were
+    replaced or moved meanwhile make their own casts, as in a first forward.
     """
     fusion, groups = fusion_of(model), defaultdict(list)
     for layer, cast in list(CASTS.items()):
@@ -53,8 +53,8 @@ def renew_casts(model: nn.Module) -> None:
 
 
 def _has_its_own(layer: nn.Module, cast: _Cast) -> bool:
-    """Return whether a cast's A and B are still the layer's, whole and in their place."""
-    # FSDP puts shards in their place, and frees the memory of these; ZeRO-3 leaves these, empty; offload moves them.
+    """True if the layer still has the A and B of this cast, at full size and on the same device."""
+    # FSDP replaces them with shards and frees their memory; ZeRO-3 leaves them empty; offload moves them.
     pairs = (("lora_A", cast.a, cast.lowered[0]), ("lora_B", cast.b, cast.lowered[1]))
     for part, tensor, low in pairs:
         holders: Any = layer._modules[part]
@@ -69,25 +69,25 @@ def _has_its_own(layer: nn.Module, cast: _Cast) -> bool:
 def cast_adapter(
     layer: nn.Module, name: str, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return `lower(...)` of a layer's adapter, A (R, I) and s*B (O, R) in `dtype`, kept until a parameter changes.
+    """A (R, I) and s*B (O, R) of a layer's adapter in `dtype`, cached until one of the parameters changes.
 
-    Calls of one step, and their recomputation in its backward pass, share it.
+    The calls of one step, and their recomputation in its backward pass, share the result.
     """
-    # A traced graph makes its own casts, and a tensor without values has none to keep.
+    # A traced graph makes its own casts, and fake tensors have no values to cache.
     if torch.compiler.is_compiling() or isinstance(a, FakeTensor):
         return lower(a, b, scaling, dtype)
     key = _cast_key(a, b, scaling, dtype)
-    kept = CASTS.get(layer)
-    if kept is None or kept.key != key:
+    cast = CASTS.get(layer)
+    if cast is None or cast.key != key:
         lowered = lower(a, b, scaling, dtype)
-        kept = CASTS[layer] = _Cast(key, lowered, a, b, scaling, dtype, name)
-    kept.is_used = True
-    return kept.lowered
+        cast = CASTS[layer] = _Cast(key, lowered, a, b, scaling, dtype, name)
+    cast.is_used = True
+    return cast.lowered
 
 
 def _cast_key(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[object, ...]:
-    """Return what a cast is made of."""
-    # The version counts writes in place, which an optimizer makes; the address tells of a parameter that was replaced.
-    # Nothing made in inference mode can be saved for a backward pass.
+    """Cache key of a cast: everything it depends on."""
+    # The version counts in-place writes, such as an optimizer's; the address changes if a parameter is replaced.
+    # Tensors made in inference mode cannot be saved for a backward pass.
     inference = torch.is_inference_mode_enabled()
     return (a._version, b._version, a.data_ptr(), b.data_ptr(), scaling, dtype, inference)

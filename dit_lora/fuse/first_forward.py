@@ -1,4 +1,4 @@
-"""Compare a fused model with the stock one, once for each shape that it trains on."""
+"""Compare a fused model with the stock one, once for each input shape of training."""
 
 import inspect
 import warnings
@@ -22,14 +22,14 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class FirstForwards:
-    """A forward pre-hook of the model: drops casts of adapters and full masks, checks kernels at new shapes.
+    """Forward pre-hook of the model: renews casts of adapters, drops full masks, checks kernels at new input shapes.
 
-    A mask that masks nothing becomes none, where the model takes none: with a mask, attention has fewer and
-    slower backends. To see that it masks nothing costs one read of the device.
+    A mask that masks nothing becomes None if the model accepts None: with a mask, attention has fewer and slower
+    backends. The test costs one synchronization with the device.
 
-    The check runs forward and backward of the same inputs with and without each kernel, block by block, and leaves
-    gradients and random state as they were. Of one sample each block is given a second one, made of the first. A kernel
-    that differs is switched off with a warning, or refused if it was asked for by name.
+    The check runs forward and backward of the same inputs with and without each kernel, block by block, and restores
+    gradients and random state. If the batch has one sample, each block gets a second one made from the first. A kernel
+    that differs is switched off with a warning; if it was requested by name, `DitLoraError` is raised.
     """
 
     def __init__(self, check: bool) -> None:
@@ -40,7 +40,7 @@ class FirstForwards:
     def __call__(
         self, model: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        # Traced or without values there is nothing to compare, and no mask to read.
+        # Traced or fake tensors have no values to compare, and no mask to read.
         if torch.compiler.is_compiling() or _is_fake(next(model.parameters(), None)):
             return None
         renew_casts(model)  # a write to an adapter's `.data` since the last forward left no trace
@@ -53,7 +53,7 @@ class FirstForwards:
         return args, kwargs
 
     def _compare_once(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Compare at the shapes of these inputs if they are new and nothing is being compared already."""
+        """Compare at the shapes of these inputs, unless they were compared before or a comparison is running."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         if shapes in self._seen:
@@ -66,9 +66,9 @@ class FirstForwards:
             self._busy = False
 
     def _compare(self, model: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Switch off, or refuse, what differs; return whether these inputs could tell.
+        """Switch off (or refuse) each kernel that differs. Returns False if these inputs cannot tell.
 
-        They cannot if the stock model makes NaN or Inf of them.
+        They cannot if the stock model's outputs are NaN or Inf.
         """
 
         def losses() -> torch.Tensor:
@@ -77,11 +77,11 @@ class FirstForwards:
 
         fusion = fusion_of(model)
         assert fusion is not None
-        # In a fork of the random state: this forward is one more than the training step has.
+        # Fork the random state: the training step itself does not have this forward.
         with torch.no_grad(), fusion.all_stock(), torch.random.fork_rng(cuda_devices(model)):
             if not torch.isfinite(losses()).all():
                 return False
-        # Kernels alone: compilation is a switch too, and not this check's subject.
+        # Only kernels: compilation has a fallback too, but this check is not about it.
         kernels = [switch for switch in model_switches(model) if switch.name != "compile"]
         how = How(widen=_has_one_row(model, args, kwargs))
 
@@ -97,22 +97,22 @@ class FirstForwards:
 
 
 def _has_one_row(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a forward of these inputs is of one sample, by its first input of two dimensions or more."""
+    """True if these inputs are a batch of one sample, by the first input with at least two dimensions."""
     # In the signature's order, whatever order keyword arguments came in.
     arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     for value in arguments.values():
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         wide = [tensor for tensor in tensors if tensor.ndim > 1]
-        if wide:  # a list has a tensor a sample
+        if wide:  # a list has one tensor per sample
             return len(value if isinstance(value, list) else wide[0]) == 1
     return False
 
 
 def _is_full_mask(model: nn.Module, name: str, value: object) -> bool:
-    """Return whether this argument is a mask of keys that masks none, of a model that takes None in its place."""
+    """True if this argument is a key mask that masks nothing, and the model accepts None instead."""
     if name not in ("attention_mask", "encoder_attention_mask") or _is_fake(value):
         return False
-    # (B, K) of ones and zeros; others are added to scores.
+    # (B, K) of ones and zeros; masks with more dimensions are added to the scores.
     if not isinstance(value, torch.Tensor) or value.ndim != 2:
         return False
     parameter = inspect.signature(type(model).forward).parameters.get(name)
@@ -120,22 +120,21 @@ def _is_full_mask(model: nn.Module, name: str, value: object) -> bool:
 
 
 def _is_fake(value: object) -> bool:
-    """Return whether this is a tensor without values."""
+    """True for a tensor without values (fake or meta)."""
     return isinstance(value, FakeTensor) or getattr(value, "is_meta", False)
 
 
 def refusal(switch: Switch, words: str) -> str:
-    """Return why a kernel that a user asked for by name cannot be used."""
+    """Error message for a kernel that was requested by name and cannot be used."""
     return f"{words}; it was asked for by name: set it to auto or off to train without it"
 
 
 def _is_float(value: object) -> bool:
-    """Return whether this is a tensor of floating-point values."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _weighed(output: torch.Tensor) -> torch.Tensor:
-    """Return one number a sample (B,) in which every element has a weight of its own, so that each is checked."""
+    """One number per sample (B,): the mean of all elements, each with its own fixed random weight."""
     # A plain mean would give all elements one gradient, and errors that cancel in a sum would not be seen.
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(output.shape[1:], generator=generator).to(output.device)

@@ -1,7 +1,7 @@
-"""The switch `fp8`: frozen products of adapted linear layers in fp8, inside of `lora_linear`.
+"""The op `fp8`: computes the frozen matrix products of LoRA layers in fp8, inside `lora_linear`.
 
-Off unless it is asked for: it rounds as no other kernel does (docs/kernels.md). A layer's weight is rounded once, and
-again if it was written to or replaced; what is made of it lies beside the layer's parameters and is saved nowhere.
+Off by default, because it rounds more coarsely than any other kernel (docs/kernels.md). A layer's weight is rounded
+once, and again if it was written to or replaced. The fp8 copy is stored on the layer and never saved.
 """
 
 from functools import partial
@@ -18,20 +18,20 @@ from dit_lora_kernels.fp8 import Fp8Weight, fits, quantize_weight
 
 OP = "fp8"
 NEEDS = "lora_linear"
-"""The op whose products it computes."""
+"""The op whose matrix products it computes."""
 _KEPT = "_dit_lora_fp8"
 _LINEAR = "torch.nn.modules.linear.Linear"
 
 
 class _Kept(NamedTuple):
-    """A weight in fp8, and what it was made of."""
+    """A weight in fp8, and the cache key of the tensor it was made from."""
 
     key: tuple[object, ...]
     weight: Fp8Weight
 
 
 def why_not(layer: Any) -> str | None:
-    """Return why this LoRA layer's base keeps its own dtype, in a few words; None if it can be in fp8."""
+    """Why this LoRA layer's base stays in its dtype, in a few words; None if it can be in fp8."""
     base = layer.base_layer
     if class_name(base) != _LINEAR:
         return f"its base is a {type(base).__name__}, quantised already"
@@ -44,7 +44,7 @@ def why_not(layer: Any) -> str | None:
 
 
 def note(model: nn.Module, fusion: Fusion) -> None:
-    """Note in `fusion` which layers' products are in fp8, and why others are not."""
+    """Record in `fusion` which layers' products use fp8, and why the rest do not."""
     for name in [name for op, name in fusion.replaced if op == NEEDS]:
         reason = why_not(model.get_submodule(name))
         if reason is None:
@@ -54,31 +54,32 @@ def note(model: nn.Module, fusion: Fusion) -> None:
 
 
 def weight_of(layer: nn.Module, base: Any, dtype: torch.dtype) -> Fp8Weight | None:
-    """Return the base's weight in fp8 if its products are to be; None if not: the op is off, or they are not in bf16."""
+    """The base layer's weight in fp8; None if the op is off or the products are not in bf16."""
     fusion = fusion_of(layer)
     if fusion is None or not fusion.is_on(OP) or dtype is not torch.bfloat16:
         return None
-    # Compiled, what the model's forward left here is an input of the graph.
+    # Compiled: the copy that the model's pre-hook stored here is an input of the graph.
     if torch.compiler.is_compiling():
-        kept = layer.__dict__.get(_KEPT)
-        return None if kept is None else kept.weight
+        cached = layer.__dict__.get(_KEPT)
+        return None if cached is None else cached.weight
     return _ready(layer, base.weight)
 
 
 def _ready(layer: nn.Module, weight: Tensor) -> Fp8Weight | None:
+    """The fp8 copy of a layer's weight, made if it is missing or out of date; None if the weight cannot be in fp8."""
     if not fits(weight) or isinstance(weight, FakeTensor) or weight.is_meta:
         return None
     key = (weight.data_ptr(), weight._version, weight.device, weight.shape)
-    kept: _Kept | None = layer.__dict__.get(_KEPT)
-    if kept is None or kept.key != key:
+    cached: _Kept | None = layer.__dict__.get(_KEPT)
+    if cached is None or cached.key != key:
         with torch.inference_mode(False), torch.no_grad():
-            kept = _Kept(key, quantize_weight(weight))
-        layer.__dict__[_KEPT] = kept
-    return kept.weight
+            cached = _Kept(key, quantize_weight(weight))
+        layer.__dict__[_KEPT] = cached
+    return cached.weight
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """Return the bytes that a fused model keeps beside its weights for products in fp8: codes for both ways, and scales."""
+    """Bytes of the fp8 copies of a fused model: codes for both products (forward and backward), and their scales."""
     fusion = fusion_of(model)
     names = [] if fusion is None else [name for op, name in fusion.replaced if op == OP]
     layers: list[Any] = [model.get_submodule(name) for name in names]
@@ -87,7 +88,7 @@ def kept_bytes(model: nn.Module) -> int:
 
 
 def start(model: nn.Module, fusion: Fusion, *, insisted: bool) -> Switch:
-    """Keep the noted layers' weights in fp8 from the model's next forward on, and return the switch of it."""
+    """Keep the recorded layers' weights in fp8 from the next forward on. Returns the fallback that ends it."""
     weights = Fp8Weights(model, fusion)
     fusion.hooks.append(weights)
 
@@ -96,14 +97,14 @@ def start(model: nn.Module, fusion: Fusion, *, insisted: bool) -> Switch:
         weights.drop()
 
     off = partial(fusion.without, OP)
-    # No part of `kernels`: those are compared to the last bits of fp32, which this is not.
+    # Not part of `kernels`: those must agree to the last bits of fp32, which fp8 cannot.
     return Switch(
         OP, "kernel", off, turn_off, "the weights' own dtype", insisted=insisted, error=FP8
     )
 
 
 class Fp8Weights:
-    """A forward pre-hook of a fused model: a weight that is not in fp8 yet, or was changed, is rounded before blocks run."""
+    """Forward pre-hook of a fused model that rounds new or changed weights to fp8 before the blocks run."""
 
     def __init__(self, model: nn.Module, fusion: Fusion) -> None:
         self._layers: list[Any] = [
@@ -119,11 +120,11 @@ class Fp8Weights:
             _ready(layer, layer.base_layer.weight)
 
     def drop(self) -> None:
-        """Free what was made of the weights."""
+        """Free the fp8 copies."""
         for layer in self._layers:
             layer.__dict__.pop(_KEPT, None)
 
     def remove(self) -> None:
-        """Leave the model as if it had never been in fp8."""
+        """Free the fp8 copies and remove the hook."""
         self.drop()
         self._handle.remove()

@@ -1,9 +1,9 @@
 """Liger's Triton kernels in language models of Transformers: RMSNorm, SwiGLU's product, rotation of q and k.
 
-Source: linkedin/Liger-Kernel (arXiv 2410.10989), of which the kernels alone are used: its modules replace classes for a
-whole process, and its autograd functions write gradients over what a module returned. Here each is an op that
-leaves its operands alone, known to fake tensors and torch.compile; the stock code runs where it cannot, such as on a
-CPU or where weights and inputs differ in dtype.
+Source: linkedin/Liger-Kernel (arXiv 2410.10989). Only the kernels are used: its modules replace classes for a
+whole process, and its autograd functions overwrite a module's outputs with gradients. Here each is a custom op that
+does not change its operands and works with fake tensors and torch.compile. The stock code runs if the kernel cannot,
+such as on a CPU or if weights and inputs differ in dtype.
 
 Shapes: B batch, L tokens, H heads, D width of a head; (..., W) of any rank.
 """
@@ -34,17 +34,17 @@ _STEMS = {
 
 
 def why_unavailable() -> str | None:
-    """Return what is missing here, in a few words; None if nothing is."""
+    """What is missing on this machine, in a few words; None if the kernels can be used."""
     return None if find_spec("liger_kernel") else "liger-kernel is not installed"
 
 
 def _runs(tensor: Tensor) -> bool:
-    """Return whether kernels run where this is. Triton's interpreter gives them Python floats, which they do not take."""
+    """True if kernels can run on this tensor's device. Triton's interpreter fails on them: it passes Python floats."""
     return tensor.is_cuda
 
 
 def _fits(*tensors: Tensor) -> bool:
-    """Return whether Liger's kernels take these together: on a GPU, not empty, in one of their dtypes."""
+    """True if Liger's kernels take these tensors together: on a GPU, not empty, all of one supported dtype."""
     first = tensors[0]
     return (
         _runs(first)
@@ -56,7 +56,7 @@ def _fits(*tensors: Tensor) -> bool:
 
 @torch.library.custom_op("dit_lora::liger_rms_norm", mutates_args=(), device_types=("cpu", "cuda"))
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x / rms(x) * weight (..., W), rounded before the product as Llama's, and 1 / rms, fp32 (rows,)."""
+    """x / rms(x) * weight (..., W), rounded before the product as in Llama, and 1 / rms, fp32 (rows,)."""
     from liger_kernel.ops.rms_norm import rms_norm_forward
 
     # Offset 0: the weight is the factor itself. "llama" casts to the input's dtype before the weight is multiplied.
@@ -66,7 +66,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @_rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    # Shapes and dtypes alone, which fake tensors and compilation plan with.
+    # Only shapes and dtypes, for fake tensors and compilation.
     rows = x.numel() // x.shape[-1]
     return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
 
@@ -77,7 +77,7 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _rms_norm_backward(
     dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x and, if wanted, of the weight; else an empty tensor."""
+    """The gradient of x and, if `of_weight`, of the weight; otherwise an empty tensor for the second."""
     from liger_kernel.ops.rms_norm import _str_to_casting_mode, rms_norm_backward
     from liger_kernel.ops.utils import calculate_settings
 
@@ -105,13 +105,13 @@ def _(
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep x, the weight and 1 / rms."""
+    """Save x, the weight and 1 / rms for backward."""
     ctx.save_for_backward(*inputs[:2], output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _norm_gradients(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
-    """Return the gradients of x, of the weight if it trains, and none of eps."""
+    """Gradients of x and of the weight if it is trained; None for eps."""
     of_weight = ctx.needs_input_grad[1]
     dx, dweight = _rms_norm_backward(dout, *ctx.saved_tensors, of_weight)
     return dx, dweight if of_weight else None, None
@@ -122,7 +122,7 @@ _rms_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
 
 @torch.library.custom_op("dit_lora::liger_swiglu", mutates_args=(), device_types=("cpu", "cuda"))
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, (..., W)."""
+    """silu(gate) * up, (..., W)."""
     from liger_kernel.ops.swiglu import swiglu_forward
 
     return swiglu_forward(gate.contiguous(), up.contiguous())[2]
@@ -137,10 +137,10 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
     "dit_lora::liger_swiglu_backward", mutates_args=(), device_types=("cpu", "cuda")
 )
 def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, (..., W)."""
+    """Gradients of gate and up, (..., W)."""
     from liger_kernel.ops.swiglu import swiglu_backward
 
-    # Liger's kernel writes them over its operands, which autograd still holds as saved tensors.
+    # Liger's kernel writes the gradients over its operands, which autograd still holds as saved tensors.
     copies = (t.clone(memory_format=torch.contiguous_format) for t in (gate, up))
     return swiglu_backward(*copies, dout.contiguous())
 
@@ -151,12 +151,12 @@ def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keep gate and up."""
+    """Save gate and up for backward."""
     ctx.save_for_backward(*inputs)
 
 
 def _swiglu_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up."""
+    """Gradients of gate and up."""
     return _swiglu_backward(dout, *ctx.saved_tensors)
 
 
@@ -167,7 +167,7 @@ _swiglu.register_autograd(_swiglu_gradients, setup_context=_keep_inputs)
 def _rotation(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return q and k (B, H, L, D) rotated by tables (1 or B, L, 2 * angles), or, if `back`, the other way."""
+    """q and k (B, H, L, D) rotated with tables (1 or B, L, 2 * angles); in the inverse direction if `back`."""
     from liger_kernel.ops.rope import rope_backward, rope_forward
 
     # The kernel writes over its operands, unless it has to copy them: heads after tokens in memory.
@@ -185,13 +185,13 @@ def _(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple
 
 
 def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keep the tables alone: a rotation is undone without what was rotated."""
+    """Save only the tables: a rotation's backward does not need its operands."""
     ctx.save_for_backward(inputs[2], inputs[3])
     ctx.back = inputs[4]
 
 
 def _rotation_gradients(ctx: Any, dquery: Tensor, dkey: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of q and k, rotated the other way; tables take none."""
+    """Gradients of q and k: the inverse rotation of the incoming ones. The tables get none."""
     return (*_rotation(dquery, dkey, *ctx.saved_tensors, not ctx.back), None, None, None)
 
 
@@ -199,37 +199,37 @@ _rotation.register_autograd(_rotation_gradients, setup_context=_keep_tables)
 
 
 def norm_forward(norm: Any, hidden_states: Tensor) -> Tensor:
-    """Return what `MistralRMSNorm` does, (..., W)."""
+    """Forward of `MistralRMSNorm`, (..., W), with the kernel if it fits."""
     if not _fits(hidden_states, norm.weight):
         return type(norm).forward(norm, hidden_states)
     return _rms_norm(hidden_states, norm.weight, norm.variance_epsilon)[0]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, each (..., W), by the kernel where it fits."""
+    """silu(gate) * up, each (..., W), with the kernel if it fits."""
     return _swiglu(gate, up) if _fits(gate, up) else F.silu(gate) * up
 
 
 def mlp_forward(mlp: Any, x: Tensor) -> Tensor:
-    """Return what `MistralMLP` does, (..., W); adapters on its layers run as they are."""
+    """Forward of `MistralMLP`, (..., W). Adapters on its layers run unchanged."""
     return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 def phi3_mlp_forward(mlp: Any, hidden_states: Tensor) -> Tensor:
-    """Return what `Phi3MLP` does, (..., W), whose gate and up are one layer."""
+    """Forward of `Phi3MLP`, (..., W), which computes gate and up with one layer."""
     return mlp.down_proj(swiglu(*mlp.gate_up_proj(hidden_states).chunk(2, dim=-1)))
 
 
 def attention_forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward, in which the rotation alone is another."""
+    """Run the class's own forward with only the rotation of q and k replaced."""
     return _with_rotation(type(attention).forward)(attention, *args, **kwargs)
 
 
 @cache
 def _with_rotation(stock: Forward) -> Forward:
-    """Return a copy of the function that sees another `apply_rotary_pos_emb`; its module keeps its own."""
-    # The forward calls it as a global of its module. Replacing that would change every model of the process, as Liger's
-    # own patch does; a copy of the function with other globals changes this call alone.
+    """A copy of this forward that calls our `_rotate` instead of `apply_rotary_pos_emb`. Its module is not changed."""
+    # The forward calls it as a global of its module. Replacing that would change every model of the process, as
+    # Liger's own patch does. A copy of the function with other globals only changes this call.
     assert isinstance(stock, FunctionType)
     module_names = stock.__globals__
     names = module_names | {_ROTATION: partial(_rotate, module_names[_ROTATION])}
@@ -243,16 +243,16 @@ def _with_rotation(stock: Forward) -> Forward:
 def _rotate(
     stock: Forward, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return q and k (B, H, L, D) rotated by tables (1 or B, L, D), by the kernel where it fits and else by `stock`."""
-    # The kernel has heads before tokens, and tables (1 or B, L, D) in the operands' dtype: all else is the stock code's.
+    """q and k (B, H, L, D) rotated with tables (1 or B, L, D), with the kernel if it fits, otherwise with `stock`."""
+    # The kernel takes heads before tokens, and tables (1 or B, L, D) in the operands' dtype.
     if unsqueeze_dim != 1 or not _fits(query, key, cos, sin) or cos.ndim != 3:
         return stock(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
     return _rotation(query, key, cos, sin, False)
 
 
 def _why_no_swiglu(mlp: Any) -> str | None:
-    """Return why this feed-forward keeps its own forward; None if its activation is SiLU."""
-    # Asked of values: Transformers has several classes and functions for one activation.
+    """Why this feed-forward keeps its own forward; None if its activation is SiLU."""
+    # Compare values: Transformers has several classes and functions for the same activation.
     function: Any = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
     probe = torch.linspace(-4, 4, 9, device="cpu")  # also where the model has no values (meta)
     if torch.allclose(function(probe), F.silu(probe)):
@@ -261,14 +261,14 @@ def _why_no_swiglu(mlp: Any) -> str | None:
 
 
 def _why_no_rotation(attention: Any) -> str | None:
-    """Return why this attention keeps its own forward; None if that calls the rotation by the name that is replaced."""
+    """Why this attention keeps its own forward; None if its forward calls the rotation by the name we replace."""
     forward = type(attention).forward
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
     return None if _ROTATION in names else "its rotation has another name"
 
 
 def _patches() -> tuple[ForwardPatch, ...]:
-    """Return a patch of each class in `_STEMS`."""
+    """One patch for each class in `_STEMS`."""
     patches = []
     for module, (norm, mlp, attention) in _STEMS.items():
         path = f"transformers.models.{module}"

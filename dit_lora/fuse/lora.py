@@ -1,7 +1,7 @@
-"""PEFT's LoRA linear layers through `lora_linear`: which may, their forward, and several on one input.
+"""Runs PEFT's LoRA linear layers with the op `lora_linear`, also several layers that share one input.
 
-A layer is read anew at every call, since adapters are merged, disabled and switched at run time; what is not the
-plain case runs PEFT's own forward.
+A layer's state is read at every call, because adapters are merged, disabled and switched at run time. Anything but
+the plain case runs PEFT's own forward.
 
 Shapes: I in, O out, R rank; x is (..., I), a layer's output (..., O).
 """
@@ -38,30 +38,30 @@ BASES = {
     "peft.tuners.lora.bnb.Linear4bit": (_INT4,),
     "peft.tuners.lora.bnb.Linear8bitLt": (_INT8,),
 }
-"""PEFT's layers that are replaced, and the bases that each may have; names, as bitsandbytes may be missing."""
-# Exactly these: a subclass (DTensor, another library's quantised one) gives its own meaning to a product.
+"""PEFT's layers that are replaced, and the base layers supported for each. By name: bitsandbytes may be missing."""
+# Exactly these classes: a subclass (DTensor, another library's quantized tensor) may redefine a matrix product.
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 _READY = "_dit_lora_projected"
-"""The place where `project` leaves (input, output) for the layer's own call."""
+"""Attribute in which `project` stores (input, output) for the layer's own call."""
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Return whether any layer has a LoRA adapter."""
+    """True if any layer has a LoRA adapter."""
     return any(isinstance(module, LoraLayer) for module in model.modules())
 
 
 def why_not(layer: Any) -> str | None:
-    """Return why this layer runs PEFT's own forward, in a few words; None if `lora_linear` computes the same."""
+    """Why this layer runs PEFT's own forward, in a few words; None if `lora_linear` computes the same."""
     parts = _read(layer)
     return parts if isinstance(parts, str) else None
 
 
 def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return a LoRA linear layer's output (..., O), by `lora_linear` where `why_not` is None."""
+    """A LoRA linear layer's output (..., O), computed with `lora_linear` if `why_not` is None."""
     # While compiling, `project` leaves nothing here, and Dynamo could not trace the look.
     if not torch.compiler.is_compiling():
-        # By identity of the input: a hook that gave the layer another one must get that one's output.
+        # Compare the input by identity: if a hook replaced it, the stored output belongs to another input.
         source, y = layer.__dict__.pop(_READY, (None, None))
         if source is x and y is not None and not (args or kwargs):
             return y
@@ -74,15 +74,15 @@ def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-    """Return what each layer makes of one input (..., I), as by calling each; x is saved once where all are fused LoRA.
+    """Apply each layer to the same input (..., I). If all are fused LoRA layers, x is saved for backward only once.
 
-    A layer is fused if its forward is patched with `lora_forward` and the op is on. Where any has hooks, the layers are
-    called all the same, to hand out what is computed already: hooks see every call, and change no bit by being there.
+    A layer is fused if its forward is patched with `lora_forward` and the op is on. If any layer has hooks, the layers
+    are still called and return the outputs computed here: hooks see every call, and their presence changes no bit.
     """
     outputs = _shared(layers, x)
     if outputs is None:
         return tuple(layer(x) for layer in layers)
-    # Nobody would see the calls: no layer with hooks comes here while compiling (`_is_fused`).
+    # No observers, so no calls are needed: no layer with hooks comes here while compiling (`_is_fused`).
     if torch.compiler.is_compiling() or not has_observers(layers):
         return outputs
     for layer, y in zip(layers, outputs, strict=True):
@@ -90,23 +90,23 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     try:
         return tuple(layer(x) for layer in layers)
     finally:
-        # Also where a call raised, or a wrapper left one out: an output must not wait for another call.
+        # Also if a call raised, or a wrapper skipped a layer: the output must not stay for another call.
         for layer in layers:
             layer.__dict__.pop(_READY, None)
 
 
 def has_observers(layers: Sequence[nn.Module]) -> bool:
-    """Return whether a call of any of the layers runs hooks: its own, or those of all modules."""
+    """True if calling any of the layers runs hooks: the layer's own or PyTorch's global module hooks."""
     if _has_any_global_hook():
         return True
-    for layer in layers:  # noqa: SIM110 - every layer comes by at every call, and a generator takes as long again
+    for layer in layers:  # noqa: SIM110 - runs at every layer's call, and a generator doubles the time
         if _has_hooks(layer):
             return True
     return False
 
 
 def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None:
-    """Return all outputs at once; None if any layer is not the plain case, or they differ in dropout or dtype."""
+    """Outputs of all layers in one op; None if a layer is not the plain case, or they differ in dropout or dtype."""
     if len(layers) < 2:
         return None
     parts = []
@@ -115,15 +115,15 @@ def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None
         if isinstance(reading, str):
             return None
         parts.append(reading)
-    first, *others = parts
-    dtype = compute_dtype(x, first.weight)
-    for other in others:
-        if other.dropout != first.dropout:
+    first_part, *other_parts = parts
+    dtype = compute_dtype(x, first_part.weight)
+    for part in other_parts:
+        if part.dropout != first_part.dropout:
             return None
-        if _dtype(other) is not _dtype(first) and compute_dtype(x, other.weight) is not dtype:
+        if _dtype(part) is not _dtype(first_part) and compute_dtype(x, part.weight) is not dtype:
             return None
     operands = [_projection(layer, part, dtype) for layer, part in zip(layers, parts, strict=True)]
-    outputs = projected(x, operands, dtype, first.dropout)
+    outputs = projected(x, operands, dtype, first_part.dropout)
     return tuple(
         _with_under(layer, part.under, x, y) if part.under else y
         for layer, part, y in zip(layers, parts, outputs, strict=True)
@@ -131,39 +131,39 @@ def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None
 
 
 def _with_under(layer: Any, names: Sequence[str], x: Tensor, y: Tensor) -> Tensor:
-    """Return an output (..., O) with what frozen adapters make of the input, by their own modules as PEFT calls them."""
-    whole = y
+    """Add the outputs of frozen adapters (..., O) to y, computed with their own modules as PEFT does."""
+    total = y
     for name in names:
         a, b = layer.lora_A[name], layer.lora_B[name]
-        given = layer.lora_dropout[name](layer._cast_input_dtype(x, a.weight.dtype))
-        whole = whole + b(a(given)) * layer.scaling[name]
-    return whole.to(y.dtype)
+        adapter_input = layer.lora_dropout[name](layer._cast_input_dtype(x, a.weight.dtype))
+        total = total + b(a(adapter_input)) * layer.scaling[name]
+    return total.to(y.dtype)
 
 
 class _Parts(NamedTuple):
-    """The operands that a layer computes with."""
+    """The operands of a LoRA linear layer."""
 
     name: str
     """The adapter's."""
     base: Any
     weight: Tensor | None
-    """The base's, None of one that is quantised."""
+    """The base layer's; None if it is quantized."""
     bias: Tensor | None
     a: Tensor
     b: Tensor
     scaling: float
     dropout: float
     under: Sequence[str]
-    """Names of frozen adapters that are active beside it."""
+    """Names of frozen adapters that are active at the same time."""
 
 
 def _dtype(parts: _Parts) -> torch.dtype | None:
-    """Return what a layer's compute dtype depends on beside the input's: its base weight's dtype, if it has one."""
+    """Dtype of the base weight, which decides the compute dtype together with the input's; None if quantized."""
     return None if parts.weight is None else parts.weight.dtype
 
 
 def _read(layer: Any) -> _Parts | str:
-    """Return the layer's parts, or why they are not all that its forward comes to."""
+    """The layer's operands, or the reason why its forward is more than `lora_linear` computes."""
     base_classes = BASES.get(class_name(layer))
     if base_classes is None:
         return "not one of PEFT's LoRA linear layers"
@@ -171,7 +171,7 @@ def _read(layer: Any) -> _Parts | str:
         return "its adapters are disabled"
     if layer.merged_adapters:
         return "its adapter is merged"
-    # Past `nn.Module.__getattr__`, which takes longer than all else here: every layer comes by at every call.
+    # Bypass `nn.Module.__getattr__`, the slowest part of this function: it runs at every call of every layer.
     parts_of = layer._modules
     in_a = parts_of["lora_A"]._modules
     active = layer.active_adapter  # a name, or a list of them
@@ -184,11 +184,11 @@ def _read(layer: Any) -> _Parts | str:
     kind = class_name(base)
     if kind not in base_classes:
         return f"its base is a {type(base).__name__}"
-    if any(one in layer.lora_variant for one in names):
+    if any(adapter in layer.lora_variant for adapter in names):
         return "its adapter is DoRA or another variant"
     a, b = in_a[name], parts_of["lora_B"]._modules[name]
     dropout = parts_of["lora_dropout"]._modules[name]
-    # These are not called, so a hook on one of them, an observer's or an offload's, would not run.
+    # These modules are not called, so hooks on them (an observer's or an offload's) would not run.
     if is_hooked(base, a, b, dropout):
         return "hooks on its base, A, B or dropout"
     plain = type(a) is nn.Linear and type(b) is nn.Linear
@@ -207,26 +207,26 @@ def _read(layer: Any) -> _Parts | str:
         return reason
     if kind != _LINEAR:
         weight = bias = None
-    under = [one for one in names if one != name]
+    under = [adapter for adapter in names if adapter != name]
     return _Parts(name, base, weight, bias, low_a, low_b, layer.scaling[name], rate, under)
 
 
 def _trained_one(names: Sequence[str], in_a: Any) -> str | None:
-    """Return the one of several active adapters that trains, if it is one alone."""
+    """The name of the active adapter that is trained; None unless exactly one is."""
     trained = [name for name in names if in_a[name].weight.requires_grad]
     return trained[0] if len(trained) == 1 else None
 
 
 def _parameter(module: Any, name: str) -> Any:
-    """Return what the module has in this parameter's place."""
-    # Past `nn.Module.__getattr__` where it can be; something else may stand in for a parameter (parametrizations).
-    own = module._parameters
-    return own[name] if name in own else getattr(module, name)
+    """The module's parameter of this name, or the tensor that replaces it (parametrizations)."""
+    # Bypass the slow `nn.Module.__getattr__` unless the parameter is replaced, as by a parametrization.
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of this module runs hooks of its own."""
-    # Private, as PyTorch has no public way to ask; these four are what `Module.__call__` looks at.
+    """True if calling this module runs hooks registered on it."""
+    # Private attributes: PyTorch has no public API for this. `Module.__call__` checks the same four.
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -236,9 +236,12 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def is_hooked(*modules: nn.Module) -> bool:
-    """Return whether calling any of these is more than its class's forward; offload and caches replace it."""
+    """True if a call of any of these modules runs more than its class's forward.
+
+    That is the case with hooks, and if offload replaced the forward on the instance.
+    """
     for module in modules:
-        # `_has_hooks`, not called: adapted layers ask for four modules at every call.
+        # `_has_hooks` inlined: adapted layers check four modules at every call.
         if (
             "forward" in module.__dict__
             or module._forward_hooks
@@ -253,7 +256,7 @@ def is_hooked(*modules: nn.Module) -> bool:
 def _tensors_why_not(
     layer: Any, weight: Any, bias: Any, a: Tensor, b: Tensor, rank: int
 ) -> str | None:
-    """Return why the tensors are not what the op takes: sharded, trained, of another layout; None if they are."""
+    """Why the op cannot take these tensors (sharded, trained or of another layout); None if it can."""
     shape = (layer.out_features, layer.in_features)
     # ZeRO-3 leaves an empty tensor in place of a parameter that is not gathered.
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
@@ -268,7 +271,7 @@ def _tensors_why_not(
 
 
 def _linear_why_not(layer: Any, _base: Any, weight: Tensor) -> str | None:
-    """Return why a base that is not quantised is not what the op takes; None if it is."""
+    """Why the op cannot take this unquantized base layer; None if it can."""
     if layer.fan_in_fan_out:
         return "its base weight is transposed"
     if type(weight) not in _PLAIN or weight.shape != (layer.out_features, layer.in_features):
@@ -279,7 +282,7 @@ def _linear_why_not(layer: Any, _base: Any, weight: Tensor) -> str | None:
 
 
 def _int4_why_not(layer: Any, base: Any, _weight: Tensor) -> str | None:
-    """Return why a base of bitsandbytes' NF4 or FP4 is not what the op takes; None if it is."""
+    """Why the op cannot take this NF4 or FP4 base layer of bitsandbytes; None if it can."""
     state = getattr(base.weight, "quant_state", None)
     if state is None or tuple(state.shape) != (layer.out_features, layer.in_features):
         return "its base is not quantized, or transposed"
@@ -292,12 +295,12 @@ def _int4_why_not(layer: Any, base: Any, _weight: Tensor) -> str | None:
 
 
 def _int8_why_not(_layer: Any, base: Any, _weight: Tensor) -> str | None:
-    """Return why a base of bitsandbytes' int8 is not what the op takes; None if it is."""
+    """Why the op cannot take this int8 base layer of bitsandbytes; None if it can."""
     return "its int8 base keeps 16-bit weights" if base.state.has_fp16_weights else None
 
 
 def _narrow_why_not(layer: Any, _base: Any, _weight: Tensor) -> str | None:
-    """Return why a base of `model.quantize` is not what the op takes; None if it is."""
+    """Why the op cannot take this base layer quantized by `model.quantize`; None if it can."""
     return "its base weight is transposed" if layer.fan_in_fan_out else None
 
 
@@ -310,21 +313,21 @@ _BASE_WHY_NOT = {
 
 
 def _dequantized_4bit(base: Any, dtype: torch.dtype) -> Tensor:
-    """Return the weight (O, I) of bitsandbytes' NF4 or FP4 in `dtype`."""
+    """Dequantize a bitsandbytes NF4 or FP4 weight to (O, I) in `dtype`."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
 
 
 def _dequantized_8bit(base: Any, dtype: torch.dtype) -> Tensor:
-    """Return the weight (O, I) of bitsandbytes' int8 in `dtype`."""
+    """Dequantize a bitsandbytes int8 weight to (O, I) in `dtype`."""
     from bitsandbytes.functional import int8_vectorwise_dequant
 
     return int8_vectorwise_dequant(base.state.CB, base.state.SCB).to(dtype)
 
 
 def _dequantized_narrow(base: Any, dtype: torch.dtype) -> Tensor:
-    """Return the weight (O, I) of `model.quantize` in `dtype`."""
+    """Dequantize a weight of `model.quantize` to (O, I) in `dtype`."""
     wide: Tensor = base.widened(dtype)
     return wide
 
@@ -333,7 +336,7 @@ _DEQUANTIZED = {_INT4: _dequantized_4bit, _INT8: _dequantized_8bit, _NARROW: _de
 
 
 def _projection(layer: nn.Module, parts: _Parts, dtype: torch.dtype) -> Projection:
-    """Return the layer as the op takes it to compute in `dtype`; a quantised base as two functions of its own library's."""
+    """The layer's operands for the op in `dtype`. A quantized base is passed as module and dequantize function."""
     name, base, weight, bias, a, b, scaling, *_ = parts
     adapter = Adapter(a, b, scaling, cast_adapter(layer, name, a, b, scaling, dtype))
     if weight is None:
@@ -343,11 +346,11 @@ def _projection(layer: nn.Module, parts: _Parts, dtype: torch.dtype) -> Projecti
 
 
 def _is_fused(layer: nn.Module) -> bool:
-    """Return whether calling the layer comes to `lora_forward`."""
+    """True if calling the layer runs `lora_forward` with the op on."""
     fusion = fusion_of(layer)
     if fusion is None or not fusion.is_on(OP) or not runs_patch(layer):
         return False
-    # Compiled, `project` does not call the layers, and hooks would not see their calls.
+    # While compiling, `project` does not call the layers, so hooks would miss their calls.
     return not (torch.compiler.is_compiling() and _has_hooks(layer))
 
 

@@ -1,4 +1,4 @@
-"""Defines a fused model: which modules have another forward, for which kernel, and how each is put back.
+"""How modules of a fused model are patched: which get another forward, for which kernel, and how each is restored.
 
 A patch lives on the instance. Class, parameters, buffers, submodules, names and hooks stay as they were, so state
 dicts, PEFT, checkpointing and saving see the stock model. Each patch belongs to one op; while that op is off, the
@@ -30,9 +30,9 @@ OPS = (
 )
 """Ops that can replace part of a model, by their names in `kernels:`."""
 ATTENTION = "attention"
-"""Name of the switch of attention processors' patches: one call for all backends, one input for q, k and v."""
+"""Op name of the attention processors' patches: one call for all backends, one input for q, k and v."""
 KERNELS = "kernels"
-"""The switch of everything that was replaced."""
+"""Name of the fallback that turns off every patch."""
 _MARK = "_fusion"
 
 
@@ -47,19 +47,19 @@ class Fusion:
     replaced: list[tuple[str, str]] = field(default_factory=list)
     """(op, module) of every patch."""
     kept: list[tuple[str, str, str]] = field(default_factory=list)
-    """(op, module, reason) of what an op could have replaced and did not."""
+    """(op, module, reason) of modules that an op could have replaced and did not."""
     stock: bool = False
-    """True while the whole model runs its own code, whatever `on` says."""
+    """True while the whole model runs its stock code; `on` is ignored."""
     hooks: list["Removable"] = field(default_factory=list)
     """Hooks of the model, for as long as it is fused."""
 
     def is_on(self, op: str) -> bool:
-        """Return whether patches of this op run at the moment; modules ask at every call."""
+        """True if patches of this op run at the moment. Modules ask at every call."""
         return not self.stock and self.on.get(op, False)
 
     @contextmanager
     def without(self, op: str) -> Iterator[None]:
-        """Switch this op off within it."""
+        """Context in which this op is off."""
         before = self.on[op]
         self.on[op] = False
         try:
@@ -69,7 +69,7 @@ class Fusion:
 
     @contextmanager
     def all_stock(self) -> Iterator[None]:
-        """Let the model run its own code everywhere within it."""
+        """Context in which the model runs its stock code everywhere."""
         before, self.stock = self.stock, True
         try:
             yield
@@ -78,7 +78,7 @@ class Fusion:
 
     @contextmanager
     def any_backend(self) -> Iterator[None]:
-        """Let PyTorch choose the attention backend within it."""
+        """Context in which PyTorch chooses the attention backend."""
         before, self.backend = self.backend, None
         try:
             yield
@@ -86,12 +86,12 @@ class Fusion:
             self.backend = before
 
     def used(self) -> list[str]:
-        """Return the ops that are on and replaced something."""
+        """Ops that are on and replaced at least one module."""
         replaced = {op for op, _ in self.replaced}
         return [op for op in OPS if op in replaced and self.is_on(op)]
 
     def lines(self) -> list[str]:
-        """Return a report: what was replaced, what was not, and why."""
+        """The report: what was replaced, what was not, and why."""
         counts = Counter(op for op, _ in self.replaced)
         lines = [f"{op}: {n} modules" for op, n in counts.items() if self.on.get(op, True)]
         reasons = Counter((op, reason) for op, _, reason in self.kept)
@@ -100,7 +100,7 @@ class Fusion:
 
 
 class Removable(Protocol):
-    """A hook's handle, or whatever else is undone when the model is."""
+    """Something with `remove()`, such as a hook's handle."""
 
     def remove(self) -> None: ...
 
@@ -110,77 +110,78 @@ WhyNot = Callable[[Any], str | None]
 
 
 def _always(_module: Any) -> None:
-    """Give no reason against a patch."""
+    """No reason against a patch."""
     return None
 
 
 def _nothing(_attention: Any) -> tuple[str, ...]:
-    """Name no further op."""
+    """No further ops."""
     return ()
 
 
 def qk_always(_attention: Any) -> tuple[str, ...]:
-    """Name the kernel of q and k: they are rotated, whether they are normed or not."""
+    """The kernel of q and k always applies, because they are rotated even if they are not normed."""
     return ("qk_norm_rope",)
 
 
 def qk_if_normed(attention: Any) -> tuple[str, ...]:
-    """Name the kernel of q and k where they are normed, as nothing rotates them."""
+    """The kernel of q and k applies only if they are normed, because nothing rotates them."""
     return ("qk_norm_rope",) if attention.norm_q is not None else ()
 
 
 @dataclass(frozen=True)
 class ForwardPatch:
-    """A forward in place of a class's own, for as long as `op` is on."""
+    """A forward that replaces the one of a class while `op` is on."""
 
     of: str
-    """`module.ClassName`; a subclass is another class."""
+    """`module.ClassName`; subclasses do not match."""
     op: str
     forward: Forward
     """Called with the module and the stock forward's arguments."""
     why_not: WhyNot = _always
-    """Why this instance keeps its own forward, in a few words; None if it need not."""
+    """Why this instance keeps its own forward, in a few words; None if it can be patched."""
     for_now: WhyNot = _always
     """Why this instance would run its own forward at the moment: the patch asks again at every call."""
     whole: bool = False
-    """True if it calls none of the module's submodules."""
+    """True if the forward calls none of the module's submodules."""
 
 
 @dataclass(frozen=True)
 class ProcessorPatch:
-    """An attention processor in place of a stock one."""
+    """An attention processor that replaces a stock one."""
 
     of: str
     op: str
     make: Callable[[Any, Fusion, Any], Any]
-    """Makes a fused processor of the stock one and the attention layer; the result keeps the first as `stock`, for when it is off."""
+    """Makes the fused processor from the stock one, the fusion and the attention layer. It keeps the stock one as
+    `stock`, and runs that while it is off."""
     why_not: WhyNot = _always
-    """Asked of the attention module."""
+    """Why this attention module keeps its stock processor; None if it can be patched."""
     also: Callable[[Any], tuple[str, ...]] = _nothing
-    """Other ops that it runs on this attention layer while they are on."""
+    """Other ops that the processor runs on this attention layer while they are on."""
 
 
 def class_name(thing: object) -> str:
-    """Return `module.ClassName` of an instance's class."""
-    # By name, so that a patch of a class costs no import of its module, and none of a package that may be missing.
+    """`module.ClassName` of an instance's class."""
+    # Compare classes by name: no need to import their modules, or packages that may be missing.
     kind = type(thing)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def fusion_of(model: nn.Module) -> Fusion | None:
-    """Return what `fuse` did to this model or, for one of its modules, to the model that it is part of."""
+    """The `Fusion` of a fused model or of any of its patched modules; None if it is not fused."""
     return model.__dict__.get(_MARK)
 
 
 def mark(module: nn.Module, fusion: Fusion) -> None:
-    """Note on the module what it is part of."""
-    # Past nn.Module's `__setattr__`, and found by no walk over parameters, buffers or submodules: a state dict and PEFT
-    # see the stock model.
+    """Record on the module which `Fusion` it belongs to."""
+    # Bypass nn.Module's `__setattr__`, so that no walk over parameters, buffers or submodules finds it: state dicts
+    # and PEFT see the stock model.
     module.__dict__[_MARK] = fusion
 
 
 def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPatch) -> None:
-    """Put the patch's forward on this instance, or note why not."""
+    """Replace the forward of this instance, or record the reason why not."""
     reason = patch.why_not(module)
     if reason is None and "forward" in module.__dict__:
         reason = "its forward is wrapped already; fuse before hooks and offload are added"
@@ -188,13 +189,13 @@ def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPa
         fusion.kept.append((patch.op, name, reason))
         return
     mark(module, fusion)
-    # On the instance: its class stays what others ask for, as PEFT, FSDP's wrapping and checkpointing do. A call goes
-    # through `Module.__call__` to this attribute, so that hooks run as before.
+    # Set on the instance: PEFT, FSDP's wrapping and checkpointing test its class. `Module.__call__` finds this
+    # attribute, so hooks run as before.
     module.forward = MethodType(_switched(patch.op, patch.forward, type(module).forward), module)
-    # Its parts are then not called, and whoever observes modules one by one must not expect them.
+    # The submodules are then not called: code that observes modules one by one must not expect them.
     if patch.whole:
         set_whole(module, partial(fusion.is_on, patch.op))
-    # Patched all the same: adapters are merged and disabled at run time, and the forward looks again at every call.
+    # Patched either way: adapters are merged and disabled at run time, and the forward checks at every call.
     reason = patch.for_now(module)
     if reason is None:
         fusion.replaced.append((patch.op, name))
@@ -203,11 +204,11 @@ def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPa
 
 
 def _switched(op: str, fused: Forward, stock: Forward) -> Forward:
-    """Return a forward that is the fused one while the op is on, and the class's own while it is off."""
+    """A forward that runs `fused` while the op is on, and `stock` while it is off."""
 
     @functools.wraps(stock)  # Diffusers and Accelerate read its signature
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Read from the module and not closed over: a deep copy of a fused model has a Fusion of its own.
+        # Read from the module, not closed over: a deep copy of a fused model has its own Fusion.
         if module.__dict__[_MARK].is_on(op):
             return fused(module, *args, **kwargs)
         return stock(module, *args, **kwargs)
@@ -217,25 +218,25 @@ def _switched(op: str, fused: Forward, stock: Forward) -> Forward:
 
 
 def patch_processor(name: str, attention: Any, fusion: Fusion, patch: ProcessorPatch) -> None:
-    """Put the patch's processor on this attention layer, or note why not."""
+    """Replace the processor of this attention layer, or record the reason why not."""
     reason = patch.why_not(attention)
     if reason is not None:
         fusion.kept.append((patch.op, name, reason))
         return
-    # The processor is the place that Diffusers has for this: it is an attribute, and `Attention.forward` calls it.
+    # Diffusers' extension point: the processor is an attribute that `Attention.forward` calls.
     mark(attention, fusion)
     attention.processor = patch.make(attention.processor, fusion, attention)
-    # Noted for each op that it runs, so that each of them has a switch and a line in the report.
+    # Recorded for each op that it runs, so that each of them has a fallback and a line in the report.
     fusion.replaced += [
         (op, name) for op in (patch.op, *patch.also(attention)) if fusion.on.get(op)
     ]
 
 
 def restore(model: nn.Module) -> None:
-    """Put every module back as it was; raise `DitLoraError`, listing them, if hooks now wrap what would have to go."""
+    """Restore every module's stock code. Raises `DitLoraError` with a list if later hooks wrap a patched forward."""
     marked = [(n, m) for n, m in model.named_modules() if _MARK in m.__dict__]
-    # The model itself is only marked: what Accelerate puts on it stays.
-    # Any other forward on an instance is a wrapper that was put around ours since, and calls it.
+    # The model itself (empty name) is only marked: a forward that Accelerate put on it stays.
+    # Any other forward on an instance is a wrapper that was added around ours later, and calls it.
     wrapped = [n for n, m in marked if n and "forward" in m.__dict__ and not runs_patch(m)]
     if wrapped:
         raise DitLoraError(
@@ -247,7 +248,7 @@ def restore(model: nn.Module) -> None:
         if runs_patch(module):
             del module.__dict__["forward"]
         processor: Any = getattr(module, "processor", None)
-        if hasattr(processor, "fusion"):  # ours, and not one that was set since
+        if hasattr(processor, "fusion"):  # ours, not a processor that was set later
             module.processor = processor.stock
         set_whole(module, None)
         del module.__dict__[_MARK]
@@ -255,15 +256,15 @@ def restore(model: nn.Module) -> None:
 
 
 def runs_patch(module: nn.Module) -> bool:
-    """Return whether the forward that was put on this instance is what a call of it runs; later hooks may wrap it."""
+    """True if this instance has our patched forward and no later hook wraps it."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, MethodType) and hasattr(forward.__func__, "fused_op")
 
 
 def refuse_projection_fusing(model: nn.Module, has_lora: Callable[[nn.Module], bool]) -> None:
-    """Raise if Diffusers' `fuse_qkv_projections` was called on a model with adapters, and from now on when it is.
+    """Raise `DitLoraError` if `fuse_qkv_projections` was called on a model with adapters, or when it is called later.
 
-    It copies the base weights alone into a new layer: the adapters of q, k and v vanish without a word.
+    It copies only the base weights into a new layer, so the adapters of q, k and v would be lost silently.
     """
     fused = any(getattr(module, "fused_projections", False) for module in model.modules())
     if fused and has_lora(model):
@@ -288,8 +289,8 @@ _DROPS_LORA = (
 
 
 def stock_processor(module: nn.Module) -> Any:
-    """Return the processor of an attention layer below any that only wraps it; None for other modules."""
-    # A family may have wrapped it before (Sana's in fp32): the patch is chosen by what is inside.
+    """The stock processor of an attention layer, without wrappers; None for modules without a processor."""
+    # A model family may have wrapped it before (Sana's in fp32): the inner processor decides about the patch.
     processor: Any = getattr(module, "processor", None)
     while hasattr(processor, "stock"):
         processor = processor.stock
@@ -297,7 +298,7 @@ def stock_processor(module: nn.Module) -> Any:
 
 
 def other_norm(norms: Iterable[object], *classes: type) -> str | None:
-    """Return a reason that names the first norm of another class than these, subclasses included; None if none is."""
+    """A reason that names the first norm whose class is not in `classes`; None if all are. Subclasses do not count."""
     for norm in norms:
         if type(norm) not in classes:
             return f"one of its norms is a {type(norm).__name__}"
@@ -305,6 +306,6 @@ def other_norm(norms: Iterable[object], *classes: type) -> str | None:
 
 
 def matches(patches: Sequence[Any], thing: object) -> Any | None:
-    """Return the patch of exactly this class: a subclass may compute something else."""
+    """The patch for exactly this object's class; None if there is none. A subclass may compute something else."""
     name = class_name(thing)
     return next((patch for patch in patches if patch.of == name), None)

@@ -1,6 +1,6 @@
-"""Every patch that there is, of forwards and of attention processors.
+"""All patches of forwards and attention processors.
 
-Classes are told by name, so that no two patches may be of one class; within that, order does not matter.
+Classes are matched by name, so two patches must not be for the same class. Otherwise the order does not matter.
 """
 
 from dit_lora.fuse import attention, liger, lora
@@ -45,6 +45,6 @@ FORWARDS: tuple[ForwardPatch, ...] = tuple(
 PROCESSORS: tuple[ProcessorPatch, ...] = tuple(
     patch for module in _MODULES for patch in getattr(module, "PROCESSORS", ())
 )
-# Matrix products of PyTorch's own, which run, and help, everywhere.
+# Plain PyTorch matrix products, which run and save memory on every device.
 WITHOUT_TRITON = ("lora_linear",)
-"""Ops that `auto` takes without a GPU."""
+"""Ops that `auto` uses without a GPU."""

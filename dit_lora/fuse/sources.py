@@ -1,4 +1,4 @@
-"""Tells one state of the kernels' code from another."""
+"""A digest that identifies one version of the kernels' code."""
 
 import hashlib
 from pathlib import Path
@@ -8,7 +8,7 @@ import dit_lora_kernels
 
 
 def sources_digest() -> str:
-    """Return the digest of the code that kernels, patches and their comparison are made of."""
+    """SHA-256 of the source files of the kernels, the patches and their comparison."""
     digest = hashlib.sha256()
     ours = Path(dit_lora.__file__).parent
     for folder in (Path(dit_lora_kernels.__file__).parent, ours / "fuse", ours / "guard"):

@@ -1,8 +1,8 @@
-"""Attention of Transformers' models: one implementation by name for the whole model, checked, and given back.
+"""Attention of Transformers' models: sets one implementation for the whole model, checks it, and restores it later.
 
-What calls `scaled_dot_product_attention` itself, such as VideoChat2's vision tower, keeps doing so. Padding: in
-training it is on the right and no mask is given, so that causal attention never sees it and flash attention needs
-no unpadding; several prompts that are generated from together are padded on the left, with a mask.
+Modules that call `scaled_dot_product_attention` themselves, such as VideoChat2's vision tower, are not affected.
+Padding: in training it is on the right and no mask is passed, so that causal attention never sees it and flash
+attention needs no unpadding. When several prompts generate together they are padded on the left, with a mask.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,11 @@ Before = list[tuple[PreTrainedConfig, str | None]]
 
 
 def require_implementation(model: PreTrainedModel, name: str) -> None:
-    """Raise `DitLoraError` unless this model can train with this implementation here; `eager` can in fp32 alone."""
+    """Check that this model can train with this attention implementation on this machine.
+
+    Raises:
+        DitLoraError: An unknown name, a missing package or device, or `eager` for a model that is not in fp32.
+    """
     if name not in _AVAILABLE:
         raise DitLoraError(
             listed(f"kernels.attention: {name} is not for Transformers' models; choose", TRAINABLE)
@@ -42,9 +46,9 @@ def require_implementation(model: PreTrainedModel, name: str) -> None:
             f"kernels.attention: {name} cannot be used here: Transformers finds no package for it that runs on "
             "this device; use auto"
         )
-    # It keeps scores in the model's dtype: at logits near -120 in bf16 its outputs are off by 0.09 to 0.14 of the largest
-    # and its gradients by 0.07 to 0.13, where SDPA's math and flash are off by 0.002 and 0.014 (one draw each of 64 and
-    # 513 causal tokens of width 64, as `numerics.attention.parity` draws).
+    # Eager attention keeps scores in the model's dtype. At logits near -120 in bf16 its outputs are off by 0.09 to
+    # 0.14 of the largest and its gradients by 0.07 to 0.13, while SDPA's math and flash are off by 0.002 and 0.014
+    # (one draw each of 64 and 513 causal tokens of width 64, as `numerics.attention.parity` draws).
     if name == "eager" and any(p.dtype in _HALVES for p in model.parameters()):
         raise DitLoraError(
             "kernels.attention: eager rounds attention's scores to half precision; use auto, or model.dtype: "
@@ -53,28 +57,30 @@ def require_implementation(model: PreTrainedModel, name: str) -> None:
 
 
 class AttentionChoice:
-    """The implementation that a model was given; `remove` gives back what it had."""
+    """The attention implementation set on a model. `remove` restores the previous one."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
-        """Set it; raise as `require_implementation` does, and for a model of which a part cannot take it."""
+        """Set it. Raises `DitLoraError` as `require_implementation` does, and if a part of the model rejects it."""
         require_implementation(model, name)
-        # Before the first change, as a model whose parts differ must get each back.
+        # Read before the first change: parts may have different implementations, and each must be restored.
         self.name, self._before = name, implementations(model)
         try:
             model.set_attn_implementation(name)
         except (ValueError, ImportError) as error:
             self.remove()
             raise DitLoraError(f"kernels.attention: {name}: {error}") from error
-        # A part that does not take it may keep what it has, without an error.
-        others = {
+        # A part that does not support it may silently keep its old one.
+        rejecting_parts = {
             type(part).__name__
             for part in model.modules()
             if isinstance(part, PreTrainedModel) and part.config._attn_implementation != name
         }
-        if others:
+        if rejecting_parts:
             self.remove()
             raise DitLoraError(
-                listed(f"kernels.attention: these parts do not take {name}", sorted(others))
+                listed(
+                    f"kernels.attention: these parts do not take {name}", sorted(rejecting_parts)
+                )
             )
 
     def remove(self) -> None:
@@ -82,7 +88,7 @@ class AttentionChoice:
         _set(self._before)
 
     def switches(self, model: PreTrainedModel) -> list[Switch]:
-        """Return the guard's way to PyTorch's own attention, if this is another."""
+        """The guard's fallback to PyTorch's own attention; empty if that is what the model uses."""
         if self.name == STOCK:
             return []
         off = Switch(
@@ -97,8 +103,8 @@ class AttentionChoice:
 
 
 def implementations(model: nn.Module) -> Before:
-    """Return the configurations of a model's parts, outer ones first, with the implementation of each."""
-    # By identity, as parts may share a configuration, and configurations compare by their values.
+    """The configurations of a model's parts, outer ones first, with the attention implementation of each."""
+    # Keyed by identity: parts may share a configuration, and configurations compare by value.
     by_config: dict[int, tuple[PreTrainedConfig, str | None]] = {}
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
@@ -107,15 +113,15 @@ def implementations(model: nn.Module) -> Before:
 
 
 def _set(choices: Before) -> None:
-    """Give each configuration its implementation."""
-    # Outer ones first: setting one sets those within it, which are then set again to their own.
+    """Set the attention implementation of each configuration."""
+    # Outer ones first: setting one also sets its sub-configurations, which are then restored one by one.
     for config, name in choices:
         config._attn_implementation = name
 
 
 @contextmanager
 def _stock_for_a_while(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model attend by PyTorch's own within it."""
+    """Context in which the model uses PyTorch's own attention."""
     before = implementations(model)
     model.set_attn_implementation(STOCK)
     try:

@@ -1,1 +1,1 @@
-"""A run's result on the Hugging Face Hub: what is published, its model card, and the push."""
+"""Publishes a run's result on the Hugging Face Hub: the files, the model card, and the push."""

@@ -1,4 +1,4 @@
-"""Check who is logged in to the Hub and may write where; say what the Hub or the way to it answers in one line."""
+"""Checks who is logged in to the Hub and where they may write, and turns the Hub's errors into one-line messages."""
 
 import json
 import logging
@@ -19,24 +19,27 @@ T = TypeVar("T")
 TRIES = 4
 _FIRST_WAIT, _LONGEST_WAIT = 2.0, 120.0
 _TRANSIENT = frozenset({408, 412, 429, 500, 502, 503, 504})
-"""412: somebody else has pushed in between."""
-# huggingface_hub raises a RuntimeError for what went wrong in a thread of an upload.
+"""412: somebody else has pushed in the meantime."""
+# huggingface_hub raises a RuntimeError for errors in an upload thread.
 FAILURES = (HTTPError, OSError, RuntimeError, ValueError, KeyError)
 
 
 class HubError(DitLoraError):
-    """The Hub refused something, or it cannot be reached."""
+    """The Hub rejected a request, or cannot be reached."""
 
 
 class UnreachableError(HubError):
-    """The Hub does not answer, or not with what was asked for; later it may."""
+    """The Hub did not answer, or not as expected. A later attempt may succeed."""
 
 
 def check_account(repo_id: str, *, private: bool) -> None:
-    """Raise `HubError` unless somebody is logged in who may write to a repository of that name.
+    """Check that the logged-in user may write to a repository of this name.
 
-    With `private`, a repository that exists and is public is refused too. Raises `UnreachableError` where the Hub
-    does not answer, which says nothing of the account.
+    With `private`, an existing public repository is rejected too.
+
+    Raises:
+        HubError: Nobody is logged in, or the account may not write there.
+        UnreachableError: The Hub does not answer, so that the account is unknown.
     """
     if constants.HF_HUB_OFFLINE:
         raise HubError("HF_HUB_OFFLINE is set, so nothing can be pushed: unset it")
@@ -52,9 +55,9 @@ def check_account(repo_id: str, *, private: bool) -> None:
             f"the token of {name} may only read; log in with one that may write: `hf auth login`"
         )
     owner = repo_id.partition("/")[0]
-    owners = [name, *(str(one.get("name")) for one in user.get("orgs") or ())]
-    # The answer does not list what a fine-grained token may do.
-    if role == "write" and owner.lower() not in [one.lower() for one in owners]:
+    owners = [name, *(str(organization.get("name")) for organization in user.get("orgs") or ())]
+    # Only for `write` tokens: the answer does not list the permissions of a fine-grained token.
+    if role == "write" and owner.lower() not in [organization.lower() for organization in owners]:
         raise HubError(
             f"{repo_id}: {name} may not write there; OWNER is one of {', '.join(owners)}. For another account: "
             "`hf auth login`"
@@ -64,6 +67,7 @@ def check_account(repo_id: str, *, private: bool) -> None:
 
 
 def _require_no_public(repo_id: str) -> None:
+    """Raise `HubError` if the repository exists and is public."""
     api = HfApi()
     try:
         repository = api.model_info(repo_id)
@@ -79,11 +83,19 @@ def _require_no_public(repo_id: str) -> None:
 
 
 def asked(work: Callable[[], T], say: Callable[[str], None] | None = None, tries: int = TRIES) -> T:
-    """Return what `work` returns; try again what is transient, after the wait that the Hub asks for or a growing one.
+    """Call `work` and return its result; retry transient errors.
 
-    huggingface_hub itself tries uploads again, but neither a commit nor the requests around it.
-    Raises `UnreachableError` after `tries`, or where the Hub asks for a longer wait than two minutes, and
-    `HubError` at once for what will not change.
+    Waits as long as the Hub requests, or a growing time. huggingface_hub itself retries uploads, but neither commits
+    nor the requests around them.
+
+    Args:
+        work: The request.
+        say: Called with a message before each retry.
+        tries: Maximum number of attempts.
+
+    Raises:
+        UnreachableError: All attempts failed, or the Hub requests a wait of more than two minutes.
+        HubError: A permanent error. Raised at once.
     """
     wait = _FIRST_WAIT
     for attempt in range(1, tries + 1):
@@ -94,9 +106,9 @@ def asked(work: Callable[[], T], say: Callable[[str], None] | None = None, tries
             problem = in_words(error)
             retry_after = _retry_after(error)
             pause = wait if retry_after is None else retry_after
-            # A RuntimeError is of an upload, which the library has tried six times.
-            last = attempt == tries or isinstance(error, RuntimeError)
-            if last or not isinstance(problem, UnreachableError):
+            # A RuntimeError comes from an upload, which the library has already tried six times.
+            is_last = attempt == tries or isinstance(error, RuntimeError)
+            if is_last or not isinstance(problem, UnreachableError):
                 raise problem from None
             if pause > _LONGEST_WAIT:
                 raise UnreachableError(f"{problem}; it asks to wait {pause:.0f} s") from None
@@ -108,29 +120,29 @@ def asked(work: Callable[[], T], say: Callable[[str], None] | None = None, tries
 
 
 def in_words(error: BaseException) -> HubError:
-    """Return what went wrong, without a token; an `UnreachableError` if it may go right later."""
+    """Turn an exception into a one-line error without tokens. An `UnreachableError` if a retry may succeed."""
     cause = _cause(error)
     if not isinstance(cause, HfHubHTTPError) or cause.response is None:
-        words = _line(str(cause)) or type(cause).__name__
-        # An error page in place of JSON is the Hub's trouble, not ours.
+        message = _line(str(cause)) or type(cause).__name__
+        # An error page instead of JSON is a problem of the Hub, not of the request.
         if isinstance(cause, ValueError) and not isinstance(cause, json.JSONDecodeError):
-            return HubError(f"the Hub does not take it: {words}")
+            return HubError(f"the Hub does not take it: {message}")
         if isinstance(cause, KeyError):
-            return UnreachableError(f"the Hub's answer has no {words}")
-        return UnreachableError(f"the Hub cannot be reached: {words}")
+            return UnreachableError(f"the Hub's answer has no {message}")
+        return UnreachableError(f"the Hub cannot be reached: {message}")
     status = cause.response.status_code
     answer = _line(cause.server_message or "") or cause.response.reason_phrase
-    words = {
+    message = {
         401: "the Hub does not know this token (401): log in with `hf auth login`, or correct HF_TOKEN, which comes "
         "first if it is set",
         403: f"this token may not do that (403: {answer}): log in with one that may write there, by `hf auth login`",
         412: "the repository has changed meanwhile (412)",
     }.get(status, f"the Hub answered {status}: {answer}")
-    return UnreachableError(words) if status in _TRANSIENT else HubError(words)
+    return UnreachableError(message) if status in _TRANSIENT else HubError(message)
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the Hub's answer or the broken connection that an error of a library was raised for."""
+    """The HTTP error in the chain of causes of a library's error; the error itself if there is none."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, HTTPError):
@@ -140,11 +152,12 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _line(text: str) -> str:
-    """Return the first line, cut short, without a token."""
+    """The first line, shortened, without tokens."""
     return without_tokens(text.strip().partition("\n")[0][:300].rstrip(". "))
 
 
 def _retry_after(error: BaseException) -> float | None:
+    """Seconds that the Hub asks to wait; None if it does not say."""
     cause = _cause(error)
     if not isinstance(cause, HfHubHTTPError) or cause.response is None:
         return None
@@ -154,7 +167,7 @@ def _retry_after(error: BaseException) -> float | None:
 
 @contextmanager
 def _without_addresses() -> Iterator[None]:
-    """Keep addresses, whose queries sign uploads, out of huggingface_hub's warnings."""
+    """Context that keeps URLs out of huggingface_hub's warnings: their query strings sign uploads."""
     logger = logging.getLogger("huggingface_hub.utils._http")
     logger.addFilter(_drop_address)
     try:
@@ -164,5 +177,6 @@ def _without_addresses() -> Iterator[None]:
 
 
 def _drop_address(record: logging.LogRecord) -> bool:
+    """Logging filter that cuts the URL from a record's message."""
     record.msg, record.args = record.getMessage().partition(" thrown while requesting")[0], ()
     return True

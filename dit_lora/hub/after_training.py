@@ -1,4 +1,7 @@
-"""Push at the end of training: refused before it starts if it cannot be done, and never at the cost of the run."""
+"""Pushes the result at the end of training.
+
+Impossible pushes are rejected before training, and failures keep the run.
+"""
 
 from pathlib import Path
 
@@ -10,9 +13,9 @@ from dit_lora.training.session.session import Session, agree
 
 
 def require_hub(session: Session, hub: HubConfig) -> None:
-    """Refuse a run whose result could not be pushed, before anything is encoded or trained. Collective.
+    """Reject a run whose result could not be pushed, before anything is encoded or trained. Collective.
 
-    A Hub that does not answer now may answer then: that is a warning.
+    If the Hub does not answer now it may answer later, so that is only a warning.
     """
     if not hub.push or hub.repo_id is None:
         return
@@ -28,9 +31,9 @@ def require_hub(session: Session, hub: HubConfig) -> None:
 
 
 def push_result(session: Session, recipe: Recipe) -> None:
-    """Push what is in the recipe's run.dir as `hub` says. Other ranks wait, and an error is raised on all. Collective.
+    """Push the recipe's run.dir as `hub` configures. Other ranks wait, and an error is raised on all. Collective.
 
-    The run is whole by then and stays as it is.
+    The run is complete by then and is not changed.
     """
     hub, folder = recipe.hub, Path(recipe.run.dir)
     if not hub.push or hub.repo_id is None:

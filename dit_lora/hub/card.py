@@ -1,4 +1,4 @@
-"""Write the model card of a run: README.md for the Hub, from what the run's folder says and nothing else."""
+"""Writes the model card of a run, README.md on the Hub, using only the files in the run's folder."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from dit_lora.hub.usage import install_line, needs_ours, reference_files, sample
 from dit_lora.redact import without_tokens
 from dit_lora.results.experts import pair_file
 
-# huggingface.js, packages/tasks/src/pipelines.ts; what has classes in place of prompts has no task there.
+# Source: huggingface.js, packages/tasks/src/pipelines.ts. Class-conditional video models have no task there.
 _FROM_CLIPS = "video-to-video"
 _TASKS = {
     (False, "images"): "text-to-image",
@@ -33,13 +33,16 @@ _CHAT_TASK = "video-text-to-text"
 
 
 def write_card(contents: Contents, repo_id: str) -> str:
-    """Return the card's text: metadata that the Hub takes, then Markdown in which no caption is markup."""
+    """The card's text: YAML metadata for the Hub, then Markdown. Captions are escaped so that they are not markup."""
     template = resources.files("dit_lora.hub").joinpath("card.md").read_text(encoding="utf-8")
-    prompt = next((one.prompt for one in contents.shown), _any_prompt(contents))
+    prompt = next((card_sample.prompt for card_sample in contents.shown), _any_prompt(contents))
     trigger = contents.facts["data"].get("caption_prefix")
     pairs = [
-        {"prompt": plain(one.prompt), **{when: _cell(one, when) for when in ("before", "after")}}
-        for one in contents.shown
+        {
+            "prompt": plain(card_sample.prompt),
+            **{when: _cell(card_sample, when) for when in ("before", "after")},
+        }
+        for card_sample in contents.shown
     ]
     card = ModelCard.from_template(
         _metadata(contents, repo_id),
@@ -47,7 +50,7 @@ def write_card(contents: Contents, repo_id: str) -> str:
         title=plain(repo_id.partition("/")[2]),
         summary=_summary(contents),
         trigger=plain(trigger) if trigger else None,
-        gallery=any(not one.is_text for one in contents.shown),
+        gallery=any(not card_sample.is_text for card_sample in contents.shown),
         pairs=pairs,
         install=install_line(contents),
         code=without_tokens(usage_code(contents, repo_id, prompt)),
@@ -67,7 +70,7 @@ def write_card(contents: Contents, repo_id: str) -> str:
 
 
 def task_of(contents: Contents) -> str | None:
-    """Return the Hub's name of what the model does; None where its list has none."""
+    """The Hub's name for the model's task; None if the Hub has none."""
     pipeline = contents.facts.get("pipeline")
     if pipeline is None:
         return _CHAT_TASK
@@ -81,6 +84,7 @@ def task_of(contents: Contents) -> str | None:
 
 
 def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
+    """The card's YAML metadata."""
     base, scratch = contents.base, contents.run.config["model"].get("from_scratch")
     derived = base is not None and scratch is None
     licence = get_family(contents.made["family"]).license_of(base) if derived else None
@@ -88,9 +92,12 @@ def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
     trigger = contents.facts["data"].get("caption_prefix")
     gallery = [
         {"text": without_tokens(text), "output": {"url": url}}
-        for one in contents.shown
-        if not one.is_text
-        for text, url in ((one.prompt, one.after), (f"before training: {one.prompt}", one.before))
+        for card_sample in contents.shown
+        if not card_sample.is_text
+        for text, url in (
+            (card_sample.prompt, card_sample.after),
+            (f"before training: {card_sample.prompt}", card_sample.before),
+        )
         if url
     ]
     results = _eval_results(contents)
@@ -113,12 +120,14 @@ def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
 
 
 def _library(contents: Contents) -> str:
+    """The Hub's name of the library that loads the result."""
     if "pipeline" in contents.facts:
         return "diffusers"
     return "peft" if "adapter_config.json" in contents.files else "transformers"
 
 
 def _tags(contents: Contents) -> list[str]:
+    """The card's tags."""
     tags = ["dit-lora", str(contents.made["family"])]
     if contents.kind != "pipeline":
         tags.append("lora")
@@ -130,15 +139,15 @@ def _tags(contents: Contents) -> list[str]:
 
 
 def _held_out(contents: Contents) -> tuple[float, float] | None:
-    """Return the held-out loss before and after training; None where it was not measured twice."""
+    """Eval loss before and after training; None unless it was measured at least twice."""
     losses = {step: loss for step, loss in contents.run.held_out.items() if math.isfinite(loss)}
     return (losses[min(losses)], losses[max(losses)]) if len(losses) > 1 else None
 
 
 def _eval_results(contents: Contents) -> list[EvalResult]:
-    """Return the held-out loss with what it is measured on; none without a task, which the Hub wants for it."""
+    """Eval loss as the Hub's metadata, with what it was measured on; empty without a task, which the Hub requires."""
     task, losses = task_of(contents), _held_out(contents)
-    # Two experts have two losses, which no one number of the Hub's could mean.
+    # Two experts have two losses, but the Hub's metadata has only one number.
     if task is None or losses is None or contents.experts:
         return []
     return [
@@ -154,12 +163,14 @@ def _eval_results(contents: Contents) -> list[EvalResult]:
 
 
 def _measured_on(contents: Contents) -> str:
+    """What the eval loss is measured on."""
     if "pipeline" in contents.facts:
         return "training samples under noise that training never draws"
     return "conversations that are never trained on"
 
 
 def _summary(contents: Contents) -> str:
+    """The card's first sentence: what was trained, from which base, for how many steps."""
     made, task = contents.made, task_of(contents)
     base = (
         f"[{plain(contents.base)}](https://huggingface.co/{contents.base})"
@@ -167,10 +178,10 @@ def _summary(contents: Contents) -> str:
         else f"{plain(made.get('base_model') or 'a base model')}, which was a folder of its trainer's"
     )
     adapter = adapter_words(made)
-    what = f"{'An' if adapter.startswith('O') else 'A'} {adapter} of {base}"
+    description = f"{'An' if adapter.startswith('O') else 'A'} {adapter} of {base}"
     if contents.kind == "pipeline":
         scratch = contents.run.config["model"].get("from_scratch") is not None
-        what = (
+        description = (
             f"A model trained from scratch, by the config of {base}"
             if scratch
             else f"A fine-tune of {base}"
@@ -179,33 +190,34 @@ def _summary(contents: Contents) -> str:
         name in (ADAPTER_FILE, CHAT_ADAPTER_FILE, *map(pair_file, EXPERTS.values()))
         for name in contents.files
     ):
-        what = f"Weights that were trained of {base}"
+        description = f"Weights that were trained of {base}"
     if contents.expert and contents.kind != "pipeline":
-        what += (
+        description += (
             " (both experts)"
             if contents.experts
             else f" (its expert for {_named(contents.expert)})"
         )
-    steps = sum(one.run.done for one in contents.experts or (contents,))
-    return (
-        f"{what}{f', for {task}' if task else ''}: {steps:,} steps with dit-lora {made['version']}."
-    )
+    steps = sum(expert_contents.run.done for expert_contents in contents.experts or (contents,))
+    return f"{description}{f', for {task}' if task else ''}: {steps:,} steps with dit-lora {made['version']}."
 
 
 def _any_prompt(contents: Contents) -> str:
+    """A prompt for the example code if there are no samples."""
     return contents.facts["data"].get("caption_prefix") or "a prompt of yours"
 
 
 def _cell(one: Any, when: str) -> str:
-    shown = getattr(one, when)
-    if not shown:
+    """Markdown for a sample: text, image, or link to a video."""
+    output = getattr(one, when)
+    if not output:
         return ""
     if one.is_text:
-        return plain(shown)
-    return f"![{when}]({shown})" if shown.endswith(".png") else f"[{when}]({shown})"
+        return plain(output)
+    return f"![{when}]({output})" if output.endswith(".png") else f"[{when}]({output})"
 
 
 def _notes(contents: Contents) -> Iterator[str]:
+    """Sentences on what users have to know to load and use the result."""
     pipeline = contents.facts.get("pipeline")
     if contents.base is None and contents.kind != "pipeline":
         yield "The base was a local folder when this was trained; `path/to/base` is where you have it."
@@ -221,9 +233,13 @@ def _notes(contents: Contents) -> Iterator[str]:
         yield "The label is the row of a class that was trained on; `pipe.labels` has them by name."
     if contents.made.get("continued"):
         yield f"Training continued from the LoRA {plain(contents.made['continued']['name'])}."
-    for one in contents.made.get("under") or ():
-        use = "load it beside this one" if one["in_samples"] else "it is not needed to use this one"
-        yield f"It was trained over the frozen adapter {plain(one['name'])}, scale {one['scale']:g}; {use}."
+    for frozen in contents.made.get("under") or ():
+        use = (
+            "load it beside this one"
+            if frozen["in_samples"]
+            else "it is not needed to use this one"
+        )
+        yield f"It was trained over the frozen adapter {plain(frozen['name'])}, scale {frozen['scale']:g}; {use}."
     if contents.made.get("samples_from"):
         yield f"The samples were made with this adapter in {plain(contents.made['samples_from'])}, not in its base."
     if pipeline is None:
@@ -233,22 +249,26 @@ def _notes(contents: Contents) -> Iterator[str]:
 
 
 def _about_references(pipeline: Mapping[str, Any]) -> str:
+    """A sentence on the reference files that the example code uses."""
     files = reference_files(pipeline)
     named = ", ".join(f"`{file}`" for file in files)
-    what = (
+    verb_phrase = (
         "is what the sample is made from" if len(files) == 1 else "are what the sample is made from"
     )
     if pipeline.get("reference_clips"):
         frames, fps = pipeline["arguments"]["num_frames"], pipeline["fps"]
-        return f"{named} {what}: a clip of {frames} frames or more at {fps:g} frames a second."
+        return (
+            f"{named} {verb_phrase}: a clip of {frames} frames or more at {fps:g} frames a second."
+        )
     side = pipeline.get("reference_resolution")
     if side is None:
-        return f"{named} {what}, in the order of training."
-    most = f"scaled to {side} x {side} pixels' worth where they had more"
-    return f"{named} {what}, in the order of training, in which they were {most}."
+        return f"{named} {verb_phrase}, in the order of training."
+    scaling = f"scaled to {side} x {side} pixels' worth where they had more"
+    return f"{named} {verb_phrase}, in the order of training, in which they were {scaling}."
 
 
 def _data(contents: Contents) -> Iterator[str]:
+    """List items on the training data."""
     data = contents.facts["data"]
     samples = f"{data['samples']:,}"
     if data["kind"] == "conversations":
@@ -296,6 +316,7 @@ def _spread(values: Mapping[str, float]) -> str:
 
 
 def _values(contents: Contents) -> Iterator[tuple[str, str]]:
+    """Table rows of the most important settings."""
     config = contents.run.config
     train, optim = config["train"], config["optim"]
     if contents.kind != "pipeline" and contents.made.get("rank"):
@@ -312,12 +333,15 @@ def _values(contents: Contents) -> Iterator[tuple[str, str]]:
     ranks = contents.run.environment.get("processes", 1)
     batch = f"{train['batch_size']} x {train['accumulate']} accumulated x {ranks} processes"
     yield "samples of a step", batch
-    for one in contents.experts or (contents,):
-        of = f" of the expert for {_named(one.expert)}" if one.expert else ""
-        seen = one.run.metrics.column("samples")
+    for expert_contents in contents.experts or (contents,):
+        suffix = (
+            f" of the expert for {_named(expert_contents.expert)}" if expert_contents.expert else ""
+        )
+        sample_counts = expert_contents.run.metrics.column("samples")
         yield (
-            f"steps{of}",
-            f"{one.run.done:,}" + (f" ({int(seen[-1]):,} samples)" if seen else ""),
+            f"steps{suffix}",
+            f"{expert_contents.run.done:,}"
+            + (f" ({int(sample_counts[-1]):,} samples)" if sample_counts else ""),
         )
     yield "seed", str(train["seed"])
     if train.get("ema"):
@@ -329,14 +353,17 @@ def _values(contents: Contents) -> Iterator[tuple[str, str]]:
 
 
 def _result(contents: Contents) -> Iterator[str]:
-    for one in contents.experts:
-        yield from (f"{_named(one.expert)}: {line}" for line in _result(one))
+    """List items on losses and on what the guard did."""
+    for expert_contents in contents.experts:
+        yield from (
+            f"{_named(expert_contents.expert)}: {line}" for line in _result(expert_contents)
+        )
     if contents.experts:
         return
     losses = [loss for loss in contents.run.metrics.column("loss") if math.isfinite(loss)]
     if losses:
-        last = losses[-50:]
-        yield f"training loss, mean of the last {len(last)} steps: {sum(last) / len(last):.4f}"
+        recent = losses[-50:]
+        yield f"training loss, mean of the last {len(recent)} steps: {sum(recent) / len(recent):.4f}"
     held_out = _held_out(contents)
     if held_out:
         before, after = held_out
@@ -346,7 +373,7 @@ def _result(contents: Contents) -> Iterator[str]:
 
 
 def _events(contents: Contents) -> Iterator[str]:
-    """Yield what the guard did, as counts: words of a verdict may name files."""
+    """List items on the guard's events, as counts, because their messages may contain file names."""
     counted = Counter(
         (
             str(event.get("kind", "")).replace("_", " "),
@@ -370,29 +397,35 @@ def _named(expert: str | None) -> str:
 
 
 def _checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
+    """Table rows of the verification: name, outcome, message."""
     for expert in contents.experts:
-        for name, passed, words in _checks(expert):
-            yield f"{_named(expert.expert)}: {name}", passed, words
+        for name, passed, message in _checks(expert):
+            yield f"{_named(expert.expert)}: {name}", passed, message
     record = contents.files.get(VERIFICATION)
     checks = json.loads(record)["checks"] if isinstance(record, bytes) else {}
-    for name, one in checks.items():
-        words = plain(str(one.get("words", "")))
-        yield plain(name), "passed" if one.get("passed") else "failed", words
+    for name, check in checks.items():
+        message = plain(str(check.get("words", "")))
+        yield plain(name), "passed" if check.get("passed") else "failed", message
 
 
 def _versions(contents: Contents) -> Iterator[str]:
+    """List items on package versions, hardware and training time."""
     environment = contents.run.environment
     packages = environment.get("packages") or {}
-    shown = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors")
-    listed = [f"{name} {packages[name]}" for name in shown if name in packages]
+    main_packages = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors")
+    listed = [f"{name} {packages[name]}" for name in main_packages if name in packages]
     python = environment.get("python", "")
     yield plain(f"dit-lora {contents.made['version']}, Python {python}, " + ", ".join(listed))
     names = Counter(str(device.get("name")) for device in environment.get("devices") or ())
     hardware = ", ".join(f"{count} x {name}" for name, count in names.items()) or "CPU"
     cuda = environment.get("torch_cuda")
     yield plain(f"{hardware}{f', CUDA {cuda}' if cuda else ''}")
-    seconds = [one for one in contents.run.metrics.column("seconds") if math.isfinite(one)]
+    seconds = [
+        step_seconds
+        for step_seconds in contents.run.metrics.column("seconds")
+        if math.isfinite(step_seconds)
+    ]
     if seconds:
         spent = sum(seconds)
-        told = f"{spent / 3600:.1f} hours" if spent > 5400 else f"{spent / 60:.1f} minutes"
-        yield f"{told} in steps"
+        duration = f"{spent / 3600:.1f} hours" if spent > 5400 else f"{spent / 60:.1f} minutes"
+        yield f"{duration} in steps"

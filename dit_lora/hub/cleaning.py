@@ -1,4 +1,4 @@
-"""Make a run's recipe and records readable by everybody: placeholders for places, no name of a machine or user."""
+"""Removes paths and the names of machines and users from a run's recipe and records before they are published."""
 
 import copy
 import json
@@ -14,10 +14,14 @@ from dit_lora.redact import redacted
 
 
 def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) -> str:
-    """Return the recipe as YAML that `load_recipe` reads, to train the same on data of one's own.
+    """The recipe as YAML that `load_recipe` reads, for the same training on the reader's data.
 
-    `base` is what the model is called, a Hub id or a folder's name; `datasets` are the sources that are names on the
-    Hub. Every other place becomes a placeholder; the cache's and what continues or publishes a run are left out.
+    Other paths become placeholders. The cache path and the settings that resume or publish a run are dropped.
+
+    Args:
+        config: The recipe.
+        base: Name for the base model: a Hub id or a folder's name.
+        datasets: Sources that are names on the Hub, which stay.
     """
     values = copy.deepcopy(dict(config))
     values.pop("hub", None)
@@ -25,9 +29,9 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
     lora = values.get("lora") or {}
     if lora.get("init", INITS[0]) not in INITS and hub_name(lora["init"]) is None:
         lora["init"] = "path/to/lora"
-    for number, one in enumerate(lora.get("under") or ()):
-        if hub_name(str(one.get("path"))) is None:
-            one["path"] = f"path/to/under_{number}"
+    for number, item in enumerate(lora.get("under") or ()):
+        if hub_name(str(item.get("path"))) is None:
+            item["path"] = f"path/to/under_{number}"
     data = _section(values, "data")
     for number, source in enumerate([data, *(data.get("sources") or ())]):
         if source.get("path") not in (None, *datasets, *(f"{HUB}{name}" for name in datasets)):
@@ -38,31 +42,34 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
             source["mask_folder"] = f"path/to/masks_{number}" if number else "path/to/masks"
         if source.get("reference_folders"):
             source["reference_folders"] = [
-                f"path/to/references_{number}_{place}" if number else f"path/to/references_{place}"
-                for place in range(len(source["reference_folders"]))
+                f"path/to/references_{number}_{position}"
+                if number
+                else f"path/to/references_{position}"
+                for position in range(len(source["reference_folders"]))
             ]
+    # A path of the machine that trained, which readers do not need.
     data["cache"] = None
-    shown = _section(values, "validation")
+    validation = _section(values, "validation")
     for name in ("images", "last_images", "media"):
-        if shown.get(name):
-            shown[name] = [
-                f"path/to/{name}_{index:02d}{Path(str(one)).suffix}"
-                for index, one in enumerate(shown[name])
+        if validation.get(name):
+            validation[name] = [
+                f"path/to/{name}_{index:02d}{Path(str(item)).suffix}"
+                for index, item in enumerate(validation[name])
             ]
-    if shown.get("references"):
-        shown["references"] = [
+    if validation.get("references"):
+        validation["references"] = [
             [
-                f"path/to/reference_{index:02d}_{place}{Path(str(one)).suffix}"
-                for place, one in enumerate([files] if isinstance(files, str) else files)
+                f"path/to/reference_{index:02d}_{position}{Path(str(item)).suffix}"
+                for position, item in enumerate([files] if isinstance(files, str) else files)
             ]
-            for index, files in enumerate(shown["references"])
+            for index, files in enumerate(validation["references"])
         ]
-    if shown.get("model") is not None and hub_name(shown["model"]) is None:
-        shown["model"] = "path/to/validation_model"
-    if shown.get("other_expert"):
-        shown["other_expert"] = "path/to/other_expert"
-    if shown.get("conversations"):
-        shown["conversations"] = "path/to/conversations.json"
+    if validation.get("model") is not None and hub_name(validation["model"]) is None:
+        validation["model"] = "path/to/validation_model"
+    if validation.get("other_expert"):
+        validation["other_expert"] = "path/to/other_expert"
+    if validation.get("conversations"):
+        validation["conversations"] = "path/to/conversations.json"
     _section(values, "guard")["quarantine"] = None
     _section(values, "train")["resume"] = "none"
     _section(values, "run")["dir"] = "runs/mine"
@@ -70,11 +77,12 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
 
 
 def clean_json(record: Any) -> str:
-    """Return a record as JSON that others may read."""
+    """A record as JSON without paths and names of machines or users."""
     return json.dumps(redacted(record), indent=2, ensure_ascii=False) + "\n"
 
 
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """A section of the recipe, created if it is missing."""
     if not isinstance(values.get(name), dict):
         values[name] = {}
     return values[name]

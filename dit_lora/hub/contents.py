@@ -1,4 +1,4 @@
-"""Collect what of a run is published, and refuse runs that are not."""
+"""Collects the files of a run to publish, and rejects runs that are incomplete or damaged."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,12 +35,12 @@ CARD = "README.md"
 SAMPLES = "samples/"
 VERIFICATION = "verification.json"
 OURS = (ADAPTER_FILE, CHAT_ADAPTER_FILE, "adapter_config.json", BASE_FILE)
-"""The files that an adapter may consist of, but for experts'."""
+"""File names that an adapter may consist of. Experts' files have other names."""
 
 
 @dataclass(frozen=True)
 class CardSample:
-    """The model's outputs for one validation prompt, as files of the repository or as answers."""
+    """The model's outputs for one validation prompt: files in the repository, or answers."""
 
     prompt: str
     before: str | None = None
@@ -50,36 +50,37 @@ class CardSample:
 
 @dataclass(frozen=True)
 class Contents:
-    """A run as it is published; `files` are paths or bytes by their place in the repository, without the card."""
+    """A run in its published form. `files` are paths or bytes by path in the repository, without the card."""
 
     run: RunFiles
     facts: Mapping[str, Any]
     made: Mapping[str, Any]
-    """The provenance in the result's header."""
+    """The training metadata in the result's header."""
     kind: str
     """`lora`, `peft` or `pipeline`."""
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
     shown: tuple[CardSample, ...] = ()
     experts: tuple["Contents", ...] = ()
-    """Each expert's own, where both were trained: high noise first."""
+    """The contents of each expert's run if both were trained, high noise first."""
 
     @property
     def expert(self) -> str | None:
-        """The name of the expert that was trained; None where there is one transformer."""
+        """Name of the expert that was trained; None if the model has one transformer."""
         return EXPERTS.get(self.made.get("part", ""))
 
     @property
     def base(self) -> str | None:
-        """The Hub id of the base model; None where it was a folder."""
+        """Hub id of the base model; None if it was a local folder."""
         name = str(self.made.get("base_model") or "")
         return name if "/" in name else None
 
 
 def collect(run_dir: Path) -> Contents:
-    """Return everything that a push of the run uploads but its card; of a run of both experts, what both are.
+    """Collect everything that a push of the run uploads, except its card. Works for a run of both experts too.
 
-    Raises `DitLoraError` for a folder without a run or a run without a result, with the command that goes on, and
-    `CheckFailedError` for a result that is not sound or did not pass its verification.
+    Raises:
+        DitLoraError: There is no run, or no result yet; with the command that continues.
+        CheckFailedError: The result is damaged, or did not pass its verification.
     """
     runs = runs_of(run_dir)
     if len(runs) > 1:
@@ -90,50 +91,57 @@ def collect(run_dir: Path) -> Contents:
     _require_verified(run)
     main = result / {"lora": ADAPTER_FILE, "peft": CHAT_ADAPTER_FILE}.get(kind, PROVENANCE_FILE)
     if kind == "peft" and not main.is_file():
-        main = result / BASE_FILE  # base weights alone have trained
+        main = result / BASE_FILE  # only base weights were trained
     _require_sound(run_dir, result, kind)
-    made = redacted(read_typed(main, Provenance) if kind == "pipeline" else read_provenance(main))
-    files = {_placed(name, made, kind): content for name, content in _result_files(result, kind)}
-    shown = _shown(run, files)
+    metadata = redacted(
+        read_typed(main, Provenance) if kind == "pipeline" else read_provenance(main)
+    )
+    files = {
+        _placed(name, metadata, kind): content for name, content in _result_files(result, kind)
+    }
+    samples = _shown(run, files)
     facts = _facts(run)
     require_inside(run.folder, [path for path in files.values() if isinstance(path, Path)])
-    base = str(made.get("base_model") or "path/to/base")
+    base = str(metadata.get("base_model") or "path/to/base")
     datasets = facts["data"]["datasets"]
     files["config.yaml"] = clean_config(run.config, base, datasets).encode()
     if run.verification:
-        # Its paths are those in the run's folder; the Hub has digests of its own.
-        shown_record = {name: one for name, one in run.verification.items() if name != "files"}
-        record = {**shown_record, "adapter": _placed(main.name, made, kind), "base_model": base}
+        # The digests are by path in the run's folder, and the Hub has its own.
+        shown_record = {name: value for name, value in run.verification.items() if name != "files"}
+        record = {**shown_record, "adapter": _placed(main.name, metadata, kind), "base_model": base}
         files[VERIFICATION] = clean_json(record).encode()
-    told = ("config", "environment", "events", "quarantine", "status")
-    public = replace(run, **{name: redacted(getattr(run, name)) for name in told})
-    return Contents(public, facts, made, kind, files, tuple(shown))
+    redacted_fields = ("config", "environment", "events", "quarantine", "status")
+    public = replace(run, **{name: redacted(getattr(run, name)) for name in redacted_fields})
+    return Contents(public, facts, metadata, kind, files, tuple(samples))
 
 
 def _joined(run_dir: Path, experts: Sequence[Contents]) -> Contents:
-    """Return what is published of both experts' runs; samples are the last one's, which are made with both."""
-    both = [one for one in experts if BASE_FILE in one.files]
+    """The files of both experts' runs. The samples are those of the last run, which are made with both."""
+    both = [item for item in experts if BASE_FILE in item.files]
     if both:
-        folders = ", ".join(str(one.run.folder) for one in both)
+        folders = ", ".join(str(item.run.folder) for item in both)
         raise DitLoraError(
             f"{run_dir} is not pushed as one: base weights trained too, and both experts' have one name; "
             f"push the runs "
             f"of each to a repository of its own: {folders}"
         )
-    last = experts[-1]
-    files = {name: one for name, one in last.files.items() if name.startswith(SAMPLES)}
+    last_expert = experts[-1]
+    files = {name: item for name, item in last_expert.files.items() if name.startswith(SAMPLES)}
     for contents in experts:
-        own = {name: one for name, one in contents.files.items() if not name.startswith(SAMPLES)}
-        files |= {
-            f"{contents.expert}/{name}" if name == VERIFICATION else name: one
-            for name, one in own.items()
+        expert_files = {
+            name: item for name, item in contents.files.items() if not name.startswith(SAMPLES)
         }
-    base, datasets = str(last.made.get("base_model")), last.facts["data"]["datasets"]
+        files |= {
+            f"{contents.expert}/{name}" if name == VERIFICATION else name: item
+            for name, item in expert_files.items()
+        }
+    base, datasets = str(last_expert.made.get("base_model")), last_expert.facts["data"]["datasets"]
     files["config.yaml"] = clean_config(read_yaml(run_dir / "config.yaml"), base, datasets).encode()
-    return replace(last, files=files, experts=tuple(experts))
+    return replace(last_expert, files=files, experts=tuple(experts))
 
 
 def _result(run: RunFiles) -> tuple[Path, str]:
+    """Folder and kind of the run's result. Raises `DitLoraError` if there is none yet."""
     folder = run.folder
     if (folder / "model" / "model_index.json").is_file():
         return folder / "model", "pipeline"
@@ -143,20 +151,21 @@ def _result(run: RunFiles) -> tuple[Path, str]:
     if (adapter / CHAT_ADAPTER_FILE).is_file() or (adapter / BASE_FILE).is_file():
         return adapter, "peft"
     full = run.config.get("train", {}).get("mode") == "full"
-    what = "model/model_index.json" if full else f"adapter/{ADAPTER_FILE}"
+    path = "model/model_index.json" if full else f"adapter/{ADAPTER_FILE}"
     raise DitLoraError(
-        f"{folder} has no result yet: no {what}; it is at step {run.done:,} of {run.asked or 0:,}. Go on with: "
+        f"{folder} has no result yet: no {path}; it is at step {run.done:,} of {run.asked or 0:,}. Go on with: "
         f"accelerate launch recipes/lora.py {folder}/config.yaml train.resume=auto"
     )
 
 
 def _require_verified(run: RunFiles) -> None:
+    """Raise `CheckFailedError` if the result failed its verification, or changed since."""
     if (run.folder / VERIFICATION).exists() and run.verification.get("passed") is not True:
         checks = run.verification.get("checks") or {}
         failed = [
-            f"{name}: {one.get('words', '')}"
-            for name, one in checks.items()
-            if not one.get("passed")
+            f"{name}: {check.get('words', '')}"
+            for name, check in checks.items()
+            if not check.get("passed")
         ]
         raise CheckFailedError(
             listed(
@@ -170,7 +179,7 @@ def _require_verified(run: RunFiles) -> None:
 
 
 def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
-    """Raise `CheckFailedError` for a result that is not sound: files may have changed since they were verified."""
+    """Raise `CheckFailedError` for NaN, Inf or an adapter without effect: files may have changed since verified."""
     folder = result
     if kind == "pipeline":
         folder = result / read_typed(result / PROVENANCE_FILE, Provenance).get(
@@ -182,13 +191,14 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
             adapter = {} if kind == "pipeline" or file.name == BASE_FILE else tensors
             require_sound(adapter, {} if adapter else tensors)
     except (CheckFailedError, OSError, SafetensorError) as error:
-        words = str(error).removeprefix("refused to save: ")
+        message = str(error).removeprefix("refused to save: ")
         raise CheckFailedError(
-            f"{run_dir} is not pushed: {file.relative_to(run_dir)}: {words}"
+            f"{run_dir} is not pushed: {file.relative_to(run_dir)}: {message}"
         ) from error
 
 
 def _facts(run: RunFiles) -> dict[str, Any]:
+    """Facts about data and model that the card is written from. Raises `DitLoraError` if the file is unusable."""
     file = run.folder / FACTS_FILE
     try:
         facts = typed(read_inside(run.folder, file), Facts, FACTS_FILE)
@@ -205,60 +215,65 @@ def _facts(run: RunFiles) -> dict[str, Any]:
 
 
 def _placed(name: str, made: Mapping[str, Any], kind: str) -> str:
-    """Return a file's name in the repository; the adapters of two experts get different names."""
+    """A file's name in the repository. The adapters of two experts get different names."""
     is_experts = kind == "lora" and name == ADAPTER_FILE and "part" in made
     return pair_file(EXPERTS[made["part"]]) if is_experts else name
 
 
 def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]:
-    """Yield the result's files by their place in the repository; configs as others may read them."""
-    wanted = [*own_files(result), PROVENANCE_FILE] if kind == "pipeline" else OURS
-    for name in sorted(wanted):
+    """Yield the result's files by name in the repository; configs without private values."""
+    names = [*own_files(result), PROVENANCE_FILE] if kind == "pipeline" else OURS
+    for name in sorted(names):
         path = result / name
         if not path.is_file():
             continue
         is_config = name.endswith(("config.json", INDEX, PROVENANCE_FILE))
         values = read_typed(path, dict[str, Any]) if is_config else {}
-        public = {key: one for key, one in values.items() if key != "_name_or_path"}
+        # `_name_or_path` is the path of a folder on the machine that trained.
+        public = {key: value for key, value in values.items() if key != "_name_or_path"}
         yield name, path if redacted(public) == values else clean_json(public).encode()
 
 
 def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
-    """Return what was made of the validation prompts, before and after training, and add sample files to `files`."""
+    """Outputs for the validation prompts before and after training. Adds the sample files to `files`."""
     validation = run.config.get("validation") or {}
-    prompts = [redacted_words(one) for one in texts_of(validation)]
+    prompts = [redacted_words(text) for text in texts_of(validation)]
     steps = sorted((run.folder / "samples").glob("step_*"))
     if not steps:
         return []
+    # Samples of the first and the last step; with only one step there is nothing to compare.
     ends = {"after": steps[-1]} | ({"before": steps[0]} if len(steps) > 1 else {})
     if (steps[-1] / "answers.json").is_file():
         return _answers(run.folder, ends)
-    shown = []
+    card_samples = []
     for index, prompt in enumerate(prompts):
-        places: dict[str, str] = {}
+        paths: dict[str, str] = {}
         for when, folder in ends.items():
             for path in sorted(folder.glob(f"prompt_{index:02d}.*")):
                 if not path.is_file():
                     continue
-                places[when] = f"{SAMPLES}{when}_{index:02d}{path.suffix}"
-                files[places[when]] = path
-        if "after" in places:
-            shown.append(CardSample(prompt, places.get("before"), places["after"]))
-    return shown
+                paths[when] = f"{SAMPLES}{when}_{index:02d}{path.suffix}"
+                files[paths[when]] = path
+        if "after" in paths:
+            card_samples.append(CardSample(prompt, paths.get("before"), paths["after"]))
+    return card_samples
 
 
 def _answers(run_dir: Path, ends: Mapping[str, Path]) -> list[CardSample]:
-    said: dict[str, list[dict[str, Any]]] = {"before": []}
+    """A chat model's answers to the validation prompts before and after training."""
+    answers: dict[str, list[dict[str, Any]]] = {"before": []}
     for when, folder in ends.items():
         file = folder / "answers.json"
         require_inside(run_dir, [file])
-        said[when] = redacted(read_typed(file, list[Answer])) if file.is_file() else []
+        answers[when] = redacted(read_typed(file, list[Answer])) if file.is_file() else []
     return [
         CardSample(
-            str(one.get("prompt", "")),
-            str(said["before"][index].get("answer", "")) if index < len(said["before"]) else None,
-            str(one.get("answer", "")),
+            str(answer.get("prompt", "")),
+            str(answers["before"][index].get("answer", ""))
+            if index < len(answers["before"])
+            else None,
+            str(answer.get("answer", "")),
             is_text=True,
         )
-        for index, one in enumerate(said["after"])
+        for index, answer in enumerate(answers["after"])
     ]

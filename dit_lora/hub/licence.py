@@ -1,4 +1,4 @@
-"""The licence of a result, as its card says it."""
+"""The license of a result, as stated in its card."""
 
 from dit_lora.families import get_family
 from dit_lora.hub.contents import Contents
@@ -6,7 +6,7 @@ from dit_lora.hub.markdown import plain
 
 
 def licence_of(contents: Contents) -> str:
-    """Return the licence of the base, as far as it is known here."""
+    """A sentence on the license of the base, as far as it is known."""
     licence = get_family(contents.made["family"]).license_of(contents.base)
     if contents.base is None:
         return "Not stated: the base model was a local folder. What is derived from it is under its licence."

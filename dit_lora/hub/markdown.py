@@ -1,4 +1,4 @@
-"""Text in a card: on one line, and shown as it is."""
+"""Formats text for a card: on one line, with Markdown escaped."""
 
 import re
 
@@ -8,10 +8,10 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>|~$&])")
 
 
 def plain(text: object) -> str:
-    """Return the text on one line that Markdown shows as it is, in a paragraph and in a table."""
+    """The text on one line, escaped so that Markdown shows it literally in paragraphs and tables."""
     return _SPECIAL.sub(r"\\\1", redacted_words(one_line(str(text))))
 
 
 def one_line(text: str) -> str:
-    """Return the text with every run of spaces and line breaks as one space."""
+    """The text with every sequence of whitespace replaced by one space."""
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Push a run's result, card and samples in one commit; huggingface_hub does not send again what the Hub has."""
+"""Pushes a run's result, card and samples in one commit. huggingface_hub does not send files that the Hub has."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Publication:
-    """All files of a run that a repository gets, with the card."""
+    """All files of a run for its repository, including the card."""
 
     contents: Contents
     repo_id: str
     files: Mapping[str, Path | bytes]
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file by its place in the repository."""
+        """Bytes of each file by path in the repository."""
         return {
             name: len(content) if isinstance(content, bytes) else content.stat().st_size
             for name, content in self.files.items()
@@ -34,7 +34,7 @@ class Publication:
 
 
 def prepare(run_dir: Path, repo_id: str) -> Publication:
-    """Return what would be pushed; its card is written to RUN/README.md, to be looked at. Nothing goes online.
+    """Prepare what would be pushed. Writes the card to RUN/README.md for review; nothing is uploaded.
 
     Raises as `collect`.
     """
@@ -45,11 +45,19 @@ def prepare(run_dir: Path, repo_id: str) -> Publication:
 
 
 def push(run_dir: Path, repo_id: str, *, private: bool, say: Say) -> str:
-    """Upload a run to a repository, made if it is not there, and return what was done in one line.
+    """Upload a run to a repository, which is created if needed. Returns the outcome in one line.
 
-    Files that are missing there or differ are sent, those of an earlier push that this run has not are removed,
-    in one commit; all are listed before. An error is a `DitLoraError` with the command that goes on; what was sent
-    by then is not sent again. `private` makes a new repository private; a public one is then refused.
+    In one commit, new and changed files are sent, and files of an earlier push that this run does not have are
+    removed.
+
+    Args:
+        run_dir: The run.
+        repo_id: The repository.
+        private: A new repository is private, and an existing public one is rejected.
+        say: Called with messages, first a list of the files.
+
+    Raises:
+        DitLoraError: With the command that continues; files that were sent already are not sent again.
     """
     publication = prepare(run_dir, repo_id)
     for line in listing(publication):
@@ -58,11 +66,12 @@ def push(run_dir: Path, repo_id: str, *, private: bool, say: Say) -> str:
         check_account(repo_id, private=private)
         return _upload(publication, private=private, say=say)
     except HubError as error:
-        again = f"dit-lora push {run_dir} {repo_id}{'' if private else ' --public'}"
-        raise DitLoraError(f"{error}. Nothing is lost; go on with: {again}") from error
+        command = f"dit-lora push {run_dir} {repo_id}{'' if private else ' --public'}"
+        raise DitLoraError(f"{error}. Nothing is lost; go on with: {command}") from error
 
 
 def _upload(publication: Publication, *, private: bool, say: Say) -> str:
+    """Create the repository if needed and commit the files; retries transient errors."""
     api, repo_id = HfApi(), publication.repo_id
     asked(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say)
     url = f"{api.endpoint}/{repo_id}"
@@ -70,22 +79,26 @@ def _upload(publication: Publication, *, private: bool, say: Say) -> str:
 
 
 def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
-    """Add all files to the newest commit, unless another commit comes in between; unchanged ones are dropped there."""
+    """Commit all files on top of the newest commit; fails if another commit comes first.
+
+    Unchanged files are skipped.
+    """
     repo_id, files = publication.repo_id, publication.files
     head = api.model_info(repo_id)
-    there = [one.rfilename for one in head.siblings or ()]
+    existing = [item.rfilename for item in head.siblings or ()]
     removes = [
-        CommitOperationDelete(name) for name in there if _is_ours(name) and name not in files
+        CommitOperationDelete(name) for name in existing if _is_ours(name) and name not in files
     ]
+    # All files are added: huggingface_hub compares digests and does not send unchanged ones.
     adds = [CommitOperationAdd(name, content) for name, content in files.items()]
-    seen, size = "private" if head.private else "public", sum(publication.sizes().values())
-    say(f"hub: {len(files)} files to {url}, which is {seen} ({_size(size)})")
-    made = publication.contents.made
-    steps = sum(one.run.done for one in publication.contents.experts or (publication.contents,))
+    visibility, size = "private" if head.private else "public", sum(publication.sizes().values())
+    say(f"hub: {len(files)} files to {url}, which is {visibility} ({_size(size)})")
+    metadata = publication.contents.made
+    steps = sum(item.run.done for item in publication.contents.experts or (publication.contents,))
     commit = api.create_commit(
         repo_id,
         [*adds, *removes],
-        commit_message=f"{made['family']}, {steps:,} steps, by dit-lora {made['version']}",
+        commit_message=f"{metadata['family']}, {steps:,} steps, by dit-lora {metadata['version']}",
         parent_commit=head.sha,
     )
     if commit.oid == head.sha:
@@ -94,15 +107,17 @@ def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
 
 
 def _is_ours(name: str) -> bool:
+    """True for file names that a push of ours may have written."""
     experts = EXPERTS.values()
-    pairs = [file for one in experts for file in (pair_file(one), f"{one}/{VERIFICATION}")]
+    pairs = [file for expert in experts for file in (pair_file(expert), f"{expert}/{VERIFICATION}")]
     return name in (*OURS, VERIFICATION, *pairs) or name.startswith(SAMPLES)
 
 
 def _size(count: int) -> str:
+    """Format a number of bytes."""
     return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
 def listing(publication: Publication) -> list[str]:
-    """Return the files of a push with their sizes, a line each."""
+    """One line for each file of a push, with its size."""
     return [f"{_size(size):>10}  {name}" for name, size in sorted(publication.sizes().items())]

@@ -1,4 +1,4 @@
-"""Write the code that loads a published result and samples from it as the run's validation did; it runs as pasted."""
+"""Writes example code for the card that loads a published result and samples as the run's validation did."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,20 +18,20 @@ _LOCAL_BASE = "path/to/base"
 
 
 def needs_ours(contents: Contents) -> bool:
-    """Return whether stock Diffusers cannot load it: no LoRA loader, a class of ours, or classes not in the base."""
+    """True if stock Diffusers cannot load the result: no LoRA loader, a class of ours, or classes not in the base."""
     pipeline = contents.facts.get("pipeline")
     if pipeline is None:
         return contents.facts["model"]["module"].startswith("dit_lora.")
     ours = pipeline["module"] != "diffusers"
     if contents.kind == "pipeline":
         return ours
-    # The code names another pipeline class over the same files; other changes of model_index.json only we can read.
+    # The code can name another pipeline class; other changes of model_index.json need our loader.
     changes = {*(contents.made.get("index") or {})} - {"_class_name"}
     return ours or not pipeline["loads_lora"] or bool(changes)
 
 
 def install_line(contents: Contents) -> str:
-    """Return the command that installs what `usage_code` needs."""
+    """The command that installs what `usage_code` needs."""
     if needs_ours(contents):
         packages = ["dit-lora"]
     elif "pipeline" in contents.facts:
@@ -46,7 +46,7 @@ def install_line(contents: Contents) -> str:
 
 
 def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
-    """Return Python source; `repo_id` is where the result is on the Hub."""
+    """Python source that loads the result from the Hub repository `repo_id` and samples with `prompt`."""
     is_pipeline = "pipeline" in contents.facts
     name = "use_pipeline.jinja" if is_pipeline else "use_chat.jinja"
     environment = jinja2.Environment(
@@ -78,38 +78,42 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
 
 
 def reference_files(pipeline: Mapping[str, Any]) -> list[str]:
-    """Return the names that code and commands give to a pipeline's references."""
+    """File names for a pipeline's references in code and commands."""
     suffix = "mp4" if pipeline.get("reference_clips") else "png"
-    return [f"reference_{place}.{suffix}" for place in range(1, pipeline.get("references", 0) + 1)]
+    return [
+        f"reference_{number}.{suffix}" for number in range(1, pipeline.get("references", 0) + 1)
+    ]
 
 
 def literal(text: str) -> str:
-    """Return the text as a Python string in double quotes, on one line."""
+    """The text as a Python string literal in double quotes, on one line."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _kind(contents: Contents) -> str:
-    """Return the adapter's kind; headers from before there were kinds are of LoRAs."""
+    """The adapter's kind. Old headers without a kind are of LoRAs."""
     return str(contents.made.get("kind", "lora"))
 
 
 def _loading(contents: Contents, repo_id: str) -> list[str]:
-    """Return the lines that load the adapter, of two experts each one's; none for a whole pipeline."""
+    """Lines that load the adapter, one per expert; empty for a full pipeline."""
     if contents.kind == "pipeline":
         return []
     if needs_ours(contents):
         return [f"dit_lora.load_adapter(pipe, {literal(repo_id)})"]
-    return [_load_line(one, repo_id) for one in contents.experts or (contents,)]
+    return [
+        _load_line(expert_contents, repo_id) for expert_contents in contents.experts or (contents,)
+    ]
 
 
 def _load_line(contents: Contents, repo_id: str) -> str:
-    """Return how Diffusers, or PEFT for a kind that Diffusers does not read, loads one adapter."""
+    """Line that loads one adapter with Diffusers, or with PEFT for kinds that Diffusers cannot read."""
     part = contents.made.get("part", "transformer")
     if _kind(contents) in WITHOUT_DIFFUSERS:
         return f"PeftModel.from_pretrained(pipe.{part}, {literal(repo_id)})"
     name = pair_file(contents.expert) if contents.expert else ADAPTER_FILE
     if _kind(contents) == "lokr":
-        # Few pipelines take one by `load_lora_weights`.
+        # `load_lora_weights` supports LoKr in only a few pipelines.
         where = f'weight_name={literal(name)}, prefix="transformer"'
         return f"pipe.{part}.load_lora_adapter({literal(repo_id)}, {where})"
     arguments = [literal(repo_id)]
@@ -119,12 +123,13 @@ def _load_line(contents: Contents, repo_id: str) -> str:
 
 
 def _is_video(contents: Contents) -> bool:
+    """True if the pipeline makes videos."""
     pipeline = contents.facts.get("pipeline") or {}
     return pipeline.get("output") == "frames" and bool(pipeline["fps"])
 
 
 def _base(contents: Contents) -> str:
-    """Return the arguments that load the base; where it was a folder, a place of the reader's."""
+    """Arguments that load the base; a placeholder path if it was a local folder."""
     if contents.base is None:
         return literal(_LOCAL_BASE)
     base, revision = literal(contents.base), contents.made.get("revision")
@@ -132,6 +137,7 @@ def _base(contents: Contents) -> str:
 
 
 def _dtype(contents: Contents) -> str:
+    """The `torch_dtype` argument: one dtype, or a dict if some components stay in fp32."""
     dtype, wide = str(contents.facts["pipeline"]["dtype"]), contents.facts["pipeline"]["in_fp32"]
     if not wide or dtype == "torch.float32":
         return dtype
@@ -140,11 +146,11 @@ def _dtype(contents: Contents) -> str:
 
 
 def sample_line(contents: Contents, repo_id: str, prompt: str) -> Sequence[str]:
-    """Return the command that does the same by `dit-lora sample`; none for a chat model, which answers."""
+    """The equivalent `dit-lora sample` command; empty for a chat model."""
     if "pipeline" not in contents.facts:
         return ()
     quoted = "'" + prompt.replace("'", "'\\''") + "'"
     model = "" if contents.base or contents.kind == "pipeline" else f" --model {_LOCAL_BASE}"
-    given = reference_files(contents.facts["pipeline"])
-    references = "".join(f" --reference {file}" for file in given)
+    files = reference_files(contents.facts["pipeline"])
+    references = "".join(f" --reference {file}" for file in files)
     return (f"dit-lora sample {repo_id}{model} --prompt {quoted}{references}",)

@@ -1,7 +1,7 @@
-"""Conversion of OpenDiT's VDiT checkpoints, by name, to `VideoDiTTransformer3DModel`.
+"""Converts OpenDiT's VDiT checkpoints, by tensor name, to `VideoDiTTransformer3DModel`.
 
-Names are those that OpenDiT v1.0.0 saves (opendit/models/dit.py). Every tensor is placed, handed back, or
-checked against what it is computed from; one that is none of these is an error.
+Names are those that OpenDiT v1.0.0 saves (opendit/models/dit.py). Every tensor is converted, passed on, or compared
+with the values it is computed from; any other tensor is an error.
 """
 
 import re
@@ -34,7 +34,7 @@ _IN_BLOCK = {
     "mlp.fc1": "ff.net.0.proj",
     "mlp.fc2": "ff.net.2",
 }
-# Shapes of these tensors tell a model's sizes; its width tells OpenDiT's heads: VDiT-S, -B, -L and -XL.
+# The model's sizes follow from the shapes of these tensors, and the number of heads from the width: VDiT-S to -XL.
 _SIZED = (
     "x_embedder.proj.weight",
     "pos_embed_spatial",
@@ -50,23 +50,26 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class ConvertedOpenDiT:
-    """Contents of an OpenDiT state dict."""
+    """The tensors of an OpenDiT state dict, converted."""
 
     transformer: Tensors
-    """Tensors for a strict `load_state_dict` of the model that was asked for."""
+    """Tensors for a strict `load_state_dict` of the requested model."""
     text_encoder: Tensors
-    """CLIP's own tensors, by transformers' names; empty for a model of classes. OpenDiT never trains them."""
+    """CLIP's tensors, by transformers' names; empty for a class-conditional model. OpenDiT never trains them."""
     recomputed: tuple[str, ...]
-    """Names of position tables, which the model computes: compared, and not kept."""
+    """Names of position tables, which the model computes: they are compared and dropped."""
 
 
 def convert_opendit(
     state_dict: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> ConvertedOpenDiT:
-    """Convert an OpenDiT VDiT state dict to tensors of `VideoDiTTransformer3DModel.from_config(config)`, dtypes kept.
+    """Convert an OpenDiT VDiT state dict to tensors of `VideoDiTTransformer3DModel.from_config(config)`.
 
-    The fused qkv is split by rows: queries, keys, values. Raises one `DitLoraError` that lists every tensor
-    that is unknown, missing, of another shape or not finite, or a position table of another video.
+    Dtypes stay. The fused qkv is split by rows: queries, keys, values.
+
+    Raises:
+        DitLoraError: Lists every tensor that is unknown, missing, of another shape or not finite, and position tables
+            for another video size.
     """
     with torch.device("meta"):
         model = VideoDiTTransformer3DModel.from_config(dict(config))
@@ -104,10 +107,15 @@ def convert_opendit(
 def opendit_config(
     state_dict: Mapping[str, torch.Tensor], heads: int | None = None
 ) -> dict[str, Any]:
-    """Return the config that a VDiT state dict was made with, by its tensors' shapes.
+    """The model config for a VDiT state dict, inferred from its tensors' shapes.
 
-    They do not say how many `heads` share the width: by default as many as OpenDiT's sizes (S, B, L, XL)
-    have. Raises `DitLoraError` if a tensor that tells a size is missing, or if the width is none of those.
+    Args:
+        state_dict: The state dict.
+        heads: Number of attention heads, which the shapes do not tell. None: as in OpenDiT's model of this width
+            (S, B, L or XL).
+
+    Raises:
+        DitLoraError: A tensor that determines a size is missing, or the width is none of OpenDiT's.
     """
     lacks = [name for name in _SIZED if name not in state_dict]
     if not any(name in state_dict for name in _CONDITIONS):
@@ -122,7 +130,7 @@ def opendit_config(
         )
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     # (D, C, t, p, p), (1, N, D), (1, F, D), (M, D) and (t * p * p * C, D)
-    kernel, spatial, temporal, fc1, out = (shapes[name] for name in _SIZED)
+    kernel, spatial, temporal, fc1, proj_out = (shapes[name] for name in _SIZED)
     if [len(shapes[name]) for name in _SIZED] != [5, 3, 3, 2, 2]:
         received = [f"{name}: {shapes[name]}" for name in _SIZED]
         raise DitLoraError(
@@ -147,7 +155,7 @@ def opendit_config(
         "num_attention_heads": heads,
         "attention_head_dim": width // heads,
         "in_channels": channels,
-        "out_channels": out[0] // (patch_t * patch * patch),
+        "out_channels": proj_out[0] // (patch_t * patch * patch),
         "num_layers": len(blocks),
         "mlp_ratio": fc1[0] / width,
         "sample_frames": temporal[1] * patch_t,
@@ -161,7 +169,7 @@ def opendit_config(
 
 
 def _place(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield our names and tensors for one of OpenDiT's; nothing for a name that is none of its own."""
+    """Yield our names and tensors for one of OpenDiT's; nothing for an unknown name."""
     module, _, kind = name.rpartition(".")
     if module in _OUTSIDE and kind in ("weight", "bias"):
         yield f"{_OUTSIDE[module]}.{kind}", tensor
@@ -180,6 +188,7 @@ def _place(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 def _position_faults(
     name: str, tensor: torch.Tensor, model: VideoDiTTransformer3DModel
 ) -> list[str]:
+    """Problems with a position table: another shape, or other values than the model computes."""
     config: Any = model.config
     width, (patch_t, patch, _) = model.width, model.patch
     if name == "pos_embed_temporal":

@@ -1,7 +1,7 @@
 """OpenDiT's video DiT (VDiT) as a Diffusers model: adaLN-zero blocks over all tokens of a video at once.
 
-Each token attends to every other, in space and time; Latte alternates between the two and is Diffusers' own.
-Source: NUS-HPC-AI-Lab/OpenDiT v1.0.0, opendit/models/dit.py; blocks and initialisation of DiT, arXiv 2212.09748.
+Each token attends to every other, in space and time. Latte alternates between the two, and is part of Diffusers.
+Source: NUS-HPC-AI-Lab/OpenDiT v1.0.0, opendit/models/dit.py; blocks and initialization of DiT, arXiv 2212.09748.
 
 Shapes: B batch, C latent channels, F latent frames, H and W latent size, N tokens, D width.
 """
@@ -31,7 +31,7 @@ TIME_FREQUENCIES = 256  # DiT's frequency_embedding_size
 
 
 class ModulatedNorm(nn.Module):
-    """LayerNorm without weights, then `x * (1 + scale) + shift`: fp32 throughout, rounded once.
+    """LayerNorm without weights, then `x * (1 + scale) + shift`. Computed in fp32 and rounded once.
 
     OpenDiT v1.0.0 modulates in half precision (opendit/modules/block.py); its v0.0.1 did so in fp32.
     """
@@ -80,7 +80,7 @@ class VideoDiTBlock(nn.Module):
 
 
 class VideoPatchEmbed(nn.Module):
-    """Embedding of patches of (frames, height, width) as tokens, frame after frame, row after row."""
+    """Embeds patches of (frames, height, width) as tokens (B, N, D), ordered by frame, then row, then column."""
 
     def __init__(self, in_channels: int, width: int, patch: tuple[int, int, int]) -> None:
         super().__init__()
@@ -89,17 +89,17 @@ class VideoPatchEmbed(nn.Module):
     def forward(self, latents_BCFHW: torch.Tensor) -> torch.Tensor:
         tokens = self.proj(latents_BCFHW)
         positions = sincos_positions(tokens.shape[1], *tokens.shape[2:], tokens.device)
-        # Positions are added in fp32, and the sum is rounded once.
+        # (B, D, f, h, w) -> (B, N, D). Positions are added in fp32, and the sum is rounded once.
         return (tokens.flatten(2).transpose(1, 2).float() + positions).to(tokens.dtype)
 
 
 class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
-    """VDiT, conditioned on a class (`num_classes`) or on a pooled text vector (`text_dim`), one of the two.
+    """VDiT, conditioned either on a class (`num_classes`) or on a pooled text vector (`text_dim`).
 
-    `sample_*` is the latent shape it was made for; positions are plain sines of the token's indices, so
-    other shapes run too. With out_channels = 2 * in_channels the second half is the learned variance of
-    iDDPM. Class `num_classes` is the null class, of guidance and label dropout. Dropout is the trainer's:
-    no draw is made here.
+    `sample_*` is the latent shape that the model was trained on. Positions are sines of the token indices, so other
+    shapes work too. With out_channels = 2 * in_channels the second half is the learned variance of iDDPM. Class index
+    `num_classes` is the null class, for guidance and label dropout. Label dropout happens in the trainer: the model
+    draws no random numbers.
     """
 
     _supports_gradient_checkpointing = True
@@ -140,7 +140,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         # Cosine first and frequencies 10000^(-i/128), as DiT; Diffusers' DiT divides by 127.
         self.time_proj = Timesteps(TIME_FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0)
         self.time_embed = TimestepEmbedding(TIME_FREQUENCIES, width)
-        # One row more than there are classes, for the null class.
+        # One more row than there are classes, for the null class.
         self.class_embed = None if num_classes is None else nn.Embedding(num_classes + 1, width)
         self.text_embed = None if text_dim is None else nn.Linear(text_dim, width)
         self.transformer_blocks = nn.ModuleList(
@@ -154,7 +154,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """Initialise as DiT: Xavier, and zeros where a block adds to its input and where the output leaves."""
+        """Initialize as DiT does: Xavier, and zeros for the gates of each block and for the output layer."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -162,9 +162,9 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         for module in self.modules():
             if isinstance(module, Attention):
                 for part in (module.to_q, module.to_k, module.to_v):
-                    # DiT draws the three as one matrix, whose fan-out is three times as large.
+                    # DiT initializes the three as one matrix, whose fan-out is three times as large.
                     nn.init.xavier_uniform_(part.weight, gain=0.5**0.5)
-        # DiT initialises this convolution as the linear layer of a patch that it is.
+        # DiT initializes this convolution as a linear layer over a flattened patch.
         nn.init.xavier_uniform_(self.patch_embed.proj.weight.flatten(1))
         nn.init.zeros_(self.patch_embed.proj.bias)  # type: ignore[arg-type]
         if self.class_embed is not None:
@@ -172,7 +172,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         nn.init.normal_(self.time_embed.linear_1.weight, std=0.02)
         nn.init.normal_(self.time_embed.linear_2.weight, std=0.02)
         adaln = [module for module in self.modules() if isinstance(module, AdaLayerNorm)]
-        # adaLN-zero: with gates of zero every block begins as the identity.
+        # adaLN-zero: with zero gates every block starts as the identity.
         for zeroed in [*(module.linear for module in adaln), self.proj_out]:
             nn.init.zeros_(zeroed.weight)
             nn.init.zeros_(zeroed.bias)
@@ -187,7 +187,10 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
     ) -> Transformer2DModelOutput | tuple[torch.Tensor]:
         """Predict (B, out_channels, F, H, W) from `hidden_states` (B, C, F, H, W) and `timestep` (B,).
 
-        `class_labels` int64 (B,), or `pooled_projections` (B, text_dim), whichever the model was made for, is given.
+        Give `class_labels`, int64 (B,), or `pooled_projections` (B, text_dim), depending on the model.
+
+        Raises:
+            DitLoraError: Both or neither condition, or a latent size that is not a multiple of the patch size.
         """
         condition = self._condition(timestep, class_labels, pooled_projections)
         grid = self._grid(hidden_states)
@@ -207,22 +210,23 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         class_labels: torch.Tensor | None,
         pooled_projections: torch.Tensor | None,
     ) -> torch.Tensor:
-        # Timesteps gives fp32, whatever the model's dtype.
+        """Embedding (B, D) of the timestep plus that of the class or text."""
+        # `Timesteps` always returns fp32.
         frequencies = self.time_proj(timestep).to(self.time_embed.linear_1.weight.dtype)
         embedded = self.time_embed(frequencies)
         conditions: dict[str, Any] = {
             "class_labels": class_labels,
             "pooled_projections": pooled_projections,
         }
-        wanted = "class_labels" if self.class_embed is not None else "pooled_projections"
-        if [name for name, value in conditions.items() if value is not None] != [wanted]:
-            raise DitLoraError(f"this video DiT is conditioned on {wanted} and nothing else")
+        required = "class_labels" if self.class_embed is not None else "pooled_projections"
+        if [name for name, value in conditions.items() if value is not None] != [required]:
+            raise DitLoraError(f"this video DiT is conditioned on {required} and nothing else")
         embed = self.class_embed if self.class_embed is not None else self.text_embed
         assert embed is not None
-        return embedded + embed(conditions[wanted])
+        return embedded + embed(conditions[required])
 
     def _grid(self, latents: torch.Tensor) -> tuple[int, int, int]:
-        """Return the numbers of patches in time, height and width."""
+        """Numbers of patches in time, height and width."""
         sizes = tuple(latents.shape[2:])
         if len(sizes) != 3 or any(
             size % step for size, step in zip(sizes, self.patch, strict=True)
@@ -235,6 +239,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         return frames, height, width
 
     def _unpatchify(self, tokens: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+        """Assemble tokens (B, N, .) to a video (B, C, F, H, W)."""
         patches = tokens.reshape(len(tokens), *grid, *self.patch, self.out_channels)
         # (B, f, h, w, r, p, q, C) -> (B, C, f, r, h, p, w, q)
         video = patches.permute(0, 7, 1, 4, 2, 5, 3, 6)
@@ -245,10 +250,10 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
 def sincos_positions(
     width: int, frames: int, height: int, columns: int, device: torch.device
 ) -> torch.Tensor:
-    """Return spatial plus temporal sines, fp32 (frames * height * columns, width).
+    """Spatial plus temporal sines, fp32 (frames * height * columns, width).
 
-    They are computed in fp64 from the token's indices, as OpenDiT's two tables of a square video. They are
-    no buffer of the model, so that no cast of the model rounds them.
+    Computed in fp64 from the token indices, as OpenDiT's two tables for a square video. Not a buffer of the model, so
+    that casting the model does not round them.
     """
     # A table made in inference mode and cached could not be used in training.
     with torch.inference_mode(False):
@@ -257,7 +262,7 @@ def sincos_positions(
 
 
 def spatial_sines(width: int, height: int, columns: int) -> torch.Tensor:
-    """Return fp64 (height * columns, width); the first half of the channels is the column's, as in MAE's tables."""
+    """Position table, fp64 (height * columns, width). The first half of the channels encodes the column, as in MAE."""
     row = torch.arange(height, dtype=torch.float64, device="cpu")
     column = torch.arange(columns, dtype=torch.float64, device="cpu")
     grid = torch.stack(torch.meshgrid(column, row, indexing="xy"))
@@ -265,6 +270,6 @@ def spatial_sines(width: int, height: int, columns: int) -> torch.Tensor:
 
 
 def temporal_sines(width: int, frames: int) -> torch.Tensor:
-    """Return fp64 (frames, width)."""
+    """Position table, fp64 (frames, width)."""
     time = torch.arange(frames, dtype=torch.float64, device="cpu")
     return get_1d_sincos_pos_embed_from_grid(width, time)

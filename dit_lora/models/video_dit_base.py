@@ -1,4 +1,4 @@
-"""A folder to train a video DiT from: VAE, text encoder, scheduler, config; with weights if OpenDiT's are given.
+"""Writes a pipeline folder to train a video DiT from: VAE, text encoder, scheduler, config, and optionally weights.
 
 No VDiT checkpoint is published in Diffusers' format, so this puts one together:
 
@@ -26,7 +26,7 @@ from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 from dit_lora.models.videochat2.released import read_released
 
 VAE, TEXT_ENCODER = "stabilityai/sd-vae-ft-ema", "openai/clip-vit-base-patch32"
-"""Names on the Hub of the VAE and the text encoder that OpenDiT uses."""
+"""Hub ids of the VAE and the text encoder that OpenDiT uses."""
 
 
 def write_base(
@@ -37,13 +37,18 @@ def write_base(
     config: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write `out`, which must not exist, as a `VideoDiTPipeline`; by default OpenDiT's VDiT-XL/1x2x2 of text.
+    """Write `out` as a `VideoDiTPipeline`; by default OpenDiT's text-conditional VDiT-XL/1x2x2.
 
-    `vae` and `text_encoder` are Hub ids or folders, OpenDiT's own by default; `text_encoder` None makes a
-    model of classes. `config` replaces the transformer's defaults. Without `state_dict`, of OpenDiT's
-    names, there are no transformer weights: `model.from_scratch` draws them. OpenDiT does not train CLIP,
-    so its copy in `state_dict` is not read. Raises `DitLoraError` with every tensor that is wrong or not
-    finite.
+    Args:
+        out: A folder that must not exist.
+        vae: Hub id or folder; by default OpenDiT's.
+        text_encoder: Hub id or folder; by default OpenDiT's. None for a class-conditional model.
+        config: Replaces defaults of the transformer's config.
+        state_dict: Weights with OpenDiT's names. None: no transformer weights; `model.from_scratch` initializes them.
+            Its copy of CLIP is not read, because OpenDiT does not train CLIP.
+
+    Raises:
+        DitLoraError: Lists every tensor that is wrong or not finite.
     """
     out = Path(out)
     if out.exists():
@@ -52,13 +57,13 @@ def write_base(
     if text_encoder is not None:
         encoder = load_pretrained(CLIPTextModel, text_encoder, use_safetensors=True)
         tokenizer = load_pretrained(CLIPTokenizer, text_encoder)
-    # The data decides how many classes there are, so one stands for them.
+    # The training data decides the number of classes, so 1 is a placeholder.
     condition = {"text_dim": encoder.config.hidden_size} if encoder else {"num_classes": 1}
     with torch.device("meta"):
         model: Any = VideoDiTTransformer3DModel.from_config({**condition, **(config or {})})
     weights = convert_opendit(state_dict, model.config).transformer if state_dict else None
     pipeline: Any = VideoDiTPipeline(
-        # The transformer is written below, with weights or as a config alone.
+        # The transformer is written below, with weights or only its config.
         transformer=None,  # type: ignore[arg-type]
         vae=load_pretrained(AutoencoderKL, vae, use_safetensors=True),
         scheduler=iddpm_scheduler(),
@@ -71,7 +76,7 @@ def write_base(
     else:
         model.load_state_dict(weights, strict=True, assign=True)
         model.save_pretrained(out / "transformer", safe_serialization=True)
-    # The pipeline was saved without its transformer, whose class its index must name.
+    # The pipeline was saved without its transformer, so add its class to the index.
     index = read_json(out / "model_index.json")
     index["transformer"] = [type(model).__module__, type(model).__name__]
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -79,8 +84,11 @@ def write_base(
 
 
 def iddpm_scheduler() -> DDIMScheduler:
-    """Return iDDPM's schedule, as facebook/DiT-XL-2-256 (scheduler/scheduler_config.json), OpenDiT (create_diffusion)
-    and Latte (configs/t2x/t2v_sample.yaml) have it."""
+    """iDDPM's noise schedule.
+
+    Sources: facebook/DiT-XL-2-256 (scheduler/scheduler_config.json), OpenDiT (create_diffusion), Latte
+    (configs/t2x/t2v_sample.yaml).
+    """
     return DDIMScheduler(
         beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False
     )
@@ -94,10 +102,12 @@ def convert_checkpoint(
     vae: str | None = None,
     text_encoder: str | None = None,
 ) -> list[str]:
-    """Write `out` with the weights that OpenDiT v1.0.0 saved of its video model; return lines of report.
+    """Write `out` with the weights of a video model saved by OpenDiT v1.0.0. Returns lines of a report.
 
-    `weights` is its ema.pt, a file of safetensors, or a folder of shards. No code of a file is run. Raises
-    `DitLoraError` if it is no such checkpoint.
+    `weights` is its ema.pt, a safetensors file, or a folder of shards. No code from a file is run.
+
+    Raises:
+        DitLoraError: The files are not such a checkpoint.
     """
     tensors = _read(weights)
     config = opendit_config(tensors, heads)
@@ -121,7 +131,7 @@ def convert_checkpoint(
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a file, or of all files of a folder that hold weights; raises `DitLoraError`."""
+    """Tensors of a file, or of all weight files in a folder. Raises `DitLoraError` if there are none or duplicates."""
     if path.is_dir():
         files = [*sorted(path.glob("*.safetensors")), *sorted(path.glob("*.bin"))]
     else:
@@ -141,6 +151,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Tensors of one file."""
     if file.suffix != ".safetensors":
         return read_released(file).tensors
     try:

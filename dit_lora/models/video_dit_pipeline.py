@@ -1,4 +1,4 @@
-"""Sampling with the video DiT: class names or prompts to videos, through a 2D VAE frame by frame.
+"""Samples with the video DiT: class names or prompts to videos, decoded by an image VAE frame by frame.
 
 Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 """
@@ -22,7 +22,7 @@ from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 
 @dataclass
 class VideoDiTPipelineOutput(BaseOutput):
-    """Result of the pipeline: `frames` are videos as `output_type` asks.
+    """Output of the pipeline. `frames` are the videos in the format of `output_type`.
 
     "np" gives (B, frames, height, width, 3) in 0..1.
     """
@@ -33,9 +33,9 @@ class VideoDiTPipelineOutput(BaseOutput):
 class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
     """A video DiT, an image VAE (`AutoencoderKL`) and a DDIM or DDPM scheduler.
 
-    A model of classes needs `id2label` (index as text to name); a model of text, CLIP's `text_encoder` and
-    `tokenizer`, or `pooled_projections` in each call. LoRA loading is Diffusers' own: of its mixins the one
-    of CogVideoX knows only of `transformer`.
+    A class-conditional model needs `id2label` (index as text to name). A text-conditional model needs CLIP's
+    `text_encoder` and `tokenizer`, or `pooled_projections` in each call. LoRAs load with Diffusers' mixin for
+    CogVideoX, the one whose only component is `transformer`.
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vae"  # type: ignore[assignment]
@@ -65,14 +65,14 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         )
         self.register_to_config(id2label=dict(id2label or {}))
         self.labels = {name: int(index) for index, name in dict(id2label or {}).items()}
-        # Each block of the VAE but the last halves height and width.
+        # Each block of the VAE except the last halves height and width.
         self.vae_scale_factor = 2 ** (len(self.vae.config.block_out_channels) - 1) if vae else 8
         self.video_processor = VideoProcessor(vae_scale_factor=self.vae_scale_factor)
 
     def get_label_ids(self, names: Sequence[str]) -> torch.Tensor:
-        """Return class indices, int64 (B,); "" is the null class.
+        """Class indices, int64 (B,), of these names; "" is the null class.
 
-        Raises `DitLoraError` with all names that there are.
+        Raises `DitLoraError` with all class names if one is unknown.
         """
         null = self.transformer.config.num_classes
         unknown = [name for name in names if name and name not in self.labels]
@@ -82,9 +82,9 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
 
     @torch.no_grad()
     def encode_prompt(self, prompts: Sequence[str]) -> torch.Tensor:
-        """Return CLIP's pooled output, (B, D): that of the end token, so what is padded after it does not matter.
+        """CLIP's pooled output, (B, D): that of the end token, so padding after it has no influence.
 
-        A tokenizer that names no limit has a nominal one of 1e30: CLIP's positions, 77, are the limit then.
+        A tokenizer without a limit reports 1e30; the limit is then CLIP's number of positions, 77.
         """
         positions = self.text_encoder.config.max_position_embeddings
         tokens = self.tokenizer(
@@ -97,7 +97,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         return self.text_encoder(tokens.input_ids.to(self.text_encoder.device)).pooler_output
 
     def decode_latents(self, latents_BCFHW: torch.Tensor) -> torch.Tensor:
-        """Decode to pixels (B, 3, frames, height, width), about -1..1; one frame at a time, as it was encoded."""
+        """Decode to pixels (B, 3, frames, height, width), about -1..1, one frame at a time as in encoding."""
         scaled = latents_BCFHW / self.vae.config.scaling_factor
         frames = [self.vae.decode(frame).sample for frame in scaled.unbind(2)]
         return torch.stack(frames, dim=2)
@@ -121,9 +121,9 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
     ) -> VideoDiTPipelineOutput | tuple[Any]:
         """Sample videos for class names or texts in `prompt`, or for `class_labels` or `pooled_projections` (B, ...).
 
-        Frames, height and width are in pixels, by default those of the config. Above guidance scale 1, the
-        null class or the empty text (`negative_pooled_projections` where given) is run beside: all latent
-        channels are guided, where OpenDiT guides three of four.
+        Frames, height and width are in pixels, by default those of the config. Above guidance scale 1, the model also
+        runs with the null class or the empty text (or `negative_pooled_projections`). Guidance is applied to all
+        latent channels; OpenDiT applies it to three of four.
         """
         condition, empty = self._conditions(
             prompt, class_labels, pooled_projections, negative_pooled_projections, guidance_scale
@@ -149,7 +149,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
                 output = _guided(
                     output, self._predict(inputs, step, empty), guidance_scale, config.in_channels
                 )
-            # A scheduler with a fixed variance takes the noise alone.
+            # A scheduler with a fixed variance only takes the noise.
             if not _learns_variance(self.scheduler):
                 output = output[:, : config.in_channels]
             latents = self.scheduler.step(output, step, latents, generator=generator).prev_sample
@@ -163,6 +163,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
     def _predict(
         self, latents: torch.Tensor, step: torch.Tensor, condition: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
+        """The transformer's output in fp32, at one timestep."""
         timesteps = step.expand(len(latents))
         predicted = self.transformer(
             hidden_states=latents, timestep=timesteps, return_dict=False, **condition
@@ -178,7 +179,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         negative_pooled_projections: torch.Tensor | None,
         guidance_scale: float,
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
-        """Return the transformer's arguments, and those of the null condition where there is guidance."""
+        """The transformer's condition arguments, and those of the null condition (None without guidance)."""
         if sum(value is not None for value in (prompt, class_labels, pooled_projections)) != 1:
             raise DitLoraError("give one of prompt, class_labels and pooled_projections")
         prompts = [prompt] if isinstance(prompt, str) else prompt
@@ -208,10 +209,11 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
 
 
 def _guided(output: torch.Tensor, empty: torch.Tensor, scale: float, channels: int) -> torch.Tensor:
-    """Return noise with classifier-free guidance; a learned variance stays the conditional one."""
+    """Noise with classifier-free guidance. A learned variance stays that of the conditional prediction."""
     noise = empty[:, :channels] + scale * (output[:, :channels] - empty[:, :channels])
     return torch.cat([noise, output[:, channels:]], dim=1)
 
 
 def _learns_variance(scheduler: Any) -> bool:
+    """True if the scheduler takes a learned variance."""
     return scheduler.config.get("variance_type") in ("learned", "learned_range")

@@ -1,1 +1,1 @@
-"""Memory and time of a run, counted before anything is downloaded."""
+"""Memory and time of a run, computed before anything is downloaded."""

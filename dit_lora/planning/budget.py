@@ -1,6 +1,6 @@
-"""Counts what a run will take: memory of each phase on device and host, and disk; before anything is loaded.
+"""Computes what a run needs before anything is loaded: memory of each phase on device and host, and disk space.
 
-Counted of the run's own code on tensors without values. What is not counted is said (`Budget.assumed`).
+The run's own code is executed on tensors without values. `MemoryBudget.assumed` lists what is not counted.
 """
 
 from collections.abc import Mapping
@@ -20,26 +20,27 @@ Sharding = Literal["ddp", "zero2", "fsdp2"]
 
 GIB = 2**30
 CONTEXT = int(0.75 * GIB)
-"""CUDA's own, with the libraries' workspaces: not counted by PyTorch, so assumed."""
+"""Bytes of the CUDA context and the libraries' workspaces. PyTorch does not count them, so this is assumed."""
 ROUNDING = 1.05
-"""Share of activations that the allocator rounds up and cannot use: assumed."""
+"""Factor for activation memory that the allocator loses by rounding up. Assumed."""
 _SNAPSHOTS = 2
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The number of processes, and the part of the model that each has."""
+    """The number of processes, and how the model is sharded over them."""
 
     ranks: int = 1
     sharding: Sharding = "ddp"
 
     @property
     def state_parts(self) -> int:
-        """Ranks that gradients and optimizer are divided by."""
+        """Number of ranks that gradients and optimizer state are sharded over."""
         return 1 if self.sharding == "ddp" else self.ranks
 
     @property
     def weight_parts(self) -> int:
+        """Number of ranks that weights are sharded over."""
         return self.ranks if self.sharding == "fsdp2" else 1
 
 
@@ -49,67 +50,75 @@ class Training:
 
     weights: int
     gathered: int
-    """Whole blocks, where weights are shared out or offloaded: one that computes and one that comes."""
+    """Two unsharded blocks if weights are sharded or offloaded: the one that computes and the prefetched one."""
     trained: int
     gradients: int
-    """Gradients, as far as they are not in `activations`."""
+    """Gradients that are not counted in `activations`."""
     buckets: int
-    """DDP's copy of the gradients, which it sends."""
+    """DDP's copy of the gradients, for the all-reduce."""
     optimizer: int
     ema: int
     batch: int
-    """Every micro-batch that is held: two steps are in flight."""
+    """All resident micro-batches: two steps are in flight."""
     activations: int
-    """Activations, with the gradients on their way."""
+    """Activations, and gradients as backward produces them."""
     encoders: int
-    """Encoders that stay, with `data.precompute: false`."""
+    """Encoders that stay loaded, with `data.precompute: false`."""
 
     @property
     def state(self) -> int:
-        """All but activations."""
+        """Everything except activations."""
         return sum(vars(self).values()) - self.activations
 
     @property
     def total(self) -> int:
+        """Everything, activations included."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """One recipe under one launch."""
+    """The memory and disk that one recipe needs under one launch, in bytes."""
 
     recipe: Recipe
     launch: Launch
     gpu: int | None
     mode: Mode
-    """The checkpointing that the run would take."""
+    """The activation checkpointing that the run would use."""
     training: Training
     phases: Mapping[str, int]
-    """Bytes on each rank's device at the peak of each."""
+    """Phase of the run to the peak in bytes on each rank's device."""
     activations: Mapping[str, Needs]
-    """Bytes by shape and mode, with the gradients on their way."""
+    """Bytes of activations by shape and checkpointing mode, with gradients as backward produces them."""
     host: Mapping[str, int]
     disk: Mapping[str, int]
     clips: int | None
-    """That the data has; None where it is not there."""
+    """Number of clips in the dataset; None if `data.path` does not exist here."""
     assumed: tuple[str, ...]
 
     @property
     def needs(self) -> int:
-        """The bytes that a GPU must have."""
+        """Bytes of GPU memory that the largest phase needs."""
         return max(self.phases.values())
 
     @property
     def fits(self) -> bool:
+        """True if the run fits on the GPU, or if there is no limit."""
         return self.gpu is None or self.needs <= self.gpu
 
 
 def count(
     recipe: Recipe, subject: Subject, launch: Launch, gpu: int | None, mode: Mode | None = None
 ) -> MemoryBudget:
-    """The budget of a recipe; of `gpu` bytes, `train.checkpointing: auto` takes what it would take there.
+    """Compute the memory budget of a recipe.
 
-    Without `gpu` auto takes `none`. `mode` overrides what the run would choose.
+    Args:
+        recipe: The recipe, with a local `model.path`.
+        subject: Its checkpoint on the meta device.
+        launch: Number of ranks and sharding.
+        gpu: Bytes of the GPU. `train.checkpointing: auto` chooses what it would choose there. None: no limit, and
+            `auto` chooses `none`.
+        mode: Activation checkpointing to assume instead of the run's choice.
     """
     largest, weights = subject.shapes[0], subject.weights(recipe)
     needs = {str(shape): subject.needs(recipe, shape) for shape in subject.shapes}
@@ -117,15 +126,17 @@ def count(
     if mode is None:
         mode = _mode(recipe, needs[str(largest)], weights, state, gpu, launch)
     peak = subject.peak(recipe, largest, mode)
+    # With context parallelism each rank has an equal share of the tokens, and so of the activations.
     parallel = recipe.train.context_parallel
+    # Gradients that exist at the moment of the peak: the whole step's peak minus the activations.
     in_flight = max(0, peak - needs[str(largest)][mode])
-    # What takes the place of activations when the optimizer steps: gradients, and what an average moves by.
+    # At the optimizer step activations are freed, and gradients and a temporary copy for the EMA take their place.
     gradients = 0 if state.gradients else weights.trained_bytes // launch.state_parts
     at_update = max(gradients, state.ema)
     training = replace(state, activations=max(peak // parallel, at_update))
     shapes = {
-        name: {one: (need + in_flight) // parallel for one, need in own.items()}
-        for name, own in needs.items()
+        name: {mode_name: (need + in_flight) // parallel for mode_name, need in mode_needs.items()}
+        for name, mode_needs in needs.items()
     }
     phases, lacking = _phases(recipe, subject, weights, training)
     return MemoryBudget(
@@ -146,7 +157,7 @@ def count(
 def _mode(
     recipe: Recipe, needs: Needs, weights: Weights, state: Training, gpu: int | None, launch: Launch
 ) -> Mode:
-    """Advise as `choose_checkpointing` would in the run."""
+    """The checkpointing mode that `choose_checkpointing` would choose in the run."""
     asked = recipe.train.asked_checkpointing
     if asked != "auto" and asked not in needs:
         raise DitLoraError(
@@ -160,13 +171,16 @@ def _mode(
 
 
 def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -> Training:
-    """All but activations."""
+    """Every part of `Training` except activations, which are 0."""
     parts, trained = launch.weight_parts, weights.trained_bytes
     frozen, gathered = weights.frozen, 0
+    # With offload and with sharded weights, only two blocks are on the device at a time: one computes while the next
+    # one is fetched.
     if recipe.train.offload == "group":
         frozen, gathered = frozen - weights.in_blocks, 2 * weights.largest_block
     elif parts > 1:
         gathered = 2 * weights.largest_block
+    # Without accumulation the gradients are part of `activations`: they appear during backward and are freed after it.
     gradients = trained // launch.state_parts if recipe.train.accumulate > 1 else 0
     encoders = 0
     if not recipe.data.precompute and not subject.is_chat:
@@ -187,11 +201,15 @@ def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -
 
 
 def _micro_batch(recipe: Recipe, subject: Subject) -> int:
+    """Bytes of one micro-batch of the largest shape."""
     return recipe.train.batch_size * subject.sample_bytes(subject.shapes[0])
 
 
 def _optimizer(name: str, weights: Weights) -> tuple[int, int]:
-    """On the device, and on the host: what is paged is counted there, where it goes when the device has no room."""
+    """Bytes of optimizer state on the device and on the host.
+
+    A paged optimizer is counted on the host, where its state goes when the device is full.
+    """
     record = OPTIMIZERS[name]
     size = record.state_bytes(weights.trained)
     return (size, 0) if record.unpaged is None else (0, size)
@@ -200,7 +218,7 @@ def _optimizer(name: str, weights: Weights) -> tuple[int, int]:
 def _phases(
     recipe: Recipe, subject: Subject, weights: Weights, training: Training
 ) -> tuple[dict[str, int], list[str]]:
-    """Peaks on the device, and what could not be counted."""
+    """Peak bytes of each phase on the device, and a message for each phase that could not be computed."""
     over = CONTEXT if subject.gpu else 0
     rounded = ROUNDING if subject.gpu else 1
     at_training = training.state + int(training.activations * rounded) + over
@@ -225,19 +243,18 @@ def _phases(
     if recipe.validation.prompts:
         decoder = subject.video_decoder
         at_work = max(subject.inference_peak(recipe), decoder.most)
-        stored = (
-            training.trained if recipe.train.ema else 0
-        )  # its weights, while it has the averages
-        # The step before has been read, and its gradients and micro-batches are gone.
+        # The trained weights are set aside while the model has the EMA weights.
+        stored = training.trained if recipe.train.ema else 0
+        # The previous step is finished: its gradients and micro-batches are freed.
         gone = recipe.train.accumulate * _micro_batch(recipe, subject)
         state = training.state - gone - training.gradients
-        beside = decoder.weights + _second(recipe, weights)
-        phases["validation"] = state + stored + beside + int(at_work * rounded) + over
+        decoder_and_second = decoder.weights + _second(recipe, weights)
+        phases["validation"] = state + stored + decoder_and_second + int(at_work * rounded) + over
     return phases, lacking
 
 
 def _second(recipe: Recipe, weights: Weights) -> int:
-    """Return the bytes of the transformer of `validation.model`, with an adapter of its own; it is on one rank, whole."""
+    """Bytes of the second transformer, `validation.model`, with its own adapter. It is unsharded, on one rank."""
     if recipe.validation.model is None:
         return 0
     away = weights.in_blocks - 2 * weights.largest_block if recipe.train.offload == "group" else 0
@@ -247,14 +264,14 @@ def _second(recipe: Recipe, weights: Weights) -> int:
 def _host(
     recipe: Recipe, subject: Subject, weights: Weights, training: Training, launch: Launch
 ) -> dict[str, int]:
-    """Bytes of all ranks of one machine together, without what Python and the libraries take."""
+    """Bytes of host memory for all ranks of one machine together, without Python and its libraries."""
     data, ranks = recipe.data, launch.ranks
     whole = training.trained + training.optimizer + training.ema
     _, paged = _optimizer(recipe.optim.name, weights)
     drawn = recipe.train.batch_size * subject.drawn_bytes(subject.shapes[0])
     read_ahead = _micro_batch(recipe, subject) + drawn
     return {
-        # Every process reads the weights on the CPU, in turn with nobody.
+        # Every process reads the weights on the CPU, all at the same time.
         "loading": ranks * (weights.frozen + weights.trained_bytes),
         "snapshots": ranks * _SNAPSHOTS * (whole + paged),
         "prefetched batches": ranks * data.workers * data.prefetch * read_ahead,
@@ -266,14 +283,15 @@ def _host(
 
 
 def _disk(recipe: Recipe, subject: Subject, weights: Weights) -> dict[str, int]:
+    """Bytes on disk by kind of file."""
     trained = weights.trained_bytes
     checkpoint = trained * (2 if recipe.train.ema else 1) + sum(
         _optimizer(recipe.optim.name, weights)
     )
     result = trained if recipe.train.mode == "lora" else weights.frozen + trained
-    # One more than is kept, while the newest is written.
-    kept = recipe.train.keep + recipe.train.keep_best + 1
-    sizes = {"checkpoints": kept * checkpoint, "result": result}
+    # One more than the recipe keeps: the oldest is deleted after the newest is written.
+    num_checkpoints = recipe.train.keep + recipe.train.keep_best + 1
+    sizes = {"checkpoints": num_checkpoints * checkpoint, "result": result}
     if subject.is_chat or not recipe.data.precompute:
         return sizes
     return {
@@ -283,6 +301,7 @@ def _disk(recipe: Recipe, subject: Subject, weights: Weights) -> dict[str, int]:
 
 
 def _assumed(recipe: Recipe, subject: Subject, launch: Launch) -> list[str]:
+    """Messages about what is assumed or not counted in this budget."""
     lines = []
     if subject.gpu:
         lines.append(

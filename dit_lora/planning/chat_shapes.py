@@ -1,4 +1,4 @@
-"""The largest sample of a chat recipe: of its conversations, or made up where they are not there."""
+"""The largest sample of a chat recipe: from its conversations, or synthetic if the data does not exist here."""
 
 from collections.abc import Mapping
 
@@ -24,10 +24,13 @@ _SECONDS = 60.0
 def chat_specs(
     recipe: Recipe, checkpoint: ChatCheckpoint
 ) -> dict[ChatShape, tuple[Spec, Mapping[str, torch.Tensor]]]:
-    """The largest shape, its tensors, and the token ids on which the model's shapes depend.
+    """The largest shape, its tensors' shapes and dtypes, and the token ids that the model's shapes depend on.
 
-    Without data: a video at the recipe's size and as many tokens as `chat.max_tokens` lets be, half of those
-    that are not the video's in the answer.
+    Without data: a video at the recipe's size and as many tokens as `chat.max_tokens` allows. Half of the tokens that
+    do not belong to the video are in the answer.
+
+    Raises:
+        DitLoraError: The data has no usable conversation.
     """
     clips = (
         training_set(
@@ -45,8 +48,9 @@ def chat_specs(
 
 
 def _made_up(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatSet:
+    """A dataset with one synthetic conversation that is as long as the recipe allows."""
     chat, data = recipe.chat or ChatConfig(), recipe.data
-    # As wide as it has most tiles, where there are tiles.
+    # Wide enough for the maximum number of tiles, if the model splits frames into tiles.
     height, width = data.height, data.width * (chat.tiles or 1)
     header = VideoHeader(fps=8.0, seconds=_SECONDS, frames=None, height=height, width=width)
     pixels = checkpoint.shape("video", height, width)
@@ -55,17 +59,16 @@ def _made_up(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatSet:
 
     def rendered(words: int) -> tuple[Conversation, Rendered]:
         turn = Turn("a " * chat.max_tokens, "a " * words, "a")
-        one = Conversation("largest", "video", None, (turn,), system=chat.system)
-        return one, fit(checkpoint.render(one, pixels, seconds), chat.max_tokens)
+        largest = Conversation("largest", "video", None, (turn,), system=chat.system)
+        return largest, fit(checkpoint.render(largest, pixels, seconds), chat.max_tokens)
 
     _, short = rendered(1)
     _, longer = rendered(9)
-    a_word = max(
-        1, (longer.answers - short.answers) // 8
-    )  # a tokenizer may take several tokens for one
+    # Answers of 1 and 9 words give the tokens per word: a tokenizer may need several.
+    tokens_per_word = max(1, (longer.answers - short.answers) // 8)
     questions = sum(len(piece.ids) for piece in short.pieces if piece.part == "question")
     free = chat.max_tokens - len(short) + questions
-    conversation, long = rendered(max(1, free // 2 // a_word))
+    conversation, long = rendered(max(1, free // 2 // tokens_per_word))
     length = bucket_length(len(long), chat.length_step)
     shape = ChatShape(length, pixels.frames, pixels.height, pixels.width, "video")
     entry = ChatEntry(conversation, header, shape, long.answers, len(long.instruction))

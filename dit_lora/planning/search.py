@@ -1,4 +1,4 @@
-"""`dit-lora plan`: a recipe's budget, and what would make it fit."""
+"""Implements `dit-lora plan`: a recipe's memory budget, and a change of settings that makes it fit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ from dit_lora.training.execution.activation_checkpointing import MODES
 from dit_lora.training.session.launch import require_shared
 
 Settings = Mapping[str, object]
-"""Keys of a recipe, and `_SHARDING`, with their values."""
+"""Recipe keys, and `_SHARDING`, with their values."""
 _SHARDING = "sharding"
-_SCALES = (0.75, 0.5)  # of a side that is made smaller
+_SCALES = (0.75, 0.5)  # factors to try for frames, and for height and width
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings to add to the command, so that a run fits."""
+    """Settings to add to the command line so that the run fits."""
 
     overrides: tuple[str, ...]
     budget: MemoryBudget
@@ -35,20 +35,20 @@ class Change:
 
 @dataclass(frozen=True)
 class Planned:
-    """A budget, and what makes it fit if it does not."""
+    """A memory budget, and the change that makes it fit if it does not."""
 
     budget: MemoryBudget
     change: Change | None
-    """None where it fits, and where nothing that is known here makes it fit."""
+    """None if the budget fits, and if no known change makes it fit."""
 
     @property
     def sharding(self) -> str | None:
-        """Return what the change shares out that the launch did not."""
+        """The sharding that the change switches to; None if it stays as launched."""
         after = self.change.budget.launch if self.change else self.budget.launch
         return after.sharding if after != self.budget.launch else None
 
     def record(self) -> dict[str, Any]:
-        """Return what `plan --json` prints; sizes in GiB."""
+        """The output of `plan --json`; sizes in GiB."""
         budget, change = self.budget, self.change
         cheapest = None
         if change is not None:
@@ -79,10 +79,16 @@ def plan(
     launch: Launch,
     gpu: int | None,
 ) -> Planned:
-    """Return the budget of a recipe on a GPU of so many bytes (None: no limit), counted as for a GPU.
+    """Compute the memory budget of a recipe, and a change that makes it fit.
 
-    Raises `DitLoraError` for a recipe that is wrong, a checkpoint whose configs are nowhere, and what a launch
-    cannot do.
+    Args:
+        path: The recipe file.
+        overrides: `key=value` settings on top of it.
+        launch: Number of ranks and sharding.
+        gpu: Bytes of the GPU; None for no limit. The budget is computed for a GPU in either case.
+
+    Raises:
+        DitLoraError: The recipe is wrong, the checkpoint's configs cannot be found, or the launch is not possible.
     """
     recipe = load_recipe(path, overrides)
     _require_possible(recipe, launch)
@@ -101,7 +107,7 @@ def subject_of(recipe: Recipe, *, gpu: bool) -> Subject:
 
 
 def _require_possible(recipe: Recipe, launch: Launch) -> None:
-    """Raise `DitLoraError` for what training refuses of a recipe and a launch together."""
+    """Raise `DitLoraError` for a combination of recipe and launch that training rejects."""
     if launch.sharding != "ddp" and launch.ranks == 1:
         raise DitLoraError(f"--sharding {launch.sharding} needs --ranks 2 or more; got 1")
     if launch.sharding != "ddp":
@@ -116,7 +122,7 @@ def _require_possible(recipe: Recipe, launch: Launch) -> None:
 
 @dataclass
 class _Variants:
-    """One recipe with other settings, each counted."""
+    """Variants of one recipe with some settings changed, and their budgets."""
 
     path: str | Path
     overrides: Sequence[str]
@@ -127,7 +133,7 @@ class _Variants:
     _subjects: dict[str, Subject] = field(default_factory=dict)
 
     def count(self, changes: Sequence[Settings] = ()) -> MemoryBudget:
-        """Return the budget with these changes. Raises `DitLoraError` for what the recipe or the launch refuses."""
+        """The budget with these changes. Raises `DitLoraError` if the recipe or the launch does not allow them."""
         settings = _together(changes)
         recipe = load_recipe(self.path, [*self.overrides, *_typed(settings)])
         launch = Launch(self.launch.ranks, "fsdp2") if _SHARDING in settings else self.launch
@@ -137,14 +143,14 @@ class _Variants:
         return count(recipe, self.subject(recipe), launch, self.gpu)
 
     def tried(self, changes: Sequence[Settings]) -> MemoryBudget | None:
-        """Count as `count` does; None for what is refused."""
+        """The budget with these changes; None if they are not allowed."""
         try:
             return self.count(changes)
         except DitLoraError:
             return None
 
     def subject(self, recipe: Recipe) -> Subject:
-        """Return the recipe's; it is another for other data, on which shapes depend."""
+        """The recipe's checkpoint on the meta device. Cached by the data settings, which shapes depend on."""
         key = repr((recipe.data, recipe.chat))
         if key not in self._subjects:
             self._subjects[key] = subject_of(recipe, gpu=True)
@@ -152,30 +158,38 @@ class _Variants:
 
 
 def _what_fits(variants: _Variants, budget: MemoryBudget) -> Change | None:
-    """Return the first change that is enough alone, else several together; of the data's shape if no other is enough."""
-    taken: list[Settings] = []
-    least = budget.needs
+    """The first single change that makes the run fit, else several together.
+
+    Data shapes change only as the last resort.
+    """
+    selected: list[Settings] = []
+    min_bytes = budget.needs
     smaller = _smaller(budget.recipe, variants.subject(budget.recipe))
+    # First settings that keep the data's shape, then smaller shapes.
     for changes in (list(_settings(budget)), list(smaller)):
         for change in changes:
-            alone = variants.tried([change])
-            if alone is not None and alone.fits:
-                return _as_typed([change], alone)
+            single_budget = variants.tried([change])
+            if single_budget is not None and single_budget.fits:
+                return _as_typed([change], single_budget)
+        # No single change is enough: add up those that reduce the peak, until it fits.
         for change in changes:
-            together = variants.tried([*taken, change])
-            if together is None or together.needs >= least:
+            together = variants.tried([*selected, change])
+            if together is None or together.needs >= min_bytes:
                 continue
-            taken.append(change)
-            least = together.needs
+            selected.append(change)
+            min_bytes = together.needs
             if together.fits:
-                return _without_excess(variants, taken, together)
+                return _without_excess(variants, selected, together)
     return None
 
 
 def _without_excess(variants: _Variants, taken: list[Settings], fitting: MemoryBudget) -> Change:
-    """Leave out, the dearest first, what the others do without: full checkpointing, say, for selective before it."""
+    """Drop the changes that are not needed, starting with the last one.
+
+    For example, full checkpointing makes the selective checkpointing before it superfluous.
+    """
     for change in reversed(taken):
-        fewer = [one for one in taken if one is not change]
+        fewer = [other_change for other_change in taken if other_change is not change]
         budget = variants.tried(fewer)
         if budget is not None and budget.fits:
             taken, fitting = fewer, budget
@@ -183,22 +197,24 @@ def _without_excess(variants: _Variants, taken: list[Settings], fitting: MemoryB
 
 
 def _as_typed(changes: Sequence[Settings], budget: MemoryBudget) -> Change:
+    """The changes as command-line overrides."""
     return Change(tuple(_typed(_together(changes))), budget)
 
 
 def _together(changes: Sequence[Settings]) -> Settings:
-    """Return all settings; of the same one, the last."""
+    """Merge the settings. If a key occurs twice, the last value wins."""
     return {name: value for change in changes for name, value in change.items()}
 
 
 def _typed(settings: Settings) -> list[str]:
+    """The settings as `key=value`, without sharding."""
     return [f"{name}={value}" for name, value in settings.items() if name != _SHARDING]
 
 
 def _settings(budget: MemoryBudget) -> Iterator[Settings]:
-    """Yield what can be changed in the recipe, the cheapest first. The order is fixed: no time is predicted.
+    """Settings of the recipe to try, the cheapest first. The order is fixed, because no time is predicted.
 
-    VAE tiling, then more recomputation a mode at a time, smaller micro-batches, fewer bits, offload, more machines.
+    VAE tiling, then more recomputation one mode at a time, smaller micro-batches, fewer bits, offload, sharding.
     """
     recipe, train, launch = budget.recipe, budget.recipe.train, budget.launch
     too_much = {name for name, size in budget.phases.items() if size > (budget.gpu or size)}
@@ -226,7 +242,7 @@ def _settings(budget: MemoryBudget) -> Iterator[Settings]:
 
 
 def _smaller(recipe: Recipe, subject: Subject) -> Iterator[Settings]:
-    """Yield fewer frames, then smaller pictures, of those that the model takes."""
+    """Settings with fewer frames, then with smaller frames, of sizes that the model accepts."""
     data, checkpoint = recipe.data, subject.checkpoint
     if subject.is_chat:
         for frames in {data.frames // 2, data.frames // 4} - {0}:
@@ -247,4 +263,5 @@ def _smaller(recipe: Recipe, subject: Subject) -> Iterator[Settings]:
 
 
 def _gib(sizes: Any) -> dict[str, float]:
+    """Convert bytes to GiB."""
     return {name: size / GIB for name, size in sizes.items()}

@@ -1,6 +1,7 @@
-"""One micro-step's peak on fake tensors, as the allocator would see it; a GPU's is counted on fake CPU tensors.
+"""The memory peak of one micro-step on fake tensors, as the allocator would see it.
 
-What differs there is put in: CUDA's autocast keeps other ops in fp32 than the CPU's, and its RMSNorm is one op.
+A GPU's peak is computed on fake CPU tensors, with the differences emulated: CUDA's autocast runs other ops in fp32
+than the CPU's, and its RMSNorm is one op.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,9 +24,9 @@ from dit_lora.training.execution.activation_checkpointing import (
 )
 from dit_lora.training.execution.fake_step import FakeStep, Losses
 
-# torch/include/ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE: what CUDA's autocast computes
-# in fp32 and the CPU's does not, by the names that Python calls it by. A fake tensor of CUDA would meet the real rules,
-# but tables and draws beside it must be real, and there may be no GPU to make them on.
+# Source: torch/include/ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE. Python names of the ops
+# that CUDA's autocast computes in fp32 and the CPU's does not. Fake CUDA tensors would follow the real rules, but the
+# tables and random draws used with them must be real, and there may be no GPU to make them on.
 _NAMES = """
 acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus
 layer_norm rms_norm group_norm cosine_similarity nll_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
@@ -36,7 +37,7 @@ FP32 = frozenset(_NAMES.split())
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The bytes that CUDA's one op for it saves: input and one number a row."""
+    """Saves as many bytes for backward as CUDA's fused RMSNorm: the input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
@@ -50,7 +51,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Within it, the CPU's autocast casts what CUDA's would; for counting alone, as RMSNorm gives no values."""
+    """Context in which the CPU's autocast casts the ops that CUDA's would.
+
+    Only for counting: RMSNorm computes no values.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -64,6 +68,7 @@ class CudaAutocast(TorchFunctionMode):
 
 
 def _to_fp32(value: Any) -> Any:
+    """Cast a half-precision tensor to fp32. Anything else stays."""
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if is_half else value
 
@@ -79,7 +84,7 @@ def _rms_norm(
 
 @contextmanager
 def autocasting(model: nn.Module, dtype: torch.dtype, *, gpu: bool) -> Iterator[None]:
-    """Within it, `model` computes under autocast as Accelerate prepares it; of fp32 nothing changes."""
+    """Context in which `model` runs under autocast, as Accelerate prepares it. With fp32 nothing changes."""
     if dtype is torch.float32:
         yield
         return
@@ -106,10 +111,20 @@ def step_peak(
     known: Tensors | None = None,
     gradients_exist: bool = False,
 ) -> int:
-    """Return the most bytes that a micro-step takes beside weights and batch: activations, and gradients as they come.
+    """Peak bytes of one micro-step without weights and batch: activations, and gradients as backward produces them.
 
-    Forward and backward under a checkpointing mode, which is off afterwards. `gradients_exist`: of earlier micro-steps,
-    and so counted elsewhere. Raises as `FakeStep.run`.
+    Runs forward and backward with the given activation checkpointing, which is off again afterwards.
+
+    Args:
+        transformer: The model on the meta device.
+        losses: Computes the losses of a batch.
+        batch: Shapes and dtypes of the batch's tensors.
+        mode: The activation checkpointing.
+        known: Integer tensors with values that the model's shapes depend on.
+        gradients_exist: Gradients of earlier micro-steps exist, and are counted elsewhere.
+
+    Raises:
+        As `FakeStep.run`.
     """
     step = FakeStep(transformer, batch, known)
     if gradients_exist:
@@ -123,7 +138,10 @@ def step_peak(
 
 
 def _within_autocast(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Function modes are off in the backward pass, where a block that is computed again needs `CudaAutocast` too."""
+    """Wrap the block caller so that blocks recomputed in backward also run in `CudaAutocast`.
+
+    PyTorch turns function modes off in the backward pass.
+    """
     modes = _get_current_function_mode_stack()
     if call is None or not any(isinstance(mode, CudaAutocast) for mode in modes):
         return call

@@ -1,4 +1,4 @@
-"""The subject of a budget: the model on the meta device, the tensors of a sample of each shape, the encoders."""
+"""What a memory budget is computed from: model on the meta device, tensors of a sample of each shape, encoders."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,46 +43,46 @@ _NOTHING_KNOWN: Mapping[str, torch.Tensor] = {}
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a model on one device, and of what trains."""
+    """Bytes of a model on one device, and its trained parameters."""
 
     frozen: int
     """Frozen weights as stored: in the dtype of the run, or as `model.quantize` says."""
     in_blocks: int
-    """The part of them in blocks that can be offloaded."""
+    """Bytes of the frozen weights in blocks that can be offloaded."""
     largest_block: int
     """Bytes of one block, trained weights included."""
     trained: tuple[torch.Tensor, ...]
-    """The parameters that train, fp32, without values."""
+    """The trained parameters, fp32, on the meta device."""
 
     @property
     def trained_bytes(self) -> int:
-        return sum(one.nbytes for one in self.trained)
+        return sum(parameter.nbytes for parameter in self.trained)
 
 
 @dataclass(frozen=True)
 class PlannedEncoder:
-    """One encoder at work on one sample."""
+    """Memory of one encoder that encodes one sample."""
 
     weights: int
     most: int
-    """Bytes at its peak beside its weights."""
+    """Peak bytes without its weights."""
 
 
 @dataclass
 class Subject:
-    """One checkpoint, opened; counts are made when asked for and kept."""
+    """One opened checkpoint. Each count is computed when first used, and cached."""
 
     recipe: Recipe
-    """Without weights, as `without_weights` gives it."""
+    """The recipe from `without_weights`: `model.path` is a folder with configs and no weights."""
     family: Any
     checkpoint: Any
     dtype: torch.dtype
     gpu: bool
-    """Count what a GPU would keep: CUDA's autocast, fused kernels."""
+    """True to count as on a GPU: with CUDA's autocast and fused kernels."""
     _kept: dict[Hashable, Any] = field(default_factory=dict)
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` does, which is called the first time alone."""
+        """Cached result of `make`, which is only called the first time."""
         if key not in self._kept:
             self._kept[key] = make()
         value: T = self._kept[key]
@@ -90,10 +90,11 @@ class Subject:
 
     @property
     def is_chat(self) -> bool:
+        """True for a family of chat models."""
         return self.recipe.model.family in CHAT_FAMILIES
 
     def model(self, recipe: Recipe) -> nn.Module:
-        """Return it with adapter and kernels, on the meta device, in training; wide whatever `model.quantize` says."""
+        """The model on the meta device, with adapter and kernels, in training mode. `model.quantize` is ignored."""
 
         def load() -> nn.Module:
             with _meta(), _kernels_of_a_gpu(self.gpu):
@@ -105,16 +106,17 @@ class Subject:
         return self._once(("model", _model_key(recipe)), load)
 
     def weights(self, recipe: Recipe) -> Weights:
-        """Return what the model takes; quantised by counting."""
+        """Bytes of the model's weights. The effect of `model.quantize` is computed, not applied."""
         model = self.model(recipe)
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-        blocks, kept = (
+        # Parameters that are also read outside their block stay on the device: they cannot be offloaded.
+        blocks, fixed = (
             repeated_blocks(model),
             {id(p) for p in read_outside(model, self.family.called_alone)},
         )
         in_blocks = [
-            sum(p.nbytes for p in block.parameters() if not p.requires_grad and id(p) not in kept)
+            sum(p.nbytes for p in block.parameters() if not p.requires_grad and id(p) not in fixed)
             for block in blocks
         ]
         narrowed = self._narrowed(recipe)
@@ -127,7 +129,7 @@ class Subject:
         )
 
     def _narrowed(self, recipe: Recipe) -> int:
-        """Return the bytes that `model.quantize` saves."""
+        """Bytes that `model.quantize` saves."""
         kind = recipe.model.quantize
         if kind is None:
             return 0
@@ -144,27 +146,29 @@ class Subject:
 
     @cached_property
     def shapes(self) -> tuple[Any, ...]:
-        """Return the shapes of the samples, the largest first."""
+        """Shapes of the samples, the largest first."""
         return tuple(sorted(self._specs, key=lambda shape: shape.volume, reverse=True))
 
     def spec(self, shape: Any) -> Spec:
-        """Return the shapes and dtypes of one sample's tensors."""
+        """Shapes and dtypes of one sample's tensors."""
         return self._specs[shape][0]
 
     @cached_property
     def _specs(self) -> dict[Any, tuple[Spec, Mapping[str, torch.Tensor]]]:
+        """For each shape: specs of a sample's tensors, and tensors with values that the model's shapes depend on."""
         if self.is_chat:
             return chat_specs(self.recipe, self.checkpoint)
         return {shape: (self._encoded(shape), _NOTHING_KNOWN) for shape in self._video_shapes()}
 
     @cached_property
     def samples(self) -> Sequence[BucketedSample] | None:
-        """Find the samples of a diffusion model's data; None where it is not here."""
+        """Samples of a diffusion model's dataset; None if `data.path` does not exist here, and for chat models."""
         if self.is_chat or not data_is_here(self.recipe):
             return None
         return find_samples(self.recipe, self.checkpoint, group=1, quiet=True).all
 
     def _video_shapes(self) -> Sequence[VideoShape]:
+        """Shapes that the samples have, or all buckets of the recipe if there is no data."""
         used = {sample.shape for sample in self.samples or ()}
         buckets = used or buckets_of(
             self.recipe.data, self.checkpoint.side_step, self.checkpoint.refusal
@@ -172,7 +176,10 @@ class Subject:
         return tuple(self._with_references(shape) for shape in buckets)
 
     def _with_references(self, shape: VideoShape) -> VideoShape:
-        """Return the shape with references as large as itself, as many as a prompt has, where the data does not tell."""
+        """The shape with references of the same size, as many as a validation prompt has.
+
+        Unchanged if the data has them.
+        """
         takes = self.checkpoint.references
         if takes is None or shape.references or self.samples is not None:
             return shape
@@ -181,19 +188,19 @@ class Subject:
 
     @property
     def _own_shape(self) -> VideoShape:
-        """The shape of what is sampled."""
+        """The shape of the videos sampled in validation."""
         shape = VideoShape.of(self.recipe.data)
         return replace(shape, references=self.shapes[0].references)
 
     def _encoded(self, shape: VideoShape) -> Spec:
-        """Return a sample's tensors: what the encoders make of its pixels and its caption."""
-        made, _ = self._encode(shape)
-        video = {name: (tensor.shape, tensor.dtype) for name, tensor in made.items()}
+        """Shapes and dtypes of a sample's cached tensors: the encoders' outputs for its pixels and its caption."""
+        encoded, _ = self._encode(shape)
+        video = {name: (tensor.shape, tensor.dtype) for name, tensor in encoded.items()}
         text = self.checkpoint.text_spec(self.dtype)
         return video | text | (preserved_spec(text) if self.recipe.train.preserve else {})
 
     def _encode(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
-        """Return what the video encoder gives of one sample, and its peak."""
+        """Encode one fake sample of this shape. Returns the video encoder's outputs and its peak in bytes."""
         encode, encoders, fake = self._encoders
 
         def run() -> tuple[Mapping[str, torch.Tensor], int]:
@@ -201,31 +208,42 @@ class Subject:
             with fake:
                 pixels, *references = (
                     torch.empty(
-                        (one.frames, 3, one.height, one.width), dtype=torch.uint8, device=CPU
+                        (module.frames, 3, module.height, module.width),
+                        dtype=torch.uint8,
+                        device=CPU,
                     )
-                    for one in (shape, *shape.references)
+                    for module in (shape, *shape.references)
                 )
             first = torch.zeros(size[1:], dtype=torch.uint8)
             masked = any(source.has_masks for source in self.recipe.data.all_sources)
             mask = torch.ones(shape.height, shape.width) if masked else None
-            held = [t for one in encoders for t in (*one.parameters(), *one.buffers())]
-            with Live([*held, pixels]) as live:
+            encoder_tensors = [
+                t for module in encoders for t in (*module.parameters(), *module.buffers())
+            ]
+            with Live([*encoder_tensors, pixels]) as live:
                 sound = self._silence(shape)
                 sample = DecodedSample(pixels, first, tuple(references), mask, sound)
-                made = sample.encoded(encode, shape)
-            return made, live.most
+                encoded = sample.encoded(encode, shape)
+            return encoded, live.most
 
         return self._once(shape, run)
 
     def _silence(self, shape: VideoShape) -> Sound | None:
-        how, fps = self.checkpoint.sound_format, self.recipe.data.fps
-        if how is None or fps is None:
+        """Silent audio of a clip of this shape; None if the model or the data has no audio."""
+        sound_format, fps = self.checkpoint.sound_format, self.recipe.data.fps
+        if sound_format is None or fps is None:
             return None
-        return Sound(torch.zeros(how.channels, how.samples(shape.frames, fps)), how.rate)
+        return Sound(
+            torch.zeros(sound_format.channels, sound_format.samples(shape.frames, fps)),
+            sound_format.rate,
+        )
 
     @cached_property
     def _encoders(self) -> tuple[Any, list[nn.Module], FakeTensorMode]:
-        """Return what encodes a sample, and its models: the VAE first, then one that a first image has of its own."""
+        """The function that encodes a sample, its models, and the fake mode that they live in.
+
+        The VAE is the first model; a model that needs its own encoder for a first image has a second one.
+        """
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, from_configs() as built:
             encode = self.checkpoint.load_video_encoder(self.dtype, CPU)
@@ -233,14 +251,14 @@ class Subject:
 
     @cached_property
     def video_encoder(self) -> PlannedEncoder:
-        """Count the encoding of one sample of the largest shape."""
+        """Memory of encoding one sample of the largest shape."""
         _, encoders, _ = self._encoders
-        weights = sum(tensor_bytes(one.parameters()) for one in encoders)
+        weights = sum(tensor_bytes(encoder.parameters()) for encoder in encoders)
         return PlannedEncoder(weights, self._encode(self.shapes[0])[1])
 
     @cached_property
     def video_decoder(self) -> PlannedEncoder:
-        """Count the decoding of one sample of `data`'s own shape; of an autoencoder of images, a frame at a time."""
+        """Memory of decoding one sample of the shape in `data`. An image autoencoder decodes one frame at a time."""
         _, encoders, fake = self._encoders
         vae: Any = encoders[0]
         size, _ = self._encoded(self._own_shape)["latent_mean"]
@@ -248,7 +266,7 @@ class Subject:
             size = torch.Size([size[0], *size[2:]])
         with fake:
             latents = torch.empty((1, *size), dtype=vae.dtype, device=CPU)
-            # Decoders of LTX-Video 0.9.1 and after are told a timestep.
+            # Decoders of LTX-Video 0.9.1 and later take a timestep.
             timestep = [latents.new_empty(1)] if vae.config.get("timestep_conditioning") else []
         with torch.no_grad(), Live([*vae.parameters(), *vae.buffers(), latents]) as live:
             vae.decode(latents, *timestep)
@@ -256,32 +274,32 @@ class Subject:
 
     @cached_property
     def caption_encoder(self) -> PlannedEncoder | None:
-        """Count one caption of the length that is kept; None without an encoder, or without its config.
+        """Memory of encoding one caption of maximum length; None without a text encoder or without its config.
 
-        Several encoders are loaded together, and work one after the other. Of what captions pass after them, weights alone
-        are counted.
+        Several encoders are loaded together and run one after the other. Of the modules that process captions after
+        them (connectors), only the weights are counted.
         """
         path = self.checkpoint.path
         with FakeTensorMode(allow_non_fake_inputs=True), from_configs():
             models = text_encoders(path, self.dtype)
-            beside = [
+            connectors = [
                 kind.from_pretrained(path, subfolder=name, dtype=self.dtype)
                 for name, kind in self.checkpoint.after_text_encoder.items()
             ]
-        limit, most = self.checkpoint.text_facts().get("tokens"), 0
+        limit, peak_bytes = self.checkpoint.text_facts().get("tokens"), 0
         for model in models:
             config: Any = model.config
-            # T5 has relative positions, and no limit of them.
+            # T5 has relative positions, so its config has no limit.
             positions = getattr(config.get_text_config(), "max_position_embeddings", limit)
             tokens = min(limit or positions, positions)
             with torch.no_grad(), Live([*model.parameters(), *model.buffers()]) as live:
                 model(torch.ones((1, tokens), dtype=torch.int64))
-            most = max(most, live.most)
-        weights = sum(tensor_bytes(model.parameters()) for model in (*models, *beside))
-        return PlannedEncoder(weights, most) if models else None
+            peak_bytes = max(peak_bytes, live.most)
+        weights = sum(tensor_bytes(model.parameters()) for model in (*models, *connectors))
+        return PlannedEncoder(weights, peak_bytes) if models else None
 
     def needs(self, recipe: Recipe, shape: Any) -> Needs:
-        """Return the bytes of a micro-batch's activations under each mode."""
+        """Bytes of a micro-batch's activations by checkpointing mode."""
         size, model = recipe.train.batch_size, self.model(recipe)
 
         def count() -> Needs:
@@ -292,7 +310,7 @@ class Subject:
         return self._once(("needs", _model_key(recipe), size, shape), count)
 
     def peak(self, recipe: Recipe, shape: Any, mode: Mode) -> int:
-        """Return the peak of a whole micro-step, in bytes."""
+        """Peak of a whole micro-step, in bytes."""
         size, model = recipe.train.batch_size, self.model(recipe)
         exist = recipe.train.accumulate > 1
 
@@ -305,7 +323,7 @@ class Subject:
         return self._once(("peak", _model_key(recipe), size, exist, shape, mode), count)
 
     def inference_peak(self, recipe: Recipe) -> int:
-        """Return the peak of one denoising call of a sampled video, which guidance may make a batch of two."""
+        """Peak bytes of one denoising call in validation. Guidance may double the batch."""
         guided = recipe.validation.guidance_scale > self.checkpoint.guided_above
         size = self.checkpoint.guided_batch if guided else 1
         model = self.model(recipe)
@@ -327,53 +345,59 @@ class Subject:
         return self._once(("inference", _model_key(recipe), size), count)
 
     def sample_bytes(self, shape: Any) -> int:
-        """Return the bytes of one sample's tensors."""
+        """Bytes of one sample's tensors."""
         return sum(size.numel() * dtype.itemsize for size, dtype in self.spec(shape).values())
 
     def drawn_bytes(self, shape: Any) -> int:
-        """Return the bytes of what a step draws for one sample."""
+        """Bytes of the random tensors (such as noise) that a step draws for one sample."""
         batch = {
             name: torch.empty(size, dtype=dtype, device="meta")
             for name, (size, dtype) in self._batch(self.spec(shape), 1).items()
         }
-        drawn = Streams(0, [0]).drawn(self.checkpoint.draws(batch), CPU)
-        return sum(tensor.nbytes for tensor in drawn.values())
+        noise = Streams(0, [0]).drawn(self.checkpoint.draws(batch), CPU)
+        return sum(tensor.nbytes for tensor in noise.values())
 
     def _batch(self, spec: Spec, size: int) -> Spec:
-        return {n: (torch.Size([size, *one]), dtype) for n, (one, dtype) in spec.items()}
+        """Specs of a batch of `size` samples."""
+        return {
+            n: (torch.Size([size, *sample_size]), dtype) for n, (sample_size, dtype) in spec.items()
+        }
 
     def known(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
-        """Return the integers of a micro-batch on which shapes depend, such as token ids."""
+        """Integer tensors of a micro-batch, such as token ids, that the model's shapes depend on."""
         integers = self._specs[shape][1]
         return {name: tensor.expand(size, *tensor.shape) for name, tensor in integers.items()}
 
     def _losses(self, size: int) -> Losses:
+        """The training loss for fake batches of `size` samples."""
         streams = Streams(self.recipe.train.seed, range(size))
         return lambda model, batch: trained_losses(self.checkpoint, model, batch, streams)
 
 
 def _model_key(recipe: Recipe) -> str:
-    """Name what of a recipe makes another model."""
+    """Cache key: the recipe fields that change the model's structure."""
     return repr((recipe.lora, recipe.optim.groups, recipe.train.mode, recipe.kernels))
 
 
 def _wide(recipe: Recipe) -> Recipe:
+    """The recipe without `model.quantize`."""
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantize": None})})
 
 
 @contextmanager
 def _meta() -> Iterator[None]:
+    """Context in which models are built from their configs, on the meta device."""
     with torch.device("meta"), from_configs():
         yield
 
 
 @contextmanager
 def _kernels_of_a_gpu(assumed: bool) -> Iterator[None]:
-    """Within it, `auto` puts kernels in as where Triton has a GPU."""
+    """Context in which `auto` installs the kernels as on a machine with a GPU."""
     patches = Patches()
     if assumed:
-        there = kernel_support()._replace(mode="gpu", reason="assumed")
-        patches.method(api, "triton_support", lambda _own: there)
+        gpu_support = kernel_support()._replace(mode="gpu", reason="assumed")
+        patches.method(api, "triton_support", lambda _own: gpu_support)
         patches.method(api, "why_no_fp8", lambda _own: None)
     try:
         yield

@@ -1,1 +1,1 @@
-"""Finished results: where they are, what they were trained on, verification and export."""
+"""Finished results of runs: finding them, their training metadata, verification and export."""

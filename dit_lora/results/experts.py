@@ -1,4 +1,4 @@
-"""Finds the adapters of a checkpoint's two experts, in a run of both or in a folder with a file of each."""
+"""Finds the adapters of a two-expert checkpoint: in a run of both experts, or in a folder with a file for each."""
 
 from pathlib import Path
 
@@ -7,25 +7,28 @@ from dit_lora.config.experts import EXPERTS
 from dit_lora.errors import DitLoraError, listed
 
 PAIR_PATTERNS = tuple(f"*_{name}.safetensors" for name in EXPERTS.values())
-"""Patterns of the names that experts' files have."""
+"""Glob patterns of the experts' file names."""
 
 
 def pair_file(name: str) -> str:
-    """Return the name of an expert's adapter beside the other's, `name` being high_noise or low_noise."""
+    """File name of an expert's adapter in a folder with both. `name` is high_noise or low_noise."""
     return f"{Path(ADAPTER_FILE).stem}_{name}.safetensors"
 
 
 def targets_of(target: Path) -> tuple[Path, ...]:
-    """Return the results of both experts where a target has them, high noise first, or one expert's; else the target.
+    """The results of both experts (high noise first) or of the only one; the path itself if there are no experts.
 
-    A run of both has a run of each inside; elsewhere files are told by how their names end, `_high_noise` or
-    `_low_noise`. Raises `DitLoraError` where several end alike.
+    A run of both experts contains a run for each. Elsewhere the file names end with `_high_noise` or `_low_noise`.
+
+    Raises:
+        DitLoraError: Several files in a folder have the same ending.
     """
     if not target.is_dir():
         return (target,)
     runs = runs_of(target)
     if len(runs) > 1:
         return runs
+    # An adapter's folder, or the folder of a run.
     for folder in (target, target / "adapter"):
         files = tuple(file for name in EXPERTS.values() for file in _ending(folder, name))
         if files:
@@ -34,21 +37,22 @@ def targets_of(target: Path) -> tuple[Path, ...]:
 
 
 def runs_of(folder: Path) -> tuple[Path, ...]:
-    """Return the runs of both experts in the folder of a run of both, high noise first; else the folder."""
+    """The runs of both experts, high noise first, if the folder is a run of both; else the folder itself."""
     runs = tuple(folder / name for name in EXPERTS.values())
     return runs if all((run / "config.yaml").is_file() for run in runs) else (folder,)
 
 
 def files_of_experts(target: Path) -> list[Path]:
-    """Return the files of the adapters at a target, whichever experts they are of; empty where there are none."""
-    found = []
-    for one in targets_of(target):
-        places = (one, one / ADAPTER_FILE, one / "adapter" / ADAPTER_FILE)
-        found += [place for place in places if place.is_file()][:1]
-    return found
+    """The adapter files at a path, of any experts; empty if there are none."""
+    files = []
+    for result in targets_of(target):
+        candidates = (result, result / ADAPTER_FILE, result / "adapter" / ADAPTER_FILE)
+        files += [candidate for candidate in candidates if candidate.is_file()][:1]
+    return files
 
 
 def _ending(folder: Path, name: str) -> list[Path]:
+    """The file in this folder whose name ends with the expert's name, as a list of at most one."""
     files = sorted(folder.glob(f"*_{name}.safetensors"))
     if len(files) > 1:
         raise DitLoraError(

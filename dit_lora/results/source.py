@@ -1,4 +1,4 @@
-"""Finds a result, what it says of its making, and the base that it was trained on."""
+"""Finds a result, its training metadata, and the base checkpoint that it was trained on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,30 +25,34 @@ from dit_lora.files import read_json
 
 DIFFUSERS_FORMAT = (ADAPTER_FILE,)
 ANY_FORMAT = (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME)
-"""Names of an adapter's file: Diffusers', or also that of a folder in PEFT's format."""
+"""File names of an adapter: in Diffusers' format only, or also in PEFT's format."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A diffusion adapter, or a whole pipeline."""
+    """A diffusion adapter, or a full pipeline."""
 
     target: Path
     """The path as the user gave it."""
     file: Path
-    """The adapter's file; of a pipeline its folder."""
+    """The adapter's file, or the pipeline's folder."""
     made: Mapping[str, Any]
-    """The provenance; empty if it is not ours."""
+    """The training metadata; empty if the file is not ours."""
     is_pipeline: bool = False
 
     @property
     def part(self) -> str:
-        """The component that the adapter is for, or that was trained of a pipeline."""
+        """The component that the adapter is for, or the trained component of a pipeline."""
         return self.made.get("part", "transformer")
 
     def base(self, model: str | None) -> ModelConfig:
-        """Return the base, with a family: `model`, that of the run it lies in, or the Hub id that it names.
+        """The base checkpoint, with its family.
 
-        A pipeline is its own. Raises `DitLoraError` where nothing says it, and for a `model` of a pipeline.
+        It is `model`, else the one in the config of the run that the adapter is in, else the recorded Hub id. A
+        pipeline is its own base.
+
+        Raises:
+            DitLoraError: The base is not recorded, or `model` is given for a pipeline.
         """
         if self.is_pipeline and model:
             raise DitLoraError(
@@ -77,15 +81,20 @@ def find_source(
     names: Sequence[str] = DIFFUSERS_FORMAT,
     read: Callable[[Path], Mapping[str, Any]] = read_provenance,
 ) -> Source:
-    """Return the adapter or the pipeline of a run's folder, of its own folder, or of the adapter's file itself.
+    """Find the adapter or the pipeline at this path: a run's folder, an adapter's folder, or an adapter's file.
 
-    `names` are those of an adapter's file, from which `read` takes the provenance. Raises `DitLoraError` where there
-    is none.
+    Args:
+        target: The path.
+        names: Accepted file names of an adapter.
+        read: Reads the training metadata from the adapter's file.
+
+    Raises:
+        DitLoraError: There is none.
     """
-    whole = whole_pipeline(target)
-    if whole is not None:
-        record = whole / PROVENANCE_FILE
-        return Source(target, whole, _provenance(record), True)
+    pipeline = whole_pipeline(target)
+    if pipeline is not None:
+        record = pipeline / PROVENANCE_FILE
+        return Source(target, pipeline, _provenance(record), True)
     file = _file_in(target, names) or _without_diffusers(target)
     if file is not None:
         return Source(target, file, read(file) or _made_of_checkpoint(file))
@@ -101,34 +110,37 @@ def find_source(
 
 
 def _provenance(record: Path) -> dict[str, Any]:
+    """Training metadata of a pipeline; empty if the file does not exist."""
     return dict(read_typed(record, Provenance)) if record.is_file() else {}
 
 
 def whole_pipeline(target: Path) -> Path | None:
-    """Return the pipeline's folder, of a run in mode `full` or the target itself; None if it is none."""
+    """Folder of the pipeline: the target itself, or the result of a run in mode `full`. None if there is none."""
     folders = (path for path in (target, target / "model") if (path / "model_index.json").is_file())
     return next(folders, None)
 
 
 def _file_in(target: Path, names: Sequence[str]) -> Path | None:
-    """Return the file of one of these names in a run's or an adapter's folder, or the target if it is a file."""
+    """The first file with one of these names in a run's or adapter's folder, or the target if it is a file."""
     candidates = [target, *(folder / n for folder in (target, target / "adapter") for n in names)]
     return next((path for path in candidates if path.is_file()), None)
 
 
 def _made_of_checkpoint(file: Path) -> dict[str, Any]:
-    """Return the metadata of a run's result, for the file of one of its checkpoints; empty for any other file."""
+    """Training metadata for the adapter file of a run's checkpoint, from the run's result; empty for other files."""
     if file.name != WEIGHTS_FILE or not file.with_name(STATE_FILE).is_file():
         return {}
     saved = _file_in(file.absolute().parents[2], ANY_FORMAT)
-    made = read_provenance(saved) if saved else {}
-    # Its output is that of the last step.
-    kept = {key: value for key, value in made.items() if key != "output"}
-    return kept | ({"steps": int(file.parent.name.removeprefix("step_"))} if kept else {})
+    metadata = read_provenance(saved) if saved else {}
+    # Drop the recorded output: it belongs to the last step.
+    applicable = {key: value for key, value in metadata.items() if key != "output"}
+    return applicable | (
+        {"steps": int(file.parent.name.removeprefix("step_"))} if applicable else {}
+    )
 
 
 def _without_diffusers(target: Path) -> Path | None:
-    """Return the file of a diffusion adapter of a kind that only PEFT reads; None where there is none."""
+    """The file of a diffusion adapter of a kind that only PEFT can read; None if there is none."""
     file = _file_in(target, (SAFETENSORS_WEIGHTS_NAME,))
     if file is None or not in_peft_format(file):
         return None
@@ -136,29 +148,30 @@ def _without_diffusers(target: Path) -> Path | None:
 
 
 def is_chat(target: Path, model: str | None) -> bool:
-    """Return true if a target is of a chat model: by the run's recipe, the adapter's header, or PEFT's config."""
+    """True if the target is a chat model's, by the run's recipe, the adapter's header, or PEFT's config."""
     if not target.exists() or whole_pipeline(target):
         return False
     file = _file_in(target, ANY_FORMAT) or _file_in(target, (BASE_FILE,))
     if file is None:
         base = model_of_run(target, None)
         return base.family in CHAT_FAMILIES if base else (target / "config.json").is_file()
+    # Only diffusion adapters have Diffusers' file name.
     if file.name == ADAPTER_FILE:
         return False
     run = model_of_run(target, file)
     family = read_provenance(file).get("family") or (run.family if run else None)
     if family:
         return family in CHAT_FAMILIES
-    # PEFT's format alone does not say: a diffusion adapter exported to it looks the same.
+    # PEFT's format is not enough to tell: a diffusion adapter exported to it looks the same.
     on_pipeline = model is not None and (Path(model) / "model_index.json").is_file()
     own_class = peft_config(file).get("auto_mapping") or {}
     return not on_pipeline and not own_class.get("parent_library", "").startswith("diffusers.")
 
 
 def model_of_run(target: Path, file: Path | None) -> ModelConfig | None:
-    """Return the base by the recipe of the run that is the target, or that the adapter's file lies in."""
+    """The base in the config.yaml of the run at this path, or around the adapter's file; None without a run."""
     run = target if target.is_dir() else target.parent
-    # An adapter's file given by itself still lies in its run.
+    # The path may be of an adapter's file inside a run.
     if file and file.parent.name == "adapter":
         run = file.parent.parent
     if file and file.parent.parent.name == "checkpoints":
@@ -168,8 +181,8 @@ def model_of_run(target: Path, file: Path | None) -> ModelConfig | None:
 
 
 def named_base(target: Path, named: str) -> str:
-    """Return the Hub id by which a result names its base. Raises `DitLoraError` where that is no more than a name."""
-    # A Hub id has an owner; a name alone is that of a local folder.
+    """The Hub id of the base recorded in a result. Raises `DitLoraError` if it is only the name of a local folder."""
+    # A Hub id has an owner; a name without one is a local folder.
     if "/" in named:
         return named
     hint = f" (trained on {named})" if named else ""
@@ -177,24 +190,30 @@ def named_base(target: Path, named: str) -> str:
 
 
 def peft_base(folder: Path) -> str:
-    """Return the base that an adapter's folder in PEFT's format names, or nothing."""
+    """The base named in the config of an adapter's folder in PEFT's format; empty if there is none."""
     return peft_config(folder / CONFIG_NAME).get("base_model_name_or_path") or ""
 
 
 def peft_config(file: Path) -> dict[str, Any]:
-    """Return the adapter_config.json beside a file in PEFT's format; empty without."""
+    """The adapter_config.json next to a file in PEFT's format; empty if there is none."""
     config = file.with_name(CONFIG_NAME)
     return read_json(config) if config.is_file() else {}
 
 
 def family_of(model: ModelConfig) -> str:
-    """Return the diffusion family whose pipeline a checkpoint names, for an adapter that does not say its own."""
+    """The diffusion family of a checkpoint, by its pipeline class. For adapters that do not record their family.
+
+    Raises:
+        DitLoraError: No family has this pipeline class.
+    """
     pipeline = read_component_config(local_checkpoint(model)).get("_class_name")
     families = {name: get_family(name).pipeline_names for name in DIFFUSION_FAMILIES}
     for name, pipelines in families.items():
         if pipeline in pipelines:
             return name
-    names = sorted({one for pipelines in families.values() for one in pipelines})
+    names = sorted(
+        {pipeline_name for pipelines in families.values() for pipeline_name in pipelines}
+    )
     raise DitLoraError(
         f"{model.path} is a {pipeline} checkpoint; families have those of {', '.join(names)}"
     )

@@ -1,4 +1,4 @@
-"""Reads a safetensors file that is to be checked: what cannot be read is the file's fault, in one line."""
+"""Reads safetensors files to verify them; a file that cannot be read raises a one-line `CheckFailedError`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from dit_lora.errors import CheckFailedError
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes by the names that safetensors has for them."""
+"""safetensors' dtype names to dtypes."""
 
 
 def header_of(file: Path) -> dict[str, str]:
-    """Return the metadata in the file's header. Raises `CheckFailedError` if it is not a whole safetensors file."""
+    """Metadata in the file's header. Raises `CheckFailedError` if it is not a complete safetensors file."""
     try:
         # Opening reads the header and checks the file's length against it.
         with safe_open(file, framework="pt") as opened:
@@ -24,7 +24,7 @@ def header_of(file: Path) -> dict[str, str]:
 
 
 def tensors_of(file: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors; none if the file is not there. Raises as `header_of`."""
+    """All tensors of the file; empty if it does not exist. Raises as `header_of`."""
     if not file.is_file():
         return {}
     try:
@@ -34,14 +34,14 @@ def tensors_of(file: Path) -> dict[str, torch.Tensor]:
 
 
 def unreadable(file: Path, error: Exception) -> CheckFailedError:
-    """Return the error to raise for a file that could not be read."""
+    """The error to raise for a file that could not be read."""
     return CheckFailedError(
         f"{file} cannot be read: {error}; it is not a safetensors file, or not whole: copy it again"
     )
 
 
 def stored_dtypes(files: Iterable[Path]) -> set[str]:
-    """Return safetensors' names of the dtypes of all tensors."""
+    """safetensors' dtype names of all tensors in these files."""
     dtypes: set[str] = set()
     for file in files:
         with safe_open(file, framework="pt") as opened:

@@ -1,4 +1,4 @@
-"""Digests of the files that a verification saw, in verification.json: a file that changed since is told apart."""
+"""SHA-256 digests of the verified files, stored in verification.json, to detect files that changed since."""
 
 import hashlib
 import json
@@ -15,20 +15,20 @@ VERIFICATION_FILE = "verification.json"
 
 
 def digests_of(folder: Path, files: Iterable[Path]) -> dict[str, str]:
-    """Return the hex SHA-256 of files, by their paths relative to a run's folder."""
+    """Hex SHA-256 of each file, by its path relative to the run's folder."""
     return {file.relative_to(folder).as_posix(): _sha256(file) for file in sorted(files)}
 
 
 def result_files(result: Path, part: str) -> list[Path]:
-    """Return the files of an adapter's folder, or of a pipeline's trained part, that a verification reads."""
+    """Files that a verification reads: of an adapter's folder, or of a pipeline's trained component."""
     folder = result / part if (result / part).is_dir() else result
     return [path for path in folder.iterdir() if path.suffix in (".safetensors", ".json")]
 
 
 def changed_files(run: Path) -> list[str]:
-    """Return the files of a run's result that are not those that were verified, by their digests.
+    """Files of a run's result whose digest differs from the verified one. Missing files count as changed.
 
-    None for a run without verification.json, or with one of an earlier version, which has no digests.
+    Empty without verification.json, and for one of an earlier version without digests.
     """
     try:
         stored = read_verification(run).get("files", {})
@@ -42,7 +42,7 @@ def changed_files(run: Path) -> list[str]:
 
 
 def read_verification(run: Path) -> VerifiedFiles:
-    """Return what verification.json of a run says; empty if there is none. Raises `ParseError` if it is damaged."""
+    """Contents of a run's verification.json; empty if there is none. Raises `ParseError` if it is damaged."""
     record = run / VERIFICATION_FILE
     return (
         read_typed(record, VerifiedFiles)
@@ -52,7 +52,7 @@ def read_verification(run: Path) -> VerifiedFiles:
 
 
 def require_file_as_verified(file: Path, what: str) -> None:
-    """Raise what `require_as_verified` does, for a file that may be that of a run's adapter."""
+    """`require_as_verified` for the run that this adapter file belongs to; nothing for files outside a run."""
     folder = file.absolute().parent
     if folder.name == "adapter":
         require_as_verified(folder.parent, what)
@@ -61,7 +61,7 @@ def require_file_as_verified(file: Path, what: str) -> None:
 def require_as_verified(run: Path, what: str) -> None:
     """Raise `CheckFailedError`, in one line, if a file of a run's result changed since it was verified.
 
-    `what` begins the message.
+    `what` is the beginning of the message.
     """
     changed = changed_files(run)
     if changed:
@@ -72,7 +72,7 @@ def require_as_verified(run: Path, what: str) -> None:
 
 
 def record_verification(run: Path, record: Mapping[str, Any]) -> None:
-    """Write verification.json; raises `OSError`."""
+    """Write verification.json. Raises `OSError`."""
     write_whole(run / VERIFICATION_FILE, json.dumps(record, indent=2) + "\n")
 
 

@@ -1,1 +1,1 @@
-"""Patches of each model, a file each."""
+"""Patches for each model, one file per model."""

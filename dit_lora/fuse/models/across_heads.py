@@ -1,4 +1,4 @@
-"""Attention of models that norm q and k over the whole width, across heads, and then rotate them: LTX, LTX-2 and Wan.
+"""Attention of LTX, LTX-2 and Wan, which norm q and k over the whole width (across heads) and then rotate them.
 
 Shapes: B batch, S query tokens, K key tokens, D width, H heads.
 """
@@ -14,7 +14,7 @@ from dit_lora.fuse.patches import other_norm
 
 
 class AcrossHeadsProcessor(FusedProcessor, ABC):
-    """A processor whose q and k are normed by RMSNorm across heads, and rotated, in one pass."""
+    """Processor base class: RMSNorm of q and k across heads, and their rotation, in one pass."""
 
     def attended(
         self,
@@ -24,7 +24,7 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
         mask: torch.Tensor | None,
         rotary: Rotary | None,
     ) -> torch.Tensor:
-        """Return attention of (B, S, D) to (B, K, .), or to itself where that is None, and its projection (B, S, D)."""
+        """Attention of (B, S, D) over (B, K, .), or over itself if that is None, and its projection (B, S, D)."""
         query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
         query = self._normed(attn, query, attn.norm_q, rotary)
         key = self._normed(attn, key, attn.norm_k, rotary)
@@ -35,7 +35,7 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
     def _normed(
         self, attn: Any, projected: torch.Tensor, norm: Any, rotary: Rotary | None
     ) -> torch.Tensor:
-        """Return q or k (B, S, D) as (B, S, H, D / H), normed and rotated."""
+        """Norm and rotate q or k (B, S, D), and split it into heads (B, S, H, D / H)."""
         if self.fusion.is_on("qk_norm_rope"):
             # Heads are a view of the width: the kernel's means run over all heads of a token.
             tables = None if rotary is None else self.tables(*rotary)
@@ -51,18 +51,18 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
         return normed.unflatten(2, (attn.heads, -1))
 
     def rotation(self, attn: Any) -> str:
-        """Return which elements of a head are a pair, as `qk_norm_rope` calls it."""
+        """Which elements of a head form a rotated pair, as `qk_norm_rope` names it."""
         return "interleaved"
 
     @abstractmethod
     def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
-        """Return the model's tables as `qk_norm_rope` takes them."""
+        """Convert the model's rotary tables to those that `qk_norm_rope` takes."""
 
     @abstractmethod
     def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """Return q or k (B, S, D) rotated by the model's own code, for when the kernel is off."""
+        """Rotate q or k (B, S, D) with the model's own code. Used while the kernel is off."""
 
 
 def rms_why_not(attn: Any) -> str | None:
-    """Return why a norm of q or k is not the RMSNorm across heads that the kernel computes; None if both are."""
+    """Why the kernel cannot compute this layer's norms of q and k; None if both are RMSNorm across heads."""
     return other_norm((attn.norm_q, attn.norm_k), nn.RMSNorm)

@@ -30,12 +30,12 @@ def block_forward(
     class_labels: torch.Tensor | None = None,
     added_cond_kwargs: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return tokens (B, S, D) after attention, attention to the text if there is one, and feed-forward.
+    """Tokens (B, S, D) after self-attention, attention to the text if the block has it, and feed-forward.
 
-    It does what `BasicTransformerBlock.forward` does, and calls it where the feed-forward is chunked or attention has
-    arguments of its own.
+    Same as `BasicTransformerBlock.forward`, which it calls if the feed-forward is chunked or attention gets extra
+    arguments.
     """
-    # Chunks are the stock code's way to save memory, and such arguments steer what only it does (GLIGEN).
+    # Only the stock code supports chunks, which save memory, and what these arguments control (GLIGEN).
     if block._chunk_size is not None or cross_attention_kwargs:
         return type(block).forward(
             block,
@@ -59,7 +59,7 @@ def block_forward(
     normed, x = norm_stream(norm, Stream(x, shift, scale))
     y = block.attn1(normed, encoder_hidden_states=None, attention_mask=attention_mask)
     stream = Stream(x, shift_ff, scale_ff, y, gate)
-    # A second attention takes the residual stream as it is, not normed: the first one's output is added before it.
+    # The second attention takes the residual stream without a norm, so the first one's output is added before it.
     if block.attn2 is not None:
         x = torch.addcmul(x, gate, y)
         y = block.attn2(
@@ -77,28 +77,28 @@ def _modulation(
     timestep: torch.Tensor | None,
     class_labels: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return shift, scale and gate of attention, then of the feed-forward; each (B, D), or (B, 1, D) of adaLN-single."""
-    # adaLN-single: one projection of the timestep for all blocks, to which each adds a table of its own.
+    """Shift, scale and gate of attention, then of the feed-forward: each (B, D), or (B, 1, D) with adaLN-single."""
+    # adaLN-single: one projection of the timestep for all blocks, plus a table for each block.
     if block.norm_type == _SINGLE:
         assert timestep is not None
         return (block.scale_shift_table[None] + timestep.reshape(len(hidden_states), 6, -1)).chunk(
             6, 1
         )
     norm = block.norm1
-    # Draws which labels to drop, as the stock block does at this point.
+    # Draws the labels to drop from the random state, at the same point as the stock block.
     condition = norm.emb(timestep, class_labels, hidden_dtype=hidden_states.dtype)
     return norm.linear(norm.silu(condition)).chunk(6, 1)
 
 
 def _norms(block: Any) -> tuple[Any, Any]:
-    """Return the LayerNorms before attention and before the feed-forward."""
+    """The LayerNorms before attention and before the feed-forward."""
     if block.norm_type == _SINGLE:
         return block.norm1, block.norm2
     return block.norm1.norm, block.norm3
 
 
 def _why_not(block: Any) -> str | None:
-    """Return why this block keeps its own forward; None if `block_forward` does the same."""
+    """Why this block keeps its own forward; None if `block_forward` does the same."""
     if block.norm_type not in (_ZERO, _SINGLE):
         return f"its norm is {block.norm_type}"
     if block.pos_embed is not None:

@@ -1,4 +1,4 @@
-"""CogVideoX blocks on fused ops: text and video stay in one buffer, which the norms write.
+"""CogVideoX blocks on fused ops. Text and video share one buffer, which the norms write.
 
 Source of the arithmetic: diffusers, models/transformers/cogvideox_transformer_3d.py (CogVideoXBlock),
 models/normalization.py (CogVideoXLayerNormZero), models/attention_processor.py (CogVideoXAttnProcessor2_0).
@@ -33,7 +33,7 @@ def block_forward(
     image_rotary_emb: Rotary | None = None,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return video (B, V, D) and text (B, T, D) after attention and feed-forward, as `CogVideoXBlock` does."""
+    """Forward of `CogVideoXBlock`: video (B, V, D) and text (B, T, D) after attention and feed-forward."""
     text = encoder_hidden_states.shape[1]
     modulation = _modulation(block.norm1, temb)
     streams = modulation.on(Stream(encoder_hidden_states), Stream(hidden_states))
@@ -54,7 +54,7 @@ def block_forward(
         Stream(encoder_hidden_states, y=attended_text, gate=gates.text_gate),
         Stream(hidden_states, y=attended, gate=gates.gate),
     )
-    # Attention's gated outputs are added by the norm that reads the sums first, which also returns them.
+    # The next norm adds attention's gated outputs, and also returns the sums.
     joint, (encoder_hidden_states, hidden_states) = _normed(block.norm2, streams)
     output = block.ff(joint)
     return (
@@ -74,7 +74,7 @@ class _Modulation(NamedTuple):
     text_gate: torch.Tensor
 
     def on(self, text: Stream, video: Stream) -> tuple[Stream, Stream]:
-        """Return both streams with their shift and scale."""
+        """Both streams with their shift and scale."""
         return (
             text._replace(shift=self.text_shift, scale=self.text_scale),
             video._replace(shift=self.shift, scale=self.scale),
@@ -82,30 +82,31 @@ class _Modulation(NamedTuple):
 
 
 def _modulation(norm: Any, temb: torch.Tensor) -> _Modulation:
-    """Return a `CogVideoXLayerNormZero`'s tables of temb (B, .)."""
+    """Modulation tables of a `CogVideoXLayerNormZero` for temb (B, .)."""
     return _Modulation(*norm.linear(norm.silu(temb)).chunk(6, dim=1))
 
 
 def _normed(
     norm: Any, streams: tuple[Stream, Stream]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Return both streams normed and modulated in one buffer (B, T + V, D), text first, and their residuals."""
+    """Norm and modulate both streams into one buffer (B, T + V, D), text first. Also returns their residuals."""
     affine = norm.norm
     return joint_ada_norm(streams, affine.weight, affine.bias, norm="layer", eps=affine.eps)
 
 
 def _joint(norm: Any, streams: tuple[Stream, Stream]) -> torch.Tensor:
-    """Return the buffer of `_normed` alone, the same bits as before."""
+    """Recompute the buffer of `_normed`, bit for bit."""
     return _normed(norm, streams)[0]
 
 
 class CogVideoXProcessor(FusedProcessor):
-    """`CogVideoXAttnProcessor2_0` without copies: the joint buffer in, q and k normed and rotated in one pass."""
+    """`CogVideoXAttnProcessor2_0` without copies: takes the joint buffer; norms and rotates q and k in one pass."""
 
     @property
     def is_stock(self) -> bool:
-        """False under context parallelism: the stock processor attends to this rank's tokens alone."""
-        # The base is True for any configuration of ranks too. Not asked through `super`: Dynamo traces no such property.
+        """False under context parallelism: the stock processor would only attend to this rank's tokens."""
+        # The base class returns True for any parallel configuration. `super` is not used here, because Dynamo cannot
+        # trace such a property.
         return not self.fusion.is_on(ATTENTION) and self._parallel_config is None
 
     def __call__(
@@ -122,7 +123,7 @@ class CogVideoXProcessor(FusedProcessor):
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         text, projections = encoder_hidden_states.shape[1], (attn.to_q, attn.to_k, attn.to_v)
-        # The block's forward hands on the buffer that both arguments are views of; a stock one has no such buffer.
+        # Our block's forward passes the buffer that both arguments are views of; the stock forward has none.
         if joint_hidden_states is None:
             joint = torch.cat([encoder_hidden_states, hidden_states], dim=1)
             projected = project(projections, joint)
@@ -131,7 +132,7 @@ class CogVideoXProcessor(FusedProcessor):
             with joint_hidden_states.not_kept():
                 projected = project(projections, joint)
         query, key, value = (tensor.unflatten(-1, (attn.heads, -1)) for tensor in projected)
-        # Text comes first and has no positions: rotation begins behind it.
+        # Text comes first and has no positions: rotation starts after it.
         query = self.normed_heads(query, attn.norm_q, image_rotary_emb, "layer", text)
         key = self.normed_heads(key, attn.norm_k, image_rotary_emb, "layer", text)
         mask = heads_mask(attn, attention_mask, joint)

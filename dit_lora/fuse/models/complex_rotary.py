@@ -1,4 +1,4 @@
-"""Rotations that a model has as complex numbers, one for each pair of a head, as the tables that kernels take.
+"""Converts rotations stored as complex numbers, one for each pair of a head, to the tables that the kernels take.
 
 Shapes: S tokens, D head width.
 """
@@ -9,15 +9,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dit_lora.fuse.attention import Rotary
 
 _TABLES = WeakIdKeyDictionary()
-"""Tables by the rotations that they were made of: a model hands one tensor to all of its blocks."""
+"""Tables cached by the rotations they were made from: a model passes one tensor to all of its blocks."""
 
 
 def tables_of(rotations: torch.Tensor) -> Rotary:
-    """Return cosines and sines (..., S, D) of complex rotations (..., S, D / 2), each twice: once for either of a pair.
+    """Cosines and sines (..., S, D) of complex rotations (..., S, D / 2), each repeated for both elements of a pair.
 
-    Made once for a tensor, and kept as long as it is. Rotations are not changed in place.
+    Cached as long as the input tensor lives, which must not change in place.
     """
-    # Compiled, one graph has one block, and what a graph keeps is the partitioner's choice.
+    # Compiled: one graph has one block, and the partitioner chooses what the graph saves.
     if torch.compiler.is_compiling():
         return _tables(rotations)
     tables: Rotary | None = _TABLES.get(rotations)

@@ -34,8 +34,8 @@ def block_forward(
     image_rotary_emb: Rotary | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return text (B, T, D) and image (B, I, D) after attention and feed-forward, as `FluxTransformerBlock` does."""
-    # Each stream is normed into a buffer of its own: their projections have weights of their own.
+    """Forward of `FluxTransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward."""
+    # Each stream is normed into a separate buffer, because their projections have separate weights.
     image, x, modulation = enter(block.norm1, hidden_states, temb)
     text, context, text_modulation = enter(block.norm1_context, encoder_hidden_states, temb)
     attended, attended_text, *image_prompt = block.attn(
@@ -62,7 +62,7 @@ def single_forward(
     image_rotary_emb: Rotary | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return text (B, T, D) and image (B, I, D) after attention and feed-forward, as `FluxSingleTransformerBlock` does."""
+    """Forward of `FluxSingleTransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward."""
     # The stock block joins the streams by a copy; here the norm writes them into one buffer.
     joined = enter_joined(block, encoder_hidden_states, hidden_states, temb)
     attended = block.attn(
@@ -76,16 +76,16 @@ def single_forward(
 
 
 def clipped(x: torch.Tensor) -> torch.Tensor:
-    """Return x within fp16's range if it is in fp16, as Flux's blocks do, so that it stays finite."""
+    """Clip x to fp16's range if it is in fp16, as Flux's blocks do, so that it stays finite."""
     return x.clip(-65504, 65504) if x.dtype is torch.float16 else x
 
 
 class FluxProcessor(TwoStreamProcessor):
-    """`FluxAttnProcessor` with q and k of each stream normed and rotated in one pass; text comes first."""
+    """`FluxAttnProcessor` that norms and rotates q and k of each stream in one pass. Text comes first."""
 
     def head_shape(self, attn: Any) -> tuple[int, int]:
-        """Return (-1, D)."""
-        # As the stock processor: the number of heads follows from the projection's width.
+        """(-1, D), where D is the width of a head."""
+        # As in the stock processor: the number of heads follows from the projection's width.
         return -1, attn.head_dim
 
     def __call__(
@@ -97,7 +97,7 @@ class FluxProcessor(TwoStreamProcessor):
         image_rotary_emb: Rotary | None = None,
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        # A layer with projections of text needs text, and one without has it joined to the image already.
+        # A layer with text projections needs separate text; without them, text is already joined to the image.
         joint = attn.added_kv_proj_dim is not None
         matching = joint is (encoder_hidden_states is not None)
         if self.is_stock or attn.fused_projections or not matching:
@@ -108,7 +108,7 @@ class FluxProcessor(TwoStreamProcessor):
         of_image, of_text = each(recomputable)
         image_rows = _rows(image_rotary_emb, slice(text, None), hidden_states)
         heads = self.image_heads(attn, hidden_states, image_rows, of_image)
-        # A single-stream block projects attention's output itself, together with its feed-forward's.
+        # A single-stream block projects attention's output itself, together with the feed-forward's hidden values.
         if encoder_hidden_states is None:
             return attend(*heads, attention_mask, self.backend).flatten(2)
         text_rows = _rows(image_rotary_emb, slice(text), hidden_states)
@@ -119,10 +119,10 @@ class FluxProcessor(TwoStreamProcessor):
 
 
 def _rows(rotary: Rotary | None, tokens: slice, like: torch.Tensor) -> Rotary | None:
-    """Return the tables' rows (., D / H) of some tokens, on the device that the tokens `like` are on."""
+    """Rows (., D / H) of the rotary tables for these tokens, on the device of `like`."""
     if rotary is None:
         return None
-    # The model's tables are of text and image together, in this order.
+    # The model's tables cover text and then image.
     cos, sin = (table[tokens].to(like.device) for table in rotary)
     return cos, sin
 

@@ -1,7 +1,7 @@
 """FLUX.2's blocks and attention on fused ops.
 
-Modulation is made once for all blocks of a kind and given to each. A single block's attention projects q, k, v and the
-hidden values of a SwiGLU together, and both outputs together.
+The modulation is computed once for all blocks of a kind. A single block projects q, k, v and the hidden values of a
+SwiGLU together, and both outputs together.
 
 Source of the arithmetic: diffusers, models/transformers/transformer_flux2.py (Flux2TransformerBlock,
 Flux2SingleTransformerBlock, Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor).
@@ -43,7 +43,7 @@ def block_forward(
     image_rotary_emb: Rotary | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return text (B, T, D) and image (B, I, D) after attention and feed-forward, as `Flux2TransformerBlock` does."""
+    """Forward of `Flux2TransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward."""
     if (
         temb_mod_img.ndim != 2
     ):  # a row for each token, where references are kept (Diffusers' KV cache)
@@ -83,7 +83,7 @@ def single_forward(
     split_hidden_states: bool = False,
     text_seq_len: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return both streams (B, S, D) after attention and feed-forward, as `Flux2SingleTransformerBlock` does.
+    """Forward of `Flux2SingleTransformerBlock`: both streams (B, S, D) after attention and feed-forward.
 
     With `split_hidden_states`, text (B, T, D) and image (B, I, D).
     """
@@ -108,8 +108,8 @@ def single_forward(
 
 
 def swiglu_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return silu(first half) * second half, as `Flux2SwiGLU` does."""
-    # One split: its backward writes the joint gradient once, where two slices write one each and add them.
+    """Forward of `Flux2SwiGLU`: silu(first half) * second half."""
+    # One split: its backward writes the joint gradient once. Two slices would write one each and add them.
     gate, linear = x.chunk(2, dim=-1)
     activated = Recomputable(module.gate_fn(gate), partial(functional.silu, gate))
     with activated.not_kept():
@@ -117,7 +117,7 @@ def swiglu_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class Flux2SingleProcessor(TwoStreamProcessor):
-    """`Flux2ParallelSelfAttnProcessor` with q and k normed and rotated in one pass."""
+    """`Flux2ParallelSelfAttnProcessor` that norms and rotates q and k in one pass."""
 
     def __call__(
         self,
@@ -144,38 +144,38 @@ class Flux2SingleProcessor(TwoStreamProcessor):
             torch.cat([attended, attn.mlp_act_fn(hidden)], dim=-1),
             partial(_joint, attended, hidden),
         )
-        # What is joined is kept for backward apart: an adapter need not keep it once more.
+        # Both parts are saved for backward anyway, so an adapter need not save their concatenation.
         with joint.not_kept():
             output = attn.to_out(joint.tensor)
         return output
 
 
 def _joint(attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Return a single block's input of `to_out` again, the same values bit for bit."""
+    """Recompute the input of a single block's `to_out`, bit for bit."""
     gate, linear = hidden.chunk(2, dim=-1)
     return torch.cat([attended, functional.silu(gate) * linear], dim=-1)
 
 
 def _block_why_not(block: Any) -> str | None:
-    """Return why a double block keeps its own forward; None if it need not."""
+    """Why a double block keeps its own forward; None if it can be patched."""
     return norms_why_not(block.norm1, block.norm1_context, block.norm2, block.norm2_context)
 
 
 def _single_attention_why_not(attn: Any) -> str | None:
-    """Return why a single block's attention keeps its own processor; None if it need not."""
+    """Why a single block's attention keeps its own processor; None if it can be patched."""
     if class_name(attn.mlp_act_fn) != f"{_FLUX2}.Flux2SwiGLU":
         return f"its activation is a {type(attn.mlp_act_fn).__name__}"
     return _swiglu_why_not(attn.mlp_act_fn) or attention_why_not(attn)
 
 
 def _swiglu_why_not(module: Any) -> str | None:
-    """Return why this activation keeps its own forward; None if it need not."""
+    """Why this activation keeps its own forward; None if it can be patched."""
     is_stock = class_name(module.gate_fn) == "torch.nn.modules.activation.SiLU"
     return None if is_stock else f"its activation is a {type(module.gate_fn).__name__}"
 
 
 def _single_why_not(block: Any) -> str | None:
-    """Return why a single block keeps its own forward; None if it need not."""
+    """Why a single block keeps its own forward; None if it can be patched."""
     return norms_why_not(block.norm)
 
 
@@ -186,7 +186,7 @@ FORWARDS = (
     ),
     ForwardPatch(f"{_FLUX2}.Flux2SwiGLU", "ada_norm", swiglu_forward, _swiglu_why_not),
 )
-# The double blocks' attention is FLUX.1's: text first, one rotation, norms of each stream.
+# The double blocks' attention is that of FLUX.1: text first, one rotation, norms for each stream.
 PROCESSORS = (
     ProcessorPatch(
         f"{_FLUX2}.Flux2AttnProcessor", ATTENTION, FluxProcessor, attention_why_not, also=qk_always

@@ -1,7 +1,7 @@
-"""Krea 2's blocks and attention on fused ops: of its single stream, and of the fusion of the text encoder's layers.
+"""Krea 2's blocks and attention on fused ops: the single stream, and the fusion of the text encoder's layers.
 
-Modulation is made once for all blocks, to which each adds a table of its own. An RMSNorm's weight is zero-centred: what
-it multiplies by is the weight plus one. Attention has fewer heads of keys than of queries, and a gate.
+The modulation is computed once for all blocks; each block adds its own table. An RMSNorm's weight is zero-centered:
+the factor is the weight plus one. Attention has fewer key heads than query heads, and a gate.
 
 Source of the arithmetic: diffusers, models/transformers/transformer_krea2.py (Krea2TransformerBlock,
 Krea2TextFusionBlock, Krea2FinalLayer, Krea2SwiGLU, Krea2AttnProcessor).
@@ -32,7 +32,7 @@ def block_forward(
     image_rotary_emb: Rotary,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return tokens (B, S, D) after attention and feed-forward, as `Krea2TransformerBlock` does, by temb (B, 1, 6 D)."""
+    """Forward of `Krea2TransformerBlock`: tokens (B, S, D) after attention and feed-forward; temb is (B, 1, 6 D)."""
     modulation = temb.unflatten(-1, (6, -1)) + block.scale_shift_table
     scale, shift, gate, scale_ff, shift_ff, gate_ff = modulation.unbind(-2)  # (B, 1, D) each
     # An fp32 table makes the stock block's residual stream fp32.
@@ -51,7 +51,7 @@ def block_forward(
 def text_forward(
     block: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return text (B, S, D), or a token's layers (B S, L, D), after both branches, as `Krea2TextFusionBlock` does."""
+    """Forward of `Krea2TextFusionBlock`: text (B, S, D), or the encoder layers of each token (B S, L, D)."""
     normed, x = _normed(block.norm1, Stream(hidden_states))
     attended = block.attn(
         normed.tensor, attention_mask=attention_mask, **spared(block.attn, normed)
@@ -61,7 +61,7 @@ def text_forward(
 
 
 def final_forward(layer: Any, hidden_states: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-    """Return the output (B, S, .) of tokens (B, S, D), as `Krea2FinalLayer` does, by temb (B, 1, D)."""
+    """Forward of `Krea2FinalLayer`: tokens (B, S, D) to the output (B, S, .); temb is (B, 1, D)."""
     scale, shift = (temb + layer.scale_shift_table).chunk(2, dim=1)
     normed, _ = _normed(layer.norm, Stream(hidden_states, shift, scale))
     with normed.not_kept():
@@ -70,34 +70,34 @@ def final_forward(layer: Any, hidden_states: torch.Tensor, temb: torch.Tensor) -
 
 
 def swiglu_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return what `Krea2SwiGLU` makes of (B, S, D)."""
+    """Forward of `Krea2SwiGLU` for (B, S, D)."""
     return swiglu(ff.gate, ff.up, ff.down, hidden_states)
 
 
 def multiplier(norm: Any) -> torch.Tensor:
-    """Return what a zero-centred norm multiplies by, (D,), in its weight's dtype as `Krea2RMSNorm` has it."""
+    """The factor (D,) of a zero-centered norm, in its weight's dtype as in `Krea2RMSNorm`."""
     return norm.weight + 1.0  # type: ignore[no-any-return]
 
 
 def _normed(norm: Any, stream: Stream) -> tuple[Recomputable, torch.Tensor]:
-    """Return a stream's sum (B, S, D), normed and modulated; and that sum, to go on from."""
+    """A stream's residual sum (B, S, D), normed and modulated; and that sum, the stream to continue with."""
     normed, (x,) = joint_ada_norm((stream,), multiplier(norm), norm="rms", eps=norm.eps)
-    # The norm's backward keeps its input, of which its output can be computed again for the adapters.
+    # The norm's backward saves its input, from which its output can be recomputed for the adapters.
     return Recomputable(
         normed, partial(_norm_again, norm, stream._replace(x=x, y=None, gate=None))
     ), x
 
 
 def _norm_again(norm: Any, stream: Stream) -> torch.Tensor:
-    """Return the normed stream (B, S, D) alone, the same values bit for bit."""
+    """Recompute the normed stream (B, S, D), bit for bit."""
     return joint_ada_norm((stream,), multiplier(norm), norm="rms", eps=norm.eps)[0]
 
 
 class Krea2Processor(TwoStreamProcessor):
-    """`Krea2AttnProcessor` with q and k normed and rotated in one pass, and one input for q, k, v and the gate."""
+    """`Krea2AttnProcessor` with one pass for norm and rotation of q and k, and one projection call for all inputs."""
 
     def weight(self, norm: Any) -> torch.Tensor | None:
-        """Return what a norm of q or k multiplies by, which its weight is one less than."""
+        """The factor of a norm of q or k, which is its weight plus one."""
         return None if norm is None else multiplier(norm)
 
     def __call__(
@@ -117,14 +117,14 @@ class Krea2Processor(TwoStreamProcessor):
         query, key, value = (tensor.unflatten(-1, (-1, attn.head_dim)) for tensor in projected)
         query = self.normed_heads(query, attn.norm_q, image_rotary_emb, "rms")
         key = self.normed_heads(key, attn.norm_k, image_rotary_emb, "rms")
-        # Each of the K heads once for every query head that reads it, as the stock processor does: PyTorch's fast
-        # kernels take a mask, or other ranks' tokens, only so.
+        # Repeat each of the K heads for every query head that reads it, as the stock processor does: PyTorch's fast
+        # kernels support a mask, or other ranks' tokens, only then.
         repeats = attn.num_heads // attn.num_kv_heads
         if repeats > 1:
             key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
         attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
         gate = torch.sigmoid(gate)
-        # Both factors are kept: an adapter of the projection need not keep their product.
+        # Both factors are saved anyway, so an adapter of the projection need not save their product.
         gated = Recomputable(attended * gate, partial(torch.mul, attended, gate))
         with gated.not_kept():
             output: torch.Tensor = attn.to_out[0](gated.tensor)
@@ -132,26 +132,26 @@ class Krea2Processor(TwoStreamProcessor):
 
 
 def _norms_why_not(*norms: Any) -> str | None:
-    """Return a reason that names the first norm that is none of Krea 2's; None if all are."""
+    """A reason that names the first norm that is not a `Krea2RMSNorm`; None if all are."""
     for norm in norms:
-        # By name: Diffusers imports a model's module when the model is asked for.
+        # By name: Diffusers imports a model's module only when the model is used.
         if class_name(norm) != f"{_KREA2}.Krea2RMSNorm":
             return f"one of its norms is a {type(norm).__name__}"
     return None
 
 
 def _block_why_not(block: Any) -> str | None:
-    """Return why a block of either kind keeps its own forward; None if it need not."""
+    """Why a block of either kind keeps its own forward; None if it can be patched."""
     return _norms_why_not(block.norm1, block.norm2)
 
 
 def _final_why_not(layer: Any) -> str | None:
-    """Return why the final layer keeps its own forward; None if it need not."""
+    """Why the final layer keeps its own forward; None if it can be patched."""
     return _norms_why_not(layer.norm)
 
 
 def _attention_why_not(attn: Any) -> str | None:
-    """Return why attention keeps its own processor; None if it need not."""
+    """Why attention keeps its own processor; None if it can be patched."""
     return _norms_why_not(attn.norm_q, attn.norm_k)
 
 

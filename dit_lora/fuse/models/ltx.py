@@ -3,7 +3,7 @@
 Source of the arithmetic: diffusers, models/transformers/transformer_ltx.py (LTXVideoTransformerBlock,
 LTXVideoAttnProcessor).
 
-Shapes: B batch, S video tokens, K tokens that are attended to, D width, H heads; G rows of modulation a sample, 1 or S.
+Shapes: B batch, S video tokens, K key tokens, D width, H heads; G modulation rows per sample, 1 or S.
 """
 
 from typing import Any
@@ -26,29 +26,29 @@ def block_forward(
     image_rotary_emb: Rotary | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return video tokens (B, S, D) after both attentions and feed-forward, as `LTXVideoTransformerBlock` does."""
+    """Forward of `LTXVideoTransformerBlock`: video tokens (B, S, D) after both attentions and feed-forward."""
     rows = temb.unflatten(-1, (len(block.scale_shift_table), -1))  # (B, G, 6, D)
-    # A block's own table is added to what all blocks share; G is 1, or S where each token has a timestep.
+    # Each block adds its own table to the shared rows. G is 1, or S if each token has its own timestep.
     modulation = block.scale_shift_table.to(temb.device) + rows
     shift, scale, gate, shift_ff, scale_ff, gate_ff = modulation.unbind(dim=2)
     normed, x = norm_stream(block.norm1, Stream(hidden_states, shift, scale), "rms")
     y = block.attn1(
         hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
     )
-    x = torch.addcmul(x, gate, y)  # fp32 from here on where the table is, as in the stock block
+    x = torch.addcmul(x, gate, y)  # fp32 from here on if the table is, as in the stock block
     y = block.attn2(
         x,
         encoder_hidden_states=encoder_hidden_states,
         image_rotary_emb=None,
         attention_mask=encoder_attention_mask,
     )
-    # Attention to the text is added without a gate, by the norm that reads the sum.
+    # The next norm adds the attention to the text, without a gate.
     normed, x = norm_stream(block.norm2, Stream(x, shift_ff, scale_ff, y), "rms")
     return torch.addcmul(x, gate_ff, block.ff(normed))
 
 
 class LTXProcessor(AcrossHeadsProcessor):
-    """`LTXVideoAttnProcessor` with q and k normed across heads and rotated in one pass."""
+    """`LTXVideoAttnProcessor` that norms q and k across heads and rotates them in one pass."""
 
     def __call__(
         self,
@@ -67,19 +67,19 @@ class LTXProcessor(AcrossHeadsProcessor):
         return self.attended(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
     def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
-        """Return (B, S, D): a row of all heads' angles for each token, as the kernel takes them."""
+        """The tables unchanged, (B, S, D): the kernel takes a row with the angles of all heads for each token."""
         return cos, sin
 
     def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """Return q or k (B, S, D) rotated by tables of the same width."""
-        # Late: the models' modules are imported when a model is, not with all patches.
+        """Rotate q or k (B, S, D) with tables of the same width."""
+        # Imported late: a model's module is imported with the model, not with all patches.
         from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 
         return apply_rotary_emb(normed, rotary)
 
 
 def _block_why_not(block: Any) -> str | None:
-    """Return why this block keeps its own forward; None if `block_forward` does the same."""
+    """Why this block keeps its own forward; None if `block_forward` does the same."""
     return other_norm((block.norm1, block.norm2), RMSNorm)
 
 

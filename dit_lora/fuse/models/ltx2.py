@@ -1,10 +1,10 @@
-"""LTX-2's blocks and attention on fused ops: a stream of video and one of sound, which may attend to each other.
+"""LTX-2's blocks and attention on fused ops: a video and an audio stream, which may attend to each other.
 
 Source of the arithmetic: diffusers, models/transformers/transformer_ltx2.py (LTX2VideoTransformerBlock,
 LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor).
 
-Shapes: B batch, S tokens of a stream, K tokens that are attended to, T text tokens, D width, H heads; G rows of
-modulation a sample, 1 or S.
+Shapes: B batch, S tokens of a stream, K key tokens, T text tokens, D width, H heads; G modulation rows per sample,
+1 or S.
 """
 
 from functools import partial
@@ -29,21 +29,21 @@ from dit_lora_kernels.ada_norm import Stream
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
 _AV_NORMS = ("audio_to_video_norm", "video_to_audio_norm")
 Rows = tuple[torch.Tensor, ...]
-"""Rows of modulation, each (B, G, D)."""
+"""Modulation rows, each (B, G, D)."""
 
 
 class _Side(NamedTuple):
-    """One of a block's two streams on its way through it."""
+    """The state of one of a block's two streams while it passes through the block."""
 
     block: Any
     prefix: str
-    """The beginning of its modules' names: empty, or `audio_`."""
+    """Prefix of the names of its modules: empty, or `audio_`."""
     x: torch.Tensor
     rows: Rows
-    """Shift, scale and gate of self-attention, then of the feed-forward, and in 2.3 of attention to the text."""
+    """Shift, scale and gate of self-attention, then of the feed-forward, and in LTX-2.3 of attention to the text."""
     y: torch.Tensor | None = None
     gate: torch.Tensor | None = None
-    """The tensor that is added to x next, by the norm that reads the sum, times its gate where it has one."""
+    """y is a pending branch output. The next norm adds it to x, times `gate` if there is one."""
 
     def part(self, name: str) -> Any:
         return getattr(self.block, f"{self.prefix}{name}")
@@ -51,7 +51,7 @@ class _Side(NamedTuple):
     def normed(
         self, norm: Any, shift: torch.Tensor | None, scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, "_Side"]:
-        """Return x with what is to be added, normed and modulated; and the stream with that added."""
+        """x plus the pending y, normed and modulated; and the stream with y added."""
         shift, scale, gate = _alike(shift, scale, self.gate)
         stream = Stream(self.x, shift, scale, self.y, gate)
         normed, x = norm_stream(norm, stream, "rms")
@@ -59,9 +59,9 @@ class _Side(NamedTuple):
 
 
 def _alike(*tables: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Return rows of modulation with as many groups each: a row a sample stands for all tokens where another has one a token."""
-    groups = max([1, *(one.shape[1] for one in tables if one is not None)])
-    return [None if one is None else one.expand(-1, groups, -1) for one in tables]
+    """Expand modulation rows (B, 1 or G, D) to the same number of groups. A single row stands for all tokens."""
+    groups = max([1, *(table.shape[1] for table in tables if table is not None)])
+    return [None if table is None else table.expand(-1, groups, -1) for table in tables]
 
 
 def block_forward(
@@ -93,11 +93,11 @@ def block_forward(
     perturbation_mask: torch.Tensor | None = None,
     all_perturbed: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return video and sound (B, S, D) after attention and feed-forward, as `LTX2VideoTransformerBlock` does."""
+    """Forward of `LTX2VideoTransformerBlock`: video and audio (B, S, D) after attention and feed-forward."""
     perturbed = {}
     if block.perturbed_attn:
         perturbed = {"perturbation_mask": perturbation_mask, "all_perturbed": all_perturbed}
-    # In the stock block's order, in which dropout is drawn.
+    # Keep the order of the stock block, so that dropout draws the same random numbers.
     video = _entered(block, "", hidden_states, temb)
     video = _self_attended(video, video_rotary_emb, self_attention_mask, perturbed)
     sound = _entered(block, "audio_", audio_hidden_states, temb_audio)
@@ -120,12 +120,12 @@ def block_forward(
 
 
 def _rows(table: torch.Tensor, temb: torch.Tensor) -> Rows:
-    """Return a block's own table (rows, D) added to what all blocks share (B, G, rows * D)."""
+    """Modulation rows: the block's own table (rows, D) plus the shared embedding (B, G, rows * D)."""
     return (table.to(temb.device) + temb.unflatten(-1, table.shape)).unbind(dim=2)
 
 
 def _entered(block: Any, prefix: str, x: torch.Tensor, temb: torch.Tensor) -> _Side:
-    """Return a stream at the block's start."""
+    """A stream's state at the start of the block."""
     rows = _rows(getattr(block, f"{prefix}scale_shift_table"), temb)
     # An fp32 table makes the stock block's residual stream fp32.
     return _Side(block, prefix, x.to(torch.promote_types(x.dtype, rows[0].dtype)), rows)
@@ -149,7 +149,7 @@ def _self_attended(
 def _text_attended(
     side: _Side, text: torch.Tensor, temb: torch.Tensor | None, mask: torch.Tensor | None
 ) -> _Side:
-    """Attend to the text (B, T, .), of which 2.3 modulates queries and keys."""
+    """Attend to the text (B, T, .). LTX-2.3 modulates its queries and keys."""
     shift, scale, gate = side.rows[6:9] or (None, None, None)
     normed, side = side.normed(side.part("norm2"), shift, scale)
     if side.block.cross_attn_adaln:
@@ -166,7 +166,7 @@ def _text_attended(
 
 
 Shared = tuple[torch.Tensor, torch.Tensor, Rotary | None]
-"""Tensors that all blocks share for a stream's attention to the other: shifts and scales, gate, rotation."""
+"""What all blocks share for one stream's attention to the other: shifts and scales, gate, rotary tables."""
 
 
 def _heard_and_seen(
@@ -175,17 +175,23 @@ def _heard_and_seen(
     masks: tuple[torch.Tensor | None, torch.Tensor | None],
     used: tuple[bool, bool],
 ) -> tuple[_Side, _Side]:
-    """Let video attend to sound and sound to video, each to the other as it was before."""
+    """Attention from video to audio and from audio to video. Both read the other stream as it was before."""
     block = sides[0].block
     tables = (
         block.video_a2v_cross_attn_scale_shift_table,
         block.audio_a2v_cross_attn_scale_shift_table,
     )
-    # Of each stream: scale and shift where video asks, then where sound asks; and the gate of its own question.
-    rows = [_rows(table[:4], one[0]) for table, one in zip(tables, shared, strict=True)]
-    gates = [_rows(table[4:], one[1])[0] for table, one in zip(tables, shared, strict=True)]
-    rotary = [one[2] for one in shared]
-    found: list[_Side] = list(sides)
+    # For each stream: scale and shift for video's queries, then for audio's queries; and the gate of its own output.
+    rows = [
+        _rows(table[:4], stream_shared[0])
+        for table, stream_shared in zip(tables, shared, strict=True)
+    ]
+    gates = [
+        _rows(table[4:], stream_shared[1])[0]
+        for table, stream_shared in zip(tables, shared, strict=True)
+    ]
+    rotary = [stream_shared[2] for stream_shared in shared]
+    updated: list[_Side] = list(sides)
     answers: list[torch.Tensor | None] = [None, None]
     for asking, layer in enumerate((block.audio_to_video_attn, block.video_to_audio_attn)):
         if not used[asking]:
@@ -193,8 +199,8 @@ def _heard_and_seen(
         normed: list[torch.Tensor] = []
         for stream, name in enumerate(_AV_NORMS):
             scale, shift = rows[stream][2 * asking : 2 * asking + 2]
-            one, found[stream] = found[stream].normed(getattr(block, name), shift, scale)
-            normed.append(one)
+            tokens, updated[stream] = updated[stream].normed(getattr(block, name), shift, scale)
+            normed.append(tokens)
         answers[asking] = layer(
             normed[asking],
             encoder_hidden_states=normed[1 - asking],
@@ -204,22 +210,22 @@ def _heard_and_seen(
         )
     video, sound = (
         side if y is None else side._replace(y=y, gate=gate)
-        for side, y, gate in zip(found, answers, gates, strict=True)
+        for side, y, gate in zip(updated, answers, gates, strict=True)
     )
     return video, sound
 
 
 def _left(side: _Side) -> torch.Tensor:
-    """Return a stream after the feed-forward."""
+    """The stream's tokens (B, S, D) after the feed-forward."""
     shift, scale, gate = side.rows[3:6]
     normed, side = side.normed(side.part("norm3"), shift, scale)
     return torch.addcmul(side.x, gate, side.part("ff")(normed))
 
 
 class LTX2Processor(AcrossHeadsProcessor):
-    """`LTX2AudioVideoAttnProcessor` with q and k normed across heads and rotated in one pass, and gates a head.
+    """`LTX2AudioVideoAttnProcessor` with one pass for norms across heads and rotation of q and k, and a gate per head.
 
-    And `LTX2PerturbedAttnProcessor`, where nothing is perturbed, as in training.
+    Also `LTX2PerturbedAttnProcessor` as long as nothing is perturbed, as in training.
     """
 
     def __call__(
@@ -258,25 +264,25 @@ class LTX2Processor(AcrossHeadsProcessor):
         if gates is None:
             return project_output(attn, attended.flatten(2))
         gated = Recomputable(_gated(attended, gates), partial(_gated, attended, gates))
-        # What is gated is kept for backward anyway: an adapter need not keep the product too.
+        # Both factors are saved for backward anyway, so an adapter need not save the product.
         with gated.not_kept():
             return project_output(attn, gated.tensor)
 
     def _perturbed(self, mask: torch.Tensor | None, all_perturbed: bool | None) -> dict[str, Any]:
-        """Return the arguments that only one of the stock processors takes."""
-        given = {"perturbation_mask": mask, "all_perturbed": all_perturbed}
-        return {name: value for name, value in given.items() if value is not None}
+        """The arguments that only one of the two stock processors accepts, without those that are None."""
+        arguments = {"perturbation_mask": mask, "all_perturbed": all_perturbed}
+        return {name: value for name, value in arguments.items() if value is not None}
 
     def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
-        """Return (B, S, H, D / 2 H), an angle once, of the model's (B, H, S, D / 2 H); interleaved ones (B, S, D) as they are."""
+        """Split tables (B, H, S, D / 2 H) as (B, S, H, D / 2 H), each angle once. Interleaved (B, S, D) stays."""
         return (cos, sin) if cos.ndim == 3 else (cos.transpose(1, 2), sin.transpose(1, 2))
 
     def rotation(self, attn: Any) -> str:
         return "half" if attn.rope_type == "split" else "interleaved"
 
     def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """Return q or k (B, S, D) rotated as the layer does."""
-        # Late: the models' modules are imported when a model is, not with all patches.
+        """Rotate q or k (B, S, D) with the layer's type of rotation."""
+        # Imported late: a model's module is imported with the model, not with all patches.
         from diffusers.models.transformers.transformer_ltx2 import (
             apply_interleaved_rotary_emb,
             apply_split_rotary_emb,
@@ -289,14 +295,14 @@ class LTX2Processor(AcrossHeadsProcessor):
 
 
 def _gated(attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Return heads (B, S, H, D / H), each times its gate, side by side (B, S, D)."""
+    """Multiply each head (B, S, H, D / H) by its gate, and concatenate the heads to (B, S, D)."""
     return (attended * gates[..., None]).flatten(2)
 
 
 def _block_why_not(block: Any) -> str | None:
-    """Return why this block keeps its own forward; None if `block_forward` does the same."""
-    own = (f"{prefix}norm{i}" for prefix in ("", "audio_") for i in (1, 2, 3))
-    return other_norm((getattr(block, name) for name in (*own, *_AV_NORMS)), RMSNorm)
+    """Why this block keeps its own forward; None if `block_forward` does the same."""
+    norm_names = (f"{prefix}norm{i}" for prefix in ("", "audio_") for i in (1, 2, 3))
+    return other_norm((getattr(block, name) for name in (*norm_names, *_AV_NORMS)), RMSNorm)
 
 
 FORWARDS = (

@@ -1,4 +1,6 @@
-"""Qwen-Image's blocks and attention on fused ops; blocks whose modulation differs from token to token keep their own forward.
+"""Qwen-Image's blocks and attention on fused ops.
+
+Blocks whose modulation differs from token to token keep their own forward.
 
 Source of the arithmetic: diffusers, models/transformers/transformer_qwenimage.py (QwenImageTransformerBlock,
 QwenDoubleStreamAttnProcessor2_0, apply_rotary_emb_qwen).
@@ -37,9 +39,9 @@ def block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
     modulate_index: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return text (B, T, D) and image (B, I, D) after attention and feed-forward, as `QwenImageTransformerBlock` does.
+    """Forward of `QwenImageTransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward.
 
-    No index comes here: `_block_why_not` keeps the blocks that use one.
+    `modulate_index` is always None here: `_block_why_not` rejects the blocks that use it.
     """
     modulation = Modulation(*block.img_mod(temb).chunk(6, dim=-1))
     text_modulation = Modulation(*block.txt_mod(temb).chunk(6, dim=-1))
@@ -59,11 +61,11 @@ def block_forward(
 
 
 class QwenImageProcessor(TwoStreamProcessor):
-    """`QwenDoubleStreamAttnProcessor2_0` with q and k of each stream normed and rotated in one pass; text comes first."""
+    """`QwenDoubleStreamAttnProcessor2_0` that norms and rotates q and k of each stream in one pass. Text is first."""
 
     def head_shape(self, attn: Any) -> tuple[int, int]:
-        """Return (-1, D)."""
-        # As the stock processor: the number of heads follows from the projection's width.
+        """(-1, D), where D is the width of a head."""
+        # As in the stock processor: the number of heads follows from the projection's width.
         return -1, attn.inner_dim // attn.heads
 
     def __call__(
@@ -76,7 +78,7 @@ class QwenImageProcessor(TwoStreamProcessor):
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
         recomputable: tuple[Recomputable, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The stock processor says what is wrong where there is no text, or a mask of another kind.
+        # Without text, or with another kind of mask, the stock processor raises its own error.
         if self.is_stock or encoder_hidden_states is None or attention_mask is not None:
             both: tuple[torch.Tensor, torch.Tensor] = self.stock(
                 attn,
@@ -100,14 +102,14 @@ class QwenImageProcessor(TwoStreamProcessor):
 
 
 def _joint_mask(mask: torch.Tensor | None, image: int) -> torch.Tensor | None:
-    """Return a text's mask (B, T) as one of text and image, (B, 1, 1, T + I), in which no image token is left out."""
+    """Extend a text mask (B, T) to text and image, (B, 1, 1, T + I). Image tokens are never masked."""
     if mask is None:
         return None
     return torch.cat([mask, mask.new_ones(len(mask), image)], dim=1)[:, None, None, :]
 
 
 def _block_why_not(block: Any) -> str | None:
-    """Return why a block keeps its own forward; None if it need not."""
+    """Why a block keeps its own forward; None if it can be patched."""
     if block.zero_cond_t:
         return "its modulation differs from token to token (zero_cond_t)"
     return norms_why_not(block.img_norm1, block.img_norm2, block.txt_norm1, block.txt_norm2)

@@ -1,8 +1,8 @@
-"""Sana blocks on fused ops: tokens stay channels last from one residual to the next, through the convolutions too.
+"""Sana blocks on fused ops. Tokens stay channels last from one residual to the next, through the convolutions too.
 
 Source of the arithmetic: diffusers, models/transformers/sana_transformer.py (SanaTransformerBlock, GLUMBConv,
-SanaAttnProcessor2_0) and models/attention_processor.py (SanaLinearAttnProcessor2_0). What SANA-Video does alike is
-here as functions and classes that `sana_video` uses.
+SanaAttnProcessor2_0) and models/attention_processor.py (SanaLinearAttnProcessor2_0). `sana_video` uses the functions
+and classes here that SANA-Video has in common with Sana.
 
 Shapes: B batch, S tokens (H * W of them), T text tokens, D width, G groups of tokens that share a modulation.
 """
@@ -46,12 +46,12 @@ def block_forward(
     height: int | None = None,
     width: int | None = None,
 ) -> torch.Tensor:
-    """Return tokens (B, S, D) after both attentions and the feed-forward, as `SanaTransformerBlock` does."""
+    """Forward of `SanaTransformerBlock`: tokens (B, S, D) after both attentions and the feed-forward."""
     assert timestep is not None
     tables = block.scale_shift_table[None] + timestep.reshape(len(hidden_states), 6, -1)
 
     def feed_forward(tokens: torch.Tensor) -> torch.Tensor:
-        # The module's own layout by a view: its fused forward permutes back, and no copy is made on the way.
+        # A view in the layout that the module takes, (B, D, H, W). Its fused forward permutes back: no copy is made.
         image = tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)
         return block.ff(image).flatten(2, 3).permute(0, 2, 1)
 
@@ -70,19 +70,25 @@ def through_block(
     feed_forward: Callable[[torch.Tensor], torch.Tensor],
     **extra: Any,
 ) -> torch.Tensor:
-    """Run what the blocks of Sana and SANA-Video share, (B, S, D) to the same.
+    """The part that blocks of Sana and SANA-Video share: tokens (B, S, D) to (B, S, D).
 
-    `tables` are shift, scale and gate of both branches, (B, G, D); `extra` and `text` are arguments of the first and of
-    the second attention. Where fp32 tables meet a bf16 stream, the stream is fp32 from the first gate on, as in the
-    stock block.
+    If the tables are fp32 and the stream is bf16, the stream is fp32 from the first gate on, as in the stock block.
+
+    Args:
+        block: The transformer block.
+        hidden_states: Tokens (B, S, D).
+        tables: Shift, scale and gate of attention, then of the feed-forward, each (B, G, D).
+        text: Keyword arguments of the second attention.
+        feed_forward: Maps normed tokens (B, S, D) to the feed-forward's output (B, S, D).
+        extra: Keyword arguments of the first attention.
     """
     shift, scale, gate, ff_shift, ff_scale, ff_gate = tables
     stream = Stream(hidden_states, shift, scale)
     tokens, hidden_states = norm_stream(block.norm1, stream)
     if isinstance(block.attn1.processor, SanaLinearProcessor):
-        # The norm's backward keeps its input: its output need not be kept for the adapters.
+        # The norm's backward saves its input, so its output need not be saved for the adapters.
         extra["normed"] = Recomputable(tokens, partial(_norm_again, block.norm1, stream))
-    # Not in the norm before the feed-forward: attention to the text takes the sum, not normed.
+    # Added here, not in the next norm: attention to the text takes the sum without a norm.
     hidden_states = torch.addcmul(hidden_states, gate, block.attn1(tokens, **extra))
     attended = None if block.attn2 is None else block.attn2(hidden_states, **text)
     stream = Stream(hidden_states, ff_shift, ff_scale, attended)
@@ -91,19 +97,19 @@ def through_block(
 
 
 def _norm_again(norm: nn.LayerNorm, stream: Stream) -> torch.Tensor:
-    """Return the normed stream (B, S, D) alone, the same bits as before."""
+    """Recompute the normed stream (B, S, D), bit for bit."""
     return norm_stream(norm, stream)[0]
 
 
 def wrapped_norm(block: Any) -> str | None:
-    """Return why the block's norms are not LayerNorms as it was built with, such as an adapter's wrapper around one."""
+    """Why the block's norms cannot be fused; None if they are plain LayerNorms (no adapter's wrapper around them)."""
     norms = (getattr(block, name, None) for name in ("norm1", "norm2"))
     return None if all(type(n) is nn.LayerNorm for n in norms) else "its norms are not LayerNorm"
 
 
 def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return what `GLUMBConv` does, (B, D, H, W) to the same; without copies where both are channels last in memory."""
-    # Channels last: the 1x1 convolutions are products, the norm is over the last dimension, and nothing is moved.
+    """Forward of `GLUMBConv`, (B, D, H, W) to the same. Makes no copies if both are channels last in memory."""
+    # (B, H, W, D): the 1x1 convolutions are matrix products and the norm is over the last dimension, without copies.
     image = hidden_states.permute(0, 2, 3, 1)
     output = mix(ff, image)
     if ff.norm_type == "rms_norm":
@@ -114,37 +120,37 @@ def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def mix(ff: Any, image: torch.Tensor) -> torch.Tensor:
-    """Run `conv_inverted` to `conv_point`, (B, H, W, D) to the same."""
+    """Run `conv_inverted`, `conv_depth` and `conv_point` with the fused kernel: (B, H, W, D) to the same."""
     hidden = _pointwise(ff.conv_inverted, image)
     hidden = silu_dwconv_glu(hidden, ff.conv_depth.weight, ff.conv_depth.bias)
     return _pointwise(ff.conv_point, hidden)
 
 
 def _pointwise(conv: Any, image: torch.Tensor) -> torch.Tensor:
-    """Return a 1x1 convolution of (B, H, W, channels), as the matrix product that it is; by its module if that does more."""
-    # PyTorch's convolution keeps its input for the backward also where its weight is frozen; a product does not.
+    """A 1x1 convolution of (B, H, W, channels) as a matrix product; calls the module if that does more."""
+    # PyTorch's convolution saves its input for backward even if its weight is frozen; a matrix product does not.
     if _is_bare(conv):
         return functional.linear(image, conv.weight.flatten(1), conv.bias)
     return conv(image.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 def _is_bare(conv: Any) -> bool:
-    """Return whether calling it is its convolution and nothing else: no adapter, no hooks."""
+    """True if calling the module only runs its convolution: no adapter, no hooks."""
     return type(conv) is nn.Conv2d and not is_hooked(conv)
 
 
 def wrapped_depthwise(ff: Any) -> str | None:
-    """Return why the depthwise convolution has to be called; None if its weights can go to the kernel."""
+    """Why the depthwise convolution must be called as a module; None if the kernel can use its weights."""
     return None if _is_bare(ff.conv_depth) else "its depthwise convolution has an adapter or hooks"
 
 
 def _across_heads(
     processor: FusedProcessor, attn: Attention, norm: Any, projected: torch.Tensor
 ) -> torch.Tensor:
-    """Return q or k (B, S, D) after RMSNorm across heads in one pass, or another norm by its module, or none."""
+    """q or k (B, S, D) after RMSNorm across heads in one pass. Other norms are called; None is skipped."""
     if norm is None:
         return projected
-    # A norm over one head's width would be another function of the same class.
+    # The same class could also norm over the width of one head, which is not the same function.
     across = type(norm) is RMSNorm and norm.dim == projected.shape[-1:]
     if not across or not processor.fusion.is_on("qk_norm_rope"):
         return norm(projected)
@@ -153,23 +159,23 @@ def _across_heads(
 
 
 class SanaProcessor(SharedInputProcessor):
-    """`SanaAttnProcessor2_0`: one input for k and v, RMSNorm across heads in one pass."""
+    """`SanaAttnProcessor2_0` with one projection call for k and v, and RMSNorm across heads in one pass."""
 
     def normed(
         self, attn: Attention, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q and k (B, S, D) after the layer's own norms."""
+        """q and k (B, S, D) after the layer's norms."""
         query = _across_heads(self, attn, attn.norm_q, query)
         return query, _across_heads(self, attn, attn.norm_k, key)
 
 
 class SanaLinearProcessor(FusedProcessor):
-    """`SanaLinearAttnProcessor2_0` with its sums in fp32 whatever autocast does, and q, k, v of one input."""
+    """`SanaLinearAttnProcessor2_0` with sums in fp32 even under autocast, and one projection call for q, k and v."""
 
     @property
     def is_stock(self) -> bool:
-        """True if the stock processor is to be called: also while the kernel of this attention is off."""
-        # The base's and one more. Not asked through `super`: Dynamo traces no such property.
+        """True if the stock processor must run. Also while this attention's kernel is off."""
+        # The base class's conditions and one more. `super` is not used: Dynamo cannot trace such a property.
         on = self.fusion.is_on(ATTENTION) and self.fusion.is_on("relu_linear_attention")
         return not on or self._parallel_config is not None
 
@@ -184,7 +190,7 @@ class SanaLinearProcessor(FusedProcessor):
     ) -> torch.Tensor:
         if self.is_stock or encoder_hidden_states is not None:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask)
-        # As the stock processor does: it clips what it returns in fp16.
+        # The stock processor clips its fp16 output too.
         output = self.attended(attn, hidden_states, None, normed)
         return saturate(output) if hidden_states.dtype is torch.float16 else output
 
@@ -195,7 +201,7 @@ class SanaLinearProcessor(FusedProcessor):
         rotary: Rotary | None,
         normed: Recomputable | None,
     ) -> torch.Tensor:
-        """Return self-attention of (B, S, D), numerator rotated by tables (1, S, head width), and its projection."""
+        """Self-attention of (B, S, D) and its projection. `rotary` tables (1, S, head width) rotate the numerator."""
         with nullcontext() if normed is None else normed.not_kept():
             query, key, value = project_qkv(attn, hidden_states, None)
         query = _across_heads(self, attn, attn.norm_q, query)
@@ -207,14 +213,14 @@ class SanaLinearProcessor(FusedProcessor):
                 return relu_linear_attention(query, key, value, *(rotary or ())).flatten(2)
 
         attended = again()
-        # Cheap to compute again, and backward has q, k and v: the adapter of the projection need not keep it.
+        # Cheap to recompute, and q, k and v are saved for backward: the projection's adapter need not save it.
         with Recomputable(attended, again).not_kept():
             projected = attn.to_out[0](attended)
         return attn.to_out[1](projected)
 
 
 class SaturatingSanaLinearProcessor(SanaLinearProcessor, SaturatingProcessor):
-    """The same around a processor that repeats fp16's limit in any dtype."""
+    """`SanaLinearProcessor` for a stock processor that clips to fp16's range in every dtype."""
 
     def attended(
         self,
@@ -223,12 +229,12 @@ class SaturatingSanaLinearProcessor(SanaLinearProcessor, SaturatingProcessor):
         rotary: Rotary | None,
         normed: Recomputable | None,
     ) -> torch.Tensor:
-        """Return what the other does, within fp16's range."""
+        """Attention as in the base class, clipped to fp16's range."""
         return saturate(super().attended(attn, hidden_states, rotary, normed))
 
 
 def _linear_processor(stock: Any, fusion: Fusion, attn: Attention) -> FusedProcessor:
-    """Make the processor that does what this stock one does to values beyond fp16's range."""
+    """Make the processor that treats values beyond fp16's range as this stock processor does."""
     if isinstance(stock, SaturatingProcessor):
         return SaturatingSanaLinearProcessor(stock, fusion, attn)
     return SanaLinearProcessor(stock, fusion, attn)

@@ -1,10 +1,10 @@
-"""SANA-Video blocks on fused ops, as `sana` with rotary positions and a convolution over time.
+"""SANA-Video blocks on fused ops: as in `sana`, with rotary positions and a convolution over time.
 
 Source of the arithmetic: diffusers, models/transformers/transformer_sana_video.py (SanaVideoTransformerBlock,
 GLUMBTempConv, SanaLinearAttnProcessor3_0, SanaAttnProcessor2_0).
 
 Shapes: B batch, F frames, S tokens (F * H * W of them), T text tokens, D width, G groups of tokens that share a
-modulation: 1, or a group a token.
+modulation: 1, or one group per token.
 """
 
 from typing import Any
@@ -37,9 +37,9 @@ def block_forward(
     width: int | None = None,
     rotary_emb: Rotary | None = None,
 ) -> torch.Tensor:
-    """Return tokens (B, S, D) after both attentions and the feed-forward, as `SanaVideoTransformerBlock` does."""
+    """Forward of `SanaVideoTransformerBlock`: tokens (B, S, D) after both attentions and the feed-forward."""
     assert timestep is not None
-    # A row for the whole sample, or one for each token where frames have timesteps of their own.
+    # One row for the whole sample, or one per token if frames have their own timesteps.
     rows = timestep.reshape(len(hidden_states), timestep.shape[1], 6, -1)
     tables = (block.scale_shift_table[None, None] + rows).unbind(dim=2)
 
@@ -54,12 +54,12 @@ def block_forward(
 
 
 def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return what `GLUMBTempConv` does, (B, F, H, W, D) to the same."""
+    """Forward of `GLUMBTempConv`, (B, F, H, W, D) to the same."""
     # Frames as samples up to the convolution over time, whose images are (B, D, F, H * W).
     batch, frames, height, width, channels = hidden_states.shape
     output = mix(ff, hidden_states.reshape(-1, height, width, channels))
     pixels = output.view(batch, frames, height * width, channels).permute(0, 3, 1, 2)
-    # By its module, adapters and hooks included: the convolution over time is no part of the kernel.
+    # Call the module, with its adapters and hooks: the convolution over time is not part of the kernel.
     output = (pixels + ff.conv_temp(pixels)).permute(0, 2, 3, 1).view(hidden_states.shape)
     if ff.norm_type == "rms_norm":
         output = ff.norm(output.movedim(1, -1)).movedim(-1, 1)
@@ -69,7 +69,7 @@ def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 class SanaVideoLinearProcessor(SanaLinearProcessor):
-    """`SanaLinearAttnProcessor3_0`: the numerator is rotated, the denominator is not; no limit in fp16."""
+    """`SanaLinearAttnProcessor3_0`: the numerator is rotated, the denominator is not; fp16 output is not clipped."""
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class SanaVideoLinearProcessor(SanaLinearProcessor):
 
 
 def _saturated(attn: Any) -> str | None:
-    """Return why a stock processor that limits its output stays: the fused one here has no such limit."""
+    """Why a stock processor that clips its output stays; None for others. The fused one here does not clip."""
     return "its output saturates" if isinstance(attn.processor, SaturatingProcessor) else None
 
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3's blocks and attention on fused ops, 3.5's second attention included.
+"""Stable Diffusion 3's blocks and attention on fused ops, including the second attention of SD 3.5.
 
 Source of the arithmetic: diffusers, models/attention.py (JointTransformerBlock), models/attention_processor.py
 (JointAttnProcessor2_0), models/normalization.py (AdaLayerNormZero, SD35AdaLayerNormZeroX, AdaLayerNormContinuous).
@@ -35,8 +35,8 @@ def block_forward(
     temb: torch.Tensor,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return text (B, T, D), None after the last block, and image (B, I, D), as `JointTransformerBlock` does."""
-    # A chunked feed-forward is a way of the stock code to save memory, which that alone knows.
+    """Forward of `JointTransformerBlock`: text (B, T, D), None after the last block, and image (B, I, D)."""
+    # Only the stock code supports a chunked feed-forward, which saves memory.
     if block._chunk_size is not None:
         return type(block).forward(
             block, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs
@@ -46,7 +46,7 @@ def block_forward(
     modulation = Modulation(*tables[:6])
     stream = Stream(hidden_states, modulation.shift, modulation.scale)
     image, (x,) = modulated((stream,), eps=norm.norm.eps)
-    if block.use_dual_attention:  # 3.5's: the image attends to itself too, by tables of its own
+    if block.use_dual_attention:  # SD 3.5: the image also attends to itself, with its own tables
         shift, scale, second_gate = tables[6:]
         second, (x,) = modulated((Stream(x, shift, scale),), eps=norm.norm.eps)
     if (
@@ -68,7 +68,7 @@ def block_forward(
         x = torch.addcmul(x, modulation.gate[:, None], attended)
         attended = block.attn2(hidden_states=second.tensor, **extra, **spared(block.attn2, second))
         modulation = modulation._replace(gate=second_gate)
-    # The second attention is added where the first would be, by its own gate; the first one is in x already.
+    # `leave` adds the second attention with its own gate; the first one is already in x.
     x = leave(block.norm2, block.ff, x, attended, modulation)
     if block.context_pre_only:
         return None, x
@@ -76,7 +76,7 @@ def block_forward(
 
 
 class JointProcessor(TwoStreamProcessor):
-    """`JointAttnProcessor2_0` with q and k normed in one pass; the image comes first, and no mask is heeded."""
+    """`JointAttnProcessor2_0` that norms q and k in one pass. The image comes first; masks are ignored."""
 
     def __call__(
         self,
@@ -94,7 +94,7 @@ class JointProcessor(TwoStreamProcessor):
             attended = attend(*heads, None, self.backend).flatten(2)
             return project_output(attn, attended)
         text_heads = self.text_heads(attn, encoder_hidden_states, recomputable=of_text)
-        # No mask: the stock processor takes one and passes it to nobody.
+        # No mask: the stock processor accepts one and ignores it.
         attended = attend(*joined_heads(heads, text_heads), None, self.backend).flatten(2)
         image = hidden_states.shape[1]
         attended, text = attended[:, :image], attended[:, image:]
@@ -103,7 +103,7 @@ class JointProcessor(TwoStreamProcessor):
 
 
 def _why_not(block: Any) -> str | None:
-    """Return why this block keeps its own forward; the last one has no second norm of the text."""
+    """Why this block keeps its own forward; None if it can be patched. The last block has no second text norm."""
     norms = [block.norm1.norm, block.norm1_context.norm, block.norm2]
     return norms_why_not(*norms, *([] if block.context_pre_only else [block.norm2_context]))
 

@@ -1,4 +1,4 @@
-"""A stream of tokens through `ada_norm`, by the norm module that a block has for it.
+"""Run `ada_norm` on a stream of tokens with the weights and eps of a block's norm module.
 
 Shapes: B batch, S tokens, D width.
 """
@@ -14,11 +14,17 @@ from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
 def norm_stream(
     norm: Any, stream: Stream, kind: Norm = "layer"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stream's sum with its gated y (B, S, D), normed and modulated; and that sum, to go on from.
+    """Add the stream's gated y to x, then norm and modulate the sum. Both results are (B, S, D).
 
-    `norm` is the block's own module, of which the weights, if it has any, and eps are taken.
+    Args:
+        norm: The block's norm module, which provides the weights, if any, and eps.
+        stream: x and, each optional, shift, scale, y and gate.
+        kind: `layer` or `rms`.
+
+    Returns:
+        The normed and modulated sum, and the sum itself (the residual stream to continue with).
     """
-    # The sum is an output of the op also where there is no y: its other use's gradient then arrives in the kernel.
+    # The op returns the sum even without a y: then the gradient of the sum's other use arrives in the same kernel.
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     normed, (residual,) = joint_ada_norm((stream,), weight, bias, norm=kind, eps=norm.eps)
     return normed, residual

@@ -1,4 +1,4 @@
-"""A SwiGLU of three linear layers, down(silu(gate(x)) * up(x)), that keeps its two projections alone."""
+"""A SwiGLU of three linear layers, down(silu(gate(x)) * up(x)), that saves only its two projections for backward."""
 
 from functools import partial
 
@@ -11,12 +11,12 @@ from dit_lora.fuse.lora import project
 
 
 def swiglu(gate: nn.Module, up: nn.Module, down: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return what the layers make of x (B, S, D)."""
+    """down(silu(gate(x)) * up(x)) for x (B, S, D)."""
     gated, linear = project((gate, up), x)
     activated = Recomputable(functional.silu(gated), partial(functional.silu, gated))
     with activated.not_kept():
         inner = activated.tensor * linear
-    # An adapter of the last layer need not keep its input.
+    # Recomputed in backward, so that an adapter of the last layer need not save its input.
     hidden = Recomputable(inner, partial(_hidden, gated, linear))
     with hidden.not_kept():
         output: torch.Tensor = down(hidden.tensor)
@@ -24,5 +24,5 @@ def swiglu(gate: nn.Module, up: nn.Module, down: nn.Module, x: torch.Tensor) -> 
 
 
 def _hidden(gated: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
-    """Return the hidden values again, the same bit for bit."""
+    """Recompute the hidden values, bit for bit."""
     return functional.silu(gated) * linear

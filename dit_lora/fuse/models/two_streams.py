@@ -1,7 +1,7 @@
-"""Base of models whose image (or video) and text are streams with weights of their own, and attend together.
+"""Base of models whose image (or video) and text are streams with separate weights that attend together.
 
-Source of the arithmetic: diffusers, models/normalization.py (AdaLayerNormZero), and what the blocks of Flux and SD3
-have in common.
+Source of the arithmetic: diffusers, models/normalization.py (AdaLayerNormZero), and the common part of the blocks of
+Flux and SD3.
 
 Shapes: B batch, S tokens of a stream, R of them rotated, D width, H heads.
 """
@@ -37,23 +37,24 @@ class Modulation(NamedTuple):
 def modulated(
     streams: Sequence[Stream], *, eps: float
 ) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
-    """Return streams normed and modulated in one buffer (B, sum of S, D), and each x (B, S, D) to go on from."""
-    # The norm's backward keeps its input: its output need not be kept for adapters, and is computed again for them.
+    """Norm and modulate streams into one buffer (B, sum of S, D). Also returns each x (B, S, D) to continue with."""
+    # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
     buffer, residuals = joint_ada_norm(streams, norm="layer", eps=eps)
     return Recomputable(buffer, partial(_buffer, streams, eps)), residuals
 
 
 def _buffer(streams: Sequence[Stream], eps: float) -> torch.Tensor:
-    """Return the buffer of `modulated` again, the same values bit for bit."""
+    """Recompute the buffer of `modulated`, bit for bit."""
     return joint_ada_norm(streams, norm="layer", eps=eps)[0]
 
 
 def enter(
     norm: Any, x: torch.Tensor, temb: torch.Tensor
 ) -> tuple[Recomputable, torch.Tensor, Modulation]:
-    """Return a stream (B, S, D) as attention takes it, x to go on from, and its modulation by temb (B, D).
+    """Norm and modulate a stream (B, S, D) for attention, as `AdaLayerNormZero.forward` does with temb (B, D).
 
-    It does what `AdaLayerNormZero.forward` does.
+    Returns:
+        The input of attention, x to continue with, and the modulation.
     """
     modulation = Modulation(*norm.linear(norm.silu(temb)).chunk(6, dim=1))
     return *enter_by(norm.norm, x, modulation), modulation
@@ -62,7 +63,7 @@ def enter(
 def enter_by(
     norm: Any, x: torch.Tensor, modulation: Modulation
 ) -> tuple[Recomputable, torch.Tensor]:
-    """Return a stream (B, S, D) as attention takes it, by a LayerNorm and a modulation, and x to go on from."""
+    """Norm and modulate a stream (B, S, D) for attention. Also returns x to continue with."""
     normed, (x,) = modulated((Stream(x, modulation.shift, modulation.scale),), eps=norm.eps)
     return normed, x
 
@@ -70,28 +71,28 @@ def enter_by(
 def leave(
     norm: Any, ff: Any, x: torch.Tensor, attended: torch.Tensor, modulation: Modulation
 ) -> torch.Tensor:
-    """Return the stream (B, S, D) with attention's output, and its feed-forward's, added through their gates."""
-    # The sum after attention is an output of the norm that reads it first; the last one has no norm to make it.
+    """Add attention's output and then the feed-forward's to the stream (B, S, D), each through its gate."""
+    # The norm before the feed-forward adds attention's output; no norm follows the feed-forward, hence addcmul.
     _, _, gate, shift_ff, scale_ff, gate_ff = modulation
     normed, x = ada_norm(x, shift_ff, scale_ff, norm="layer", eps=norm.eps, y=attended, gate=gate)
     return torch.addcmul(x, gate_ff[:, None], ff(normed))
 
 
 class Joined(NamedTuple):
-    """Both streams of a block that norms them together, and runs feed-forward and attention side by side."""
+    """Both streams inside a block that norms them together and runs feed-forward and attention in parallel."""
 
     normed: Recomputable
-    """(B, S of both, D): what attention takes."""
+    """(B, S of both, D), the input of attention."""
     streams: tuple[torch.Tensor, ...]
-    """Each x (B, S, D) to go on from."""
+    """Each stream x (B, S, D) to continue with."""
     gate: torch.Tensor
     """(B, 1, D)."""
     inner: torch.Tensor
     """The feed-forward's hidden values, of both streams."""
 
     def leave(self, block: Any, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both streams with attention's output (B, S of both, D) and the feed-forward's, through the gate."""
-        # One layer projects both, side by side: the stock block's weights are of this order.
+        """Add the outputs of attention (B, S of both, D) and feed-forward to both streams, through the gate."""
+        # One layer projects both, concatenated in the order of the stock block's weights.
         output = block.proj_out(torch.cat([attended, self.inner], dim=2))
         first, second = self.streams
         count = first.shape[1]
@@ -104,21 +105,21 @@ class Joined(NamedTuple):
 def enter_joined(
     block: Any, first: torch.Tensor, second: torch.Tensor, temb: torch.Tensor
 ) -> Joined:
-    """Take two streams (B, S, D) into a block with one `AdaLayerNormZeroSingle`, in this order."""
+    """Norm two streams (B, S, D) together, in this order, for a block with one `AdaLayerNormZeroSingle`."""
     shift, scale, gate = block.norm.linear(block.norm.silu(temb)).chunk(3, dim=1)
     streams = [Stream(x, shift, scale) for x in (first, second)]
     normed, residuals = modulated(streams, eps=block.norm.norm.eps)
-    # An adapter on the feed-forward would keep its input too: it is the same buffer that attention's can do without.
+    # Adapters on the feed-forward need not save its input either: it is the same buffer as attention's.
     with normed.not_kept():
         inner = block.proj_mlp(normed.tensor)
     return Joined(normed, residuals, gate[:, None], block.act_mlp(inner))
 
 
 class TwoStreamProcessor(FusedProcessor):
-    """Values that processors of both streams share: q, k and v of one, ready for attention."""
+    """Base class of processors of both streams: computes q, k and v of a stream, ready for attention."""
 
     def head_shape(self, attn: Any) -> tuple[int, int]:
-        """Return (H, D), with a -1 for what follows from the other."""
+        """(H, D) for `unflatten`; -1 for the size that follows from the other."""
         return attn.heads, -1
 
     def image_heads(
@@ -128,7 +129,7 @@ class TwoStreamProcessor(FusedProcessor):
         rotary: Rotary | None = None,
         recomputable: Recomputable | None = None,
     ) -> Heads:
-        """Return q, k and v (B, S, H, D) of image or video tokens x (B, S, .)."""
+        """q, k and v (B, S, H, D) of image or video tokens x (B, S, .)."""
         layers, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
         return self._heads(attn, layers, norms, x, rotary, recomputable)
 
@@ -139,7 +140,7 @@ class TwoStreamProcessor(FusedProcessor):
         rotary: Rotary | None = None,
         recomputable: Recomputable | None = None,
     ) -> Heads:
-        """Return q, k and v (B, S, H, D) of text tokens x (B, S, .), by the layers that are the text's own."""
+        """q, k and v (B, S, H, D) of text tokens x (B, S, .), with the layers for text."""
         layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         norms = (attn.norm_added_q, attn.norm_added_k)
         return self._heads(attn, layers, norms, x, rotary, recomputable)
@@ -153,40 +154,40 @@ class TwoStreamProcessor(FusedProcessor):
         rotary: Rotary | None,
         recomputable: Recomputable | None,
     ) -> Heads:
-        """Return the projections of x; q and k are normed per head, and their first R tokens rotated."""
-        # What is saved inside, for adapters' gradients, is a view of the block's buffer: backward makes it again.
+        """Project x to q, k and v. q and k are normed per head, and their first R tokens are rotated."""
+        # Adapters save a view of the block's buffer for their gradients: backward recomputes it instead.
         with recomputable.not_kept() if recomputable is not None else nullcontext():
             projected = project(layers, x)
         query, key, value = (tensor.unflatten(-1, self.head_shape(attn)) for tensor in projected)
         return self.normed(query, norms[0], rotary), self.normed(key, norms[1], rotary), value
 
     def normed(self, heads: torch.Tensor, norm: Any, rotary: Rotary | None) -> torch.Tensor:
-        """Return q or k (B, S, H, D) after its norm and rotation, either of which may be missing."""
-        # `attention_why_not` let no layer with a norm of another class come here.
+        """q or k (B, S, H, D) after its norm and rotation, each of which may be missing."""
+        # `attention_why_not` rejected layers with norms of other classes.
         kind = "layer" if norm is None else HEAD_NORMS[type(norm)]
         return self.normed_heads(heads, norm, rotary, kind)
 
 
 def joined_heads(first: Heads, second: Heads) -> Heads:
-    """Return q, k and v (B, S of both, H, D) of two streams, one after the other."""
+    """Concatenate q, k and v of two streams along the tokens: (B, S of both, H, D)."""
     query, key, value = (torch.cat(pair, dim=1) for pair in zip(first, second, strict=True))
     return query, key, value
 
 
 def spared(attn: Any, *normed: Recomputable) -> dict[str, tuple[Recomputable, ...]]:
-    """Return an argument for attention with a processor of these, which then does not keep its input."""
-    # A stock processor refuses arguments that it does not know: it gets none.
+    """Keyword argument that lets a fused processor recompute these normed inputs instead of saving them."""
+    # A stock processor rejects unknown arguments, so it gets none.
     takes = isinstance(attn.processor, TwoStreamProcessor)
     return {"recomputable": normed} if takes else {}
 
 
 def each(recomputable: tuple[Recomputable, ...]) -> tuple[Recomputable | None, Recomputable | None]:
-    """Return the image's and the text's, which are one in a joined block; None where the block runs its stock forward."""
+    """Split into the image's and the text's `Recomputable`: the same for joined streams, None without any."""
     return (recomputable[0], recomputable[-1]) if recomputable else (None, None)
 
 
 def norms_why_not(*norms: Any) -> str | None:
-    """Return why these are not all LayerNorms without weights, as which the blocks' forwards take them."""
+    """Why these norms cannot be fused; None if all are LayerNorms without weights, as the fused forwards assume."""
     if reason := other_norm(norms, nn.LayerNorm):
         return reason
     affine = any(norm.elementwise_affine for norm in norms)
@@ -194,18 +195,18 @@ def norms_why_not(*norms: Any) -> str | None:
 
 
 def block_why_not(block: Any) -> str | None:
-    """Say why a block of Flux keeps its stock forward; None if it can be fused."""
+    """Why a block of Flux keeps its stock forward; None if it can be fused."""
     return norms_why_not(
         block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context
     )
 
 
 def joined_why_not(block: Any) -> str | None:
-    """Return why a block that norms both streams together keeps its own forward; None if it need not."""
+    """Why a block that norms both streams together keeps its own forward; None if it can be patched."""
     return norms_why_not(block.norm.norm)
 
 
 def attention_why_not(attn: Any) -> str | None:
-    """Return why a norm of q or k is none that `qk_norm_rope` computes; None if they all are."""
+    """Why `qk_norm_rope` cannot compute a norm of q or k; None if it can compute all."""
     norms = (getattr(attn, name, None) for name in NORMS)
     return other_norm((norm for norm in norms if norm is not None), *HEAD_NORMS)

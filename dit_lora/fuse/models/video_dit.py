@@ -16,10 +16,10 @@ from dit_lora_kernels.ada_norm import Stream
 
 
 def block_forward(block: Any, tokens_BND: torch.Tensor, condition_BD: torch.Tensor) -> torch.Tensor:
-    """Return tokens (B, N, D) after attention and feed-forward, as `VideoDiTBlock` does, by a condition (B, D)."""
+    """Forward of `VideoDiTBlock`: tokens (B, N, D) after attention and feed-forward, modulated by condition (B, D)."""
     shift, scale, gate, shift_ff, scale_ff, gate_ff = block.adaln(condition_BD)
     normed, x = norm_stream(block.norm1, Stream(tokens_BND, shift, scale))
-    # The gated sum after attention is made by the norm that reads it first.
+    # The second norm adds attention's gated output before it norms.
     normed, x = norm_stream(block.norm2, Stream(x, shift_ff, scale_ff, block.attn(normed), gate))
     return torch.addcmul(x, gate_ff[:, None], block.ff(normed))
 

@@ -2,7 +2,7 @@
 
 Source of the arithmetic: diffusers, models/transformers/transformer_wan.py (WanTransformerBlock, WanAttnProcessor).
 
-Shapes: B batch, S video tokens, K tokens that are attended to, D width, H heads; G rows of modulation a sample.
+Shapes: B batch, S video tokens, K key tokens, D width, H heads; G modulation rows per sample, 1 or S.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def block_forward(
     temb: torch.Tensor,
     rotary_emb: Rotary,
 ) -> torch.Tensor:
-    """Return video tokens (B, S, D) after both attentions and feed-forward, as `WanTransformerBlock` does.
+    """Forward of `WanTransformerBlock`: video tokens (B, S, D) after both attentions and feed-forward.
 
     The residual stream keeps its dtype; the modulation is fp32.
     """
@@ -45,8 +45,8 @@ def block_forward(
 
 
 def _modulation(block: Any, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return shift, scale, gate of attention, then of the feed-forward: (B, G, D) of temb (B, 6, D) or (B, S, 6, D)."""
-    # The table is (1, 6, D): the dimension of its six is the last but one of either temb.
+    """Shift, scale, gate of attention, then of the feed-forward, each (B, G, D). temb is (B, 6, D) or (B, S, 6, D)."""
+    # The table is (1, 6, D). With (B, G, 6, D) it broadcasts over batch and tokens.
     temb = temb.float()
     if temb.ndim == 3:  # one row a sample
         temb = temb[:, None]
@@ -54,12 +54,12 @@ def _modulation(block: Any, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _gated(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return x + gate * y (B, S, D) in x's dtype, whatever the gate's."""
+    """x + gate * y (B, S, D) in x's dtype, which may differ from the gate's."""
     return torch.addcmul(x, gate.to(x.dtype), y)
 
 
 class WanProcessor(AcrossHeadsProcessor):
-    """`WanAttnProcessor` of text and video: q and k normed across heads and rotated in one pass."""
+    """`WanAttnProcessor` for text and video that norms q and k across heads and rotates them in one pass."""
 
     def __call__(
         self,
@@ -76,24 +76,24 @@ class WanProcessor(AcrossHeadsProcessor):
         return self.attended(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
     def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
-        """Return (1, S, D / H) of the model's (1, S, 1, D / H), which hold each angle twice and all heads share."""
+        """The model's tables (1, S, 1, D / H) as (1, S, D / H). They hold each angle twice; all heads share them."""
         return cos.squeeze(2), sin.squeeze(2)
 
     def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """Return q or k (B, S, D) with each head rotated by tables (1, S, 1, D / H)."""
-        # Diffusers reads cosines at even and sines at odd places of its doubled tables.
+        """Rotate each head of q or k (B, S, D) with tables (1, S, 1, D / H)."""
+        # Diffusers reads cosines at even and sines at odd indices of its doubled tables.
         cos, sin = rotary
         heads = normed.unflatten(2, (attn.heads, -1))
         return rotate_pairs(heads, cos[..., 0::2], sin[..., 1::2]).flatten(2)
 
 
 def _block_why_not(block: Any) -> str | None:
-    """Return why this block keeps its own forward; None if `block_forward` does the same."""
+    """Why this block keeps its own forward; None if `block_forward` does the same."""
     return other_norm((block.norm1, block.norm2, block.norm3), FP32LayerNorm, nn.Identity)
 
 
 def _attention_why_not(attn: Any) -> str | None:
-    """Return why this layer keeps its own processor; None if `WanProcessor` does the same."""
+    """Why this layer keeps its own processor; None if `WanProcessor` does the same."""
     return "it attends to an image too" if attn.add_k_proj is not None else rms_why_not(attn)
 
 

@@ -1,6 +1,6 @@
-"""Z-Image's blocks and attention on fused ops: one stream of image and text, and the refiners of each.
+"""Z-Image's blocks and attention on fused ops: the single stream of image and text, and the refiners of each.
 
-Modulation is a scale before attention and feed-forward, and a gate behind each, through a tanh, after a norm of its own.
+The modulation is a scale before attention and feed-forward, and after each a norm and a gate through a tanh.
 
 Source of the arithmetic: diffusers, models/transformers/transformer_z_image.py (ZImageTransformerBlock, FeedForward,
 ZSingleStreamAttnProcessor).
@@ -35,11 +35,11 @@ def block_forward(
     adaln_noisy: torch.Tensor | None = None,
     adaln_clean: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return tokens (B, S, D) after attention and feed-forward, as `ZImageTransformerBlock` does.
+    """Forward of `ZImageTransformerBlock`: tokens (B, S, D) after attention and feed-forward.
 
     The text's refiner has no modulation.
     """
-    if noise_mask is not None:  # of Z-Image-Omni: some tokens are clean, and modulated so
+    if noise_mask is not None:  # Z-Image-Omni: some tokens are clean, with their own modulation
         stock: torch.Tensor = type(block).forward(
             block, x, attn_mask, freqs_cis, adaln_input, noise_mask, adaln_noisy, adaln_clean
         )
@@ -50,7 +50,7 @@ def block_forward(
         gate, gate_ff = gate.tanh(), gate_ff.tanh()
     stream = Stream(x, scale=scale)
     normed, x = norm_stream(block.attention_norm1, stream, "rms")
-    # The norm's backward keeps its input: its output need not be kept for adapters, and is computed again for them.
+    # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
     again = Recomputable(normed, partial(_again, block.attention_norm1, stream))
     attended = block.attention(
         normed, attention_mask=attn_mask, freqs_cis=freqs_cis, **spared(block.attention, again)
@@ -63,17 +63,17 @@ def block_forward(
 
 
 def _again(norm: Any, stream: Stream) -> torch.Tensor:
-    """Return the normed stream (B, S, D) alone, the same values bit for bit."""
+    """Recompute the normed stream (B, S, D), bit for bit."""
     return norm_stream(norm, stream, "rms")[0]
 
 
 def feed_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return what `FeedForward` makes of x (B, S, D)."""
+    """Forward of `FeedForward` for x (B, S, D)."""
     return swiglu(module.w1, module.w3, module.w2, x)
 
 
 class ZImageProcessor(TwoStreamProcessor):
-    """`ZSingleStreamAttnProcessor` with q and k normed and rotated in one pass."""
+    """`ZSingleStreamAttnProcessor` that norms and rotates q and k in one pass."""
 
     def __call__(
         self,
@@ -96,7 +96,7 @@ class ZImageProcessor(TwoStreamProcessor):
         return project_output(attn, attend(*heads, attention_mask, self.backend).flatten(2))
 
     def normed(self, heads: torch.Tensor, norm: Any, rotary: Rotary | None) -> torch.Tensor:
-        """Return q or k (B, S, H, D) after its norm and rotation by tables (B, S, D), by what is on."""
+        """q or k (B, S, H, D) after its norm and rotation with tables (B, S, D). Uses the kernel if it is on."""
         if rotary is None or self.fusion.is_on("qk_norm_rope"):
             return super().normed(heads, norm, rotary)
         if norm is not None:

@@ -1,4 +1,4 @@
-"""Configuration of a VideoChat2 checkpoint: sizes of its three networks and how media become tokens.
+"""Configuration of a VideoChat2 checkpoint: sizes of its three networks, and how media become tokens.
 
 Source: OpenGVLab/Ask-Anything, video_chat2/scripts/videochat_mistral/config_7b_stage3.py and config_7b_hd_stage4.py.
 """
@@ -29,7 +29,7 @@ QFORMER_DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 12,
     "intermediate_size": 3072,
     "cross_attention_frequency": 2,
-    # BERT's 30,522 words and [DEC].
+    # BERT's 30,522 tokens and [DEC].
     "vocab_size": 30523,
     "max_position_embeddings": 512,
     "hidden_dropout_prob": 0.1,
@@ -42,18 +42,18 @@ LEGACY_EPS, EPS = 1e-12, 1e-6
 
 
 class VideoChat2Config(PreTrainedConfig):
-    """Sizes of VideoChat2; the defaults are VideoChat2-Mistral-7B's, and `text_config` any causal LM's.
+    """Sizes of VideoChat2. Defaults are those of VideoChat2-Mistral-7B; `text_config` may be any causal LM's.
 
-    `vision_config` (UMT-L) and `qformer_config` are plain dicts; what they leave out is filled in, and an
-    unknown key raises `DitLoraError`. `num_hidden_layers` of the former counts the blocks as the pretrained
-    encoder does: return_index -2 gives the output of the last but one, and the last is not built. Any
-    number of frames can be read: `num_frames` is what the checkpoint was trained on.
+    `vision_config` (UMT-L) and `qformer_config` are plain dicts. Missing keys get defaults, and an unknown key raises
+    `DitLoraError`. `num_hidden_layers` of `vision_config` counts the blocks of the pretrained encoder: return_index -2
+    uses the output of the second-to-last block, and the last is not built. Any number of frames works; `num_frames` is
+    the number in training.
 
-    `media_token_id` fills the positions that the media's tokens take: outside both vocabularies, never
-    embedded. `legacy` is the arithmetic that the released weights were trained with: LayerNorm eps 1e-12 in
-    the Q-Former and before it, and each BOS token embedded as the constant vector of its own id
-    (videochat2_it_mistral.py assigns the id to the embedding; its demo and MVBench notebooks embed BOS as
-    any token). Without it, eps is 1e-6, and BOS has its own embedding.
+    `media_token_id` fills the positions of the media's tokens in the prompt. It is outside both vocabularies and never
+    embedded. `legacy` selects the arithmetic that the released weights were trained with: LayerNorm eps 1e-12 in the
+    Q-Former and before it, and each BOS token embedded as a constant vector of its own id (videochat2_it_mistral.py
+    assigns the id to the embedding; its demo and MVBench notebooks embed BOS as any token). Without `legacy`, eps is
+    1e-6, and BOS has its own embedding.
     """
 
     model_type = "videochat2"
@@ -76,7 +76,7 @@ class VideoChat2Config(PreTrainedConfig):
         self.vision_config = filled(vision_config, VISION_DEFAULTS, "vision_config")
         self.qformer_config = filled(qformer_config, QFORMER_DEFAULTS, "qformer_config")
         if not isinstance(text_config, PreTrainedConfig):
-            # config.json stores the language model's config as plain values.
+            # config.json stores the language model's config as a plain dict.
             values = dict(text_config or {})
             text_config = AutoConfig.for_model(values.pop("model_type", "mistral"), **values)
         self.text_config = text_config
@@ -85,7 +85,7 @@ class VideoChat2Config(PreTrainedConfig):
         self.media_token_id = text_config.vocab_size if media_token_id is None else media_token_id
         self.legacy, self.tile_size, self.add_global = legacy, tile_size, add_global
         self.prompt_format = prompt_format
-        # Transformers ties the head by the value of this outer config.
+        # Transformers reads this flag of the outer config to tie the output head.
         kwargs.setdefault("tie_word_embeddings", bool(text_config.tie_word_embeddings))
         super().__init__(**kwargs)
         self._check()
@@ -99,7 +99,7 @@ class VideoChat2Config(PreTrainedConfig):
         return LEGACY_EPS if self.legacy else EPS
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of tiles in pixels of height x width; raises `DitLoraError` where none fit."""
+        """Rows and columns of tiles for height x width pixels. Raises `DitLoraError` if they are not whole tiles."""
         tile = self.tile_size
         if height < tile or width < tile or height % tile or width % tile:
             raise DitLoraError(
@@ -108,15 +108,16 @@ class VideoChat2Config(PreTrainedConfig):
         return height // tile, width // tile
 
     def num_views(self, height: int, width: int) -> int:
-        """Return the number of tiles in height x width pixels; `add_global` adds the whole picture to several."""
+        """Number of tiles for height x width pixels. `add_global` adds the downscaled frame if there are several."""
         rows, columns = self.grid(height, width)
         return rows * columns + (self.add_global and rows * columns > 1)
 
     def num_media_tokens(self, height: int, width: int) -> int:
-        """Return the positions of the prompt that media of height x width pixels fill, of however many frames."""
+        """Number of prompt positions that media of height x width pixels fill. Independent of the number of frames."""
         return self.num_views(height, width) * (self.num_query_tokens + self.num_extra_query_tokens)
 
     def _check(self) -> None:
+        """Raise `DitLoraError` with all inconsistent values."""
         faults = []
         if self.prompt_format not in PROMPT_FORMATS:
             faults.append(
@@ -141,14 +142,14 @@ class VideoChat2Config(PreTrainedConfig):
             raise DitLoraError(listed("this VideoChat2 configuration cannot be built:", faults))
 
 
-# Transformers' own loaders, of tokenizers too, read config.json by its model_type.
+# Transformers' auto classes, also for tokenizers, look up config.json's model_type.
 AutoConfig.register("videochat2", VideoChat2Config)
 
 
 def filled(
     given: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str
 ) -> dict[str, Any]:
-    """Return the defaults, replaced by what is given; an unknown key raises `DitLoraError`."""
+    """The defaults updated with `given`. Raises `DitLoraError` for an unknown key."""
     unknown = sorted(set(given or {}) - set(defaults))
     if unknown:
         raise DitLoraError(

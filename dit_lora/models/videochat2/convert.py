@@ -1,4 +1,4 @@
-"""Conversion of VideoChat2's released .pth files and a language model's folder to one checkpoint folder.
+"""Converts VideoChat2's released .pth files and a language model's folder to one checkpoint folder.
 
     convert_videochat2(
         Path("videochat2-mistral"),
@@ -8,7 +8,7 @@
         qformer_tokenizer=Path("bert-base-uncased"),
     )
 
-Values as in video_chat2/configs/config_mistral.json and its siblings, which differ in the language model alone.
+Values are those of video_chat2/configs/config_mistral.json and its siblings, which only differ in the language model.
 """
 
 import json
@@ -47,35 +47,35 @@ EXTRA_QUERIES = "model.extra_query_tokens"
 QFORMER_TOKENIZER = "qformer_tokenizer"
 GENERATION = "generation_config.json"
 ADAPTER = "adapter"
-"""Name of the folder of a LoRA that was kept."""
-LORA_ALPHA = 32.0  # config_7b_stage3.py; the files do not say
-QUERY_STD = 0.02  # BERT's initializer_range, as init_Qformer draws the other queries
+"""Folder name of a LoRA that is kept separate."""
+LORA_ALPHA = 32.0  # from config_7b_stage3.py; the released files do not record it
+QUERY_STD = 0.02  # BERT's initializer_range, with which init_Qformer draws the other queries
 SHARD_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Report of what became of every tensor."""
+    """Report on what happened to every tensor."""
 
     path: Path
     tensors: Mapping[str, int]
-    """Numbers of our tensors that came from each file."""
+    """File to the number of our tensors that came from it."""
     unused: Mapping[str, tuple[str, ...]]
-    """Names of released tensors that are not needed, by the reason."""
+    """Reasons to the names of released tensors that are not needed."""
     lora: str
-    """Report of what was done with the LoRA; empty where there is none."""
+    """Text on what was done with the LoRA; empty if there is none."""
     fresh: tuple[str, ...]
-    """Names of our tensors that no file has and that were drawn."""
+    """Names of our tensors that no file has and that were initialized randomly."""
     notes: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """Return the report in lines for a person."""
+        """The report as lines of text."""
         return [
             f"{self.path}: {sum(self.tensors.values())} tensors",
             *(f"  {count} of {file}" for file, count in self.tensors.items()),
             *([f"  {self.lora}"] if self.lora else []),
             *(f"  drawn, as no file has it: {name}, N(0, {QUERY_STD})" for name in self.fresh),
-            *(f"  not needed, {len(names)}: {why}" for why, names in self.unused.items()),
+            *(f"  not needed, {len(names)}: {reason}" for reason, names in self.unused.items()),
             *(f"  {note}" for note in self.notes),
         ]
 
@@ -95,17 +95,28 @@ def convert_videochat2(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[str], None] | None = None,
 ) -> Conversion:
-    """Write `out`, which must not exist, with every tensor of the files placed or accounted for.
+    """Write `out` with every tensor of the files converted or accounted for.
 
-    `vision` is stage 1's umt_l16_qformer.pth; `stages` go over it in their order. Without `legacy` the
-    released arithmetic is kept (`VideoChat2Config.legacy`) if a file of stage 3 or later is among them.
-    That file's LoRA is added to the language model in fp32 and rounded once, to the dtype of its weights;
-    with `keep_adapter`, it is `out/adapter` in PEFT's format instead. `config` replaces VideoChat2Config's
-    values, for other sizes.
+    Dtypes are those of the files. At most one shard is in memory. After an error or interruption, `out` does not
+    exist.
 
-    dtypes are those of the files. At most a shard is in memory. Raises one `DitLoraError` that lists every
-    tensor that is unknown, missing, of another shape or not finite; then, and if it is interrupted, `out`
-    does not exist.
+    Args:
+        out: A folder that must not exist.
+        llm: The language model's folder.
+        vision: Stage 1's umt_l16_qformer.pth.
+        stages: Files of later stages, which override earlier ones in this order.
+        qformer_tokenizer: Folder of the Q-Former's tokenizer.
+        legacy: Keep the released arithmetic (`VideoChat2Config.legacy`). None: if a file of stage 3 or later is given.
+        keep_adapter: Write the LoRA of stage 3 or later to `out/adapter` in PEFT's format. False: merge it into the
+            language model in fp32, rounded once to the dtype of its weights.
+        lora_alpha: Alpha of that LoRA.
+        config: Replaces values of VideoChat2Config, for other sizes.
+        seed: Seed for tensors that no file has.
+        shard_bytes: Maximum size of a shard.
+        progress: Called with a line of text after each shard.
+
+    Raises:
+        DitLoraError: Lists every tensor that is unknown, missing, of another shape or not finite.
     """
     _check_paths(out, llm, vision, stages, qformer_tokenizer)
     released = [read_released(path) for path in stages]
@@ -138,17 +149,18 @@ def convert_videochat2(
         _write_rest(folder, llm, tokenizer, reader)
     notes = (*notes, f"legacy: {ours.legacy}; prompt format: {ours.prompt_format}")
     counts = Counter(sources.weights[name].file.name for name in expected)
-    unused = {why: tuple(names) for why, names in sources.unused.items()}
+    unused = {reason: tuple(names) for reason, names in sources.unused.items()}
     return Conversion(out, counts, unused, adapter.done, fresh, notes)
 
 
 def _check_paths(
     out: Path, llm: Path, vision: Path | None, stages: Sequence[Path], qformer_tokenizer: Path
 ) -> None:
+    """Raise `DitLoraError` with every path that is missing, or exists and must not."""
     faults = [f"{out} exists; choose another folder"] if out.exists() else []
     faults += [
-        f"{folder} is no folder of a {what}"
-        for folder, what in ((llm, "language model"), (qformer_tokenizer, "tokenizer"))
+        f"{folder} is no folder of a {content}"
+        for folder, content in ((llm, "language model"), (qformer_tokenizer, "tokenizer"))
         if not folder.is_dir()
     ]
     faults += [
@@ -165,14 +177,14 @@ def _check_paths(
 def _model_config(
     kind: str, legacy: bool, text: PreTrainedConfig, words: int, overrides: Mapping[str, Any]
 ) -> VideoChat2Config:
-    """Return the config of these parts, `words` being those of the Q-Former's tokenizer, with overrides."""
+    """The model's config, with overrides. `words` is the vocabulary size of the Q-Former's tokenizer."""
     facts = {"prompt_format": PROMPT_FORMATS[kind], "legacy": legacy, "text_config": text}
     qformer = {"vocab_size": words, **overrides.get("qformer_config", {})}
     return VideoChat2Config(**{**facts, **overrides, "qformer_config": qformer})
 
 
 def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
-    """Load the language model's tokenizer, which pads as the original's, and the Q-Former's with [DEC] (blip2.py)."""
+    """Load the language model's tokenizer, with the original's padding, and the Q-Former's with [DEC] (blip2.py)."""
     try:
         tokenizer = load_tokenizer(llm)
         reader = load_pretrained(AutoTokenizer, qformer_tokenizer, truncation_side="left")
@@ -188,7 +200,7 @@ def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
 
 
 def _language_model(files: Sequence[ReleasedFile]) -> str:
-    """Return `mistral`, `llama` or `phi`; raise `DitLoraError` unless all files agree."""
+    """`mistral`, `llama` or `phi`. Raises `DitLoraError` unless all files agree."""
     by_file = {file.path: language_model_of(file.tensors) for file in files}
     kinds = {kind for kind in by_file.values() if kind}
     if len(kinds) == 1:
@@ -202,7 +214,7 @@ def _language_model(files: Sequence[ReleasedFile]) -> str:
 
 
 def _text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """Return the language model's config, whose BOS is its tokenizer's (old LLaMA folders disagree), and notes."""
+    """The language model's config, with BOS taken from its tokenizer (old LLaMA folders disagree), and notes."""
     try:
         text_config = load_pretrained(AutoConfig, llm)
     except (ValueError, OSError) as error:
@@ -212,7 +224,7 @@ def _text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig
             f"the released files are of a {MODEL_TYPES[kind]} language model ({kind}_proj); {llm} is a "
             f"{text_config.model_type}"
         )
-    # The name would say where the folder was.
+    # The name would record the path of the folder.
     text_config.name_or_path = ""
     stated, actual = text_config.bos_token_id, tokenizer.bos_token_id
     text_config.bos_token_id = actual
@@ -224,19 +236,20 @@ def _text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig
 def _draw_extra_queries(
     sources: Sources, expected: Mapping[str, tuple[int, ...]], seed: int
 ) -> tuple[str, ...]:
+    """Initialize the extra queries if no file has them. Returns the names of the initialized tensors."""
     if EXTRA_QUERIES in sources.weights:
         return ()
-    drawn = QUERY_STD * torch.randn(
+    queries = QUERY_STD * torch.randn(
         expected[EXTRA_QUERIES], generator=torch.Generator().manual_seed(seed)
     )
     sources.weights[EXTRA_QUERIES] = TensorOnDisk(
-        Path("(drawn)"), tuple(drawn.shape), lambda: drawn
+        Path("(drawn)"), tuple(queries.shape), lambda: queries
     )
     return (EXTRA_QUERIES,)
 
 
 class _Adapter:
-    """The LoRA among the sources, at scale alpha / rank."""
+    """The LoRA found in the files, at scale alpha / rank."""
 
     def __init__(self, sources: Sources, alpha: float) -> None:
         self.sources, self.alpha, self.done = sources, alpha, ""
@@ -249,7 +262,7 @@ class _Adapter:
         self.update = self.rounding = 0.0
 
     def merge(self) -> None:
-        """Replace each W by W + alpha / rank * B A, in fp32 and rounded once, computed when the tensor is read."""
+        """Replace each W by W + alpha / rank * B A, computed in fp32 and rounded once when the tensor is read."""
         for module in self.sources.lora:
             name = f"{module}.weight"
             base = self.sources.weights[name]
@@ -258,6 +271,7 @@ class _Adapter:
             )
 
     def _merged(self, module: str, base: TensorOnDisk) -> torch.Tensor:
+        """The merged weight. Also updates the report with the rounding error so far."""
         lora, weight = self.sources.lora[module], base.read()
         update = self.alpha / self.rank * (lora["B"].read().float() @ lora["A"].read().float())
         exact = weight.float() + update
@@ -273,7 +287,7 @@ class _Adapter:
         return merged
 
     def save(self, folder: Path) -> None:
-        """Write the LoRA as PEFT does: adapter_config.json and adapter_model.safetensors."""
+        """Write the LoRA in PEFT's format: adapter_config.json and adapter_model.safetensors."""
         if not self.sources.lora:
             raise DitLoraError(
                 "keep_adapter needs a file with LoRA, of stage 3 or later; these have none"
@@ -298,7 +312,7 @@ class _Adapter:
 
 
 def _write_rest(folder: Path, llm: Path, tokenizer: Any, reader: Any) -> None:
-    """Write both tokenizers, and how the language model generates."""
+    """Write both tokenizers and the language model's generation config."""
     tokenizer.save_pretrained(folder)
     reader.save_pretrained(folder / QFORMER_TOKENIZER)
     if (llm / GENERATION).is_file():
@@ -312,7 +326,7 @@ def _write_shards(
     shard_bytes: int,
     progress: Callable[[str], None] | None,
 ) -> None:
-    """Write the tensors as Transformers shards them; raises `DitLoraError` after the last if any is not finite."""
+    """Write the tensors in shards as Transformers does. Raises `DitLoraError` after the last if any is not finite."""
     shards: list[list[str]] = []
     written = size = 0
     bad: list[str] = []
@@ -322,7 +336,7 @@ def _write_shards(
         shards.append(list(tensors))
         written += len(tensors)
         size += sum(tensor.nbytes for tensor in tensors.values())
-        # Without this, the next shard would be read while this one is in memory.
+        # Otherwise the next shard would be read while this one is still in memory.
         del tensors
         if progress is not None:
             progress(f"{written} of {len(names)} tensors, {size / 2**30:.2f} GiB")
@@ -346,13 +360,17 @@ def _write_shards(
 
 
 def _shard_name(number: int) -> str:
+    """Temporary file name: the final one contains the number of shards."""
     return f"shard-{number}.safetensors"
 
 
 def _shards(
     sources: Sources, names: Sequence[str], shard_bytes: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors, read when asked for, in groups of up to `shard_bytes`, or one that is larger."""
+    """Yield the tensors in groups of up to `shard_bytes`, or a single larger one.
+
+    Each group is read when requested.
+    """
     tensors: dict[str, torch.Tensor] = {}
     size = 0
     for name in names:
@@ -367,7 +385,7 @@ def _shards(
 
 @contextmanager
 def _aside(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `out` at the end, or goes away after an error."""
+    """Context that yields a temporary folder, renamed to `out` on success and removed on failure."""
     staged = out.with_name(f".{out.name}.{os.getpid()}.partial")
     staged.mkdir(parents=True)
     try:

@@ -1,4 +1,4 @@
-"""Gathers every tensor of the released files and of the language model's folder, by our names, still on disk."""
+"""Collects the tensors of the released files and the language model's folder by our names, without reading them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ _PICKLED_INDEX, _PICKLED_WEIGHTS = "pytorch_model.bin.index.json", "pytorch_mode
 
 @dataclass(frozen=True)
 class TensorOnDisk:
-    """A tensor of a file, on disk until `read`."""
+    """A tensor in a file, which `read` loads."""
 
     file: Path
     shape: tuple[int, ...]
@@ -33,20 +33,20 @@ class TensorOnDisk:
 
 @dataclass
 class Sources:
-    """Origins of our tensors; a later file replaces an earlier one's."""
+    """Where each of our tensors comes from. Later files override earlier ones."""
 
     weights: dict[str, TensorOnDisk] = field(default_factory=dict)
     lora: dict[str, dict[str, TensorOnDisk]] = field(default_factory=dict)
-    """LoRA matrices by our layer: `A` (rank, inputs) and `B` (outputs, rank)."""
+    """LoRA matrices by our layer name: `A` (rank, inputs) and `B` (outputs, rank)."""
     unused: dict[str, list[str]] = field(default_factory=dict)
-    """Names of released tensors that are not needed, by the reason."""
+    """Reasons to the names of released tensors that are not needed."""
     unknown: list[str] = field(default_factory=list)
 
 
 def collect(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: bool) -> Sources:
-    """Return the folder's tensors, with the files' over them, in their order.
+    """Collect the tensors of the language model's folder, overridden by those of the files in their order.
 
-    `blocks` and `use_text` are those of `why_unused`. Raises `DitLoraError` where a file cannot be read.
+    `blocks` and `use_text` are those of `why_unused`. Raises `DitLoraError` if a file cannot be read.
     """
     sources = Sources()
     for name, stored in _language_model_weights(llm):
@@ -68,6 +68,7 @@ def collect(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: 
 
 
 def _place(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> None:
+    """Add one released tensor to the sources under our name."""
     # detach reads nothing: the values stay on disk until they are used.
     target, stored = place(name), TensorOnDisk(file, tuple(tensor.shape), tensor.detach)
     if target is None:
@@ -79,7 +80,7 @@ def _place(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> Non
 
 
 def _language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]]:
-    """Yield names and tensors of a folder of Transformers: safetensors, or, as old Vicunas have it, .bin files."""
+    """Yield names and tensors of a Transformers folder: safetensors or, for old Vicunas, .bin files."""
     for index, weights, entries in (
         (_INDEX, _WEIGHTS, _safetensors),
         (_PICKLED_INDEX, _PICKLED_WEIGHTS, _pickled),
@@ -102,6 +103,8 @@ def _language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]]:
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
+    """Yield the tensors of a safetensors file. Raises `DitLoraError` if it is incomplete."""
+
     def read(name: str) -> torch.Tensor:
         with safe_open(file, framework="pt") as opened:
             return opened.get_tensor(name)
@@ -117,12 +120,13 @@ def _safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
 
 
 def _pickled(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
+    """Yield the tensors of a .bin file."""
     for name, tensor in read_released(file).tensors.items():
         yield name, TensorOnDisk(file, tuple(tensor.shape), tensor.detach)
 
 
 def check(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise one `DitLoraError` with everything that is unknown, missing or of another shape."""
+    """Raise one `DitLoraError` with every tensor that is unknown, missing or of another shape."""
     faults = [f"{name}: unknown" for name in sources.unknown]
     for name, stored in sources.weights.items():
         shape = expected.get(name)
@@ -144,12 +148,13 @@ def check(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
 def _lora_faults(
     module: str, lora: Mapping[str, TensorOnDisk], shape: tuple[int, ...] | None
 ) -> list[str]:
+    """Problems with the LoRA of one layer."""
     if shape is None:
         return [f"LoRA of {module}: the model has no such layer"]
     if len(lora) < 2:
         return [f"LoRA of {module}: {next(iter(lora))} without its other half"]
     a, b = lora["A"].shape, lora["B"].shape
-    # B A must have the weight's shape, and both matrices one rank.
+    # B A must have the weight's shape, and both matrices the same rank.
     if (b[:1] + a[1:], a[:1]) != (shape, b[1:]):
         return [f"LoRA of {module}: A {a}, B {b} for a weight of {shape}"]
     return []

@@ -1,12 +1,12 @@
-"""VideoChat2: frames through a video transformer and a Q-Former to tokens of a causal language model.
+"""VideoChat2: a video transformer and a Q-Former turn frames into tokens of a causal language model.
 
 Source: OpenGVLab/Ask-Anything, video_chat2/models/videochat_mistra/videochat2_it_mistral.py and
 videochat2_it_hd_mistral.py (MVBench, arXiv 2311.17005); the Vicuna and Phi-3 variants differ in the language model.
-Parameters have the original's names, below `model`, but for `projection` (there `mistral_proj`, ...) and
-`language_model` (there `mistral_model`, ...). Nothing here casts a module or opens an autocast.
+Parameters have the original's names, below `model`, except `projection` (there `mistral_proj`, ...) and
+`language_model` (there `mistral_model`, ...). Nothing here casts a module or uses autocast.
 
-Shapes: B batch, L tokens, F frames, H and W pixels, I tokens of the instruction, V views of a picture (tiles and the
-whole), Q queries, N vision tokens, D width.
+Shapes: B batch, L tokens, F frames, H and W pixels, I tokens of the instruction, V views of a frame (tiles and the
+downscaled frame), Q queries, N vision tokens, D width.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ QUERY_STD = 0.02
 
 
 class VideoChat2PreTrainedModel(PreTrainedModel):
-    """Initialisation and the switches of Transformers, for the trunk and for the whole."""
+    """Initialization and Transformers' feature flags, for the trunk and for the full model."""
 
     config_class = VideoChat2Config
     config: VideoChat2Config
@@ -44,7 +44,7 @@ class VideoChat2PreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw all new queries from N(0, 0.02): a constant row would make LayerNorm's gradient 1/eps**0.5."""
+        """Draw new queries from N(0, 0.02): for a constant row, LayerNorm's gradient would be 1/eps**0.5."""
         super()._init_weights(module)
         if isinstance(module, VideoChat2VisionAttention):
             init.zeros_(module.q_bias)
@@ -73,7 +73,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         )
         self.qformer = VideoChat2QFormer(config.qformer_config, vision_width, config.layer_norm_eps)
         self.projection = nn.Linear(width, config.text_config.hidden_size)
-        # text_config remembers the dtype that the language model was saved in, but all of VideoChat2 has one.
+        # Override the dtype recorded in text_config: all of VideoChat2 has the same dtype.
         self.language_model = built_from(
             AutoModel, config.text_config, dtype=torch.get_default_dtype()
         )
@@ -91,9 +91,9 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         instruction_ids: torch.Tensor | None = None,
         instruction_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the tokens (B, V * Q, D) that stand for normalised pixels (B, F, 3, H, W) in the prompt."""
+        """Tokens (B, V * Q, D) that represent normalized pixels (B, F, 3, H, W) in the prompt."""
         views = self._views(pixel_values)
-        # Each view of a sample is read with that sample's instruction.
+        # Each view of a sample gets that sample's instruction.
         if instruction_ids is not None:
             instruction_ids = instruction_ids.repeat_interleave(views.shape[1], dim=0)
         if instruction_mask is not None:
@@ -108,9 +108,9 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         return self.projection(read).unflatten(0, (len(views), -1)).flatten(1, 2)
 
     def _views(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Cut (B, F, 3, H, W) into (B, V, F, 3, tile, tile): tiles row after row, then the whole, resized in fp32.
+        """Cut (B, F, 3, H, W) into views (B, V, F, 3, tile, tile): tiles by row, then the full frame, resized in fp32.
 
-        A single tile is the whole already; the original's HD model reads it twice.
+        If there is only one tile, it is the full frame; the original's HD model then reads it twice.
         """
         size = self.config.tile_size
         rows, columns = self.config.grid(*pixels.shape[-2:])
@@ -120,14 +120,14 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         if self.config.num_views(*pixels.shape[-2:]) == rows * columns:
             return views
         frames = pixels.flatten(0, 1).float()
-        whole = functional.interpolate(frames, size=(size, size), mode="bicubic")
-        whole = whole.to(pixels.dtype).unflatten(0, pixels.shape[:2])
-        return torch.cat([views, whole[:, None]], dim=1)
+        resized = functional.interpolate(frames, size=(size, size), mode="bicubic")
+        resized = resized.to(pixels.dtype).unflatten(0, pixels.shape[:2])
+        return torch.cat([views, resized[:, None]], dim=1)
 
     def embed(self, input_ids: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
-        """Return embeddings (B, L, D) of tokens, with each row's features (B, V * Q, D) for its media tokens."""
+        """Embed tokens as (B, L, D), with each row's features (B, V * Q, D) at the positions of its media tokens."""
         is_media = input_ids == self.config.media_token_id
-        # The media token's id is outside the vocabulary, so any row is looked up in its place.
+        # The media token's id is outside the vocabulary, so look up row 0 instead.
         embeds = self.get_input_embeddings()(input_ids.masked_fill(is_media, 0))
         if self.config.legacy:
             bos = self.config.text_config.bos_token_id
@@ -138,7 +138,10 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         return embeds.masked_scatter(is_media[..., None], features.to(embeds.dtype))
 
     def check_media(self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None) -> None:
-        """Raise `DitLoraError` unless each row has as many media tokens as its pixels become; reads the tokens."""
+        """Raise `DitLoraError` unless each row has as many media tokens as its pixels need.
+
+        Synchronizes with the device.
+        """
         expected = 0
         if pixel_values is not None:
             expected = self.config.num_media_tokens(*pixel_values.shape[-2:])
@@ -166,7 +169,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Return the language model's output for tokens (B, L) and pixels (B, F, 3, H, W)."""
+        """The language model's output for tokens (B, L) and pixels (B, F, 3, H, W)."""
         if (input_ids is None) == (inputs_embeds is None):
             raise DitLoraError(
                 "VideoChat2 takes input_ids or inputs_embeds, one of the two; got "
@@ -189,11 +192,10 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
 class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMixin):
     """VideoChat2 with the language model's output head: next-token logits, loss, `generate`.
 
-    `pixel_values` (B, F, 3, H, W) are normalised frames, H and W multiples of `tile_size`; each row of
-    `input_ids` holds as many `media_token_id` as its frames become tokens
-    (`VideoChat2Config.num_media_tokens`), anywhere in the row. `instruction_ids` and `instruction_mask` (B,
-    I) are what the Q-Former is told, padded on the right. Rows of a batch do not see each other. Training
-    pads tokens on the right, `generate` on the left with an `attention_mask`.
+    `pixel_values` (B, F, 3, H, W) are normalized frames, H and W multiples of `tile_size`. Each row of `input_ids` has
+    as many `media_token_id` as its frames need (`VideoChat2Config.num_media_tokens`), anywhere in the row.
+    `instruction_ids` and `instruction_mask` (B, I) are the Q-Former's instruction, padded on the right. Rows of a
+    batch are independent. Training pads tokens on the right, `generate` on the left with an `attention_mask`.
     """
 
     _tied_weights_keys = {  # noqa: RUF012
@@ -227,9 +229,9 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits (B, L, vocabulary), those of the last `logits_to_keep` positions where that is not 0.
+        """Logits (B, L, vocabulary); only of the last `logits_to_keep` positions unless that is 0.
 
-        `labels` (B, L) are token ids or -100, shifted here as everywhere in Transformers.
+        `labels` (B, L) are token ids or -100. They are shifted here, as in all Transformers models.
         """
         if input_ids is not None:
             self.model.check_media(input_ids, pixel_values)
@@ -262,7 +264,7 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
     def prepare_inputs_for_generation(
         self, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
     ) -> Any:
-        """Prepare inputs as Transformers does; media that the cache keeps are given at the first step only.
+        """Prepare inputs as Transformers does. Media are only passed at the first step; later they are in the cache.
 
         Transformers 5.23 drops `pixel_values` itself; 5.0 does not.
         """

@@ -1,8 +1,8 @@
-"""BLIP-2's Q-Former with stochastic depth: learned queries read the vision tokens, and an instruction if given.
+"""BLIP-2's Q-Former with stochastic depth: learned queries read the vision tokens, and optionally an instruction.
 
 Source: OpenGVLab/Ask-Anything, video_chat2/models/blip2/Qformer.py (arXiv 2301.12597, and InstructBLIP, 2305.06500).
-Weights keep the names they have there below `qformer.bert`. Differences: attention is SDPA, so no product of q
-and k is stored in half precision; `layer_norm_eps` is the caller's.
+Weights have their names in the original below `qformer.bert`. Differences: attention is SDPA, so no product of q
+and k is stored in half precision; `layer_norm_eps` is an argument.
 
 Shapes: B batch, Q queries, I tokens of the instruction, N vision tokens, D width.
 """
@@ -19,7 +19,7 @@ from dit_lora.models.videochat2.vision import DropPath, drop_path_rates
 
 
 class VideoChat2QFormerEmbeddings(nn.Module):
-    """Embeddings of the queries, then of the instruction's words with positions from 0, through one LayerNorm."""
+    """Embeds queries, then the instruction's tokens with positions from 0, and norms both: (B, Q + I, D)."""
 
     def __init__(self, config: dict[str, Any], eps: float) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class VideoChat2QFormerEmbeddings(nn.Module):
         tokens = queries_BQD
         if instruction_ids is not None:
             position = torch.arange(instruction_ids.shape[1], device=instruction_ids.device)
-            words = self.word_embeddings(instruction_ids) + self.position_embeddings(position)
-            tokens = torch.cat([queries_BQD, words], dim=1)
-        # Queries that train are fp32 beside frozen bf16 weights, and a CPU's LayerNorm takes no such pair.
+            text_tokens = self.word_embeddings(instruction_ids) + self.position_embeddings(position)
+            tokens = torch.cat([queries_BQD, text_tokens], dim=1)
+        # Trained queries are fp32 while frozen weights are bf16, and LayerNorm on a CPU rejects mixed dtypes.
         return self.dropout(self.LayerNorm(tokens.to(self.LayerNorm.weight.dtype)))
 
 
 class VideoChat2QFormerSelfAttention(nn.Module):
-    """Attention of the queries to `context`, of whatever width that has; `mask` is true where it may look."""
+    """Attention of the tokens to `context`, whose width may differ. `mask` is True where attention is allowed."""
 
     def __init__(self, config: dict[str, Any], context_width: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class VideoChat2QFormerSelfAttention(nn.Module):
 
 
 class VideoChat2QFormerOutput(nn.Module):
-    """The end of each branch: linear, dropout, stochastic depth, residual, LayerNorm (post-norm, as BERT)."""
+    """End of each branch: linear, dropout, stochastic depth, residual, LayerNorm (post-norm, as in BERT)."""
 
     def __init__(self, inner: int, config: dict[str, Any], eps: float, rate: float) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class VideoChat2QFormerOutput(nn.Module):
 
 
 class VideoChat2QFormerAttention(nn.Module):
-    """An attention branch with its end: what `tokens` read in `context` is added to them, and the sum is normed."""
+    """Attention branch with its output: attention of `tokens` to `context`, added to the tokens and normed."""
 
     def __init__(self, config: dict[str, Any], context_width: int, eps: float, rate: float) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class VideoChat2QFormerAttention(nn.Module):
 
 
 class VideoChat2QFormerIntermediate(nn.Module):
-    """The first half of a feed-forward branch; `VideoChat2QFormerOutput` is its second."""
+    """First half of a feed-forward branch; `VideoChat2QFormerOutput` is the second."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class VideoChat2QFormerIntermediate(nn.Module):
 
 
 class VideoChat2QFormerLayer(GradientCheckpointingLayer):
-    """Self-attention over queries and words, cross-attention of the queries, and a feed-forward for each."""
+    """Self-attention over queries and text, cross-attention of the queries, and separate feed-forwards."""
 
     def __init__(
         self, config: dict[str, Any], vision_width: int | None, eps: float, rate: float
@@ -134,36 +134,35 @@ class VideoChat2QFormerLayer(GradientCheckpointingLayer):
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         tokens = self.attention(tokens, tokens, mask)
-        # Queries alone look at the picture, and words have a feed-forward of their own.
-        query, words = tokens[:, :queries], tokens[:, queries:]
+        # Only queries attend to the image; text tokens have a separate feed-forward.
+        query, text_tokens = tokens[:, :queries], tokens[:, queries:]
         if self.crosses:
             query = self.crossattention(query, vision_BND, None)
         query = self.output_query(self.intermediate_query(query), query)
-        if words.shape[1] == 0:
+        if text_tokens.shape[1] == 0:
             return query
-        return torch.cat([query, self.output(self.intermediate(words), words)], dim=1)
+        return torch.cat([query, self.output(self.intermediate(text_tokens), text_tokens)], dim=1)
 
 
 class VideoChat2QFormerEncoder(nn.Module):
-    """The layers; every `cross_attention_frequency`-th, from the first on, looks at the vision tokens."""
+    """The layers. Every `cross_attention_frequency`-th, starting with the first, attends to the vision tokens."""
 
     def __init__(self, config: dict[str, Any], vision_width: int, eps: float) -> None:
         super().__init__()
         rates = drop_path_rates(config["drop_path_rate"], config["num_hidden_layers"])
-        every = config["cross_attention_frequency"]
+        frequency = config["cross_attention_frequency"]
         self.layer = nn.ModuleList(
-            VideoChat2QFormerLayer(config, None if index % every else vision_width, eps, rate)
+            VideoChat2QFormerLayer(config, None if index % frequency else vision_width, eps, rate)
             for index, rate in enumerate(rates)
         )
 
 
 class VideoChat2QFormer(nn.Module):
-    """Q-Former: queries (B, Q, D) read vision tokens (B, N, *), told the instruction (B, I), which may be padded.
+    """Q-Former: queries (B, Q, D) read vision tokens (B, N, *) and the instruction (B, I), which may be padded.
 
-    A padded word is never looked at. The original pads on the left and numbers positions from there, so
-    that there a sample's output depends on how long its batch neighbours' instructions are; give
-    instructions padded on the right, and it does not. Without `use_text` there is no instruction, and none
-    of its weights.
+    Padding is masked. The original pads on the left and counts positions from there, so that a sample's output depends
+    on the length of other instructions in its batch. With instructions padded on the right it does not. Without
+    `use_text` there is no instruction, and none of its weights.
     """
 
     def __init__(self, config: dict[str, Any], vision_width: int, eps: float) -> None:

@@ -1,9 +1,9 @@
-"""Released files of VideoChat2, by name: which tensor of theirs is which of ours, and which are not needed.
+"""Maps tensor names in VideoChat2's released files to our names, and lists the tensors that are not needed.
 
 Names are those that OpenGVLab/Ask-Anything saves: video_chat2/models/videochat2_qformer.py (stage 1,
 umt_l16_qformer.pth) and models/videochat_{mistra,vicuna,phi}/videochat2_{pt,it}_*.py (stages 2 to 4). A
-file holds what trained in its stage, with the buffers of the modules around it (tasks/train_it.py); stage 3
-and 4 hold LoRA of the language model.
+file has what was trained in its stage, with the buffers of the modules around it (tasks/train_it.py). Stages 3
+and 4 have a LoRA of the language model.
 """
 
 import pickle
@@ -19,12 +19,12 @@ import torch
 from dit_lora.errors import DitLoraError, listed
 
 PROMPT_FORMATS = {"mistral": "mistral", "llama": "vicuna", "phi": "phi3"}
-"""Prompt formats by the language model's word, such as `mistral` in `mistral_model` and `mistral_proj`."""
+"""The language model's name in the files (`mistral` in `mistral_model` and `mistral_proj`) to its prompt format."""
 MODEL_TYPES = {"mistral": "mistral", "llama": "llama", "phi": "phi3"}
-"""The language models' `model_type` by the same words."""
+"""The same names to the language models' `model_type`."""
 
 _LLM = "|".join(PROMPT_FORMATS)
-# Some files have PEFT's name of the adapter, `default`, in their tensors' names.
+# Some files have PEFT's adapter name, `default`, in their tensors' names.
 _LORA = re.compile(rf"({_LLM})_model\.base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _LANGUAGE_MODEL = re.compile(rf"({_LLM})_model\.(?:base_model\.model\.)?(.+)")
 _PROJECTION = re.compile(rf"({_LLM})_proj\.(weight|bias)")
@@ -43,7 +43,7 @@ _UNUSED = {
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Place of a released tensor in our model."""
+    """Where a released tensor belongs in our model."""
 
     name: str
     """Name of our tensor; for LoRA, of our module."""
@@ -51,7 +51,7 @@ class TensorPlace:
 
 
 def place(name: str) -> TensorPlace | None:
-    """Return the place of a released tensor; None if its name is none of the model."""
+    """Where a released tensor belongs in our model; None for an unknown name."""
     # The pattern of the language model matches LoRA's names too, so LoRA's goes first.
     if match := _LORA.fullmatch(name):
         return TensorPlace(language_model_name(match[2]), "A" if match[3] == "A" else "B")
@@ -62,16 +62,16 @@ def place(name: str) -> TensorPlace | None:
         return TensorPlace(language_model_name(match[2].replace(".base_layer.", ".")))
     if name.startswith("qformer.bert."):
         return TensorPlace(f"model.qformer.{name.removeprefix('qformer.bert.')}")
-    first = name.partition(".")[0]
-    if first in ("vision_encoder", "vision_layernorm", "query_tokens", "extra_query_tokens"):
+    prefix = name.partition(".")[0]
+    if prefix in ("vision_encoder", "vision_layernorm", "query_tokens", "extra_query_tokens"):
         return TensorPlace(f"model.{name}")
     return None
 
 
 def language_model_name(name: str) -> str:
-    """Return our name of a tensor of a causal language model that its own folder names so.
+    """Our name for a tensor of the causal language model, from its name in the language model's folder.
 
-    `model.layers.0...` is below `model.language_model` in ours; the output head stays on top.
+    `model.layers.0...` is below `model.language_model` in our model; the output head stays at the top level.
     """
     if name.startswith("model."):
         return f"model.language_model.{name.removeprefix('model.')}"
@@ -79,10 +79,12 @@ def language_model_name(name: str) -> str:
 
 
 def why_unused(name: str, *, blocks: int, use_text: bool) -> str | None:
-    """Return why the model has no place for this tensor, where that is known; None where it is not.
+    """Why the model does not need this tensor; None if it does, or if the name is unknown.
 
-    `blocks` is the number of the vision encoder's blocks that are built; `use_text` is true if the Q-Former
-    reads the instruction.
+    Args:
+        name: The released name.
+        blocks: Number of the vision encoder's blocks that are built.
+        use_text: True if the Q-Former reads the instruction.
     """
     for pattern, reason in _UNUSED.items():
         if pattern.fullmatch(name):
@@ -96,7 +98,7 @@ def why_unused(name: str, *, blocks: int, use_text: bool) -> str | None:
 
 
 def language_model_of(names: Mapping[str, Any]) -> str | None:
-    """Return `mistral`, `llama` or `phi`, as these names have it; None if none of them names a language model."""
+    """`mistral`, `llama` or `phi`, from the tensor names; None if they have no language model."""
     for name in names:
         for pattern in (_PROJECTION, _LANGUAGE_MODEL):
             if match := pattern.fullmatch(name):
@@ -105,7 +107,7 @@ def language_model_of(names: Mapping[str, Any]) -> str | None:
 
 
 def is_instruction_tuned(names: Mapping[str, Any]) -> bool:
-    """Return True if these are names of a stage-3 or stage-4 file: LoRA, or a Q-Former that reads text.
+    """True if the names are of a stage-3 or stage-4 file: with LoRA, or with a Q-Former that reads text.
 
     Stage 2 drops the Q-Former's text half (videochat2_pt_mistral.py: word_embeddings = None). Only the code
     of stage 3 and later sets the BOS position to the constant of its id.
@@ -115,18 +117,18 @@ def is_instruction_tuned(names: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ReleasedFile:
-    """The tensors of one .pth; they stay on disk until they are read."""
+    """The tensors of one .pth file. They stay on disk until they are used."""
 
     path: Path
     tensors: dict[str, torch.Tensor]
     beside: tuple[str, ...] = field(default=())
-    """Names of other things that a training run saved with them, such as `optimizer`."""
+    """Names of other entries that a training run saved, such as `optimizer`."""
 
 
 def read_released(path: Path) -> ReleasedFile:
-    """Open a .pth without running code from it; raises `DitLoraError` where it is no file of tensors."""
+    """Open a .pth file without running code from it. Raises `DitLoraError` if it has anything but tensors."""
     try:
-        # Only zip files, which torch writes from 1.6 on, can be mapped.
+        # Only zip files, which torch has written since 1.6, can be memory-mapped.
         loaded = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
@@ -134,33 +136,34 @@ def read_released(path: Path) -> ReleasedFile:
         raise DitLoraError(_refusal(path)) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise DitLoraError(f"{path} cannot be read as a .pth file: {error}") from error
-    beside: tuple[str, ...] = ()
+    other_keys: tuple[str, ...] = ()
     # A checkpoint of a training run has its weights under `model`.
     if isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping):
-        beside = tuple(str(key) for key in loaded if key != "model")
+        other_keys = tuple(str(key) for key in loaded if key != "model")
         loaded = loaded["model"]
     if not isinstance(loaded, Mapping):
         raise DitLoraError(f"{path} holds no state dict; got a {type(loaded).__name__}")
-    others = [
+    not_tensors = [
         f"{name}: {type(value).__name__}"
         for name, value in loaded.items()
         if not isinstance(value, torch.Tensor)
     ]
-    if others:
-        raise DitLoraError(listed(f"{path} is no state dict; these are no tensors:", others))
-    return ReleasedFile(path, dict(loaded), beside)
+    if not_tensors:
+        raise DitLoraError(listed(f"{path} is no state dict; these are no tensors:", not_tensors))
+    return ReleasedFile(path, dict(loaded), other_keys)
 
 
 def _refusal(path: Path) -> str:
+    """Error message for a file that is not safe to unpickle."""
     unsafe: list[str] = []
     if zipfile.is_zipfile(path):
         unsafe = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    what = (
+    content = (
         f"objects other than tensors ({', '.join(unsafe)})"
         if unsafe
         else "no tensors that are safe to read"
     )
     return (
-        f"{path} holds {what}, and unpickling those may run any code, so it was not opened; where you trust it, "
+        f"{path} holds {content}, and unpickling those may run any code, so it was not opened; where you trust it, "
         "save its weights alone: torch.save(torch.load(old, weights_only=False)['model'], new)"
     )

@@ -1,4 +1,4 @@
-"""The language model's tokenizer, as its tokenizer.json has it."""
+"""Loads the language model's tokenizer so that it agrees with its tokenizer.json."""
 
 from pathlib import Path
 from typing import Any
@@ -8,19 +8,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dit_lora.environment.pretrained import load_pretrained
 
-# Spaces, line breaks and special tokens, which the two ways of reading a folder treat differently.
+# Spaces, line breaks and special tokens, which the two ways of loading a tokenizer may treat differently.
 _PROBE = (
     "{bos} [INST] a  b [/INST] c {eos} [INST] d\ne [/INST] f {eos} ###Human: g ###Assistant: h ###"
 )
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a folder, whose tokens are those of its tokenizer.json, if it has one.
+    """Load the tokenizer of a folder. Its tokens are those of tokenizer.json, if there is one.
 
-    Transformers builds its own LlamaTokenizer for a folder that names that class, unless config.json is of
-    a model type that it knows to be otherwise; what tokenizer.json says of spaces is then lost, and after
-    each </s> a token is missing that the language model was trained with. Such a folder is read by its
-    tokenizer.json alone.
+    If a folder names LlamaTokenizer, Transformers builds its own unless it knows config.json's model type to be
+    different. The handling of spaces in tokenizer.json is then lost, and after each </s> a token is missing that the
+    language model was trained with. Such a folder is loaded only from its tokenizer.json.
     """
     tokenizer: Any = load_pretrained(AutoTokenizer, folder)
     stored = Path(folder) / "tokenizer.json"

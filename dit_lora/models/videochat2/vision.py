@@ -1,7 +1,7 @@
-"""UMT's video transformer: every patch of every frame attends to every other, in one space-time attention.
+"""UMT's video transformer: every patch of every frame attends to every other (joint space-time attention).
 
-Source: OpenGVLab/Ask-Anything, video_chat2/models/blip2/vit.py (UMT, arXiv 2303.16058; MAE's ViT). Its weights keep
-their names. Differences: attention is SDPA, so no product of q and k is stored in half precision; positions are
+Source: OpenGVLab/Ask-Anything, video_chat2/models/blip2/vit.py (UMT, arXiv 2303.16058; MAE's ViT). Weights have their
+original names. Differences: attention is SDPA, so no product of q and k is stored in half precision; positions are
 added in fp32 and the sum is rounded once.
 
 Shapes: B batch, F frames, H and W pixels, N tokens (frame after frame, row after row), D width.
@@ -17,12 +17,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dit_lora.errors import DitLoraError
 
-PRETRAINED_SIZE, PRETRAINED_SIDE = 224, 14  # vit.py: get_sinusoid_encoding_table2 of any other size
-BLOCK_EPS = 1e-6  # vit.py: norm_layer=partial(nn.LayerNorm, eps=1e-6), legacy or not
+PRETRAINED_SIZE, PRETRAINED_SIDE = (
+    224,
+    14,
+)  # vit.py: get_sinusoid_encoding_table2 is used for any other size
+BLOCK_EPS = 1e-6  # vit.py: norm_layer=partial(nn.LayerNorm, eps=1e-6), with and without `legacy`
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: training zeros a sample's whole branch with probability `rate`, and scales the others up."""
+    """Stochastic depth: in training, zeros a sample's branch with probability `rate` and scales the rest up."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -31,22 +34,22 @@ class DropPath(nn.Module):
     def forward(self, branch: torch.Tensor) -> torch.Tensor:
         if not self.training or self.rate == 0:
             return branch
-        # The kept branches are divided by their share, so that the mean stays.
+        # Divide by the keep probability, so that the mean stays the same.
         keep = 1 - self.rate
         shape = (branch.shape[0],) + (1,) * (branch.dim() - 1)
         return branch * (branch.new_empty(shape).bernoulli_(keep) / keep)
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
-    """Return rates from zero at the first layer to `rate` at the last, linear between.
+    """Rates that increase linearly from 0 at the first layer to `rate` at the last.
 
-    They are those of vit.py and Qformer.py (torch.linspace).
+    As in vit.py and Qformer.py (torch.linspace).
     """
     return torch.linspace(0, rate, depth, device="cpu").tolist()
 
 
 class VideoChat2VisionAttention(nn.Module):
-    """Self-attention whose queries and values have a bias and whose keys have none."""
+    """Self-attention with a bias for queries and values but not for keys."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -95,7 +98,7 @@ class VideoChat2VisionBlock(GradientCheckpointingLayer):
 
 
 class VideoChat2PatchEmbed(nn.Module):
-    """Embedding of patches of (tubelet_size, patch_size, patch_size) as tokens, frame after frame, row after row."""
+    """Embeds patches of (tubelet_size, patch_size, patch_size) as tokens (B, N, D), ordered by frame, row, column."""
 
     def __init__(self, width: int, tubelet_size: int, patch_size: int) -> None:
         super().__init__()
@@ -108,11 +111,10 @@ class VideoChat2PatchEmbed(nn.Module):
 
 
 class VideoChat2VisionEncoder(nn.Module):
-    """Encoder of pixels (B, F, 3, H, W): output (B, N, D) of block num_hidden_layers + return_index + 1, unnormed.
+    """Pixels (B, F, 3, H, W) to the output (B, N, D) of block num_hidden_layers + return_index + 1, without a norm.
 
-    One frame is an image and takes the positions of an image; more frames take those of
-    `pretrained_frames`, interpolated in time. (The original fixes the number of frames when it is built;
-    here it is the input's.)
+    A single frame is an image and gets the positions of an image. More frames get those of `pretrained_frames`,
+    interpolated in time. (The original fixes the number of frames at construction; here it is that of the input.)
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -120,7 +122,7 @@ class VideoChat2VisionEncoder(nn.Module):
         self.config = config
         width, depth = config["hidden_size"], config["num_hidden_layers"]
         self.patch_embed = VideoChat2PatchEmbed(width, config["tubelet_size"], config["patch_size"])
-        # The rates are those of all the encoder's blocks; the ones after the returned one are not built.
+        # The rates are spread over all blocks; those after the returned one are not built.
         rates = drop_path_rates(config["drop_path_rate"], depth)
         rates = rates[: depth + config["return_index"] + 1]
         self.blocks = nn.ModuleList(
@@ -146,7 +148,7 @@ class VideoChat2VisionEncoder(nn.Module):
             times,
             1 if frames == 1 else self.config["pretrained_frames"],
             tokens.device,
-            # vit.py resizes a table of 14 x 14 patches only for sizes other than 224.
+            # vit.py only resizes a table of 14 x 14 patches for sizes other than 224.
             pretrained_side=side if size == PRETRAINED_SIZE else PRETRAINED_SIDE,
         )
         tokens = (tokens.float() + positions).to(tokens.dtype)
@@ -156,7 +158,7 @@ class VideoChat2VisionEncoder(nn.Module):
 
 
 class VideoChat2Vision(nn.Module):
-    """The encoder, under the name that it has in the original's checkpoints (`vision_encoder.encoder`)."""
+    """Wrapper that gives the encoder its name in the original's checkpoints (`vision_encoder.encoder`)."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -175,13 +177,14 @@ def position_table(
     device: torch.device,
     pretrained_side: int | None = None,
 ) -> torch.Tensor:
-    """Return sinusoids of positions, fp32 (frames * side * side, width).
+    """Sinusoidal positions, fp32 (frames * side * side, width).
 
-    They are those of the running index over (pretrained_frames, pretrained_side, pretrained_side), resized;
-    `pretrained_side` is by default `side`. Even channels are sines, odd ones cosines of `index / 10000^(2 *
-    (channel // 2) / width)`, in fp64; another size is interpolated bicubically, then other frame counts
-    linearly between the pretrained ones (vit.py: get_sinusoid_encoding_table and _table2). They are no
-    buffer of the model, so that no cast of the model rounds them.
+    They encode the flat index over (pretrained_frames, pretrained_side, pretrained_side), resized. Even channels are
+    sines, odd channels cosines of `index / 10000^(2 * (channel // 2) / width)`, in fp64. Another size is interpolated
+    bicubically, then another number of frames linearly (vit.py: get_sinusoid_encoding_table and _table2). Not a buffer
+    of the model, so that casting the model does not round them.
+
+    `pretrained_side` None means `side`.
     """
     pretrained_side = pretrained_side or side
     # A table made in inference mode and cached could not be used in training.

@@ -1,4 +1,4 @@
-"""Writes an adapter, or several merged by weight, in the forms that other programs take."""
+"""Writes an adapter, or a weighted sum of several, in the formats that other programs read."""
 
 import contextlib
 import math
@@ -49,33 +49,36 @@ _OF_TRAINING = ("rank", "alpha", "steps", "ema", "seed", "dtype", "quantize")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """A request to export: what to write, and where."""
+    """What to export, in which format, and where."""
 
     targets: tuple[Path, ...]
     """Folders of runs or adapters, or adapters' files."""
     to: Form
     out: Path
-    """A folder that is not there yet."""
+    """The folder to write, which must not exist."""
     weights: tuple[float, ...] = ()
-    """One weight for each target; 1 for all where it is empty."""
+    """One weight per target. Empty: 1 for all."""
     model: str | None = None
-    """The base checkpoint; by default the run's, or the Hub id that the adapter names."""
+    """The base checkpoint; None for the run's, or the Hub id recorded in the adapter."""
     rank: RankChoice | None = None
-    """The rank to lower the adapter, or the sum of several, to."""
+    """The new, lower rank of the adapter or of the sum; None to keep it."""
 
 
 def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
-    """Write the adapter in that form, read back and compared before it has its name; returns `request.out`.
+    """Write the adapter in the requested format, read it back and compare it. Returns `request.out`.
 
-    Raises `DitLoraError` for what cannot be exported, and `CheckFailedError`, with nothing left behind, for what is
-    not the same once read back.
+    The folder gets its name after the comparison; nothing is left after a failure.
+
+    Raises:
+        DitLoraError: The adapter cannot be exported like this.
+        CheckFailedError: What was read back differs from the adapter.
     """
     export_and_report(request, say)
     return request.out
 
 
 def export_and_report(request: ExportRequest, say: Say = lambda _: None) -> list[LowRankResult]:
-    """Run `export`, and return what `request.rank` keeps of each transformer's adapter; empty without a rank."""
+    """`export`, and a report for each transformer on what `request.rank` keeps; empty without a rank."""
     quiet_libraries()
     if request.rank is not None and request.to == "merged":
         raise DitLoraError(
@@ -88,7 +91,7 @@ def export_and_report(request: ExportRequest, say: Say = lambda _: None) -> list
         _export_chat(request, say)
         return []
     experts = [targets_of(target) for target in request.targets]
-    if any(len(one) > 1 for one in experts):
+    if any(len(targets) > 1 for targets in experts):
         return _export_both(request, experts, say)
     sources = [adapter_at(target) for (target,) in experts]
     _require_one_base(sources)
@@ -121,7 +124,7 @@ def export_and_report(request: ExportRequest, say: Say = lambda _: None) -> list
 def _export_both(
     request: ExportRequest, experts: Sequence[tuple[Path, ...]], say: Say
 ) -> list[LowRankResult]:
-    """Write the adapters of both experts of a checkpoint: a file of each, or one pipeline with both merged."""
+    """Export adapters of both experts of a checkpoint: one file each, or one pipeline with both merged."""
     single = [str(t) for t, one in zip(request.targets, experts, strict=True) if len(one) == 1]
     if single:
         raise DitLoraError(
@@ -143,33 +146,36 @@ def _export_both(
         for name, targets in parts.items():
             own = staged / f"{request.out.name}_{name}"
             export(replace(request, targets=targets, out=own, model=model), say)
-            model = str(own)  # the second is merged into what the first is in
-        first, last = sorted(staged.iterdir())
-        shutil.rmtree(first)
-        for path in last.iterdir():
+            model = str(own)  # the second expert is merged into the result of the first
+        first_folder, second_folder = sorted(staged.iterdir())
+        shutil.rmtree(first_folder)
+        for path in second_folder.iterdir():
             path.replace(staged / path.name)
-        last.rmdir()
+        second_folder.rmdir()
     return []
 
 
 def write_pair(
     out: Path, write: Callable[[str, Path], object], names: Iterable[str] = EXPERTS.values()
 ) -> Path:
-    """Let `write` fill a folder for each expert by name; of what is one file, the file has the expert's name."""
+    """Let `write` fill a folder for each expert.
+
+    A folder with one file is replaced by a file with the expert's name.
+    """
     with aside(out) as staged:
         staged.mkdir()
         for name in names:
-            own = staged / f"{out.name}_{name}"
-            write(name, own)
-            files = list(own.iterdir())
-            if len(files) == 1:  # no config, and no base weights beside it
-                files[0].replace(own.with_suffix(".safetensors"))
-                own.rmdir()
+            folder = staged / f"{out.name}_{name}"
+            write(name, folder)
+            files = list(folder.iterdir())
+            if len(files) == 1:  # neither a config nor base weights
+                files[0].replace(folder.with_suffix(".safetensors"))
+                folder.rmdir()
     return out
 
 
 def adapter_at(target: Path) -> Source:
-    """Return the diffusion adapter at a target; raises `DitLoraError` where there is none."""
+    """The diffusion adapter at a path. Raises `DitLoraError` if there is none."""
     if not target.exists():
         raise DitLoraError(f"no file or folder {target}; give a run's folder, or an adapter's")
     source = find_source(target, ANY_FORMAT)
@@ -183,7 +189,7 @@ def adapter_at(target: Path) -> Source:
 
 @contextlib.contextmanager
 def aside(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out` that gets its name if all goes well, and is gone otherwise."""
+    """Context that yields a temporary folder next to `out`, renamed to `out` on success and removed on failure."""
     staged = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
     try:
@@ -199,6 +205,7 @@ def aside(out: Path) -> Iterator[Path]:
 
 
 def _weights(request: ExportRequest) -> list[float]:
+    """One weight for each target. Raises `DitLoraError` for a wrong number of weights, zero, NaN or Inf."""
     targets, weights = len(request.targets), list(request.weights)
     if not weights:
         return [1.0] * targets
@@ -212,15 +219,15 @@ def _weights(request: ExportRequest) -> list[float]:
 
 
 def _require_one_base(sources: Sequence[Source]) -> None:
-    """Raise unless all are of one family, and trained on the same transformer where they say which."""
-    for key, what in (("family", "families"), ("transformer_digest", "base models")):
-        if len({one.made[key] for one in sources if one.made.get(key)}) > 1:
+    """Raise `DitLoraError` unless all adapters are of one family and, if recorded, of the same transformer."""
+    for key, noun in (("family", "families"), ("transformer_digest", "base models")):
+        if len({source.made[key] for source in sources if source.made.get(key)}) > 1:
             lines = [
-                f"{one.file}: {one.made.get('family')}, trained on {one.made.get('base_model')} "
-                f"(transformer {str(one.made.get('transformer_digest'))[:12]})"
-                for one in sources
+                f"{source.file}: {source.made.get('family')}, trained on {source.made.get('base_model')} "
+                f"(transformer {str(source.made.get('transformer_digest'))[:12]})"
+                for source in sources
             ]
-            raise DitLoraError(listed(f"these adapters are of different {what}", lines))
+            raise DitLoraError(listed(f"these adapters are of different {noun}", lines))
 
 
 def _load(
@@ -229,19 +236,21 @@ def _load(
     family: DiffusionFamily,
     checkpoint: Checkpoint,
 ) -> Exported:
-    """Load the adapters on hollow models; several, or weighted ones, as their sum."""
+    """Load the adapters on models without weights. Several, or a weighted one, are replaced by their weighted sum."""
     hollow, pipeline_class = partial(hollow_of, checkpoint), checkpoint.pipeline_class
     models = []
-    others = [f"{one.file}: {kind}" for one in sources if (kind := other_kind(one.file))]
-    if others and (len(sources) > 1 or weights[0] != 1):
-        raise DitLoraError(listed("LoRAs alone are weighted and added up; these are none", others))
+    not_lora = [f"{source.file}: {kind}" for source in sources if (kind := other_kind(source.file))]
+    if not_lora and (len(sources) > 1 or weights[0] != 1):
+        raise DitLoraError(
+            listed("LoRAs alone are weighted and added up; these are none", not_lora)
+        )
     for source in sources:
         models.append(hollow())
-        if others:
+        if not_lora:
             load_other_kind(models[-1], source.file)
         else:
             load_lora_file(models[-1], source.file, pipeline_class, family.comfyui)
-    # One adapter at weight 1 goes as it is, with its own provenance.
+    # A single adapter at weight 1 stays as it is, with its metadata.
     if len(sources) == 1 and weights[0] == 1:
         return Exported(models[0], sources[0].made, family, pipeline_class, hollow)
     _require_lora_alone(sources, models)
@@ -249,20 +258,21 @@ def _load(
     total = hollow()
     load_state(total, state, config.to_dict(), "the sum of the adapters")
     parts = [updates_of(m, weight=w) for m, w in zip(models, weights, strict=True)]
-    # Ranks are concatenated: compared as products B A, for the factors differ.
+    # Ranks are concatenated, so the factors differ: compare the products B A.
     require_same(summed(parts), updates_of(total), "the sum of the adapters")
     return Exported(total, _made_of_sum(sources, config.r), family, pipeline_class, hollow)
 
 
 def hollow_of(checkpoint: Denoiser) -> Any:
-    """Return a hollow model of a checkpoint, of which configs are enough."""
-    # Sums and scales need no base weight: the architecture alone gives names and shapes.
+    """A model of this checkpoint without weights; its configs are enough."""
+    # Sums and scales need no base weights, only the names and shapes of the architecture.
     with torch.device("meta"), from_configs():
         model = checkpoint.load_transformer(torch.float32)
     return hollowed(model)
 
 
 def _require_lora_alone(sources: Sequence[Source], models: Sequence[Any]) -> None:
+    """Raise `DitLoraError` if base weights were trained too: those cannot be weighted or added."""
     wider = [
         f"{source.file}: {len(base_weights(model))} base weights"
         for source, model in zip(sources, models, strict=True)
@@ -275,12 +285,13 @@ def _require_lora_alone(sources: Sequence[Source], models: Sequence[Any]) -> Non
 
 
 def _made_of_sum(sources: Sequence[Source], rank: int) -> dict[str, Any]:
-    """Return what the adapters' headers say alike of model and videos; of training each has its own."""
-    first, *others = (source.made for source in sources)
+    """Metadata that all adapters share about model and videos. Training metadata differs and is left out."""
+    first_metadata, *other_metadata = (source.made for source in sources)
     shared = {
-        key: first[key]
+        key: first_metadata[key]
         for key in OF_MODEL
-        if key in first and all(one.get(key) == first[key] for one in others)
+        if key in first_metadata
+        and all(metadata.get(key) == first_metadata[key] for metadata in other_metadata)
     }
     return {**shared, "rank": rank, "alpha": rank}
 
@@ -293,29 +304,30 @@ def _header(
     *,
     folds: bool,
 ) -> dict[str, Any]:
-    """Return the provenance to write: as it was made, what was done to it, and what `verify` can compare.
+    """The metadata to write: that of the adapter, a record of this export, and what `verify` compares.
 
-    `folds`: the form has alpha over rank in B.
+    `folds` is True if the format has alpha / rank folded into B.
     """
-    done: dict[str, Any] = {"to": form}
+    record: dict[str, Any] = {"to": form}
     header = dict(made)
     if len(sources) > 1 or weights[0] != 1:
-        done["combination"] = "cat"
-        done["adapters"] = [
+        record["combination"] = "cat"
+        record["adapters"] = [
             {"weight": weight, **{key: source.made.get(key) for key in _OF_TRAINING}}
             for source, weight in zip(sources, weights, strict=True)
         ]
     if folds and {"rank", "alpha"} <= made.keys():
-        done["alpha"], header["alpha"] = made["alpha"], made["rank"]
+        record["alpha"], header["alpha"] = made["alpha"], made["rank"]
     if form == "merged" and "output" in made:
-        # The merged file holds no base any more to compare with.
+        # A merged file no longer contains the base to compare with.
         header["output"] = {k: v for k, v in made["output"].items() if k not in ("base", "louder")}
-    return {**header, "exported": done}
+    return {**header, "exported": record}
 
 
 def _write_merged(
     adapter: Exported, model: ModelConfig, index: Mapping[str, Any], staged: Path, say: Say
 ) -> None:
+    """Write the base pipeline with the adapter merged into it, then read it back and compare."""
     checkpoint = adapter.family.open(model, index=index)
     base, source = checkpoint.path, checkpoint.path / checkpoint.part
     changes = changes_of(adapter.model, ADAPTER_NAME)
@@ -333,13 +345,14 @@ def _write_merged(
         part=checkpoint.part,
         progress=bar("merging", "tensor", quiet=False),
     )
-    # What is on disk counts, not what was in memory: the folder gets its name after this.
+    # Compare the files, not the tensors in memory: the folder only gets its name after this.
     say("reading it back")
     merged = model.model_copy(update={"path": str(staged), "revision": None})
     require_merged(source, adapter.family.open(merged).load_transformer(dtype), changes, weights)
 
 
 def _export_chat(request: ExportRequest, say: Say) -> Path:
+    """Merge a chat model's adapter into its checkpoint, the only export that chat models have."""
     target = request.targets[0]
     if request.rank is not None:
         raise DitLoraError(

@@ -1,4 +1,4 @@
-"""Writes the difference of two checkpoints as a LoRA: what a merge or a training of all weights changed, in a rank."""
+"""Writes the difference of two checkpoints, such as a fine-tune and its base, as a LoRA."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,23 +41,25 @@ from dit_lora.version import __version__
 
 @dataclass(frozen=True)
 class ExtractRequest:
-    """A request to extract: two checkpoints, and what to write."""
+    """The two checkpoints, the rank, and what to write."""
 
     tuned: str
     base: str
     out: Path
-    """A folder that is not there yet."""
+    """The folder to write, which must not exist."""
     choice: RankChoice
     to: LoraForm = "diffusers"
     model: str | None = None
-    """A pipeline whose configs are the checkpoints', where neither of them is a pipeline's folder."""
+    """A pipeline with the checkpoints' configs, needed if neither of them is a pipeline's folder."""
 
 
 def extract(request: ExtractRequest, say: Say = lambda _: None) -> list[LowRankResult]:
-    """Write `tuned` minus `base` as a LoRA, read back and compared; returns what its ranks keep, by transformer.
+    """Write `tuned` minus `base` as a LoRA, read it back and compare it. Returns a report for each transformer.
 
-    One tensor of each checkpoint is in memory at a time. Raises `DitLoraError` for what has no difference, or none
-    that a LoRA of that rank holds.
+    Only one tensor of each checkpoint is in memory at a time.
+
+    Raises:
+        DitLoraError: The checkpoints do not differ, or a LoRA of this rank cannot hold the difference.
     """
     quiet_libraries()
     if request.out.exists():
@@ -69,23 +71,23 @@ def extract(request: ExtractRequest, say: Say = lambda _: None) -> list[LowRankR
         opened = family.open(configs)
         both = tuned.is_pipeline and base.is_pipeline
         parts = tuple(opened.parts) if opened.parts and both else (_one_part(tuned, base),)
-        found = {}
+        results = {}
         for part in parts:
             checkpoint = family.open(configs.model_copy(update={"part": part}))
             extracted = _extracted(request, tuned, base, checkpoint, family)
             if extracted is not None:
-                found[part] = extracted
-        if not found:
+                results[part] = extracted
+        if not results:
             raise DitLoraError(
                 f"{request.tuned} and {request.base} do not differ: there is nothing to extract"
             )
-        _write(request, {part: exported for part, (exported, _) in found.items()}, say)
-    return [result for _, result in found.values()]
+        _write(request, {part: exported for part, (exported, _) in results.items()}, say)
+    return [result for _, result in results.values()]
 
 
 def _model(request: ExtractRequest, tuned: CheckpointPlace, base: CheckpointPlace) -> ModelConfig:
-    """Return the pipeline whose configs are the checkpoints'."""
-    pipelines = [str(place.path) for place in (base, tuned) if place.is_pipeline]
+    """The pipeline with the checkpoints' configs."""
+    pipelines = [str(checkpoint.path) for checkpoint in (base, tuned) if checkpoint.is_pipeline]
     path = request.model or next(iter(pipelines), None)
     if path is None:
         raise DitLoraError(
@@ -97,8 +99,10 @@ def _model(request: ExtractRequest, tuned: CheckpointPlace, base: CheckpointPlac
 
 
 def _one_part(tuned: CheckpointPlace, base: CheckpointPlace) -> str:
-    """Return the transformer that two checkpoints are of, of which one at least is no whole pipeline."""
-    parts = {place.part for place in (tuned, base) if not place.is_pipeline} or {"transformer"}
+    """The transformer that both checkpoints are of, if at least one is not a full pipeline."""
+    parts = {checkpoint.part for checkpoint in (tuned, base) if not checkpoint.is_pipeline} or {
+        "transformer"
+    }
     if len(parts) > 1:
         raise DitLoraError(f"{tuned.given} and {base.given} are of the two experts of a checkpoint")
     return parts.pop()
@@ -111,7 +115,7 @@ def _extracted(
     checkpoint: Checkpoint,
     family: DiffusionFamily,
 ) -> tuple[Exported, LowRankResult] | None:
-    """Return one transformer's LoRA on a hollow model; None where nothing differs."""
+    """One transformer's LoRA on a model without weights, and its report; None if nothing differs."""
     hollow = partial(hollow_of, checkpoint)
     model = hollow()
     with (
@@ -122,23 +126,23 @@ def _extracted(
     if not result.layers and not result.left_out:
         return None
     if not result.layers:
-        what = f"no layer of {request.tuned} that a LoRA could hold differs from {request.base}; these do"
-        raise DitLoraError(listed(what, list(result.left_out)))
+        summary = f"no layer of {request.tuned} that a LoRA could hold differs from {request.base}; these do"
+        raise DitLoraError(listed(summary, list(result.left_out)))
     require_size(result.layers, request.choice)
-    layers = {one.name: one.stored for one in result.layers}
+    layers = {layer.name: layer.stored for layer in result.layers}
     attach_layers(model, layers, family, f"the difference of {request.tuned} and {request.base}")
-    made = _made(request, tuned, base, checkpoint, family, result)
-    return Exported(model, made, family, checkpoint.pipeline_class, hollow), result
+    metadata = _made(request, tuned, base, checkpoint, family, result)
+    return Exported(model, metadata, family, checkpoint.pipeline_class, hollow), result
 
 
 @torch.no_grad()
 def _differences(
     ours: StoredWeights, theirs: StoredWeights, model: nn.Module, choice: RankChoice, part: str
 ) -> LowRankResult:
-    """Compare two checkpoints tensor by tensor, where the device is fast: in fp64, as each is stored."""
+    """Compare two checkpoints tensor by tensor, in fp64, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = adaptable_layers(model)
-    # A weight of two modules is no layer's own.
+    # A weight that two modules share cannot get a LoRA.
     adaptable = {f"{name}.weight" for name in names}.difference(
         f"{name}.weight" for name in tied_layers(model, names)
     )
@@ -152,13 +156,13 @@ def _differences(
     if stray:
         raise DitLoraError(listed("the two checkpoints have other tensors", sorted(stray)))
     for name in bar("extracting", "tensor", quiet=False)(sorted(ours.shapes)):
-        own, old = ours.tensor(name), theirs.tensor(name)
-        if torch.equal(own, old):
+        new, old = ours.tensor(name), theirs.tensor(name)
+        if torch.equal(new, old):
             continue
-        difference = own.to(device).double() - old.to(device).double()
+        difference = new.to(device).double() - old.to(device).double()
         if not torch.isfinite(difference).all():
             raise CheckFailedError(f"{name}: not finite in one of the checkpoints")
-        if not difference.any():  # in another dtype, or another sign of zero
+        if not difference.any():  # they only differ in dtype, or in the sign of zeros
             continue
         if name in adaptable:
             layers.append(factor_difference(name.removesuffix(".weight"), difference, choice))
@@ -175,36 +179,39 @@ def _made(
     family: DiffusionFamily,
     result: LowRankResult,
 ) -> dict[str, Any]:
-    """Return the provenance: the base's, and what the header of a merge or a run of all weights says of videos."""
+    """Metadata: from the base, and on videos from the header of the tuned pipeline."""
     record = tuned.path / PROVENANCE_FILE
-    told = dict(read_typed(record, Provenance)) if tuned.is_pipeline and record.is_file() else {}
-    made = {
-        key: told[key]
+    recorded = (
+        dict(read_typed(record, Provenance)) if tuned.is_pipeline and record.is_file() else {}
+    )
+    metadata = {
+        key: recorded[key]
         for key in ("video", "task", "reference_resolution", DOWNSCALE)
-        if key in told
+        if key in recorded
     }
-    made |= {
+    metadata |= {
         "version": __version__,
         "family": family.name,
         "base_model": public_name(request.model or base.given),
     }
     if base.is_pipeline:
         digests = Digests(request.out.with_name(f".{request.out.name}.digests"))  # never saved
-        made["transformer_digest"] = digests.component(base.folder(checkpoint.part))
+        metadata["transformer_digest"] = digests.component(base.folder(checkpoint.part))
     if checkpoint.parts:
-        made["part"] = checkpoint.part
-    layers = {one.name: one.stored.rank for one in result.layers}
-    made["extracted"] = {
+        metadata["part"] = checkpoint.part
+    layers = {layer.name: layer.stored.rank for layer in result.layers}
+    metadata["extracted"] = {
         "from": public_name(tuned.given),
         "layers": len(layers),
         "energy": result.energy,
         "of_all": result.of_all,
         "left_out": len(result.left_out),
     }
-    return made
+    return metadata
 
 
 def _write(request: ExtractRequest, adapters: Mapping[str, Exported], say: Say) -> None:
+    """Write the LoRA of each transformer, in a file or folder per expert if there are two."""
     for adapter in adapters.values():
         adapter.made = redacted(
             {**adapter.made, **ranks_of(adapter.model), "exported": {"to": request.to}}

@@ -1,4 +1,4 @@
-"""Forms of a LoRA's files: Diffusers', PEFT's, ComfyUI's, kohya's; each is read back once it is written."""
+"""File formats of a LoRA: Diffusers, PEFT, ComfyUI and kohya. Each file is read back after it is written."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,29 +31,37 @@ LoraForm = Literal["diffusers", "folded", "peft", "comfyui", "kohya"]
 
 @dataclass
 class Exported:
-    """An adapter to be written, on a hollow model of its base."""
+    """An adapter to be written, attached to a model without weights."""
 
     model: Any
     made: Mapping[str, Any]
-    """The provenance for the header."""
+    """The metadata for the header."""
     family: DiffusionFamily
     pipeline_class: Any
     hollow: Callable[[], Any]
-    """Makes a new hollow model of the base's architecture."""
+    """Builds a new model of the base's architecture without weights."""
 
 
 def write_form(form: LoraForm, adapter: Exported, out: Path, name: str) -> None:
-    """Write an adapter to the new folder `out` in that form, and read it back.
+    """Write an adapter to the new folder `out` in this format, and read it back.
 
-    `name` is the file's name in the forms that do not fix it. Raises `DitLoraError` if the family has no such form,
-    and `CheckFailedError` if what is read back is not the adapter.
+    Args:
+        form: The format.
+        adapter: The adapter.
+        out: The folder.
+        name: File name without extension, for formats that do not prescribe one.
+
+    Raises:
+        DitLoraError: The family has no such format.
+        CheckFailedError: What was read back differs from the adapter.
     """
     model = adapter.model
+    # Other kinds than LoRA have fewer formats and tensors of other names.
     if kind_of(model.peft_config[ADAPTER_NAME]) != "lora":
-        made, family = adapter.made, adapter.family
-        write_other_kind(form, model, family, adapter.pipeline_class, made, out, name)
+        metadata, family = adapter.made, adapter.family
+        write_other_kind(form, model, family, adapter.pipeline_class, metadata, out, name)
         return
-    # Taken first, since the folded form puts another model in this one's place.
+    # Read before the folded format replaces the model.
     expected, trained = updates_of(model), base_weights(model)
     layout = _layout(form, adapter.family, expected)
     if layout is not None:
@@ -67,16 +75,16 @@ def write_form(form: LoraForm, adapter: Exported, out: Path, name: str) -> None:
         if form == "folded":
             model = _refilled(model, adapter.hollow())
         file = save_adapter(model, adapter.pipeline_class, out, adapter.made)
-        again = adapter.hollow()
-        load_lora_file(again, file, adapter.pipeline_class)
-        require_same(expected, updates_of(again), file.name)
+        reloaded = adapter.hollow()
+        load_lora_file(reloaded, file, adapter.pipeline_class)
+        require_same(expected, updates_of(reloaded), file.name)
         if form == "folded":
             _require_without_alpha(expected, file, adapter.hollow())
     _require_weights(trained, out / BASE_FILE)
 
 
 def _refilled(model: Any, empty: Any) -> Any:
-    """Fill an empty hollow model with the folded adapter, and with what else trained."""
+    """Fill an empty model with the folded adapter and the trained base weights."""
     state, config = folded(model)
     load_state(empty, state, config.to_dict(), "the folded adapter", base_weights(model))
     return empty
@@ -90,6 +98,7 @@ def _require_without_alpha(expected: Updates, file: Path, empty: Any) -> None:
 
 
 def _require_weights(expected: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Raise `CheckFailedError` if the base weights in the file differ from the trained ones."""
     stored = load_file(file) if file.is_file() else {}
     differing = [
         name
@@ -112,6 +121,7 @@ def _write_layout(
     layout: LayerKeys,
     made: Mapping[str, Any],
 ) -> None:
+    """Write another program's layout, and read it back."""
     if trained:
         raise DitLoraError(
             listed(
@@ -129,7 +139,7 @@ def _write_layout(
 
 
 def _layout(form: str, family: DiffusionFamily, updates: Updates) -> LayerKeys | None:
-    """Return another program's layout of an adapter's layers; None of the forms that are not one."""
+    """Another program's layout of an adapter's layers; None for Diffusers' and PEFT's formats."""
     try:
         if form == "comfyui":
             return comfyui_layout(family.comfyui, updates)
@@ -142,7 +152,7 @@ def _layout(form: str, family: DiffusionFamily, updates: Updates) -> LayerKeys |
 
 
 def _kohya_facts(updates: Updates, made: Mapping[str, Any]) -> dict[str, str]:
-    """Return what kohya's tools show of a file; "Dynamic" is what they write where layers differ."""
+    """Metadata that kohya's tools show. They write "Dynamic" if layers differ."""
     ranks = {terms[0].rank for terms in updates.values()}
     alphas = {round(terms[0].scale * terms[0].rank, 6) for terms in updates.values()}
     facts = {

@@ -1,6 +1,6 @@
-"""Hollow models: adapters with names, shapes and scales as PEFT gives them, without the memory of the base.
+"""Attaches adapters to models without weights, to get PEFT's names, shapes and scales without the base's memory.
 
-A hollow model is the base's architecture with every weight a single zero, expanded to its shape.
+A hollow model has the base's architecture, and every weight is a single zero expanded to its shape.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ State = Mapping[str, torch.Tensor]
 
 
 def hollowed(model: nn.Module) -> Any:
-    """Return the model, frozen, on the CPU, with LoRA methods; its weights hold nothing."""
+    """Replace every weight of the model by an expanded zero on the CPU. Frozen, with LoRA methods."""
     for name, parameter in list(model.named_parameters()):
         owner, _, attribute = name.rpartition(".")
-        # An expanded scalar has the shape and takes the memory of one number.
+        # An expanded scalar has the full shape and the memory of one number.
         empty = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
         setattr(model.get_submodule(owner), attribute, nn.Parameter(empty, requires_grad=False))
     return adaptable(model.eval())
@@ -42,10 +42,13 @@ def hollowed(model: nn.Module) -> Any:
 def load_lora_file(
     model: Any, file: Path, pipeline_class: Any, comfyui: LayerNames = UNKNOWN
 ) -> None:
-    """Load a LoRA's file of any form that `read_lora` knows, and the base weights beside it, into a hollow model.
+    """Load a LoRA file of any format that `read_lora` knows, with the base weights next to it, into a hollow model.
 
-    Base weights are then what trains in it, as they did in the run. Raises `DitLoraError` with all that
-    does not fit, and `CheckFailedError` if a tensor is not finite or if the adapter has no effect.
+    The base weights are then trainable, as they were in the run.
+
+    Raises:
+        DitLoraError: The file does not fit; lists all problems.
+        CheckFailedError: A tensor is not finite, or the adapter has no effect.
     """
     stored = read_lora(file, model, comfyui, pipeline_class)
     base = file.with_name(BASE_FILE)
@@ -60,13 +63,15 @@ def load_lora_file(
 
 
 def _config(stored: LoraFile) -> dict[str, Any] | None:
-    """Return PEFT's config of a file; None where alpha is the rank, as every loader takes it."""
+    """PEFT's config for a file; None if alpha is the rank, which every loader assumes."""
     if "config_sha256" in stored.digests and stored.config is not None:
-        # By PEFT, which passes over what other versions of it wrote. The base's name is a path of the machine that
-        # trained it, or one for which PEFT would ask the Hub.
+        # Read with PEFT, which ignores fields of other versions. Drop the base's name: it is a path of the machine
+        # that trained it, or a Hub id that PEFT would look up.
         config = peft.PeftConfig.from_pretrained(str(stored.file.parent)).to_dict()
         return {**config, "base_model_name_or_path": None}
-    if stored.config is not None or all(one.alpha == one.rank for one in stored.layers.values()):
+    if stored.config is not None or all(
+        layer.alpha == layer.rank for layer in stored.layers.values()
+    ):
         return dict(stored.config) if stored.config else None
     return peft_config(stored.layers, list(stored.layers)).to_dict()
 
@@ -78,7 +83,7 @@ def load_state(
     source: object,
     weights: Tensors | None = None,
 ) -> None:
-    """Attach LoRA matrices as Diffusers does, and put base weights in, as trained.
+    """Attach LoRA matrices as Diffusers does, and load trained base weights.
 
     Without `config`, alpha is the rank. Raises `DitLoraError` if the matrices do not load.
     """
@@ -102,21 +107,21 @@ def load_state(
 
 
 def put_weights(model: nn.Module, weights: Tensors) -> None:
-    """Put base weights in, before an adapter, which renames the layers that it wraps."""
+    """Load base weights. Call it before an adapter is attached, because that renames the layers."""
     for name, weight in weights.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, nn.Parameter(weight.float()))
 
 
 def mark_trained(model: nn.Module, weights: Tensors) -> None:
-    """Let these base weights be what trains beside the adapter: PEFT has frozen every parameter but its own."""
+    """Make these base weights trainable: PEFT has frozen every parameter except its own."""
     for name, parameter in model.named_parameters():
         if name.replace(".base_layer.", ".") in weights:
             parameter.requires_grad_(True)
 
 
 def state_of(model: Any, adapter: str = ADAPTER_NAME) -> dict[str, torch.Tensor]:
-    """Return the matrices of an attached adapter."""
+    """The matrices of an attached adapter."""
     state = peft.get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
 
@@ -124,10 +129,10 @@ def state_of(model: Any, adapter: str = ADAPTER_NAME) -> dict[str, torch.Tensor]
 def combine(
     models: Sequence[Any], weights: Sequence[float], onto: Any
 ) -> tuple[State, peft.LoraConfig]:
-    """Return matrices and config whose update is the weighted sum of the models' adapters, exactly; through PEFT.
+    """Matrices and config of one adapter whose update is exactly the weighted sum of the models' adapters.
 
-    `add_weighted_adapter` with `cat` puts matrices one after another, so that ranks add up. `onto` is a
-    hollow model without an adapter.
+    PEFT's `add_weighted_adapter` with `cat` concatenates the matrices, so the ranks add up. `onto` is a hollow model
+    without an adapter.
     """
     configs = [
         dataclasses.replace(model.peft_config[ADAPTER_NAME], lora_dropout=0.0) for model in models
@@ -144,12 +149,12 @@ def combine(
 
 
 def folded(model: Any) -> tuple[State, peft.LoraConfig]:
-    """Return matrices and config of the same update with alpha equal to rank: B takes the factor alpha over rank."""
+    """Matrices and config of the same update with alpha equal to rank: alpha / rank is folded into B."""
     config, state = model.peft_config[ADAPTER_NAME], state_of(model)
     for name in [name for name in state if name.endswith(".lora_B.weight")]:
         layer = model.get_submodule(name.removesuffix(".lora_B.weight"))
         state[name] = state[name] * layer.scaling[ADAPTER_NAME]
-    # Layers with ranks of their own get the same alphas, so that every scale is 1.
+    # Layers with a different rank get the same alpha, so that every scale is 1.
     ranks = dict(config.rank_pattern or {})
     return state, dataclasses.replace(
         config, lora_alpha=config.r, alpha_pattern=ranks, use_rslora=False
@@ -157,7 +162,7 @@ def folded(model: Any) -> tuple[State, peft.LoraConfig]:
 
 
 def read_weights(file: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return base weights that a file holds; raises `DitLoraError` with all that are not this model's."""
+    """Base weights in a file. Raises `DitLoraError` with all that do not belong to this model."""
     try:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:

@@ -1,8 +1,8 @@
-"""Layouts that other programs give a LoRA's file; their names of a model's layers are a fact of its family.
+"""Key names of LoRA files in other programs. Their names for a model's layers come from its family.
 
-Read from: Comfy-Org/ComfyUI comfy/lora.py (every layer as `diffusion_model.<its own name>`), weight_adapter/lora.py
+Sources: Comfy-Org/ComfyUI comfy/lora.py (every layer as `diffusion_model.<its own name>`), weight_adapter/lora.py
 (`lora_A`, `lora_B`, `alpha` over rank); aigc-apps/VideoX-Fun videox_fun/utils/lora_utils.py (kohya's layout for
-CogVideoX). The forms of kohya-ss/sd-scripts and musubi-tuner for FLUX (q, k and v in one layer) and for Wan (its own
+CogVideoX). The formats of kohya-ss/sd-scripts and musubi-tuner for FLUX (q, k and v in one layer) and for Wan (its own
 names) are read and not written.
 """
 
@@ -23,14 +23,14 @@ class LayerKeys:
     """One program's names for the tensors of a layer's LoRA."""
 
     names: Mapping[str, str]
-    """The program's name of each layer, by Diffusers' name."""
+    """Diffusers' name of each layer to the program's name."""
     down: str
     up: str
     alpha: bool = True
-    """True if alpha has a tensor of its own; where not, B takes the factor alpha over rank."""
+    """True if the file has a tensor for alpha; if not, alpha / rank is folded into B."""
 
     def tensors(self, updates: Updates) -> dict[str, torch.Tensor]:
-        """Return a file's tensors: A, B, and as `alpha` the number that over the rank gives the scale."""
+        """The file's tensors: A, B, and `alpha`, which divided by the rank gives the scale."""
         tensors = {}
         for name, (term,) in updates.items():
             key = self.names[name]
@@ -42,15 +42,15 @@ class LayerKeys:
         return tensors
 
     def updates(self, tensors: Mapping[str, torch.Tensor]) -> Updates:
-        """Return what a file adds to each layer; raises `CheckFailedError` with every tensor that belongs to none."""
+        """Each layer's update in a file. Raises `CheckFailedError` with all tensors that belong to no layer."""
         updates, claimed = {}, set()
         for name, key in self.names.items():
-            own = [f"{key}.{self.down}.weight", f"{key}.{self.up}.weight"]
-            own += [f"{key}.alpha"] if self.alpha else []
-            if all(full in tensors for full in own):
-                a, b, *alpha = (tensors[full] for full in own)
+            layer_keys = [f"{key}.{self.down}.weight", f"{key}.{self.up}.weight"]
+            layer_keys += [f"{key}.alpha"] if self.alpha else []
+            if all(full in tensors for full in layer_keys):
+                a, b, *alpha = (tensors[full] for full in layer_keys)
                 updates[name] = [Term(a, b, alpha[0].item() / len(a) if alpha else 1.0)]
-                claimed |= {*own}
+                claimed |= {*layer_keys}
         stray = [full for full in tensors if full not in claimed]
         if stray:
             raise CheckFailedError(listed("these tensors belong to no layer", stray))
@@ -58,19 +58,22 @@ class LayerKeys:
 
 
 def comfyui_layout(names: LayerNames, updates: Updates) -> LayerKeys:
-    """Return ComfyUI's layout by its names of Diffusers' layers. Raises `DitLoraError` where it has none, and why."""
+    """ComfyUI's layout of these layers. Raises `DitLoraError`, with the reason, if it has none."""
     if names.lacking:
         raise DitLoraError(names.lacking)
     counterparts = {name: names.of(name) for name in updates}
     unknown = [name for name, theirs in counterparts.items() if theirs is None]
     if unknown:
         raise DitLoraError(listed("ComfyUI's model has no counterpart of these layers", unknown))
-    known = {name: theirs for name, theirs in counterparts.items() if theirs is not None}
-    return LayerKeys(known, "lora_A", "lora_B", alpha=names.alpha)
+    renamed = {name: theirs for name, theirs in counterparts.items() if theirs is not None}
+    return LayerKeys(renamed, "lora_A", "lora_B", alpha=names.alpha)
 
 
 def kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
-    """Return kohya's layout as VideoX-Fun has it. Raises `DitLoraError` for models without, and for convolutions."""
+    """kohya's layout as in VideoX-Fun.
+
+    Raises `DitLoraError` for models that it lacks, and for convolutions over 1x1.
+    """
     if not has_names:
         raise DitLoraError(_NO_KOHYA)
     wide = [name for name, terms in updates.items() if max((1, 1, *terms[0].a.shape[2:])) > 1]

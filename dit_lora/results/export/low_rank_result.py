@@ -1,4 +1,4 @@
-"""LoRA layers at new ranks: a report of the energy that the ranks keep, and the layers on a hollow model."""
+"""Report on LoRA layers at new ranks: the energy that they keep. Also attaches the layers to a hollow model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,63 +21,63 @@ class LowRankResult:
 
     layers: Sequence[LowRankLayer]
     left_out: Mapping[str, float]
-    """Squares of the changes of other tensors, by name."""
+    """Squared Frobenius norm of the changes of other tensors, by name."""
     part: str = "transformer"
 
     @property
     def energy(self) -> float:
-        """The share of the layers' energy that their ranks keep."""
-        whole = sum(one.whole for one in self.layers)
-        return min(1.0, sum(one.kept for one in self.layers) / whole)
+        """Share of the layers' energy that their ranks keep."""
+        total_energy = sum(layer.whole for layer in self.layers)
+        return min(1.0, sum(layer.kept for layer in self.layers) / total_energy)
 
     @property
     def of_all(self) -> float:
-        """The share of all that changed, of other tensors too."""
-        return min(1.0, sum(one.kept for one in self.layers) / self.whole)
+        """Share of the energy of all changes, including tensors that no LoRA can hold."""
+        return min(1.0, sum(layer.kept for layer in self.layers) / self.whole)
 
     @property
     def whole(self) -> float:
-        """The energy of all that changed: the square of its Frobenius norm."""
-        return sum(one.whole for one in self.layers) + sum(self.left_out.values())
+        """Energy of all changes: the squared Frobenius norm."""
+        return sum(layer.whole for layer in self.layers) + sum(self.left_out.values())
 
     def record(self) -> dict[str, Any]:
-        """Return all of it as JSON."""
-        whole = self.whole
+        """The report as JSON-compatible values."""
+        total_energy = self.whole
         return {
             "part": self.part,
             "energy": self.energy,
             "of_all": self.of_all,
             "layers": [
                 {
-                    "name": one.name,
-                    "rank": one.stored.rank,
-                    "energy": one.energy,
-                    "share": one.whole / whole,
+                    "name": layer.name,
+                    "rank": layer.stored.rank,
+                    "energy": layer.energy,
+                    "share": layer.whole / total_energy,
                 }
-                for one in self.layers
+                for layer in self.layers
             ],
-            "left_out": {name: square / whole for name, square in self.left_out.items()},
+            "left_out": {name: square / total_energy for name, square in self.left_out.items()},
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield what it is in words: in all, every layer from the least kept on, and every tensor that is left out."""
+        """Text: the total, every layer starting with the least energy kept, and every tensor that is left out."""
         record = self.record()
-        ranks = sorted({one.stored.rank for one in self.layers})
+        ranks = sorted({item.stored.rank for item in self.layers})
         rank = (
             f"rank {ranks[0]} keeps" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} keep"
         )
         yield f"{rank} {format_share(self.energy)} of the energy of {len(self.layers)} layers"
-        for one in sorted(self.layers, key=lambda one: one.energy):
-            yield f"  {one.name}: {format_share(one.energy)}, rank {one.stored.rank}"
+        for item in sorted(self.layers, key=lambda item: item.energy):
+            yield f"  {item.name}: {format_share(item.energy)}, rank {item.stored.rank}"
         if self.left_out:
             share = sum(record["left_out"].values())
             yield f"no LoRA holds what changed in these {len(self.left_out)} tensors, {format_share(share)} of all:"
-            for name, part in sorted(record["left_out"].items(), key=lambda one: -one[1]):
+            for name, part in sorted(record["left_out"].items(), key=lambda item: -item[1]):
                 yield f"  {name}: {format_share(part)}"
 
 
 def format_share(share: float) -> str:
-    """Return a share in percent, with as many digits as tell it from the whole."""
+    """Format a share in percent, with enough digits to distinguish it from 100 %."""
     lost = 1 - share
     if 0 < lost < 1e-4 and share < 1:
         return f"all but {100 * lost:.1g}%"
@@ -86,14 +86,14 @@ def format_share(share: float) -> str:
 
 def require_size(layers: Sequence[LowRankLayer], choice: RankChoice) -> None:
     """Raise `DitLoraError` with every layer whose weight has a side below the rank."""
-    small = [one for one in layers if choice.rank is not None and one.size < choice.rank]
+    small = [layer for layer in layers if choice.rank is not None and layer.size < choice.rank]
     if small:
-        least = min(one.size for one in small)
-        what = (
-            f"--rank {choice.rank} is above the size of these layers; give at most {least}, or --rank auto, where each "
+        size = min(layer.size for layer in small)
+        summary = (
+            f"--rank {choice.rank} is above the size of these layers; give at most {size}, or --rank auto, where each "
             "layer has its own"
         )
-        raise DitLoraError(listed(what, [f"{one.name}: {one.size}" for one in small]))
+        raise DitLoraError(listed(summary, [f"{layer.name}: {layer.size}" for layer in small]))
 
 
 def attach_layers(
@@ -103,7 +103,7 @@ def attach_layers(
     what: str,
     weights: Tensors | None = None,
 ) -> None:
-    """Attach layers to a hollow model, with the base weights that trained beside them."""
+    """Attach layers to a hollow model, with the base weights that were trained too."""
     targets = exact_targets(list(layers), adaptable_layers(model), [family.lora_targets])
     state = {
         f"{name}.lora_{side}.weight": matrix
@@ -114,7 +114,7 @@ def attach_layers(
 
 
 def ranks_of(model: Any) -> dict[str, Any]:
-    """Return what a header says of the ranks of an attached adapter whose alphas are its ranks."""
+    """Header entries for the ranks of an attached adapter whose alphas equal its ranks."""
     config = model.peft_config[ADAPTER_NAME]
     ranks = {"rank": config.r, "alpha": config.r}
     return ranks | {key: dict(getattr(config, key)) for key in PATTERNS if getattr(config, key)}

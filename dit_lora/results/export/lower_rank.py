@@ -14,11 +14,18 @@ from dit_lora.results.verify.checks import PATTERNS
 def lower_rank(
     adapter: Exported, choice: RankChoice, name: str, part: str
 ) -> tuple[Exported, LowRankResult]:
-    """Return the adapter at a lower rank, and what the rank keeps of it.
+    """Lower an adapter's rank. Also returns a report on what the new rank keeps.
 
-    Layers whose rank is low enough already, and base weights that trained beside the LoRA, stay as they are.
-    Raises `DitLoraError` if the adapter is not a LoRA, or no layer has a rank above `choice.rank`. `name` is the
-    adapter in messages.
+    Layers whose rank is already low enough, and base weights that were trained too, stay as they are.
+
+    Args:
+        adapter: The adapter on a model without weights.
+        choice: The new rank.
+        name: Name of the adapter in messages.
+        part: The transformer that it is for.
+
+    Raises:
+        DitLoraError: The adapter is not a LoRA, or no layer has a rank above `choice.rank`.
     """
     model, made = adapter.model, adapter.made
     kind = kind_of(model.peft_config[ADAPTER_NAME])
@@ -40,9 +47,9 @@ def lower_rank(
     smaller = adapter.hollow()
     stored = {layer.name: layer.stored for layer in layers}
     attach_layers(smaller, stored, adapter.family, f"{name} at a lower rank", base_weights(model))
-    # The recorded output is that of the whole update.
-    kept = {key: made[key] for key in made if key not in ("output", "lora", *PATTERNS)}
+    # Drop the recorded output: it belongs to the full update.
+    remaining = {key: made[key] for key in made if key not in ("output", "lora", *PATTERNS)}
     before = {key: made[key] for key in ("rank", "alpha") if key in made}
-    header = {**kept, **ranks_of(smaller), "resized": {**before, "energy": result.energy}}
+    header = {**remaining, **ranks_of(smaller), "resized": {**before, "energy": result.energy}}
     lowered = Exported(smaller, header, adapter.family, adapter.pipeline_class, adapter.hollow)
     return lowered, result

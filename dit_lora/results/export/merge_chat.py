@@ -1,4 +1,4 @@
-"""A chat model's adapter merged into its checkpoint: a folder that needs no PEFT."""
+"""Merges a chat model's adapter into its checkpoint: the result needs no PEFT."""
 
 import functools
 import json
@@ -34,17 +34,25 @@ def merge_adapter(
     model_class: type[PreTrainedModel] | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Write the checkpoint `base` with the adapter of `folder` in it, for stock `from_pretrained`.
+    """Write the checkpoint `base` with the adapter of `folder` merged into it, for stock `from_pretrained`.
 
-    An adapted layer's weight is computed in fp32, and rounded once to the base's dtype (the widest if it has several);
-    base weights that trained take the base's place. Tokenizer and processor files are copied. Transformers
-    renames and joins stored weights as it loads them, and back as it saves, so the whole model is loaded on
-    the CPU: memory for one copy in its dtype (14.5 GB for 7B in bf16), and for the largest layer three
-    times in fp32.
+    An adapted layer's weight is computed in fp32 and rounded once to the base's dtype (the widest if it has several).
+    Trained base weights replace those of the base. Tokenizer and processor files are copied. Transformers renames and
+    joins stored weights when it loads them, and back when it saves, so the whole model is loaded on the CPU: memory
+    for one copy in its dtype (14.5 GB for 7B in bf16), and for the largest layer three times in fp32.
 
-    `model_class` is by default the class of Transformers that config.json names. The folder is written
-    aside and renamed. Raises `DitLoraError` if `out` exists, if the base is quantised, if the adapter does not
-    fit, or if a merged weight is not finite.
+    The folder is written under a temporary name and renamed.
+
+    Args:
+        folder: The adapter's folder.
+        base: The base checkpoint's folder.
+        out: The folder to write.
+        model_class: None for the Transformers class named in config.json.
+        on_progress: Called with a line of text at each stage.
+
+    Raises:
+        DitLoraError: `out` exists, the base is quantized, or the adapter does not fit.
+        CheckFailedError: A merged weight is not finite.
     """
     if out.exists():
         raise DitLoraError(f"{out} exists already; give another folder, or remove it")
@@ -70,22 +78,21 @@ def merge_adapter(
 
 @torch.no_grad()
 def _merge(model: PreTrainedModel) -> int:
-    """Put every layer's adapter into its weight and the plain layers back; return the number of layers."""
+    """Merge every layer's adapter into its weight and restore the plain layers. Returns the number of layers."""
     adapted = changes_of(model, ADAPTER_NAME)
     tied = tied_layers(model, adapted)
     if tied:
         raise DitLoraError(listed("cannot merge into weights that two modules share", tied))
     for change in adapted.values():
         weight = change.layer.base_layer.weight.data
-        # The sum is put in place: new weights between freed fp32 ones were measured to take half as
-        # much memory again.
+        # Add in place: new weights allocated between freed fp32 ones were measured to take 1.5 times the memory.
         weight.copy_(change.of(weight.float()))
     if adapted:
         model.delete_adapter(ADAPTER_NAME)
     for name, change in adapted.items():
         model.set_submodule(name, change.layer.base_layer)
     bad = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
-    # In fp16, this includes sums that overflow.
+    # Catches NaN and Inf, and in fp16 also sums that overflow.
     if bad:
         raise CheckFailedError(
             listed(f"refused to write: not finite once merged in {model.dtype}", bad)
@@ -94,9 +101,10 @@ def _merge(model: PreTrainedModel) -> int:
 
 
 def _save(model: PreTrainedModel, base: Path, staged: Path) -> None:
+    """Save model and config, and copy the base's other files."""
     if model.can_generate():
-        # Some published generation configs are read by Transformers but refused when written;
-        # theirs is copied below.
+        # Transformers reads some published generation configs but refuses to write them; the base's file is copied
+        # below instead.
         model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(staged, max_shard_size=_SHARD)
     # Transformers has written the config and the weights.
@@ -104,6 +112,7 @@ def _save(model: PreTrainedModel, base: Path, staged: Path) -> None:
 
 
 def _class_of(base: Path, config: Mapping[str, Any]) -> type[PreTrainedModel]:
+    """The Transformers class that config.json names."""
     names = config.get("architectures") or ["none"]
     model_class = getattr(transformers, names[0], None)
     if model_class is None:
@@ -112,7 +121,7 @@ def _class_of(base: Path, config: Mapping[str, Any]) -> type[PreTrainedModel]:
 
 
 def _stored_dtype(base: Path) -> torch.dtype:
-    """Return the dtype of a checkpoint's floating weights; of several, one that holds all of them."""
+    """Dtype of a checkpoint's floating-point weights; if there are several, one that holds all of them."""
     stored = stored_dtypes(sorted(base.glob("model*.safetensors")))
     unknown = sorted(stored - _INTEGERS - FLOATS.keys())
     floating = [dtype for name, dtype in FLOATS.items() if name in stored]

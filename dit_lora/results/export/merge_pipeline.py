@@ -1,4 +1,4 @@
-"""Diffusion adapters added to their base: a whole pipeline that stock `from_pretrained` loads, with no PEFT."""
+"""Merges diffusion adapters into their base: a full pipeline for stock `from_pretrained`, without PEFT."""
 
 import functools
 import json
@@ -19,13 +19,13 @@ from dit_lora.files import read_json
 from dit_lora.results.tensor_file import FLOATS, stored_dtypes
 
 _SHARDS = "diffusion_pytorch_model.safetensors.index.json"
-# Files of a variant, such as fp16's, have its name between; they are not read.
+# Does not match files of a variant such as fp16 (`model.fp16.safetensors`), which are not read.
 _WEIGHTS = re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors")
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
-"""A progress bar around an iterable that is worked through, as tqdm is."""
+"""Wraps an iterable in a progress bar, as tqdm does."""
 Changes = Mapping[str, WeightChange]
-"""Changes of weights by their layers."""
+"""Layer names to the changes of their weights."""
 
 
 def write_merged(
@@ -40,19 +40,30 @@ def write_merged(
     part: str = "transformer",
     progress: Progress = iter,
 ) -> None:
-    """Write `out` as the pipeline `base` with the changes and `weights` put into its transformer `part`.
+    """Write `out` as a copy of the pipeline `base` with `changes` and `weights` merged into its transformer.
 
-    Each weight is computed in fp32, and rounded once to the dtype that it is stored in; every other tensor keeps
-    its bytes, and so do the other components' files. One file of the transformer is in memory at a time.
-    `config` and `index` replace entries of the base's PART/config.json and model_index.json.
+    Each changed weight is computed in fp32 and rounded once to its stored dtype. Every other tensor, and the files of
+    other components, stay byte-identical. Only one file of the transformer is in memory at a time.
 
-    Raises `DitLoraError` for a quantised base or one that lacks a layer, and `CheckFailedError` if a merged
-    weight is not finite.
+    Args:
+        base: The base pipeline's folder.
+        out: The folder to write.
+        changes: The adapter's changes by layer.
+        weights: Trained base weights, which replace those of the base.
+        config: Entries to replace in the base's PART/config.json.
+        index: Entries to replace in the base's model_index.json.
+        made: Metadata to write.
+        part: The transformer component.
+        progress: Progress bar over the tensors.
+
+    Raises:
+        DitLoraError: The base is quantized or lacks a layer.
+        CheckFailedError: A merged weight is not finite.
     """
     source = base / part
     stored = read_json(source / "config.json")
     files = _require_mergeable(source, stored, changes, weights)
-    # The index of the shards stays right, because merged files keep their names and tensors.
+    # The index of the shards stays valid, because merged files keep their names and tensors.
     copy_own(base, out, lambda name: not name.startswith(f"{part}/") or name == f"{part}/{_SHARDS}")
     (out / part).mkdir(exist_ok=True)
     _write_json(out / part / "config.json", {**stored, **config})
@@ -75,7 +86,7 @@ def write_merged(
 
 
 def require_merged(source: Path, transformer: Any, changes: Changes, weights: Tensors) -> None:
-    """Raise `CheckFailedError` unless a loaded transformer's weights are those of fp64, but for one rounding."""
+    """Raise `CheckFailedError` unless the loaded transformer's weights equal an fp64 merge up to one rounding."""
     loaded = dict(transformer.named_parameters())
     deviating = []
     for file in weight_files(source):
@@ -88,7 +99,7 @@ def require_merged(source: Path, transformer: Any, changes: Changes, weights: Te
                 before = weights.get(name, stored).double()
                 exact = change.of(before) if change else before
                 precision = torch.finfo(stored.dtype)
-                # One rounding to the stored dtype, and what fp32 loses in products: of what is added, or of all.
+                # One rounding to the stored dtype, plus fp32's error in products: of the added part, or of all.
                 computed = exact - before if change is None or change.is_added else exact
                 slack = 1e-6 * computed.abs().max()
                 allowed = precision.eps * (exact.abs() + precision.tiny) + slack
@@ -107,16 +118,18 @@ def require_merged(source: Path, transformer: Any, changes: Changes, weights: Te
 
 
 def stored_dtype(source: Path) -> torch.dtype:
-    """Return the widest dtype of the transformer's weights, in which loading them loses nothing."""
+    """The widest dtype of the transformer's weights: loading them in it loses nothing."""
     stored = stored_dtypes(weight_files(source))
     kinds = [FLOATS[name] for name in stored if name in FLOATS]
     return functools.reduce(torch.promote_types, kinds)
 
 
 def _merged(name: str, tensor: torch.Tensor, changes: Changes, weights: Tensors) -> torch.Tensor:
+    """The merged tensor in its stored dtype; unchanged without a change or a trained weight."""
     change = changes.get(name.removesuffix(".weight"))
     if change is None and name not in weights:
         return tensor
+    # A trained base weight replaces the base's; the adapter's change applies to either.
     total = weights.get(name, tensor).float()
     return (change.of(total) if change else total).to(tensor.dtype)
 
@@ -124,30 +137,30 @@ def _merged(name: str, tensor: torch.Tensor, changes: Changes, weights: Tensors)
 def _require_mergeable(
     source: Path, config: Mapping[str, Any], changes: Changes, weights: Tensors
 ) -> dict[Path, list[str]]:
-    """Return the weight files with their tensors' names; raise `DitLoraError` if anything cannot be merged into."""
+    """The weight files with their tensors' names. Raises `DitLoraError` if a weight cannot be merged into."""
     if "quantization_config" in config:
         raise DitLoraError(
             f"{source} is quantised; give --model the checkpoint that it was made from"
         )
-    wanted = {*weights, *(f"{name}.weight" for name in changes)}
+    changed_names = {*weights, *(f"{name}.weight" for name in changes)}
     files: dict[Path, list[str]] = {}
     faults = []
     for file in weight_files(source):
         with safe_open(file, framework="pt") as opened:
             files[file] = list(opened.keys())
-            for name in wanted.intersection(files[file]):
+            for name in changed_names.intersection(files[file]):
                 dtype = opened.get_slice(name).get_dtype()
                 faults += [] if dtype in FLOATS else [f"{name}: {dtype}"]
     present = {name for names in files.values() for name in names}
-    faults += [f"{name}: not there" for name in wanted - present]
+    faults += [f"{name}: not there" for name in changed_names - present]
     if faults:
-        what = f"{source} needs these weights in fp32, bf16 or fp16, to merge into"
-        raise DitLoraError(listed(what, sorted(faults)))
+        summary = f"{source} needs these weights in fp32, bf16 or fp16, to merge into"
+        raise DitLoraError(listed(summary, sorted(faults)))
     return files
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a transformer's folder; raises `DitLoraError` where there are none."""
+    """The weight files in a transformer's folder. Raises `DitLoraError` if there are none."""
     files = [file for file in sorted(folder.glob("*.safetensors")) if _WEIGHTS.fullmatch(file.name)]
     if not files:
         raise DitLoraError(f"{folder} has no diffusion_pytorch_model.safetensors")
@@ -155,4 +168,5 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    """-"""
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

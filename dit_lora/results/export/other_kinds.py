@@ -1,4 +1,4 @@
-"""Reads and writes files of adapters of other kinds than LoRA, on models without weights."""
+"""Reads and writes adapter files of other kinds than LoRA (LoKr, LoHa, OFT, DoRA ...), on models without weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,44 +32,48 @@ from dit_lora.results.tensor_file import header_of
 
 Config = Mapping[str, Any]
 _REFUSALS = (ValueError, TypeError, KeyError, RuntimeError)
-# A scale of its own is folded into this factor: ComfyUI applies `alpha` to a LoKr only where a factor is a product.
+# The scale is folded into this factor: ComfyUI applies `alpha` to a LoKr only if a factor is a product.
 _FOLDED_INTO = ("lokr_w1", "lokr_w1_a", "hada_w1_a")
 
 
 def other_kind(file: Path) -> str | None:
-    """Return the kind of an adapter's file that is no LoRA; None of a LoRA, and of a file that does not say."""
+    """The kind of an adapter's file if it is not a LoRA; None for a LoRA, and for a file without a kind."""
     kind = kind_of(_config(file))
     return None if kind == "lora" else kind
 
 
 def load_other_kind(model: Any, file: Path) -> None:
-    """Load a file, and base weights in it or beside it, into a hollow model, as `load_lora_file` does.
+    """Load an adapter file, and base weights in it or next to it, into a hollow model, as `load_lora_file` does.
 
-    Raises `DitLoraError` for what does not fit, and `CheckFailedError` for what is not finite or has no effect.
+    Raises:
+        DitLoraError: The file does not fit.
+        CheckFailedError: A tensor is not finite, or the adapter has no effect.
     """
     config = dict(_config(file) or {})
     tensors = {_bare(name): tensor for name, tensor in tensors_in(file).items()}
-    own = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
-    weights = {name: tensor for name, tensor in tensors.items() if name not in own}
+    adapter_tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in adapter_tensors}
     base = file.with_name(BASE_FILE)
     weights |= read_weights(base, model) if base.is_file() else {}
-    layers = list(dict.fromkeys(map(layer_of, own)))
+    layers = list(dict.fromkeys(map(layer_of, adapter_tensors)))
     modules = {name for name, _ in model.named_modules()}
     absent = [f"{name}: not in the model" for name in layers if name not in modules]
     if absent:
-        what = f"{file} was trained on another model than this {type(model).__name__}"
-        raise DitLoraError(listed(what, absent))
-    require_sound(own, weights)
+        summary = f"{file} was trained on another model than this {type(model).__name__}"
+        raise DitLoraError(listed(summary, absent))
+    require_sound(adapter_tensors, weights)
     put_weights(model, weights)
-    made = _peft_config(config, layers)
+    adapter_config = _peft_config(config, layers)
     try:
-        peft.inject_adapter_in_model(made, model, adapter_name=ADAPTER_NAME)
-        peft.set_peft_model_state_dict(model, dict(own), adapter_name=ADAPTER_NAME)
+        peft.inject_adapter_in_model(adapter_config, model, adapter_name=ADAPTER_NAME)
+        peft.set_peft_model_state_dict(model, dict(adapter_tensors), adapter_name=ADAPTER_NAME)
     except _REFUSALS as error:
         reason = str(error).strip().splitlines()[0]
         raise DitLoraError(f"{file} does not load into {type(model).__name__}: {reason}") from error
     mark_trained(model, weights)
-    lacking = [f"{name}: not in the file" for name in state_of(model) if name not in own]
+    lacking = [
+        f"{name}: not in the file" for name in state_of(model) if name not in adapter_tensors
+    ]
     if lacking:
         raise DitLoraError(listed(f"{file} is not whole", lacking))
 
@@ -83,9 +87,10 @@ def write_other_kind(
     out: Path,
     name: str,
 ) -> None:
-    """Write an adapter of another kind than LoRA in a form that reads it, and read it back.
+    """Write an adapter of another kind than LoRA in a format that supports it, and read it back.
 
-    Raises `DitLoraError` where the form has no such kind, and says which have.
+    Raises:
+        DitLoraError: The format does not support this kind; lists those that do.
     """
     kind = kind_of(model.peft_config[ADAPTER_NAME])
     if form == "peft":
@@ -109,16 +114,16 @@ def write_other_kind(
 
 
 def _write_comfyui(model: Any, names: LayerNames, file: Path, made: Config) -> None:
-    """Write LyCORIS' tensors by ComfyUI's names of the layers (comfy/weight_adapter/lokr.py, loha.py)."""
+    """Write LyCORIS' tensors with ComfyUI's layer names (comfy/weight_adapter/lokr.py, loha.py)."""
     if names.lacking:
         raise DitLoraError(f"--to comfyui: {names.lacking}")
     trained = sorted(base_weights(model))
     if trained:
-        what = (
+        summary = (
             "--to comfyui: base weights trained too, which such a file cannot hold; "
             "--to merged takes them; they are"
         )
-        raise DitLoraError(listed(what, trained))
+        raise DitLoraError(listed(summary, trained))
     state = state_of(model)
     counterparts = {layer: names.of(layer) for layer in map(layer_of, state)}
     unknown = [layer for layer, theirs in counterparts.items() if theirs is None]
@@ -138,34 +143,38 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, made: Config) -> N
 
 
 def _config(file: Path) -> Config | None:
-    """Return PEFT's config of a file: beside it, in its header, or as the run of a checkpoint's file would make it."""
-    beside, state = file.with_name(CONFIG_NAME), file.with_name(STATE_FILE)
+    """PEFT's config of a file: from the folder, from its header, or rebuilt from the recipe for a run's checkpoint."""
+    config_file, state = file.with_name(CONFIG_NAME), file.with_name(STATE_FILE)
     if file.name == WEIGHTS_FILE and state.is_file():
         recipe = file.absolute().parents[2] / "config.yaml"
         lora = load_recipe(recipe).lora if recipe.is_file() else None
         return config_of(lora, []).to_dict() if lora and lora.kind != "lora" else None
-    return read_peft_config(beside) if beside.is_file() else config_in(header_of(file), file)
+    return (
+        read_peft_config(config_file) if config_file.is_file() else config_in(header_of(file), file)
+    )
 
 
 def _peft_config(config: Config, layers: list[str]) -> peft.PeftConfig:
-    """Return PEFT's config for exactly these layers, without fields of other PEFT versions and without local paths."""
+    """PEFT's config for exactly these layers, without fields of other PEFT versions and without local paths."""
     kind: Any = {"dora": "LORA"}.get(kind_of(config), kind_of(config).upper())
-    made = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
-    known = made.__dataclass_fields__.keys() - {
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    fields = config_class.__dataclass_fields__.keys() - {
         "peft_type",
         "base_model_name_or_path",
         "auto_mapping",
     }
-    values = {key: value for key, value in config.items() if key in known}
-    whole: peft.PeftConfig = made(**{**values, "target_modules": layers, "inference_mode": False})
-    return whole
+    values = {key: value for key, value in config.items() if key in fields}
+    peft_config: peft.PeftConfig = config_class(
+        **{**values, "target_modules": layers, "inference_mode": False}
+    )
+    return peft_config
 
 
 def _bare(name: str) -> str:
-    """Return a tensor's name in an unwrapped model, as PEFT gives it without an adapter's name."""
+    """A tensor's name in an unwrapped model, as PEFT writes it without the adapter's name."""
     for prefix in ("base_model.model.", "transformer."):
         name = name.removeprefix(prefix)
-    # A run's checkpoint has the parameters' own names.
+    # A run's checkpoint uses the names of the wrapped parameters.
     return (
         name.replace(f".{ADAPTER_NAME}", "")
         if is_adapter(name)
@@ -176,7 +185,7 @@ def _bare(name: str) -> str:
 def _require_same(
     expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], file: Path
 ) -> None:
-    """Raise `CheckFailedError` with every tensor that is not the expected one, bit for bit."""
+    """Raise `CheckFailedError` with every tensor that is not bit-identical to the expected one."""
     faults = [f"{name}: not in it" for name in expected if name not in actual]
     faults += [f"{name}: not in the adapter" for name in actual if name not in expected]
     faults += [

@@ -1,4 +1,4 @@
-"""A transformer's weights as a checkpoint has them on disk: by Diffusers' names, one tensor at a time."""
+"""Reads a transformer's weights from a checkpoint on disk, by Diffusers' names, one tensor at a time."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -21,14 +21,14 @@ from dit_lora.results.export.merge_pipeline import weight_files
 from dit_lora.results.source import whole_pipeline
 from dit_lora.results.tensor_file import FLOATS
 
-# What stands before Diffusers' names in files of other programs that have them.
+# Prefixes of Diffusers' names in files of other programs.
 _PREFIXES = ("", "transformer.", "model.diffusion_model.", "diffusion_model.")
 _OF_HUB = ("*.json", "transformer*/*.safetensors")
 
 
 @dataclass(frozen=True)
 class CheckpointPlace:
-    """The place of a checkpoint: a pipeline's folder, a transformer's own, or a single file."""
+    """Location of a checkpoint: a pipeline's folder, a transformer's folder, or a single file."""
 
     given: str
     path: Path
@@ -36,12 +36,12 @@ class CheckpointPlace:
 
     @property
     def has_two(self) -> bool:
-        """Return true for a pipeline with two experts."""
+        """True for a pipeline with two experts."""
         return self.is_pipeline and all((self.path / part).is_dir() for part in EXPERTS)
 
     @property
     def part(self) -> str:
-        """The component that it is, as its name says where it is no pipeline."""
+        """The component that a checkpoint outside a pipeline is, judging by its name."""
         names = {self.path.name, self.path.stem.partition(".")[0]}
         for part, expert in EXPERTS.items():
             if part in names or self.path.stem.endswith(f"_{expert}"):
@@ -49,12 +49,12 @@ class CheckpointPlace:
         return "transformer"
 
     def folder(self, part: str) -> Path:
-        """Return the folder of the transformer's files."""
+        """Folder of the transformer's files."""
         return self.path / part if self.is_pipeline else self.path
 
 
 def find_place(given: str) -> CheckpointPlace:
-    """Return the checkpoint at a path, or the Hub pipeline of that name. Raises `DitLoraError` if there is none."""
+    """The checkpoint at a path, or the Hub pipeline of that name. Raises `DitLoraError` if there is none."""
     path = result_folder(Path(given).expanduser(), _OF_HUB)
     pipeline = whole_pipeline(path)
     if pipeline is not None:
@@ -68,16 +68,17 @@ def find_place(given: str) -> CheckpointPlace:
 
 
 class StoredWeights:
-    """The weights of one transformer, each read when it is asked for; to be used in `with`.
+    """The weights of one transformer, each read when used. A context manager.
 
-    A file with the published model's own names is converted by Diffusers, whole: its tensors stay on disk but where
-    the conversion joins or turns them.
+    Diffusers converts a file with the published model's own names, as a whole. Its tensors stay on disk unless the
+    conversion joins or permutes them.
     """
 
     def __init__(self, place: CheckpointPlace, checkpoint: Denoiser, model: nn.Module) -> None:
-        """Open it for a model of its architecture, whose values count for nothing.
+        """Open the checkpoint for a model of its architecture, whose values are not used.
 
-        Raises `DitLoraError` for another architecture, and for weights in less than half precision.
+        Raises:
+            DitLoraError: Another architecture, or weights in less than half precision.
         """
         self._given, self._files = place.given, ExitStack()
         self._read: dict[str, Callable[[], torch.Tensor]] = {}
@@ -91,18 +92,18 @@ class StoredWeights:
         except DitLoraError:
             self._files.close()
             raise
-        wrong = [
+        mismatches = [
             f"{name}: {self.shapes.get(name, 'not there')}, the model has {shape}"
             for name, shape in expected.items()
             if self.shapes.get(name) != shape
         ]
-        if wrong:
+        if mismatches:
             self._files.close()
-            what = (
+            summary = (
                 f"{place.given} is of another model than {checkpoint.transformer_class.__name__} "
                 f"of {checkpoint.path.name}"
             )
-            raise DitLoraError(listed(what, wrong))
+            raise DitLoraError(listed(summary, mismatches))
 
     def __enter__(self) -> Self:
         return self
@@ -111,11 +112,13 @@ class StoredWeights:
         self._files.close()
 
     def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor."""
         return self._read[name]()
 
     def _open(
         self, place: CheckpointPlace, checkpoint: Denoiser, expected: Mapping[str, list[int]]
     ) -> None:
+        """Find the names and shapes of all tensors."""
         if not place.path.is_file():
             folder = place.folder(checkpoint.part)
             _require_class(place.given, folder, checkpoint.transformer_class)
@@ -133,7 +136,7 @@ class StoredWeights:
         self._convert(place, checkpoint)
 
     def _add(self, file: Path, prefix: str) -> None:
-        """Add the tensors of a file whose names begin so."""
+        """Add the tensors of a file whose names begin with this prefix."""
         opened = self._files.enter_context(safe_open(file, framework="pt"))
         narrow = []
         for key in opened.keys():  # noqa: SIM118
@@ -148,7 +151,7 @@ class StoredWeights:
             raise _quantised(self._given, narrow)
 
     def _convert(self, place: CheckpointPlace, checkpoint: Denoiser) -> None:
-        """Add the tensors of a file with other names, as Diffusers' `from_single_file` reads it."""
+        """Add the tensors of a file with other names, converted by Diffusers' `from_single_file`."""
         read = getattr(checkpoint.transformer_class, "from_single_file", None)
         name = checkpoint.transformer_class.__name__
         if read is None:
@@ -169,28 +172,28 @@ class StoredWeights:
             ) from error
         tensors: Mapping[str, torch.Tensor] = model.state_dict()
         narrow = [
-            f"{own}: {one.dtype}"
-            for own, one in tensors.items()
-            if one.dtype not in FLOATS.values()
+            f"{tensor_name}: {value.dtype}"
+            for tensor_name, value in tensors.items()
+            if value.dtype not in FLOATS.values()
         ]
         if narrow:
             raise _quantised(self._given, narrow)
-        for own, tensor in tensors.items():
-            self._read[own] = tensor.detach
-            self.shapes[own] = list(tensor.shape)
+        for tensor_name, tensor in tensors.items():
+            self._read[tensor_name] = tensor.detach
+            self.shapes[tensor_name] = list(tensor.shape)
 
 
 def _require_class(given: str, folder: Path, wanted: Any) -> None:
-    """Raise `DitLoraError` for a folder of another class, or of a quantised model."""
+    """Raise `DitLoraError` for a folder with another model class, or a quantized model."""
     config = (
         read_typed(folder / "config.json", dict[str, Any])
         if (folder / "config.json").is_file()
         else {}
     )
-    found = config.get("_class_name")
-    if found != wanted.__name__:
+    class_name = config.get("_class_name")
+    if class_name != wanted.__name__:
         raise DitLoraError(
-            f"{given} has a {found or 'folder without config.json'} in {folder.name}, "
+            f"{given} has a {class_name or 'folder without config.json'} in {folder.name}, "
             f"and {wanted.__name__} is asked for: "
             "a difference is of two checkpoints of one architecture"
         )
@@ -199,5 +202,8 @@ def _require_class(given: str, folder: Path, wanted: Any) -> None:
 
 
 def _quantised(given: str, why: list[str]) -> DitLoraError:
-    what = f"{given} is quantised; give the checkpoint in fp32, bf16 or fp16 that it was made from"
-    return DitLoraError(listed(what, why))
+    """The error for a quantized checkpoint."""
+    summary = (
+        f"{given} is quantised; give the checkpoint in fp32, bf16 or fp16 that it was made from"
+    )
+    return DitLoraError(listed(summary, why))

@@ -1,4 +1,4 @@
-"""Terms that an adapter adds to each weight, whatever file it is written in: to compare files."""
+"""The updates that an adapter adds to each weight, in a form that is independent of the file format."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.update_norms import product_norm
 from dit_lora.errors import CheckFailedError, listed
 
-# Share of an update's norm; a factor that is rounded to fp32 once changes it by 6e-8.
+# Relative to an update's norm. Rounding a factor to fp32 once changes it by 6e-8.
 _TOLERANCE = 1e-6
 
 
@@ -20,9 +20,9 @@ class Term:
     """The product B A times `scale`, for a linear layer or a 2D convolution."""
 
     a: torch.Tensor
-    """Matrix A: (rank, inputs), of a convolution (rank, inputs, height, width)."""
+    """Matrix A: (rank, inputs), for a convolution (rank, inputs, height, width)."""
     b: torch.Tensor
-    """Matrix B: (outputs, rank), of a convolution (outputs, rank, 1, 1)."""
+    """Matrix B: (outputs, rank), for a convolution (outputs, rank, 1, 1)."""
     scale: float
 
     @property
@@ -31,11 +31,11 @@ class Term:
 
 
 Updates = Mapping[str, Sequence[Term]]
-"""Terms whose sum is added to a layer's weight, by the layer's name in the unadapted model."""
+"""Layer names, as in the unadapted model, to the terms whose sum is added to the weight."""
 
 
 def updates_of(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> Updates:
-    """Return the terms of an attached adapter, as PEFT scales them, times `weight`."""
+    """The terms of an attached adapter with PEFT's scale times `weight`."""
     adapted: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
@@ -53,13 +53,13 @@ def updates_of(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> 
 
 
 def summed(many: Sequence[Updates]) -> Updates:
-    """Return the sum of several adapters' updates: each layer has the terms of all adapters that have it."""
+    """The sum of several adapters' updates: each layer gets the terms of all adapters that have it."""
     names = dict.fromkeys(name for updates in many for name in updates)
     return {name: [term for updates in many for term in updates.get(name, ())] for name in names}
 
 
 def require_same(expected: Updates, actual: Updates, what: str) -> None:
-    """Raise `CheckFailedError` with every layer whose update is not the expected one, compared in fp64."""
+    """Raise `CheckFailedError` with every layer whose update differs from the expected one, compared in fp64."""
     faults = [f"{name}: not in it" for name in expected if name not in actual]
     faults += [f"{name}: not in the adapter" for name in actual if name not in expected]
     for name in expected.keys() & actual.keys():
@@ -69,7 +69,7 @@ def require_same(expected: Updates, actual: Updates, what: str) -> None:
             continue
         minus = [Term(term.a, term.b, -term.scale) for term in actual_terms]
         size, difference = _norm(expected_terms), _norm([*expected_terms, *minus])
-        # Written so that NaN, which is not less than anything, is a fault too.
+        # `not <=` instead of `>`, so that NaN counts as a difference.
         if not difference <= _TOLERANCE * size:
             faults.append(f"{name}: differs by {difference:.2g}, of {size:.2g}")
     if faults:
@@ -79,10 +79,11 @@ def require_same(expected: Updates, actual: Updates, what: str) -> None:
 
 
 def _shape(terms: Sequence[Term]) -> list[int]:
+    """Shape of the weight that the terms are added to."""
     return [len(terms[0].b), *terms[0].a.shape[1:]]
 
 
 def _norm(terms: Sequence[Term]) -> float:
-    """Return the Frobenius norm of a sum without making the sum, which can be 1000 times as large as its factors."""
+    """Frobenius norm of a sum of products without computing the sum, which can be 1000 times as large as they are."""
     b = torch.cat([term.scale * term.b.double().flatten(1) for term in terms], dim=1)
     return product_norm(b, torch.cat([term.a.double().flatten(1) for term in terms]))

@@ -1,4 +1,4 @@
-"""Loads chat models as Transformers and PEFT do, for checks of an adapter: a fresh model, and one call of it."""
+"""Loads chat models with Transformers and PEFT, as users do, to verify adapters: a fresh model, and one forward."""
 
 import os
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.numerics.streams import generator
 from dit_lora.results.verify.reference_model import Inputs, ReferenceModel
 
-_POSITIONS = 8  # of which the logits are compared, at the end
+_POSITIONS = 8  # number of last positions whose logits are compared
 
 
 @dataclass(frozen=True)
 class ChatStock(ReferenceModel):
-    """The stock model of one checkpoint."""
+    """The stock chat model of one checkpoint."""
 
     checkpoint: ChatCheckpoint
 
@@ -35,51 +35,57 @@ class ChatStock(ReferenceModel):
         return self.checkpoint.model_class.__name__
 
     def inputs(self, clips: Any, *, whole: bool) -> Inputs:
-        """Return a question about one picture of random pixels."""
-        how = self.checkpoint.how
-        return {"question": "What is shown?", "height": how.height, "width": how.width}
+        """A question about one image of random pixels."""
+        image_config = self.checkpoint.how
+        return {
+            "question": "What is shown?",
+            "height": image_config.height,
+            "width": image_config.width,
+        }
 
     def output(
         self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return logits (1, 8, vocabulary) at the prompt's last tokens."""
+        """Logits (1, 8, vocabulary) at the prompt's last tokens."""
         device = next(model.parameters()).device
         shape = self.checkpoint.shape("image", inputs["height"], inputs["width"])
         assert shape is not None
         about = Conversation("output", "image", None, (Turn(inputs["question"], ""),))
         rendered = self.checkpoint.render(about, shape, (0.0,), answered=False)
+        # (B, F, C, H, W): one sample with one frame.
         size = (1, 1, 3, shape.height, shape.width)
         pixels = torch.randint(0, 256, size, generator=generator(seed, "output", "pixels"))
         batch = {"input_ids": torch.tensor([rendered.ids]), "pixels": pixels.to(torch.uint8)}
-        # A Q-Former reads the instruction by itself.
+        # A Q-Former also gets the instruction separately.
         if rendered.instruction:
             batch["instruction_ids"] = torch.tensor([rendered.instruction])
             batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
         inputs_of_model = self.checkpoint.inputs(
-            {name: one.to(device) for name, one in batch.items()}
+            {name: tensor.to(device) for name, tensor in batch.items()}
         )
         logits: torch.Tensor = model(**inputs_of_model).logits[:, -_POSITIONS:]
         return logits
 
     def load(self, dtype: torch.dtype) -> nn.Module:
-        """Load by Transformers alone: nothing of ours is put around its forward."""
+        """Load the model with Transformers only: its forward is not wrapped."""
         model: nn.Module = load_pretrained(
             self.checkpoint.model_class, self.checkpoint.path, dtype=dtype, use_safetensors=True
         )
         return model.requires_grad_(False).eval()
 
     def put(self, model: nn.Module, file: Path) -> nn.Module:
+        """Load an adapter and trained base weights with PEFT, as users do."""
         base, config = file.with_name(BASE_FILE), file.with_name("adapter_config.json")
-        # Before PEFT wraps the layers and renames their weights.
+        # Load base weights before PEFT wraps the layers and renames their weights.
         if base.is_file():
-            # Not strict: the file holds only what trained.
+            # Not strict: the file only has the trained weights.
             _, unexpected = model.load_state_dict(load_file(base), strict=False)
             if unexpected:
                 raise ValueError(f"the model has no {', '.join(unexpected)}")
         if config.is_file():
             read_peft_config(config)
             device = next(model.parameters()).device.type
-            lazy = device == "meta"  # to which no file is read
+            lazy = device == "meta"  # PEFT cannot read files to the meta device
             PeftModel.from_pretrained(
                 model, file.parent, torch_device="cpu" if lazy else device, low_cpu_mem_usage=lazy
             )

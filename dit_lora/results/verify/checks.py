@@ -1,4 +1,4 @@
-"""Checks an adapter by what its file holds and what its own library made of it, and says so in words."""
+"""Checks of an adapter: its file's contents, and what its library loaded from it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from dit_lora.numerics.adapter_tensors import layer_of
 Tensors = Mapping[str, torch.Tensor]
 NOT_RECORDED = "not recorded"
 PATTERNS = ("rank_pattern", "alpha_pattern")
-"""Keys of PEFT's config, and of a provenance, for layers that have another rank or alpha than the usual one."""
+"""Keys in PEFT's config, and in our metadata, for layers whose rank or alpha differs from the rest."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Check:
 
 
 def finite(bad: Sequence[str], count: int) -> Check:
-    """Check that there is no NaN and no Inf, given what is `bad` of so many tensors."""
+    """Check that no tensor has NaN or Inf. `bad` describes those that do, of `count` tensors."""
     if bad:
         summary = "not finite; take an earlier checkpoint, or train again:"
         return Check(False, listed(summary, bad))
@@ -42,9 +42,14 @@ def finite(bad: Sequence[str], count: int) -> Check:
 def keys(
     loader: str, stored: Tensors, loaded: Tensors, expected: Sequence[str], base: Sequence[str]
 ) -> Check:
-    """Check that every tensor of the file is in the loaded model, and none that belongs there is missing.
+    """Check that every tensor of the file was loaded, and that none is missing.
 
-    `expected` are the layers that the header's targets match, `base` the names of the base weights beside it.
+    Args:
+        loader: Name of the loading class, for messages.
+        stored: The file's tensors.
+        loaded: The loaded adapter's tensors.
+        expected: Layers that the target modules in the header match.
+        base: Names of the base weights stored with the adapter.
     """
     problems = [f"{name}: nothing of {loader} takes it" for name in stored if name not in loaded]
     problems += [
@@ -53,7 +58,7 @@ def keys(
         if name not in stored and not _is_idle(name, tensor, expected)
     ]
     modules = {layer_of(name) for name in loaded}
-    if stored.keys() <= loaded.keys():  # else it is there under another name
+    if stored.keys() <= loaded.keys():  # otherwise it may be loaded under another name
         problems += [
             f"{name}: the header's targets match it, and the file has nothing for it"
             for name in expected
@@ -67,33 +72,33 @@ def keys(
     if problems:
         summary = f"{loader} does not load the file as it is; use the file as the run wrote it"
         return Check(False, listed(summary, problems))
-    beside = f", and {len(base)} base weights beside it" if base else ""
+    base_note = f", and {len(base)} base weights beside it" if base else ""
     if not stored:
         return Check(True, f"{loader} takes all {len(base)} base weights; there is no adapter")
     return Check(
         True,
-        f"{loader} takes all {len(stored)} tensors of {len(modules)} modules{beside}; none lacks",
+        f"{loader} takes all {len(stored)} tensors of {len(modules)} modules{base_note}; none lacks",
     )
 
 
 def _is_idle(name: str, tensor: torch.Tensor, expected: Sequence[str]) -> bool:
-    """Return true for zeros that a loader adds: Wan's image keys and values if only those for text were trained.
+    """True for zeros that a loader adds, such as Wan's image keys and values if only those for text were trained.
 
-    They are none of the header's layers. Without values (meta), that they are none of them has to do.
+    They belong to no layer in the header. On the meta device there are no values, so only that is checked.
     """
     is_asked = layer_of(name) in expected
     return not is_asked and (bool(expected) if tensor.is_meta else not tensor.any())
 
 
 def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
-    """Return true if values are equal in the dtype of the loaded tensor, or shapes where it has no values (meta)."""
+    """True if values are equal in the loaded tensor's dtype; only shapes are compared on the meta device."""
     if loaded.is_meta:
         return stored.shape == loaded.shape
-    # Compared as loaded: a loader that narrows the dtype changes values on purpose.
-    there = stored.to(loaded.device, loaded.dtype)
-    if there.shape != loaded.shape:
+    # Compare in the loaded dtype: a loader that lowers precision changes values on purpose.
+    expected = stored.to(loaded.device, loaded.dtype)
+    if expected.shape != loaded.shape:
         return False
-    return torch.allclose(there, loaded, rtol=0, atol=0, equal_nan=True)
+    return torch.allclose(expected, loaded, rtol=0, atol=0, equal_nan=True)
 
 
 def effect(
@@ -103,38 +108,49 @@ def effect(
     *,
     allow_extreme: bool = False,
 ) -> Check:
-    """Check that one update at least is more than rounding, and none far beyond its weight; name the odd ones.
+    """Check that at least one update is larger than rounding error, and none is far larger than its weight.
 
-    `base` names the base weights that trained, and `changes` are theirs.
+    Modules with a strange size are named.
+
+    Args:
+        updates: The adapter's update of each module.
+        base: Names of the trained base weights.
+        changes: Changes of those base weights.
+        allow_extreme: Accept updates that are far larger than their weight.
     """
-    # One that is not finite is told by `finite`.
-    extreme = [one for one in (*updates, *changes) if EXTREME < (one.share or 0) < math.inf]
+    # The check `finite` reports updates that are not finite.
+    extreme = [
+        update for update in (*updates, *changes) if EXTREME < (update.share or 0) < math.inf
+    ]
     if extreme and not allow_extreme:
         return _extreme(extreme)
     if not updates:
         return Check(True, f"no adapter: {len(base)} base weights were trained in full")
     # Single dead modules are a note; all of them dead is a failure.
-    dead = [one for one in updates if one.is_lost]
+    dead = [update for update in updates if update.is_lost]
     if len(dead) == len(updates):
         return _without_effect(updates)
-    words = f"{len(updates)} modules{_range(updates)}"
+    summary_line = f"{len(updates)} modules{_range(updates)}"
     notes = []
     if dead:
         notes.append(
             listed("dead, their update is zero or lost in rounding:", [o.name for o in dead])
         )
-    strong = [one for one in updates if one.relative is not None and one.relative > STRONG]
+    strong = [
+        update for update in updates if update.relative is not None and update.relative > STRONG
+    ]
     if strong:
         summary = (
             "over-strong, their update is larger than the weight that it is added to; where samples break, lower the "
             "learning rate or load the adapter at a lower weight:"
         )
         notes.append(listed(summary, _relative(strong)))
-    return Check(True, "\n".join([words, *notes]))
+    return Check(True, "\n".join([summary_line, *notes]))
 
 
 def _without_effect(updates: Sequence[ModuleUpdate]) -> Check:
-    largest = max((one.relative or 0.0 for one in updates), default=0.0)
+    """The failed check for an adapter whose updates all have no effect."""
+    largest = max((update.relative or 0.0 for update in updates), default=0.0)
     are = f"lost in rounding (at most {percent(largest)} of their weights)" if largest else "zero"
     return Check(
         False,
@@ -144,6 +160,7 @@ def _without_effect(updates: Sequence[ModuleUpdate]) -> Check:
 
 
 def _extreme(updates: Sequence[ModuleUpdate]) -> Check:
+    """The failed check for updates that are far larger than their weight."""
     summary = (
         f"extreme, an update of more than {EXTREME:g} times the weight that it is added to: "
         "next to nothing of the base "
@@ -154,20 +171,25 @@ def _extreme(updates: Sequence[ModuleUpdate]) -> Check:
 
 
 def _relative(updates: Sequence[ModuleUpdate]) -> list[str]:
-    shares = [(one.name, one.share if one.relative is None else one.relative) for one in updates]
+    """Module names with the size of their update relative to their weight."""
+    shares = [
+        (update.name, update.share if update.relative is None else update.relative)
+        for update in updates
+    ]
     return [f"{name}: {percent(share)}" for name, share in shares if share is not None]
 
 
 def _range(updates: Sequence[ModuleUpdate]) -> str:
-    shares = [one.relative for one in updates if one.relative is not None]
+    """Text on the smallest and largest relative update."""
+    shares = [update.relative for update in updates if update.relative is not None]
     if not shares:
         return "; the norms of their weights are not known here"
-    least, most = percent(min(shares)), percent(max(shares))
-    return f", update {least if least == most else f'{least[:-1]} to {most}'} of their weights"
+    smallest, largest = percent(min(shares)), percent(max(shares))
+    return f", update {smallest if smallest == largest else f'{smallest[:-1]} to {largest}'} of their weights"
 
 
 def percent(share: float) -> str:
-    """Return two digits, or all that are before the point."""
+    """Format a share in percent with two digits, or more before the point."""
     value = 100 * share
     return f"{value:.0f}%" if value >= 100 else f"{value:.2g}%"
 
@@ -178,9 +200,13 @@ def scale(
     ranks: Mapping[str, tuple[int, int]],
     made: Mapping[str, Any],
 ) -> Check:
-    """Check that rank and alpha agree in the header, in the tensors, in the loaded layers and in the provenance.
+    """Check that rank and alpha agree in the header, the tensors, the loaded layers and the training metadata.
 
-    `ranks` are those of A and of B in the file, by module.
+    Args:
+        config: PEFT's config in the header; None without one.
+        layers: The loaded layers.
+        ranks: Ranks of A and of B in the file, by module.
+        made: The training metadata.
     """
     if not ranks and not layers:
         return Check(True, "no adapter, and so no rank and no alpha")
@@ -193,22 +219,24 @@ def scale(
         return Check(False, listed(summary, problems))
     if not layers:
         return Check(True, "the loaded layers' scale is not known: the file was not loaded")
-    every = ", ".join(f"{one:g}" for one in scales)
+    all_scales = ", ".join(f"{value:g}" for value in scales)
     pairs = sorted({(layer.rank, layer.alpha) for layer in layers.values()})
-    words = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in pairs[:3])
+    rank_text = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in pairs[:3])
     sources = [
-        name for name, there in (("header", config), ("provenance", made.get("rank"))) if there
+        name
+        for name, source_value in (("header", config), ("provenance", made.get("rank")))
+        if source_value
     ]
     source = (
         f"as {' and '.join(sources)} say" if sources else f"{NOT_RECORDED}, so that alpha is rank"
     )
-    return Check(True, f"{words}, {source}: updates are scaled by {every}")
+    return Check(True, f"{rank_text}, {source}: updates are scaled by {all_scales}")
 
 
 def _blocks(
     config: Mapping[str, Any], layers: Mapping[str, LoadedLayer], made: Mapping[str, Any]
 ) -> Check:
-    """Check that OFT's rotations are loaded as large as trained; a rotation has no scale."""
+    """Check that OFT's rotations are loaded with the trained block size. A rotation has no scale."""
     size, trained = config.get("oft_block_size"), made.get("block_size")
     if trained and size != trained:
         return Check(False, f"blocks of {size} in the header, and {trained} was trained")
@@ -218,10 +246,11 @@ def _blocks(
 def _in_the_file(
     config: Mapping[str, Any] | None, ranks: Mapping[str, tuple[int, int]]
 ) -> list[str]:
+    """Problems with the ranks of the file's tensors."""
     problems = [
         f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b
     ]
-    # A pattern gives layers ranks of their own; the loaded layers are compared with those.
+    # With a rank pattern, ranks differ by layer: the loaded layers are compared with it in `_as_trained`.
     if config and not config.get("rank_pattern"):
         header_rank = config.get("r")
         problems += [
@@ -235,6 +264,7 @@ def _in_the_file(
 def _as_trained(
     config: Mapping[str, Any] | None, layers: Mapping[str, LoadedLayer], made: Mapping[str, Any]
 ) -> list[str]:
+    """Differences in rank, alpha and scale from the training metadata."""
     rank, alpha = made.get("rank"), made.get("alpha")
     if not rank or not alpha:
         return []
@@ -251,7 +281,7 @@ def _as_trained(
     ranks, alphas = (made.get(key) or {} for key in PATTERNS)
     off = set()
     for name, layer in layers.items():
-        # Where a header leaves alpha out, loaders take rank for it and the scale is 1.
+        # If the header has no alpha, loaders use the rank, so that the scale is 1.
         own_alpha, own_rank = (
             pattern.get(get_pattern_key(list(pattern), name), usual)
             for pattern, usual in ((alphas, alpha), (ranks, rank))
@@ -260,7 +290,7 @@ def _as_trained(
         if not math.isclose(layer.scaling, trained):
             off.add((layer.scaling, trained))
     problems += [
-        f"loaded layers scale their update by {one:g}, and {trained:g} was trained"
-        for one, trained in sorted(off)
+        f"loaded layers scale their update by {loaded_scale:g}, and {trained:g} was trained"
+        for loaded_scale, trained in sorted(off)
     ]
     return problems

@@ -1,4 +1,4 @@
-"""Loads diffusion models as Diffusers does, for checks of an adapter: a fresh pipeline, and one call of it."""
+"""Loads diffusion models with Diffusers, as users do, to verify adapters: a fresh pipeline, and one forward."""
 
 import os
 from collections.abc import Mapping
@@ -32,15 +32,15 @@ from dit_lora.families.opening import read_component_config
 from dit_lora.numerics.streams import Drawn, Streams, generator
 from dit_lora.results.verify.reference_model import SEED, Inputs, ReferenceModel
 
-_SIDE = 4  # patches of height and of width that made-up latents have, where the model takes so few
-_ROUNDING = 0.02  # relative difference of an update that rounding its matrices to bf16 can make
-_DRAW = "draw/"  # before the name of what a training step draws
-_COMPUTE = "compute"  # in place of a dtype: the one that the model computes in
+_SIDE = 4  # height and width of random latents in patches, if the model accepts so few
+_ROUNDING = 0.02  # relative difference of an update that rounding its matrices to bf16 can cause
+_DRAW = "draw/"  # prefix for the names of random values that a training step draws
+_COMPUTE = "compute"  # stands for the dtype that the model computes in
 
 
 @dataclass(frozen=True)
 class DiffusionStock(ReferenceModel):
-    """The stock pipeline of one checkpoint, with nothing in it but its transformer."""
+    """The stock pipeline of one checkpoint, with only its transformer loaded."""
 
     checkpoint: Checkpoint
 
@@ -49,16 +49,18 @@ class DiffusionStock(ReferenceModel):
         return self.checkpoint.pipeline_class.__name__
 
     def inputs(self, clips: Any, *, whole: bool) -> Inputs:
-        """Return shapes and dtypes of a sample as the run has them, and what is drawn for it.
+        """Shapes and dtypes of a sample as in the run, and the random numbers drawn for it.
 
-        Unless `whole`, height and width are smaller, where the model takes that.
+        Unless `whole`, height and width are smaller if the model accepts that.
         """
-        shape = min(clips.video_specs, key=lambda one: one.volume)
+        shape = min(clips.video_specs, key=lambda candidate: candidate.volume)
         video: Spec = clips.video_specs[shape]
         if not whole:
-            # A few patches, where the model takes so few: the check is to cost little beside a step.
-            most = _SIDE * self.checkpoint.side_step
-            small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
+            # A few patches, so that the check is cheap compared with a training step.
+            max_side = _SIDE * self.checkpoint.side_step
+            small = VideoShape(
+                shape.frames, min(shape.height, max_side), min(shape.width, max_side)
+            )
             if self.checkpoint.refusal(small) is None:
                 video = _shrunk(video, shape, small)
         tensors = {
@@ -73,40 +75,41 @@ class DiffusionStock(ReferenceModel):
         return {**tensors, **self._drawn_numbers(tensors)}
 
     def _drawn_numbers(self, tensors: Inputs) -> Inputs:
-        """Return the draws of one number a sample, such as the noise level.
+        """Random values with one number per sample, such as the noise level.
 
-        They depend on options of the recipe and on defaults that a later version may change, so the values are kept
-        and not how they were drawn.
+        They depend on recipe options and on defaults that a later version may change, so the values are recorded
+        instead of how they were drawn.
         """
-        batch = {name: _drawn(name, one, SEED, torch.float32) for name, one in tensors.items()}
+        batch = {name: _drawn(name, spec, SEED, torch.float32) for name, spec in tensors.items()}
         streams = Streams(SEED, [SEED])
-        drawn = {name: draw(streams(name)) for name, draw in self.checkpoint.draws(batch).items()}
+        values = {name: draw(streams(name)) for name, draw in self.checkpoint.draws(batch).items()}
         return {
             f"{_DRAW}{name}": {
-                "values": one.tolist(),
-                "dtype": str(one.dtype).removeprefix("torch."),
+                "values": value.tolist(),
+                "dtype": str(value.dtype).removeprefix("torch."),
             }
-            for name, one in drawn.items()
-            if one.numel() == 1
+            for name, value in values.items()
+            if value.numel() == 1
         }
 
     def has_all_inputs(self, inputs: Inputs) -> bool:
+        """True if the noise level is recorded."""
         return any(name.startswith(_DRAW) for name in inputs)
 
     def output(
         self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the transformer's output in one training forward of made-up inputs, as it returns it."""
+        """The transformer's output in one training forward of random inputs."""
         device = next(model.parameters()).device
         batch, ahead = {}, {}
-        for name, one in inputs.items():
+        for name, spec in inputs.items():
             if name.startswith(_DRAW):
-                values = torch.tensor(one["values"], dtype=getattr(torch, one["dtype"]))
+                values = torch.tensor(spec["values"], dtype=getattr(torch, spec["dtype"]))
                 ahead[name.removeprefix(_DRAW)] = values
             else:
-                batch[name] = _drawn(name, one, seed, dtype).to(device)
+                batch[name] = _drawn(name, spec, seed, dtype).to(device)
         outputs: list[Any] = []
-        # The family's own loss calls the model as training does; the hook keeps what it returned.
+        # The family's loss calls the model as in training; the hook stores the model's output.
         handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
         try:
             streams = Streams(seed, [seed], Drawn(seed, (seed,), ahead))
@@ -117,11 +120,11 @@ class DiffusionStock(ReferenceModel):
         return torch.stack(output) if isinstance(output, list) else output  # a list of samples
 
     def load(self, dtype: torch.dtype) -> nn.Module:
-        """Return a fresh transformer with the checkpoint's weights, on the CPU."""
+        """A fresh transformer with the checkpoint's weights, on the CPU."""
         return self.checkpoint.load_transformer(dtype).eval()
 
     def put(self, model: nn.Module, file: Path) -> nn.Module:
-        """Load the adapter and base weights beside it as users of the stock pipeline do; return the model with them.
+        """Load the adapter and its base weights as users of the stock pipeline do. Returns the model with them.
 
         Raises what Diffusers, PEFT and PyTorch raise for files that do not fit.
         """
@@ -130,9 +133,9 @@ class DiffusionStock(ReferenceModel):
         return model
 
     def _require_whole(self, model: nn.Module, file: Path) -> None:
-        """Raise `DitLoraError` with the layers that the stock loader drops, or scales differently than the file.
+        """Raise `DitLoraError` with layers that the stock loader drops, or scales differently than the file says.
 
-        Its converters know not every layer of other programs' forms, and not every alpha.
+        Its converters do not support every layer and every alpha of other programs' formats.
         """
         pipeline_class = self.checkpoint.pipeline_class
         if in_peft_format(file) or not is_converted_lora(file, stock_state(pipeline_class, file)):
@@ -151,9 +154,9 @@ class DiffusionStock(ReferenceModel):
             )
 
     def stored(self, file: Path) -> dict[str, torch.Tensor]:
-        """Return the adapter's tensors by the names that a loaded one has, as Diffusers reads the file.
+        """The adapter's tensors as Diffusers reads the file, with the names that they have once loaded.
 
-        Raises `DitLoraError` with all that its loader misses in a file of another program's form.
+        Raises `DitLoraError` with all tensors of another program's format that the loader ignores.
         """
         pipeline_class = self.checkpoint.pipeline_class
         try:
@@ -161,28 +164,36 @@ class DiffusionStock(ReferenceModel):
         except OF_CONVERTERS as error:
             missing = missing_names(pipeline_class, file)
             reason = str(error).strip().partition("\n")[0]
-            why = "take the file without these tensors" if missing else f"read the file: {reason}"
+            problem = (
+                "take the file without these tensors" if missing else f"read the file: {reason}"
+            )
             remedy = f"dit-lora export {file} --to diffusers --out OUT writes what it takes"
-            raise DitLoraError(listed(f"{self.name} does not {why}; {remedy}", missing)) from error
+            raise DitLoraError(
+                listed(f"{self.name} does not {problem}; {remedy}", missing)
+            ) from error
         return {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
 
     def weight_files(self) -> list[Path]:
         return sorted((self.checkpoint.path / self.checkpoint.part).glob("*.safetensors"))
 
     def digest(self) -> str:
-        # Nothing is remembered: a file that changed behind its time of change must not pass.
+        """Digest of the transformer's files."""
+        # No cached digests: a file that changed without a new modification time must not pass.
         return Digests(Path(os.devnull)).component(self.checkpoint.path / self.checkpoint.part)
 
     def _pipeline(self, model: nn.Module) -> Any:
+        """The stock pipeline with this transformer and no other component."""
         index = read_component_config(self.checkpoint.path)
-        own = ("transformer", self.checkpoint.part)
-        others = [
+        transformer_names = ("transformer", self.checkpoint.part)
+        other_names = [
             name
             for name, value in index.items()
-            if isinstance(value, list) and name not in (*own, "scheduler")
+            if isinstance(value, list) and name not in (*transformer_names, "scheduler")
         ]
-        # Diffusers asks `transformer` for its config even where it loads into another part.
-        components: dict[str, Any] = dict.fromkeys(others) | dict.fromkeys(own, model)
+        # Diffusers reads the config of `transformer` even if it loads into another component.
+        components: dict[str, Any] = dict.fromkeys(other_names) | dict.fromkeys(
+            transformer_names, model
+        )
         for name, value in index.items():
             if isinstance(value, dict):  # names of classes: JSON's keys are text
                 components[name] = {int(row): label for row, label in value.items()}
@@ -190,12 +201,13 @@ class DiffusionStock(ReferenceModel):
 
 
 def _layer_names(pipeline: str) -> LayerNames:
+    """ComfyUI's layer names for the family of this pipeline."""
     families = (get_family(name) for name in DIFFUSION_FAMILIES)
     return next((f.comfyui for f in families if pipeline in f.pipeline_names), UNKNOWN)
 
 
 def _differs(model: nn.Module, name: str, stored: StoredLayer) -> str | None:
-    """Say how a loaded layer's update differs from that of the file; None if it does not."""
+    """How a loaded layer's update differs from the file's; None if it does not."""
     layer: Any = model.get_submodule(name)
     is_loaded = isinstance(layer, LoraLayer)
     if not is_loaded:
@@ -204,24 +216,24 @@ def _differs(model: nn.Module, name: str, stored: StoredLayer) -> str | None:
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     if a.is_meta or b.is_meta:
         return None
-    # The updates' images of one random vector are compared: the products themselves may be large.
+    # Apply both updates to one random vector and compare: the products themselves may be large.
     side = torch.randn(
         stored.a.flatten(1).shape[1], 1, generator=generator(0, "update_probe"), dtype=torch.float64
     )
-    expected, found = (
+    expected, actual = (
         scale * (up.flatten(1).double().cpu() @ (down.flatten(1).double().cpu() @ side))
         for scale, up, down in (
             (stored.alpha / stored.rank, stored.b, stored.a),
             (layer.scaling[adapter], b.detach(), a.detach()),
         )
     )
-    gap = (found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    gap = (actual - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny)
     # A base in bf16 rounds each matrix to 2^-8.
     return f"{name}: differs by {gap:.0%}" if gap > _ROUNDING else None
 
 
 def _shrunk(spec: Spec, shape: VideoShape, small: VideoShape) -> Spec:
-    """Return the spec with height and width, the last sizes of latents, shrunk in the proportions of the pixels'."""
+    """The spec with the latents' height and width scaled down in the proportion of the pixel sizes."""
     latents = spec["latent_mean"][0][-2:]
     return {
         name: (size, dtype)
@@ -241,7 +253,7 @@ def _shrunk(spec: Spec, shape: VideoShape, small: VideoShape) -> Spec:
 
 
 def _drawn(name: str, one: Mapping[str, Any], seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a batch of one: normal values that bf16 holds, to be the same in every dtype; ones for integers."""
+    """A batch of one sample: normal values rounded to bf16, to be equal in every dtype; ones for integers."""
     size = (1, *one["shape"])
     if one["dtype"] != _COMPUTE:
         return torch.ones(size, dtype=getattr(torch, one["dtype"]))

@@ -1,4 +1,4 @@
-"""Checks a whole pipeline (`train.mode: full`): its transformer's files, read tensor by tensor."""
+"""Verifies a full pipeline (`train.mode: full`): reads its transformer's files tensor by tensor."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,27 +20,35 @@ def pipeline_checks(
     loader: str,
     trained: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Check]:
-    """Return `keys` and `finite` of the files, and what is said in place of `effect` and `scale`.
+    """The checks `keys` and `finite` of the files, and placeholders for `effect` and `scale`, which do not apply.
 
-    `expected` are the tensors of a fresh model, of which names and shapes count; `trained` what the files have to
-    hold. Raises `CheckFailedError` if a file cannot be read.
+    Args:
+        files: The transformer's files.
+        expected: Tensors of a fresh model; only names and shapes are used.
+        loader: Name of what loads the files, for messages.
+        trained: Tensors that the files must contain, with these values; None to skip this.
+
+    Raises:
+        CheckFailedError: A file cannot be read.
     """
-    misfits, bad, seen = [], [], set()
+    misfits, bad, names_read = [], [], set()
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    # One at a time: a whole model may not fit into host memory beside the run's own.
+                    # One at a time: a second full model may not fit into host memory.
                     tensor = opened.get_tensor(name)
-                    seen.add(name)
+                    names_read.add(name)
                     problem = _misfit(name, tensor, expected, trained)
                     misfits += [problem] if problem else []
                     fault = describe_bad(name, tensor)
                     bad += [fault] if fault else []
         except (OSError, SafetensorError) as error:
             raise unreadable(file, error) from error
-    misfits += [f"{name}: not in the files" for name in expected if name not in seen]
-    keys = Check(True, f"{loader} takes all {len(seen)} tensors of the transformer; none lacks")
+    misfits += [f"{name}: not in the files" for name in expected if name not in names_read]
+    keys = Check(
+        True, f"{loader} takes all {len(names_read)} tensors of the transformer; none lacks"
+    )
     if misfits:
         summary = (
             f"{loader} does not load the transformer as it is; use the folder as the run wrote it"
@@ -48,7 +56,7 @@ def pipeline_checks(
         keys = Check(False, listed(summary, misfits))
     return {
         "keys": keys,
-        "finite": finite(bad, len(seen)),
+        "finite": finite(bad, len(names_read)),
         "effect": Check(True, f"{_WHOLE}: there is no update beside it"),
         "scale": Check(True, f"{_WHOLE}: there is no rank and no alpha"),
     }
@@ -60,6 +68,7 @@ def _misfit(
     expected: Mapping[str, torch.Tensor],
     trained: Mapping[str, torch.Tensor] | None,
 ) -> str | None:
+    """Why this tensor does not belong into the model; None if it does."""
     if name not in expected:
         return f"{name}: nothing of the model takes it"
     if tensor.shape != expected[name].shape:

@@ -1,7 +1,7 @@
-"""Implements `dit-lora verify`: what was saved, loaded by its own library, is whole, finite, effective and as trained.
+"""Implements `dit-lora verify`: loads a saved result with its own library and runs five checks on it.
 
-Five checks: `keys`, `finite`, `effect`, `scale`, `output`; docs/verify.md says what each compares. A run verifies
-its result when it ends, with the frozen weights that it already holds, once these are shown to be those of its start.
+`keys`, `finite`, `effect`, `scale`, `output`; docs/verify.md says what each compares. A run verifies its result when
+it ends, with the frozen weights that it already has in memory, after a check that they are unchanged.
 """
 
 import logging
@@ -40,7 +40,7 @@ from dit_lora.results.verify.output import NOT_RECORDED, WRONG, compare_output
 from dit_lora.results.verify.reference_model import ReferenceModel
 
 _NOT_LOADED = "not known: the file is not loaded as it is"
-# What Diffusers, Transformers, PEFT and PyTorch raise of a file that does not fit the model.
+# What Diffusers, Transformers, PEFT and PyTorch raise for a file that does not fit the model.
 _REFUSALS = (
     ValueError,
     RuntimeError,
@@ -67,36 +67,37 @@ class Verification:
 
     @property
     def passed(self) -> bool:
+        """True if every check passed."""
         return all(check.passed for check in self.checks.values())
 
     @property
     def wrong(self) -> list[str]:
-        """Lines on what is wrong, one for each check that failed."""
+        """One line for each failed check."""
         return [f"{name}: {self.checks[name].words}" for name in self._failed()]
 
     def record(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """JSON-compatible values."""
         return {
             "adapter": self.adapter,
             "base_model": self.base_model,
             "passed": self.passed,
             "checks": {name: check.record() for name, check in self.checks.items()},
-            "modules": [one.record() for one in self.modules],
+            "modules": [module.record() for module in self.modules],
             **({"files": dict(self.files)} if self.files else {}),
         }
 
     def lines(self) -> list[str]:
-        """Return a line for each check, and what to think of all of them."""
+        """Text for a terminal: a line for each check, notes, and the conclusion."""
         lines = [f"{self.adapter} on {self.base_model}"]
         for name, check in self.checks.items():
-            words = check.words.replace("\n", "\n" + " " * 15)
-            lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {words}")
+            message = check.words.replace("\n", "\n" + " " * 15)
+            lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {message}")
         failed = f"failed: {', '.join(self._failed())}"
         lines += [f"  note {note}" for note in self.notes]
         return [*lines, "every check passed" if self.passed else failed]
 
     def line(self) -> str:
-        """Return one line for a run's summary."""
+        """One line for a run's summary."""
         if not self.passed:
             return f"verified: failed: {', '.join(self._failed())}"
         update = self.checks["effect"].words.partition("\n")[0]
@@ -104,12 +105,13 @@ class Verification:
         return f"verified: {update}; output {output}"
 
     def _failed(self) -> list[str]:
-        return [name for name, one in self.checks.items() if not one.passed]
+        """Names of the failed checks."""
+        return [name for name, check in self.checks.items() if not check.passed]
 
 
 @dataclass(frozen=True)
 class Result:
-    """A result to check, and what is known of it."""
+    """A result to verify, with what is known about it."""
 
     file: Path
     """The adapter's file (or its base weights'), or a pipeline's folder."""
@@ -119,27 +121,28 @@ class Result:
     dtype: torch.dtype
     """The dtype that the fresh model computes in."""
     later: str | None = None
-    """The reason why the output is not compared here, and what does it."""
+    """Why the output is not compared here, and when it will be; None to compare it."""
     allow_extreme: bool = False
-    """True if an update far beyond its weight passes."""
+    """True to accept an update that is far larger than its weight."""
     own: bool = False
-    """True if the fresh model holds the very weights of the run."""
+    """True if the fresh model shares its weights with the run."""
 
     @property
     def base_file(self) -> Path:
+        """File of the trained base weights, which may not exist."""
         return self.file.with_name(BASE_FILE)
 
     @property
     def name(self) -> str:
-        """The result's name without the folders that it lies in."""
+        """The result's name without its parent folders."""
         return self.file.name if self.file.is_dir() else f"{self.file.parent.name}/{self.file.name}"
 
     def config(self) -> dict[str, Any] | None:
-        """Return PEFT's config as the adapter brings it; None where it does not."""
-        # PEFT's folder has its config beside the weights, Diffusers' file in the header.
-        beside = self.file.with_name(peft.utils.CONFIG_NAME)
-        if beside.is_file():
-            return read_peft_config(beside)
+        """PEFT's config stored with the adapter; None if there is none."""
+        # In PEFT's format the config is a file next to the weights, in Diffusers' it is in the header.
+        config_file = self.file.with_name(peft.utils.CONFIG_NAME)
+        if config_file.is_file():
+            return read_peft_config(config_file)
         text = header_of(self.file).get("lora_adapter_metadata")
         stored = parse_json(text) if text else {}
         adapter_config = {
@@ -149,17 +152,17 @@ class Result:
         return adapter_config or None
 
     def output(self, model: nn.Module, dtype: torch.dtype) -> Check:
-        """Return the check `output`, for the model with the result in it."""
+        """The check `output`, for the model with the result loaded."""
         noted = self.made.get("output")
         if noted is None:
             return Check(True, "not recorded at training's end: the file says nothing of it")
         if self.later and not {NOT_RECORDED, WRONG} & noted.keys():
             return Check(True, f"not compared: {self.later}")
-        made = self.made.get("base_model") or "the checkpoint that it was trained on"
+        base_model = self.made.get("base_model") or "the checkpoint that it was trained on"
         try:
             digest = self.made.get("transformer_digest")
             return compare_output(
-                self.stock, model, noted, dtype, made, own=self.own, digest=digest
+                self.stock, model, noted, dtype, base_model, own=self.own, digest=digest
             )
         except torch.OutOfMemoryError:
             device = next(model.parameters()).device
@@ -169,6 +172,7 @@ class Result:
 def check_pipeline(
     result: Result, checks: Mapping[str, Check], load: Callable[[], nn.Module]
 ) -> Verification:
+    """Add the check `output` to the others, if those passed."""
     output = Check(False, "not compared: the files do not hold what they should")
     if all(check.passed for check in checks.values()):
         fresh = load()
@@ -177,13 +181,14 @@ def check_pipeline(
 
 
 def check_adapter(result: Result, fresh: nn.Module) -> Verification:
-    """Return the checks of an adapter, and of base weights beside it, in a fresh model of its base."""
-    header_of(result.file)  # of a file that cannot be read, in one line
+    """Run the checks of an adapter, and of trained base weights, in a fresh model of its base."""
+    header_of(result.file)  # raises a one-line error for a file that cannot be read
     config, base = result.config(), tensors_of(result.base_file)
     try:
         stored = result.stock.stored(result.file)
     except DitLoraError as error:
         return _unread(result, error)
+    # Before the adapter is loaded, which renames the layers that it wraps.
     expected = _expected(config, fresh)
     layers: Mapping[str, LoadedLayer] = {}
     updates: list[ModuleUpdate] = []
@@ -214,11 +219,11 @@ def _effect(
     base: Mapping[str, torch.Tensor],
     layers: Mapping[str, LoadedLayer],
 ) -> tuple[list[ModuleUpdate], Check]:
-    """Return the size of each layer's update, and the check of all of them."""
+    """The size of each layer's update, and the check of all of them."""
     files = result.stock.weight_files()
     norms, changes = weight_norms(fresh, files), base_updates(base, files)
     is_lora = kind_of(result.config()) == "lora" and not any("magnitude" in name for name in stored)
-    # A LoRA's update is its file's alone; another's is that of a layer which was loaded, weight and all.
+    # A LoRA's update only depends on the file. Other kinds need a loaded layer with its weight.
     if not is_lora and any(p.is_meta for n, p in fresh.named_parameters() if is_adapter(n)):
         return [], Check(True, f"not measured: {result.later}")
     updates = module_updates(stored, layers, norms) if is_lora else measured_updates(fresh, norms)
@@ -226,7 +231,7 @@ def _effect(
 
 
 def _unread(result: Result, error: DitLoraError) -> Verification:
-    """Return the checks of a file whose form the library does not take as it is."""
+    """The checks of a file whose format the library does not accept."""
     tensors = tensors_of(result.file)
     checks = {
         "keys": Check(False, str(error)),
@@ -237,9 +242,9 @@ def _unread(result: Result, error: DitLoraError) -> Verification:
 
 
 def _refusal(result: Result, fresh: nn.Module) -> Check | None:
-    """Load the result as users do, and return a failed `keys` if its library refuses it.
+    """Load the result as users do. Returns a failed check `keys` if its library rejects it, else None.
 
-    What the library would log is said by the checks.
+    The library's warnings are hidden, because the checks report the same.
     """
     try:
         with _unheard():
@@ -247,15 +252,18 @@ def _refusal(result: Result, fresh: nn.Module) -> Check | None:
     except _REFUSALS as error:
         trained_on = result.made.get("base_model")
         hint = f" (it was trained on {trained_on})" if trained_on else ""
-        first, *others = (str(error).strip() or type(error).__name__).splitlines()
-        words = f"{result.stock.name} refuses the file on this base{hint}: {first.strip()}"
-        return Check(False, listed(words, [line.strip().removeprefix("- ") for line in others]))
+        first_line, *other_lines = (str(error).strip() or type(error).__name__).splitlines()
+        message = f"{result.stock.name} refuses the file on this base{hint}: {first_line.strip()}"
+        return Check(
+            False, listed(message, [line.strip().removeprefix("- ") for line in other_lines])
+        )
     return None
 
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    # The libraries warn of each missing key; the checks list them.
+    """Context in which the libraries' warnings are hidden."""
+    # The libraries warn about each missing key; the checks list them.
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "peft")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -270,7 +278,7 @@ def _unheard() -> Iterator[None]:
 
 
 def _loaded(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model's adapter by the names of a file; none without one."""
+    """Tensors of the loaded adapter, with the names used in files; empty without an adapter."""
     adapters = getattr(model, "peft_config", None)
     if not adapters:
         return {}
@@ -281,19 +289,20 @@ def _loaded(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _expected(config: Mapping[str, Any] | None, fresh: nn.Module) -> list[str]:
-    """Return the layers that the config's targets match, by PEFT's own rule."""
+    """Layers that the config's target modules match, by PEFT's rule."""
     if not config or not config.get("target_modules"):
         return []
-    asked = peft.LoraConfig(target_modules=config["target_modules"])
+    target_config = peft.LoraConfig(target_modules=config["target_modules"])
     return [
         name
         for name, module in fresh.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and check_target_module_exists(asked, name)
+        if isinstance(module, nn.Linear | nn.Conv2d)
+        and check_target_module_exists(target_config, name)
     ]
 
 
 def _ranks(stored: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Return the ranks of A and of B, by module."""
+    """Ranks of A and of B in the file, by module."""
     ranks = {}
     for name, a in stored.items():
         module, is_a, _ = name.partition(".lora_A.")

@@ -76,7 +76,10 @@ def test_it_is_off_unless_it_is_asked_for(tiny_checkpoints: dict[str, Path]) -> 
 @pytest.mark.usefixtures("able")
 @pytest.mark.parametrize("variant", ["cogvideox-5b", "sana-1.5", "dit-tiny"])
 def test_a_model_is_within_what_is_stated(tiny_checkpoints: dict[str, Path], variant: str) -> None:
-    """Losses and adapters' gradients, which docs/kernels.md states; off, it is the model without it, to the last bit."""
+    """Losses and adapter gradients are within the errors that docs/kernels.md states.
+
+    Off, the model is bit-identical.
+    """
     step = step_of(tiny_checkpoints, variant)
     fuse(step.transformer, {"lora_linear": "on"}, check=False)
     loss, plain = step.loss(), step.gradients()

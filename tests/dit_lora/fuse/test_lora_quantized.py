@@ -1,4 +1,4 @@
-"""LoRA on bitsandbytes' NF4, FP4 and int8 layers through lora_linear: the base's product is still bitsandbytes' own."""
+"""LoRA on bitsandbytes' NF4, FP4 and int8 layers with lora_linear: bitsandbytes still computes the base's product."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Attention of Transformers' models: which names there are, that the guard can switch them, and on which side pads are.
+"""Attention of Transformers' models: the accepted names, the guard's fallback, and the side of the padding.
 
 What only a GPU can show: that flash-attn's own kernels agree (its package does not import without CUDA), and
 that they are right for batches padded on the left.

@@ -1,4 +1,4 @@
-"""Flux on fused ops is the stock model: both kinds of blocks, a mask, fp16's clipping, an IP-Adapter's third output."""
+"""Flux on fused ops equals the stock model: both kinds of blocks, masks, fp16 clipping, IP-Adapter's third output."""
 
 from typing import Any, ClassVar
 

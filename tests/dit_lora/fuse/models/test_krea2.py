@@ -1,4 +1,7 @@
-"""Krea 2 on fused ops is the stock model: zero-centred norms, shared modulation, grouped keys, a gate, pads in the middle."""
+"""Krea 2 on fused ops equals the stock model.
+
+Covers zero-centered norms, shared modulation, grouped keys, the gate, and padding in the middle.
+"""
 
 from typing import Any, ClassVar
 
@@ -96,7 +99,10 @@ class TestKrea2(Contract):
     def test_norms_and_hidden_values_are_computed_again_for_adapters(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Each block's once, and the norm of the final layer: what saves them by another name or shape would keep them."""
+        """Once for each block, and for the final layer's norm.
+
+        A wrong name or shape of a tensor would save it instead.
+        """
         model, found = fuse_all(self.build()), []
         for module, name in ((krea2, "_norm_again"), (swiglu, "_hidden")):
             again = getattr(module, name)

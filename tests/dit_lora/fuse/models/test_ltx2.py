@@ -1,4 +1,7 @@
-"""LTX-2 on fused ops is the stock model: both generations and rotations, one timestep a sample or a token, sound or none."""
+"""LTX-2 on fused ops equals the stock model.
+
+Covers both generations and rotations, one timestep per sample or per token, with and without audio.
+"""
 
 import copy
 from typing import Any, ClassVar

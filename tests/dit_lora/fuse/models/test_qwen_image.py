@@ -1,4 +1,7 @@
-"""Qwen-Image on fused ops is the stock model: both streams, rotated text, a mask of captions, modulation by token, fp16's clipping."""
+"""Qwen-Image on fused ops equals the stock model.
+
+Covers both streams, rotated text, a caption mask, modulation by token, and fp16 clipping.
+"""
 
 import gc
 from typing import Any, ClassVar
@@ -23,7 +26,10 @@ IMAGE = ROWS * COLUMNS
 
 
 def build(**config: Any) -> Any:
-    """Head width 16 is 4 for the picture, 6 for the row, 6 for the column; the second block reads the first one's text."""
+    """A small model. Head width 16 is 4 for the frame, 6 for rows, 6 for columns.
+
+    The second block reads the text that the first one wrote.
+    """
     return QwenImageTransformer2DModel(
         in_channels=4,
         out_channels=1,
@@ -112,7 +118,7 @@ class TestQwenImage(TwoStreams):
         assert not complex_rotary._TABLES
 
     def test_modulation_by_token_runs_the_stock_block(self) -> None:
-        """Of an editing model: its references are modulated as clean; without any it is the same as without the flag."""
+        """In an editing model, references are modulated as clean. Without references the flag makes no difference."""
         model = adapted(build(zero_cond_t=True), self.targets)
         plain = adapted(build(), self.targets)
         plain.load_state_dict(model.state_dict())

@@ -1,4 +1,7 @@
-"""Stable Diffusion 3 on fused ops is the stock model: 3.5's second attention, a last block without text, no q norms."""
+"""Stable Diffusion 3 on fused ops equals the stock model.
+
+Covers 3.5's second attention, the last block, which has no text output, and a model without q norms.
+"""
 
 from typing import Any
 

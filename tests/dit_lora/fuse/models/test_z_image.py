@@ -1,4 +1,7 @@
-"""Z-Image on fused ops is the stock model: both refiners and the joint layers, captions of one length and of several."""
+"""Z-Image on fused ops equals the stock model.
+
+Covers both refiners and the joint layers, with captions of one length and of several.
+"""
 
 import gc
 from typing import Any, ClassVar
@@ -49,7 +52,9 @@ class TestZImage(Contract):
         return build()
 
     def inputs(self, variant: str) -> Inputs:
-        """Captions of 5 and 40 tokens are padded to 32 and 64, and the first is masked; pictures of 6 patches to 32."""
+        """Captions of 5 and 40 tokens are padded to 32 and 64, and the first is masked. Images of 6 patches are
+        padded to 32.
+        """
         length = 40 if variant == "unequal" else 7
         return {
             "x": [draw(4, 1, 4, 6, seed=seed).requires_grad_() for seed in (3, 4)],

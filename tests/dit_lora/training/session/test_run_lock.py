@@ -90,7 +90,7 @@ def test_a_second_process_is_refused_by_pid_and_host_and_a_killed_one_hinders_no
 
 
 def test_a_paused_process_keeps_its_folder_however_old_its_last_beat_is(tmp_path: Path) -> None:
-    """A lease such as filelock's would be taken over: the paused process would then go on in a folder of another run."""
+    """A lease such as filelock's would expire: the paused process would then resume in another run's folder."""
     with held_elsewhere(tmp_path) as other:
         other.send_signal(signal.SIGSTOP)
         age(tmp_path, 1000)
