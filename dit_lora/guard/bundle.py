@@ -80,7 +80,8 @@ def read_bundle(folder: Path) -> Bundle:
     """Read the bundle in a folder.
 
     Raises:
-        DitLoraError: If the folder is no bundle, is incomplete, or lacks a part that a replay needs.
+        DitLoraError: If the folder does not hold a bundle, or the bundle is incomplete or lacks a part that a replay
+            needs.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load

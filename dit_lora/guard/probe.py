@@ -214,7 +214,7 @@ class _State:
 
 
 def _state(leaves: Sequence[Any]) -> _State | None:
-    """The combined state of all leaves; None if there is no floating-point value."""
+    """The combined state of all leaves; None without floating-point values."""
     values_of = (local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
     tensors = [tensor for tensor in values_of if has_values(tensor)]
     if not tensors:

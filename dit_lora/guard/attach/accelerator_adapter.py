@@ -153,7 +153,7 @@ def _is_wrapped(parameters: Sequence[nn.Parameter]) -> bool:
     parameter_ids = {id(parameter) for parameter in parameters}
     for candidate in gc.get_objects():
         kind = type(candidate)
-        # Check the type, not isinstance: a lazy proxy object would import its target when asked for its class.
+        # Check the type, not isinstance: proxy objects may run code when asked for their class.
         if kind.__name__ in _SHARING and issubclass(kind, nn.Module):
             return any(id(parameter) in parameter_ids for parameter in candidate.parameters())
     return False

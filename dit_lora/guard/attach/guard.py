@@ -320,9 +320,9 @@ class Guard:
         Restores the last good state if they are not.
 
         Raises:
-            NonFiniteError: On every rank, if there is no good state to restore, or if memory has altered a frozen
+            NonFiniteError: On every rank, if there is nothing good to restore, or if memory has altered a frozen
                 weight or a
-                buffer, which no snapshot holds.
+                buffer, which snapshots do not hold.
         """
         self._steps.require_finite()
         self._note()

@@ -279,7 +279,7 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         self._zero_in_a_row = 0
 
     def report_loss_scale(self, step: int, scale: float) -> None:
-        """Report that a gradient scaler has reduced its scale until nothing is left.
+        """Report that a gradient scaler has lowered its loss scale until gradients no longer fit fp16.
 
         Raises:
             NonFiniteError: If the ladder has a `stop`.

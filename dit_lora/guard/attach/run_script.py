@@ -53,7 +53,7 @@ def run_script(
 
     Raises:
         NonFiniteError: If the ladder of `config` has a `stop` and the guard ends the script.
-        Exception: Whatever the script raises.
+        Exception: Any exception of the script.
     """
     config = LoopConfig.of(config)
     overseer = Overseer(config, folder, _say)
@@ -363,7 +363,7 @@ def _accelerator_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     accelerate = sys.modules.get("accelerate")
     kind: type = getattr(accelerate, "Accelerator", _NoAccelerator)
     for candidate in gc.get_objects() if accelerate is not None else ():
-        # Check the type, not isinstance: a lazy proxy object would import its target when asked for its class.
+        # Check the type, not isinstance: proxy objects may run code when asked for their class.
         if issubclass(type(candidate), kind):
             wrapped = {id(wrapper.optimizer) for wrapper in candidate._optimizers}
             if any(id(optimizer) in wrapped for optimizer in optimizers):

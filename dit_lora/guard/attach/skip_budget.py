@@ -61,7 +61,7 @@ class SkipBudget:
         }
 
     def lose(self, step: int, verdicts: Sequence[Verdict]) -> None:
-        """Count a step that is not taken by all of its optimizers, whatever the recovery action."""
+        """Count a step that not all of its optimizers have taken, for any recovery action."""
         named = _named_samples(verdicts)
         self.taken -= int(step == self._last_taken)
         self.lost += 1
