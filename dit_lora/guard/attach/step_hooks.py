@@ -91,9 +91,7 @@ class StepHooks:
         self._checks = checks
         self._checks_weights = "weights" in checks
         self._judges_gradients = "gradient" in checks
-        self.optimizers = [
-            WatchedOptimizer(self, optimizer) for optimizer in self._state.optimizers
-        ]
+        self.optimizers = [WatchedOptimizer(self, opt) for opt in self._state.optimizers]
         self._controls: dict[int, CapturedCall] = {}
         self._passes = BackwardPasses(
             lambda: (p for watched in self.optimizers for _, p in watched.checks.parameters),
@@ -204,9 +202,7 @@ class StepHooks:
         return result
 
     def saving(self, value: Any, path: str) -> None:
-        """Check the values that the loop saves. Bad trained weights are restored first, so that saved tensors are
-        good.
-        """
+        """Check the values that the loop saves. Bad trained weights are restored before they are saved."""
         if self._is_diagnosing or "weights" not in self._checks:
             return
         # A thread that saves while the loop trains must not write to weights.
@@ -221,9 +217,7 @@ class StepHooks:
             self._recovery.report_save(self.number, path, name_bad_tensors(bad))
 
     def require_finite(self, *, may_raise: bool = True) -> None:
-        """Recover if trained weights, optimizer state or averages are bad on any rank; report changed frozen
-        memory.
-        """
+        """Recover if any rank's trained state is bad; report changed frozen weights and buffers."""
         kind = self._state_checks.find_wrong()
         if kind is None and not self._was_loaded and self._state_checks.is_frozen_damaged():
             kind = OF_FROZEN
@@ -457,9 +451,7 @@ class StepHooks:
     def deepspeed_backward(
         self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any
     ) -> Any:
-        """Run DeepSpeed's backward, which also steps. This is the last moment to skip, and costs a read by
-        the host.
-        """
+        """Run DeepSpeed's backward, which also steps, unless the loss is bad. Costs one read by the host."""
         self._judged = self.number
         self._passes.losses[:] = [loss.detach()]
         if self._host.any_rank(not is_finite(loss.detach())):
@@ -473,9 +465,7 @@ class StepHooks:
     # State
 
     def _asks_for_gradient(self) -> bool:
-        """True if a nonzero gradient reached a model's output since the last step; else the loss asks for no
-        change.
-        """
+        """True if a nonzero gradient reached a model's output since the last step."""
         calls = [] if self._passes.is_idle else self._watched.log.current()
         return any(bool(g.any()) for call in calls for g in call.output_gradients if g is not None)
 
@@ -543,11 +533,7 @@ class StepHooks:
         )
 
     def _recover(self, watched: WatchedOptimizer, kind: str, **how: Any) -> None:
-        """Diagnose a failed step and recover.
-
-        Raises:
-            NonFiniteError: On every rank, if the ladder has a `stop` and no other action fits.
-        """
+        """Diagnose a failed step and recover. Raises `NonFiniteError` on every rank if the recovery is a stop."""
         self.tripped = True
         self._looks.left_out()
         failure = replace(self._failure(watched, kind), **how)
@@ -572,16 +558,12 @@ class StepHooks:
             self._is_diagnosing = False
 
     def _clear_unheld_gradients(self) -> None:
-        """Zero bad gradients outside every optimizer: nothing clears them, and they would spoil all later clipping."""
-        parameter_ids = {id(p) for p in self._state.parameters.values()}
+        """Zero bad gradients outside every optimizer: nothing else clears them, and clipping would spread them."""
+        owned = {id(p) for p in self._state.parameters.values()}
         for model in self._watched.models.values():
             for parameter in model.parameters():
                 grad = parameter.grad
-                if (
-                    grad is not None
-                    and id(parameter) not in parameter_ids
-                    and not is_finite_any(grad)
-                ):
+                if grad is not None and id(parameter) not in owned and not is_finite_any(grad):
                     grad.zero_()
 
     def _close(self, *, taken: bool) -> None:
