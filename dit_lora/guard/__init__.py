@@ -1,6 +1,6 @@
 """The guard: gate, replay, probe, diagnosis, policy, snapshots, monitor, parity and bundles.
 
-`from dit_lora.guard import Guard` needs torch alone, and guards any training loop.
+`from dit_lora.guard import Guard` needs only torch, and guards any training loop.
 """
 
 from importlib import import_module
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dit_lora.guard.attach.guard import Guard
     from dit_lora.guard.gate import NonFiniteError
 
-# LightningGuard is not among them: `import *` must not ask for Lightning.
+# LightningGuard is left out: `import *` must not import Lightning.
 __all__ = ["Guard", "GuardCallback", "LadderConfig", "LoopConfig", "NonFiniteError"]
 
 _HOMES = {
@@ -27,7 +27,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # At first use: the callback needs Transformers, and a run's guard has no use for the others.
+    # Imported on first use: the callback needs Transformers, and a run's guard needs none of these.
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'dit_lora.guard' has no attribute {name!r}")

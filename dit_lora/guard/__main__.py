@@ -21,15 +21,19 @@ def main() -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with reported_errors():
         from dit_lora.guard.attach.monitoring import LOOKS
         from dit_lora.guard.attach.run_script import run_script
 
-        settings = {name: getattr(given, name) for name in ("snapshot_every", "bundles", *LOOKS)}
-        config = LoopConfig.for_script(given.max_skips, **settings)
+        settings = {name: getattr(options, name) for name in ("snapshot_every", "bundles", *LOOKS)}
+        config = LoopConfig.for_script(options.max_skips, **settings)
         run_script(
-            given.script, given.arguments, config=config, folder=given.folder, module=given.module
+            options.script,
+            options.arguments,
+            config=config,
+            folder=options.folder,
+            module=options.module,
         )
 
 

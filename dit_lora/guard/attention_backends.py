@@ -1,4 +1,4 @@
-"""Record a model's `scaled_dot_product_attention` calls, and measure each backend at exactly these.
+"""Record a model's `scaled_dot_product_attention` calls, and measure each backend's error at exactly these calls.
 
 Shapes: B batch, H heads, L queries, S keys, D head width.
 """
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from dit_lora.numerics.streams import generator
 
 Attention = Callable[..., torch.Tensor]
-"""Called as `torch.nn.functional.scaled_dot_product_attention`, every argument after q, k, v by name."""
+"""Called like `torch.nn.functional.scaled_dot_product_attention`, with all arguments after q, k, v by name."""
 
 BACKENDS: Mapping[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -39,14 +39,14 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 }
 _TF32_TOLERANCE = TOLERANCE[torch.float16]  # TF32 has fp16's mantissa
 
-# What torch says when no backend that is allowed can take a call: on CUDA, and on a CPU.
+# Starts of torch's messages when no allowed backend supports a call: on CUDA, and on a CPU.
 _UNAVAILABLE = ("No available kernel", "No viable backend")
 _RESULTS = ("out", "dq", "dk", "dv")
 _CHUNK = 1024  # queries of the reference at a time: 1,024 x 2 heads x 18,000 keys in fp64 is 0.3 GB
 
 
 class TensorLayout(NamedTuple):
-    """Shape and strides of a tensor: kernels err on strides as well as on shapes."""
+    """Shape and strides of a tensor, since kernel bugs depend on strides as well as on shapes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -59,7 +59,7 @@ class TensorLayout(NamedTuple):
         return "x".join(map(str, self.shape))
 
     def first(self, heads: int) -> "TensorLayout":
-        """Return the layout of one sample and of at most `heads` of its heads, at the same strides."""
+        """The layout of one sample and of at most `heads` of its heads, with the same strides."""
         lead = self.shape[:-2]
         limits = (*([1] * (len(lead) - 1)), heads)
         lead_sizes = (min(size, limit) for size, limit in zip(lead, limits, strict=False))
@@ -67,13 +67,13 @@ class TensorLayout(NamedTuple):
 
     @property
     def dense(self) -> tuple[int, ...]:
-        """The shape of what is stored: size 1 where the tensor was expanded."""
+        """The shape of the stored values: size 1 along expanded dimensions."""
         return tuple(size if stride else 1 for size, stride in zip(*self, strict=True))
 
     def filled(
         self, values: torch.Tensor, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return a tensor of this layout that holds `values`, which have the shape `dense`."""
+        """Make a tensor of this layout that holds `values`, which have the shape `dense`."""
         stored = torch.empty_strided(self.dense, self.strides, dtype=dtype, device=device)
         return stored.copy_(values).expand(self.shape)
 
@@ -85,14 +85,14 @@ class Mask:
     layout: TensorLayout
     dtype: torch.dtype
     low: float
-    """The smallest value: False, or what is added to masked logits."""
+    """The smallest value: False, or the value added to masked logits."""
     empty_row: bool
-    """True if some query may look at no key at all."""
+    """True if a query attends to no key at all."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """All that a backend's choice and correctness depend on, except the values."""
+    """All that the choice and correctness of a backend depend on, except the values."""
 
     query: TensorLayout
     key: TensorLayout
@@ -107,7 +107,7 @@ class AttentionCall:
 
     @property
     def out(self) -> TensorLayout:
-        """Layout of the output and of its gradient, which arrives the way the query came."""
+        """Layout of the output and of its gradient, which has the query's layout if the shapes are equal."""
         shape = (*self.query.shape[:-1], self.value.shape[-1])
         if shape == self.query.shape:
             return self.query
@@ -131,9 +131,9 @@ class AttentionCall:
         return ", ".join(facts)
 
     def small(self) -> "AttentionCall":
-        """Return the same call on one sample and two heads; lengths, D and strides, on which bugs depend, stay.
+        """The same call with one sample and two heads. Lengths, D and strides, on which bugs depend, are unchanged.
 
-        Two groups of two grouped queries stay.
+        With grouped queries, two groups of at most two queries are kept.
         """
         key, heads = self.key.first(2), 2
         if self.enable_gqa:
@@ -154,11 +154,11 @@ class BackendParity:
     call: AttentionCall
     name: str
     available: bool
-    """True if it runs the call at all; a backend that does not cannot be chosen, so it does no harm."""
+    """True if the backend supports the call. If it does not, PyTorch cannot choose it, so it does no harm."""
     reason: str
-    """Torch's message if it did not run the call, or failed."""
+    """torch's message if the backend did not run the call, or failed."""
     errors: Mapping[str, float]
-    """Largest error over largest value of out, dq, dk and dv; empty if it did not run."""
+    """Largest error over largest value of out, dq, dk and dv; empty if the backend did not run."""
 
     @property
     def finite(self) -> bool:
@@ -166,7 +166,7 @@ class BackendParity:
 
     @property
     def ok(self) -> bool:
-        """True if its results may be trained on."""
+        """True if the backend is accurate enough to train with."""
         return self.finite and max(self.errors.values()) <= self.call.tolerance
 
     def __str__(self) -> str:
@@ -177,13 +177,13 @@ class BackendParity:
 
 
 def only(name: str) -> AbstractContextManager[Any]:
-    """Allow this backend alone within; a call that it cannot take raises RuntimeError."""
+    """Allow only this backend inside the context. A call that it does not support raises RuntimeError."""
     return sdpa_kernel([BACKENDS[name]])
 
 
 @contextmanager
 def recorded_calls() -> Iterator[Counter[AttentionCall]]:
-    """Count each distinct call made inside by this thread; reads masks, so it waits for the device."""
+    """Count each distinct call that this thread makes inside the context. Reads masks, so it waits for the device."""
     recorder = _Recorder()
     with recorder:
         yield recorder.calls
@@ -217,7 +217,7 @@ def _facts(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall:
-    """Return the facts of one call; the parameters are those of `scaled_dot_product_attention`."""
+    """Describe one call; the parameters are those of `scaled_dot_product_attention`."""
     return AttentionCall(
         query=TensorLayout.of(query),
         key=TensorLayout.of(key),
@@ -236,13 +236,13 @@ def _mask_facts(mask: torch.Tensor) -> Mask:
     mask, layout, dtype = mask.detach(), TensorLayout.of(mask), _computed_in(mask)
     if not mask.is_floating_point():
         return Mask(layout, dtype, low=0.0, empty_row=bool((~mask.any(-1)).any()))
-    # Half of the dtype's range is a mask whatever is added to it; a bias stays far from it.
+    # Half of the dtype's range masks a key whatever its logit is; a bias stays far from that.
     empty = mask.amax(-1) < torch.finfo(dtype).min / 2
     return Mask(layout, dtype, low=mask.min().item(), empty_row=bool(empty.any()))
 
 
 def _computed_in(tensor: torch.Tensor) -> torch.dtype:
-    """Return the tensor's dtype inside the call, which autocast changes and a function mode does not see."""
+    """The tensor's dtype inside the call, which autocast changes and a function mode does not see."""
     kind = tensor.device.type
     if tensor.is_floating_point() and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -258,7 +258,7 @@ def parity(
 ) -> BackendParity:
     """Compare one backend's values and gradients at this call, on random inputs, with fp64 math.
 
-    Runs `call.small()` once for each draw of `_draw`, without dropout, which cannot be compared; the worst
+    Runs `call.small()` once for each kind of inputs of `_draw`, without dropout, which cannot be compared; the largest
     errors count.
     """
     small = call.small()
@@ -271,19 +271,19 @@ def parity(
             warnings.simplefilter("always")  # where torch says why a backend cannot run a call
             try:
                 with only(name):
-                    got = _results(small, inputs, attention)
+                    results = _results(small, inputs, attention)
             except torch.AcceleratorError:
-                raise  # the device is lost, whatever ran on it
+                raise  # the device is lost, so nothing else can run on it
             except RuntimeError as error:
                 reason = "; ".join([str(error), *(str(warning.message) for warning in caught)])
                 return BackendParity(call, name, not _cannot_run(error), reason, errors={})
-        errors.append(_errors(small, inputs, got))
+        errors.append(_errors(small, inputs, results))
     worst = torch.stack(errors).amax(0).tolist()  # NaN if any is
     return BackendParity(call, name, True, "", dict(zip(_RESULTS, worst, strict=True)))
 
 
 def _cannot_run(error: RuntimeError) -> bool:
-    """Return True if the backend refused the call; anything else that it raises would end a run."""
+    """True if the backend does not support the call; any other error that it raises would end a run."""
     return isinstance(error, torch.OutOfMemoryError) or str(error).startswith(_UNAVAILABLE)
 
 
@@ -296,10 +296,10 @@ class _Inputs(NamedTuple):
 
 
 def _draw(call: AttentionCall, kind: str, seed: int) -> _Inputs:
-    """Return random inputs of the call's layouts; a mask hides 3 keys in 10, never all but in one `empty_row`.
+    """Random inputs in the call's layouts. A mask hides 3 keys in 10, and never all except in one row of `empty_row`.
 
-    `low` puts every logit 120 below `usual`, which softmax must not notice: exp(-logit) is then beyond fp32,
-    and a backward pass that computes it gives NaN (pytorch#196678).
+    `low` makes every logit smaller by 120 than `usual`, which must not change the softmax: exp(-logit) is then beyond
+    fp32, and a backward pass that computes it gives NaN (pytorch#196678).
     """
     random = generator(seed, f"attention/{kind}")
     layouts = (call.query, call.key, call.value, call.out)
@@ -317,7 +317,7 @@ def _draw(call: AttentionCall, kind: str, seed: int) -> _Inputs:
 
 def _draw_mask(call: AttentionCall, mask: Mask, kind: str, random: torch.Generator) -> torch.Tensor:
     allowed = torch.rand(mask.layout.dense, generator=random) < 0.7
-    # A row that is masked by chance would be an empty one, which only some draws mean.
+    # Keep the first key, so that rows are empty only where that is intended.
     allowed[..., 0] = True
     if kind == "empty_row":
         allowed.view(-1, allowed.shape[-1])[-1] = False
@@ -328,21 +328,21 @@ def _draw_mask(call: AttentionCall, mask: Mask, kind: str, random: torch.Generat
 
 
 def _results(call: AttentionCall, inputs: _Inputs, attention: Attention) -> list[torch.Tensor]:
-    """Return out, dq, dk and dv."""
+    """Compute out, dq, dk and dv, each detached."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
     with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
-        out = attention(
+        output = attention(
             *leaves,
             attn_mask=inputs.mask,
             is_causal=call.is_causal,
             scale=call.scale,
             enable_gqa=call.enable_gqa,
         )
-        return [out.detach(), *torch.autograd.grad(out, leaves, inputs.grad)]
+        return [output.detach(), *torch.autograd.grad(output, leaves, inputs.grad)]
 
 
 def _reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
-    """Return what `_results` should be: fp64 math, a slice of the queries at a time to bound its memory."""
+    """The expected `_results`: fp64 math, computed for a slice of the queries at a time to limit memory."""
     length, keys = call.query.shape[-2], call.key.shape[-2]
     query, key, value, grad = (tensor.double() for tensor in inputs[:4])
     mask = inputs.mask
@@ -358,15 +358,20 @@ def _reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
         part = _Inputs(query[rows], key, value, grad[rows], None if mask is None else mask[rows])
         with only("math"):
             parts.append(_results(call, part, F.scaled_dot_product_attention))
-    out, dq, dk, dv = zip(*parts, strict=True)
-    return [torch.cat(out, -2), torch.cat(dq, -2), sum(dk), sum(dv)]
+    output_parts, query_grads, key_grads, value_grads = zip(*parts, strict=True)
+    return [
+        torch.cat(output_parts, -2),
+        torch.cat(query_grads, -2),
+        sum(key_grads),
+        sum(value_grads),
+    ]
 
 
 def _errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the largest error over the largest reference value of each result.
+    """The largest error of each result over its largest reference value, (4,).
 
-    The divisor is at least the size that a result has where attention is spread evenly: with one key, or with every
-    key masked, the reference is zero and what is left is rounding.
+    The divisor is at least the size that a result has with evenly spread attention: with one key, or with every key
+    masked, the reference is zero and only rounding is left.
     """
     length, keys = call.query.shape[-2], call.key.shape[-2]
     logit_grad = call.logit_scale * math.sqrt(call.query.shape[-1])
@@ -377,8 +382,8 @@ def _errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor
         length**0.5 / keys,
     )
     errors = [
-        (got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=size)
-        for got, wanted, size in zip(results, _reference(call, inputs), sizes, strict=True)
+        (result.double() - expected).abs().max() / expected.abs().max().clamp(min=size)
+        for result, expected, size in zip(results, _reference(call, inputs), sizes, strict=True)
     ]
     return torch.stack(errors)
 

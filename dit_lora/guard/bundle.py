@@ -1,8 +1,8 @@
-"""One event in one folder that another machine can replay: the micro-batch, the trained weights, the facts.
+"""Store one event in a folder that another machine can replay: the micro-batch, the trained weights and metadata.
 
-Holds nothing that identifies a machine or a person beyond the samples' names: no absolute path, no token, no
-environment. The samples themselves are in it, encoded or as the model was given them, because without them there is
-nothing to replay. safetensors is imported where it is needed: the guard works without it.
+Apart from sample names, it holds nothing that identifies a machine or a person: no absolute path, token or
+environment. The samples themselves are included, encoded or as the model received them, because nothing can be
+replayed without them. safetensors is imported lazily, since the guard works without it.
 """
 
 import json
@@ -42,9 +42,10 @@ def write_bundle(
     limit_mib: float,
     lacks: Sequence[str] = (),
 ) -> list[str]:
-    """Write a bundle of at most `limit_mib`; returns what was left out, which `facts` say too.
+    """Write a bundle of at most `limit_mib` MiB; returns messages about the parts left out, which `facts` record too.
 
-    Samples come first; weights that no longer fit are left out whole. `lacks` is what the caller has left out.
+    Samples come first; weights that no longer fit are left out completely. `lacks` lists the parts that the caller has
+    already left out.
     """
     from safetensors.torch import save
 
@@ -58,25 +59,30 @@ def write_bundle(
             contents[name], limit = tensors, limit - size
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensors in contents.items():
-        # Copies: safetensors takes no two tensors that share memory.
+        # Copy: safetensors does not accept tensors that share memory.
         on_cpu = {
             key: tensor.detach().to("cpu", copy=True).contiguous()
             for key, tensor in tensors.items()
         }
         write_whole(folder / name, save(on_cpu))
-    # The facts come last: a folder without them is no whole bundle.
+    # The metadata comes last: a folder without it is an incomplete bundle.
     public = redacted({**facts, "format": FORMAT, "left_out": left_out})
     write_whole(folder / FACTS, json.dumps(public, indent=2, sort_keys=True) + "\n")
     return left_out
 
 
 def too_large(name: str, size: int) -> str:
-    """Return what is said of a part of so many bytes that is left out."""
+    """Message for a part of `size` bytes that exceeds `guard.bundle_mib` and was left out."""
     return f"{name}: {size / 2**20:.0f} MiB, beyond guard.bundle_mib"
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """Return the bundle in a folder; raises `DitLoraError` if it is none, is torn, or lacks what a replay needs."""
+    """Read the bundle in a folder.
+
+    Raises:
+        DitLoraError: If the folder does not hold a bundle, or the bundle is incomplete or lacks a part that a replay
+            needs.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load
 

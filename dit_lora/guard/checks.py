@@ -1,6 +1,6 @@
-"""A few seconds of checks before a run: what would end in NaN, or in an adapter that never learns.
+"""Checks of a few seconds before a run, for causes of NaN and for adapters that would never learn.
 
-Each check is a function that returns findings and changes nothing; what to do about them is the caller's.
+Each check is a function that returns findings and changes nothing; the caller decides what to do about them.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from dit_lora.numerics.opaque import called_modules
 from dit_lora.numerics.quantized_linear import weight_values
 from dit_lora.parsing import parse_json
 
-_VERSION = 1  # of the checks: results of older ones are not taken from a cache
+_VERSION = 1  # version of the checks: cached results of older versions are ignored
 _ATTENTION = "attention backend "
 FINITE_GRADIENTS = "gradients are finite"
 
@@ -37,18 +37,18 @@ class CheckFinding:
     ok: bool
     words: str
     fatal: bool
-    """True if a run must not start. Not ok and not fatal is a warning."""
+    """True if a run must not start. A finding that is neither ok nor fatal is a warning."""
 
 
 def check_trainables(model: nn.Module) -> list[CheckFinding]:
-    """Check that there are trainable parameters, all of them fp32 and finite.
+    """Check that there are trainable parameters, and that all of them are fp32 and finite.
 
-    In fp16, AdamW's eps of 1e-8 is 0 and the first zero gradient is 0 / 0; in bf16 small updates are lost.
+    In fp16, AdamW's eps of 1e-8 is 0 and the first zero gradient gives 0 / 0; in bf16 small updates are lost.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
-        words = "no parameter is trainable; attach an adapter, or give optim.groups a base group"
-        return [CheckFinding("trainables", False, words, fatal=True)]
+        message = "no parameter is trainable; attach an adapter, or give optim.groups a base group"
+        return [CheckFinding("trainables", False, message, fatal=True)]
     half = [f"{name} is {p.dtype}" for name, p in trainable if p.dtype is not torch.float32]
     count = len(trainable)
     return [
@@ -63,21 +63,21 @@ def check_trainables(model: nn.Module) -> list[CheckFinding]:
 
 
 def check_base_weights(model: nn.Module) -> list[CheckFinding]:
-    """Check that frozen weights are finite, and the scales of quantised ones."""
+    """Check that frozen weights, and the scales of quantized ones, are finite."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     values = ((name, values) for name, values in weight_values(model) if name not in trained)
-    frozen = [(name, one) for name, one in values if one.is_floating_point()]
+    frozen = [(name, tensor) for name, tensor in values if tensor.is_floating_point()]
     return [_finite("base weights are finite", frozen)]
 
 
 def autocast_owner(
     model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None
 ) -> list[CheckFinding]:
-    """Check that during `run()` every module computes under the policy's autocast: `dtype`, or none if that is
-    None.
+    """Check that every module runs under the policy's autocast during `run()`: `dtype`, or none if `dtype` is None.
 
-    Another dtype in between is fatal. Off where the policy has it on is a warning: it may be an fp32 island
-    on purpose. The model itself is not judged, since Accelerate's autocast begins inside its forward.
+    Another dtype inside the model is fatal. Autocast that is off where the policy has it on is a warning, since it may
+    be an intended fp32 island. The model's own setting is not checked, since Accelerate's autocast starts inside its
+    forward.
     """
     deviating: dict[str, torch.dtype | None] = {}
 
@@ -95,19 +95,21 @@ def autocast_owner(
             if name:
                 hooks.enter_context(module.register_forward_pre_hook(note(name)))
         run()
-    # What a module's parent runs under already is said of the parent.
+    # Report only the outermost module of each deviating subtree.
     outermost = {
         n: autocast
         for n, autocast in deviating.items()
         if deviating.get(_parent(n), dtype) is not autocast
     }
     policy = "no autocast" if dtype is None else f"autocast to {dtype}"
-    other = [f"{name} runs under {autocast}" for name, autocast in outermost.items() if autocast]
+    other_dtypes = [
+        f"{name} runs under {autocast}" for name, autocast in outermost.items() if autocast
+    ]
     off = [f"{name} runs without autocast" for name, autocast in outermost.items() if not autocast]
     return [
         _judged(
             "one owner of autocast",
-            other,
+            other_dtypes,
             sound=f"nothing leaves the policy, {policy}, for another dtype",
             wrong=f"the policy is {policy}, but these open another inside it",
         ),
@@ -129,7 +131,7 @@ def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFi
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-    # None and not zero: a gradient that was never computed must show.
+    # Set gradients to None, not to zero, so that a gradient that was never computed is detected.
     model.zero_grad(set_to_none=True)
     try:
         backward()
@@ -151,10 +153,10 @@ def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFi
 
 
 def gradients_reach(trainable: Sequence[tuple[str, nn.Parameter]]) -> CheckFinding:
-    """Check that what is trained has a gradient, by name, and an adapted layer one that is not all zero."""
+    """Check that every trained parameter has a gradient, and every adapter weight one that is not all zero."""
     idle_of = {layer_of(name): p for name, p in trainable if is_idle(name)}
     unmoved = [
-        f"{name}: {words}" for name, p in trainable if (words := _no_gradient(name, p, idle_of))
+        f"{name}: {problem}" for name, p in trainable if (problem := _no_gradient(name, p, idle_of))
     ]
     return _judged(
         "gradients reach every trainable",
@@ -167,22 +169,22 @@ def gradients_reach(trainable: Sequence[tuple[str, nn.Parameter]]) -> CheckFindi
 def attention_backends(
     calls: Iterable[AttentionCall], device: torch.device
 ) -> tuple[list[CheckFinding], list[str]]:
-    """Compare every backend with fp64 math at these calls on `device`; return findings, and the names to disable.
+    """Compare every backend with fp64 math at these calls on `device`; returns findings and backend names to disable.
 
-    A backend that is wrong is a warning, since a run goes on without it; a call for which none is left is
-    fatal. One that cannot run a call is not chosen for it, and does no harm.
+    A wrong backend is a warning, since a run can do without it; a call without any correct backend is fatal. A backend
+    that does not support a call is never chosen for it, and does no harm.
     """
-    here = [replace(call, device=device) for call in calls]
-    results = [parity(call, name) for name in BACKENDS for call in here]
+    device_calls = [replace(call, device=device) for call in calls]
+    results = [parity(call, name) for name in BACKENDS for call in device_calls]
     findings = [_backend(name, [r for r in results if r.name == name]) for name in BACKENDS]
     disabled = wrong_backends(findings)
     served = {result.call for result in results if result.ok and result.name not in disabled}
-    lost = [str(call) for call in here if call not in served]
+    lost = [str(call) for call in device_calls if call not in served]
     findings.append(
         _judged(
             "attention",
             lost,
-            sound=f"every one of {len(here)} attention calls has a backend that is right",
+            sound=f"every one of {len(device_calls)} attention calls has a backend that is right",
             wrong="at these calls no attention backend is left that is right",
         )
     )
@@ -190,7 +192,7 @@ def attention_backends(
 
 
 def wrong_backends(findings: Iterable[CheckFinding]) -> list[str]:
-    """Return the attention backends to disable, from `attention_backends`' findings, cached or not."""
+    """Names of the attention backends to disable, from findings of `attention_backends`, cached or not."""
     return [
         f.check.removeprefix(_ATTENTION)
         for f in findings
@@ -199,12 +201,12 @@ def wrong_backends(findings: Iterable[CheckFinding]) -> list[str]:
 
 
 def cached_findings(path: Path, facts: Mapping[str, Any]) -> list[CheckFinding]:
-    """Return what is remembered under these facts; nothing where nothing is."""
+    """The findings stored for these facts; empty if there are none."""
     return _known(path).get(fingerprint(facts), [])
 
 
 def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
-    """Return True if `cached` would remember."""
+    """True if findings are stored for these facts."""
     return fingerprint(facts) in _known(path)
 
 
@@ -215,10 +217,10 @@ def cached(
     *,
     trust: bool = True,
 ) -> list[CheckFinding]:
-    """Return `check()`, or what it found before under the same facts, unless that is not to be trusted.
+    """The findings of `check()`, or with `trust` those stored earlier for the same facts.
 
-    Facts are all that the result depends on: versions, device, digest of the model, shapes, dtype. A fatal
-    result is never kept, and a file that is torn or of another version is as none.
+    The facts are all that the result depends on: versions, device, digest of the model, shapes, dtype. A fatal result
+    is never stored, and an incomplete file or one of another version is ignored.
     """
     key = fingerprint(facts)
     remembered = _known(path)
@@ -231,14 +233,16 @@ def cached(
 
 
 def remember(path: Path, facts: Mapping[str, Any], findings: list[CheckFinding]) -> None:
-    """Add the findings to the file, under their facts."""
-    every = {**_known(path), fingerprint(facts): findings}
-    entries = {key: [asdict(one) for one in results] for key, results in every.items()}
+    """Store the findings in the file, under their facts."""
+    results_by_key = {**_known(path), fingerprint(facts): findings}
+    entries = {
+        key: [asdict(finding) for finding in results] for key, results in results_by_key.items()
+    }
     write_whole(path, json.dumps({"version": _VERSION, "found": entries}, indent=1))
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """Return the sha256 of the facts, whatever their order; dtypes, devices and paths count by their names."""
+    """SHA-256 of the facts, independent of their order; dtypes, devices and paths are represented by their names."""
     text = json.dumps(dict(facts), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -264,7 +268,9 @@ def _judged(
 
 def _finite(check: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> CheckFinding:
     parts = [(name, local(tensor.detach())) for name, tensor in tensors]
-    bad = [words for n, t in parts if not is_finite(t) and (words := describe_bad(n, t))]
+    bad = [
+        description for n, t in parts if not is_finite(t) and (description := describe_bad(n, t))
+    ]
     return _judged(
         check,
         bad,
@@ -284,7 +290,7 @@ def _no_gradient(
         return "no gradient"
     if not is_adapter(name):
         return None
-    # What is multiplied by a factor of zero gets none yet. One gather each, on all ranks alike.
+    # A weight that is multiplied by a zero factor gets no gradient yet. Every rank makes the same gathers.
     factor = None if is_idle(name) else idle_of.get(layer_of(name))
     if whole(parameter.grad).any() or (factor is not None and not whole(factor.detach()).any()):
         return None
@@ -293,15 +299,15 @@ def _no_gradient(
 
 def _backend(name: str, results: Sequence[BackendParity]) -> CheckFinding:
     ran = [result for result in results if result.available]
-    wrong = [str(result) for result in ran if not result.ok]
+    failures = [str(result) for result in ran if not result.ok]
     if not ran:
         reason = results[0].reason if results else "no attention call was recorded"
         return CheckFinding(_ATTENTION + name, True, f"not used: {reason}", fatal=False)
     worst = max(max(result.errors.values(), default=0.0) for result in ran)
     return _judged(
         _ATTENTION + name,
-        wrong,
+        failures,
         sound=f"right at {len(ran)} of {len(results)} calls, errors up to {worst:.1e}",
-        wrong=f"wrong at {len(wrong)} of {len(ran)} calls, so it must be disabled",
+        wrong=f"wrong at {len(failures)} of {len(ran)} calls, so it must be disabled",
         fatal=False,
     )

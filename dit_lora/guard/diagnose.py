@@ -1,7 +1,7 @@
-"""Find the cause of a tripped step: what is bad in the data or the weights, or what makes its replay finite.
+"""Find the cause of a failed step: bad data or weights, or the change that makes its replay finite.
 
-The order is from facts to experiments: tensors that are not finite, or not what they were, need no experiment. What
-does not come out the same each time is `transient`, and convicts nothing.
+Checks come before experiments: tensors that are not finite, or have been altered, need no experiment. A failure that
+does not repeat is `transient`, and proves no cause.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,26 +29,26 @@ from dit_lora.numerics.labels import label_faults
 from dit_lora.numerics.memory import room_for_fp32
 from dit_lora.numerics.objectives import IGNORE
 
-_RATE_OF = 8  # runs, at least, from which a rate is told
+_RATE_OF = 8  # minimum number of runs for a reported failure rate
 
 
 def diagnose(
     micro_batch: MicroBatch, suspects: Suspects, *, kind: str, control: MicroBatch | None = None
 ) -> Verdict:
-    """Return the cause of a trip of this kind, as far as this rank's micro-batch shows it.
+    """Find the cause of a failed step of this kind, as far as this rank's micro-batch shows it.
 
-    `control` is one that was healthy a step ago, to be compared with at the place where this one fails.
+    `control` was healthy in the previous step, for comparison at the place where this micro-batch fails.
     """
     case = Case(micro_batch, suspects, kind, control)
     verdict = _bad_data(case) or bad_state(case.micro_batch, suspects)
     if verdict is not None:
         return verdict
-    # A pass of such a model would wait for ranks that are not diagnosing.
+    # A pass of a sharded model would wait for ranks that are not diagnosing.
     if needs_all_ranks(suspects.model) and not suspects.lockstep:
-        # A loss is a sample's own; a gradient is of all samples together and names none.
+        # A loss belongs to a sample; a gradient is summed over all samples and names none.
         ids = micro_batch.ids if kind in ("non_finite_loss", "bad_data") else ()
-        words = "not replayed: the model is sharded, and one rank cannot run it alone"
-        return case.found("unknown", words, sample_ids=ids)
+        message = "not replayed: the model is sharded, and one rank cannot run it alone"
+        return case.found("unknown", message, sample_ids=ids)
     try:
         return _replayed(case)
     except UnsteadyError:
@@ -56,14 +56,14 @@ def diagnose(
     except torch.OutOfMemoryError:
         if suspects.lockstep:
             raise  # other ranks may wait in the middle of a pass for this one
-        words = "not found: a replay does not fit into memory beside what the loop holds"
-        return case.found("unknown", words, sample_ids=micro_batch.ids)
+        message = "not found: a replay does not fit into memory beside what the loop holds"
+        return case.found("unknown", message, sample_ids=micro_batch.ids)
 
 
 def _replayed(case: Case) -> Verdict:
-    """Return the verdict by running the micro-batch again. Raises `UnsteadyError` if it fails by chance."""
+    """Find the cause by running the micro-batch again. Raises `UnsteadyError` if it fails only in some runs."""
     outcome = case.again()
-    # The same bits must fail each time: what fails by chance convicts nothing.
+    # The same inputs must fail each time: a random failure proves no cause.
     for _ in range(REPLAYS - 1):
         repeat = case.again()
         if case.is_healthy(repeat) != case.is_healthy(outcome):
@@ -72,7 +72,7 @@ def _replayed(case: Case) -> Verdict:
         return _healthy_again(case)
     if (unlabelled := _unlabelled(case, outcome)) is not None:
         return unlabelled
-    # Ranks that share a micro-batch's tokens have different parts of it; those that share weights alone, the same.
+    # With sequence parallelism, ranks hold different tokens of a micro-batch; with only sharded weights, the same.
     same_on_all = case.suspects.lockstep and is_sharded(case.suspects.model)
     if outcome.failed_on and same_on_all:
         return _of_ranks(case, outcome.failed_on, lambda: case.again().failed_on)
@@ -91,7 +91,7 @@ def _healthy_again(case: Case) -> Verdict:
     suspects = case.suspects
     trained = [p.detach() for p in suspects.model.parameters() if p.requires_grad]
     peak = weight_peak(trained, together=suspects.lockstep)
-    # Weights that have run away are finite, and so may be the losses that they give.
+    # Diverged weights may still be finite, and so may be the losses computed with them.
     if has_run_away(peak, suspects.start_peak):
         return run_away(case.micro_batch, suspects)
     case.evidence["replays"] = {"failed": 0, "of": case.runs}
@@ -99,30 +99,32 @@ def _healthy_again(case: Case) -> Verdict:
 
 
 def _unsteady(case: Case) -> Verdict:
-    # A rate that is told of two or three runs would be an accident.
+    # A failure rate over two or three runs would be meaningless.
     while case.runs < _RATE_OF:
         case.again()
     case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
-    case.rank = -1  # of the whole, not of the module at which one run began to fail
-    words = f"it fails in {case.failed} of {case.runs} runs on equal bits: hardware or memory, or a race"
-    return case.found("transient", words)
+    case.rank = -1  # the failure is not tied to the module at which one run began to fail
+    message = f"it fails in {case.failed} of {case.runs} runs on equal bits: hardware or memory, or a race"
+    return case.found("transient", message)
 
 
 def _of_ranks(
     case: Case, failing: tuple[int, ...], again: Callable[[], tuple[int, ...]]
 ) -> Verdict:
-    """Return the verdict on ranks that fail, each time, at what others compute from the same weights and samples."""
+    """The verdict on ranks that fail each time in a computation that succeeds on others with the same inputs."""
     if any(again() != failing for _ in range(ROUNDS)):
         raise UnsteadyError
     case.rank = failing[0]
     ranks = ", ".join(map(str, failing))
-    words = f"it fails on rank {ranks} alone: other ranks run the same micro-batch and are healthy"
+    message = (
+        f"it fails on rank {ranks} alone: other ranks run the same micro-batch and are healthy"
+    )
     case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
-    return case.found("rank", words)
+    return case.found("rank", message)
 
 
 def _trace(case: Case) -> Traced:
-    """Return what a probe shows, and on which rank; nothing where a probed run does not fit into memory."""
+    """Probe the micro-batch; an empty trace if a probed run does not fit into memory."""
     try:
         return traced(case.micro_batch, case.suspects.model)
     except torch.OutOfMemoryError:
@@ -133,19 +135,19 @@ def _trace(case: Case) -> Traced:
 
 
 def _bad_data(case: Case) -> Verdict | None:
-    """Return the verdict on samples that are not finite, out of range or without labels; None if there are none."""
+    """The verdict on samples that are not finite, out of range or without labels; None if there are none."""
     batch = case.micro_batch
     faults = dict(batch.faults)
     for index, sample in enumerate(batch.ids):
         rows = {name: tensor[index] for name, tensor in batch.tensors.items() if tensor.ndim}
         described = (_describe_row(name, row, case.suspects.limit) for name, row in rows.items())
         descriptions = [description for description in described if description]
-        # What reading found says more: the entry and its file.
+        # Errors found while reading say more: they name the entry and its file.
         if descriptions and sample not in faults:
             faults[sample] = "; ".join(descriptions)
     if faults:
         return case.found("data", _each(faults), sample_ids=tuple(faults))
-    # A mean over the tokens of all samples is NaN only if none has a label. Losses by sample: `_unlabelled`.
+    # A mean over the tokens of all samples is NaN only if none has a label. For losses per sample see `_unlabelled`.
     labels = _label_faults(batch)
     if labels and len(labels) == len(batch.ids):
         return case.found("labels", _each(labels), sample_ids=tuple(labels))
@@ -153,14 +155,14 @@ def _bad_data(case: Case) -> Verdict | None:
 
 
 def _label_faults(batch: MicroBatch) -> dict[str, str]:
-    """Return what is wrong with labels, by sample; empty where the micro-batch has none."""
+    """Problems with labels, by sample; empty if the micro-batch has no labels."""
     rows = zip(batch.ids, batch.tensors.get("labels", ()), strict=False)
     faults = {sample: label_faults(row, ignore=IGNORE) for sample, row in rows}
     return {sample: fault for sample, fault in faults.items() if fault}
 
 
 def _unlabelled(case: Case, outcome: Outcome) -> Verdict | None:
-    """Convict the samples without a label where each sample has a loss of its own and theirs alone are NaN."""
+    """Name the samples without a label if losses are per sample and only theirs are NaN; else None."""
     batch = case.micro_batch
     labels = _label_faults(batch)
     bad = {sample for sample, loss in zip(batch.ids, outcome.losses, strict=False) if loss != loss}
@@ -170,7 +172,7 @@ def _unlabelled(case: Case, outcome: Outcome) -> Verdict | None:
 
 
 def _each(faults: Mapping[str, str]) -> str:
-    """Return the fault of one sample, or of each by its name."""
+    """The problem of one sample, or of each sample with its name."""
     if len(faults) == 1:
         return next(iter(faults.values()))
     return "; ".join(f"{sample}: {fault}" for sample, fault in faults.items())
@@ -180,7 +182,7 @@ def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | No
     description = describe_bad(name, row, limit)
     if description is None or row.ndim != 2 or "embed" not in name:
         return description
-    # Embeddings have a row for each token.
+    # Text embeddings have one row per token.
     bad = ~torch.isfinite(row).all(dim=-1)
     tokens = bad.nonzero().flatten().tolist()
     return (
@@ -191,39 +193,43 @@ def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | No
 
 
 def _experiments(case: Case) -> Verdict:
-    """Change one thing at a time until the replay is healthy, each time."""
-    if (grown := too_high(case)) is not None:  # what overflows then is no kernel's fault
+    """Change one thing at a time until the replay is healthy every time."""
+    if (grown := too_high(case)) is not None:  # then an overflow is not caused by a kernel
         return grown
     switch = switch_at_fault(case)
     if switch is not None:
-        words = f"finite with {switch.name} switched off ({switch.remedy} in its place)"
-        return case.found(switch.cause, words, switch=switch.name)
+        message = f"finite with {switch.name} switched off ({switch.remedy} in its place)"
+        return case.found(switch.cause, message, switch=switch.name)
     if case.kind != "zero_gradient" and _may_try_fp32(case) and finite_in_fp32(case):
         return case.found("precision", "finite in fp32: the values leave the range of the dtype")
     return blamed(case)
 
 
 def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: MicroBatch) -> Verdict:
-    """Return the verdict with the first bad module and op, the timesteps, and whose input it was."""
+    """Add to a verdict the first bad module and op, the timesteps, and the samples with bad inputs."""
     timesteps = outcome.timesteps
     if verdict.sample_ids:
         rows = [micro_batch.ids.index(sample) for sample in verdict.sample_ids]
         timesteps = tuple(outcome.timesteps[row] for row in rows)
-    # What the forward hid may still be what the backward chokes on.
+    # A bad value that the forward hid may still be the one that makes the backward fail.
     hidden = None if trace.bad_inputs else next(iter(trace.hidden), None)
     origin = trace.origin or hidden
     ids = verdict.sample_ids
     nothing_known = verdict.cause == "unknown" and not verdict.evidence.get("every_sample")
     if nothing_known and not outcome.gradient_is_zero:
-        ids = micro_batch.ids  # left out this once; the weights were healthy a step ago
+        ids = (
+            micro_batch.ids
+        )  # skipped this time only; the weights were healthy in the previous step
     verdict = replace(verdict, sample_ids=ids, timesteps=timesteps)
     if origin is None:
         return _given(verdict, trace)
-    place = f" at {origin.module}" if origin.module else " outside the model, in the loss"
-    words = f"{verdict.words}; first {origin.kind} in the {origin.direction}: {origin.op}{place}"
+    position = f" at {origin.module}" if origin.module else " outside the model, in the loss"
+    message = (
+        f"{verdict.words}; first {origin.kind} in the {origin.direction}: {origin.op}{position}"
+    )
     return replace(
         verdict,
-        words=words,
+        words=message,
         module=origin.module,
         op=origin.op,
         direction=origin.direction,
@@ -232,17 +238,17 @@ def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: Micr
 
 
 def _given(verdict: Verdict, trace: Trace) -> Verdict:
-    """Say that the model was given bad values, though the samples' own are good: then no op is to blame."""
+    """Report that the model received bad values although the samples are good, so that no op is the cause."""
     if not trace.bad_inputs or verdict.cause not in ("unknown", "data", "inputs"):
         return verdict
     bad_inputs = "; ".join(trace.bad_inputs.values())
-    words = (
+    message = (
         f"{verdict.words}; the model was given values that are not finite, "
         f"though the cached ones are: {bad_inputs}"
     )
     if verdict.cause != "unknown":
-        return replace(verdict, words=words)
-    return replace(verdict, cause="inputs", words=words)
+        return replace(verdict, words=message)
+    return replace(verdict, cause="inputs", words=message)
 
 
 def _may_try_fp32(case: Case) -> bool:
@@ -251,20 +257,20 @@ def _may_try_fp32(case: Case) -> bool:
     if dtypes <= {torch.float32, torch.float64} and not autocasts:
         return False
     if case.suspects.lockstep and not room_for_fp32(case.suspects.model):
-        # Without memory in a pass that ranks share, the run would end.
+        # Running out of memory in a pass that ranks share would end the run.
         case.evidence["fp32"] = "not tried: a pass in fp32 may not fit into memory"
         return False
     return True
 
 
 def _autocasts(model: nn.Module) -> bool:
-    """Return True if Accelerate wraps the model's forward, as it does to compute in half precision."""
+    """True if Accelerate wraps the model's forward, as it does to compute in half precision."""
     return "_original_forward" in model.__dict__
 
 
 def _evidence(outcome: Outcome, trace: Trace) -> dict[str, object]:
     return {
-        # JSON has no NaN and no infinity.
+        # JSON has no NaN or infinity.
         "losses": [
             loss if loss == loss and abs(loss) < 1e38 else str(loss) for loss in outcome.losses
         ],

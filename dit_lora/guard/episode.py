@@ -1,6 +1,6 @@
-"""One step that tripped, in any loop: diagnosed, agreed on by all ranks, answered, put down, and told.
+"""Handle one failed step in any loop: diagnose, agree on all ranks, act, record and log.
 
-A loop provides an adapter: how it diagnoses and which actions it can take. Every rank makes the same calls.
+A loop implements a subclass: how it diagnoses, and which actions it can take. Every rank makes the same calls.
 """
 
 import time
@@ -16,7 +16,7 @@ from dit_lora.guard.policy import Action
 from dit_lora.guard.verdict import Verdict
 from dit_lora.numerics.ranks import gather_object
 
-# Kinds that say that the state itself is bad: no micro-batch is replayed for them.
+# Kinds of failure in which the state itself is bad: no micro-batch is replayed for them.
 OF_WEIGHTS = (
     "non_finite_weights",
     "diverged_weights",
@@ -24,12 +24,12 @@ OF_WEIGHTS = (
     "diverged_averages",
     "ranks_differ",
 )
-# Causes for which every rank fails alike, and a sample is never to blame.
+# Causes for which every rank fails in the same way, and no sample is at fault.
 OF_STATE = ("weights", "optimizer", "learning_rate")
 
 
 class Tripped(Protocol):
-    """Says of a step that tripped what all loops know."""
+    """The properties of a failed step that every loop provides."""
 
     @property
     def step(self) -> int: ...
@@ -40,29 +40,29 @@ class Tripped(Protocol):
 
 TripT = TypeVar("TripT", bound=Tripped)
 SourceT = TypeVar("SourceT")
-"""The thing that is diagnosed in a loop: a micro-batch, or a call of a model."""
+"""The object that a loop diagnoses: a micro-batch, or a model call."""
 
 
 @dataclass(frozen=True)
 class Found(Generic[SourceT]):
-    """One rank says a verdict, and what it is about."""
+    """A verdict of one rank, and the object that it is about."""
 
     verdict: Verdict
     source: SourceT | None = None
-    """The thing that a bundle is made of; None where the verdict is on no micro-batch."""
+    """The object that a bundle is written from; None if the verdict is not about a micro-batch."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Says what a loop is able to do about a step that tripped, beyond leaving it out and going back to a snapshot."""
+    """The actions that a loop supports after a failed step, in addition to skipping and rolling back."""
 
     takes_again: bool
-    """True if it can take the step again, as it was or without a sample."""
+    """True if it can repeat the step, unchanged or without a sample."""
     leaves_out: bool
-    """True if it can leave a sample out for good."""
+    """True if it can exclude a sample permanently."""
 
     def within(self, action: Action) -> Action:
-        """Return the action, or the one that stands in for what the loop is not able to do."""
+        """The action, or a skip that replaces it if the loop does not support it."""
         unable = {"retry": not self.takes_again, "quarantine": not self.leaves_out}
         if not unable.get(action.kind):
             return action
@@ -71,46 +71,52 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Says what was done about a step that tripped."""
+    """The action taken on a failed step."""
 
     action: Action
     done: str = ""
-    """The words for it, to follow on the step and its kind."""
+    """Description of the action, appended to the step and its kind in the message."""
     notes: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of the events."""
+    """Additional keys of the events."""
     target: int | None = None
-    """The step whose state the loop goes on from; None where it is as the trip left it."""
+    """The step whose state the loop continues from; None if the state was not restored."""
     is_news: bool = True
 
 
 class Episode(ABC, Generic[TripT, SourceT]):
-    """The course of a trip; subclasses are the kinds of loops."""
+    """The handling of a failed step; subclasses implement it for each kind of loop."""
 
     can: ClassVar[Capabilities]
 
     def resolve(self, trip: TripT) -> Resolved:
-        """Return what was done; raise `NonFiniteError` on every rank where no rung fits. Collective."""
+        """Diagnose a failed step and act on it; returns the action taken. Collective.
+
+        Raises:
+            NonFiniteError: On every rank, if no action of the ladder fits.
+        """
         began = time.perf_counter()
-        found = self.diagnosed(trip)
-        verdicts = self.agreed(trip, found)
-        # From here on every rank computes the same from the same verdicts: nothing more is negotiated.
+        results = self.diagnosed(trip)
+        verdicts = self.agreed(trip, results)
+        # From here on, every rank computes the same from the same verdicts, without further communication.
         action = self.possible(trip, self.can.within(self.chosen(trip, verdicts)), verdicts)
         seconds = time.perf_counter() - began
-        events = [event_of(trip.step, trip.kind, one, action.kind, seconds) for one in verdicts]
-        # A bundle holds the weights that the step failed with, which going back replaces.
-        events = self._bundled(trip, found, events)
+        events = [
+            event_of(trip.step, trip.kind, verdict, action.kind, seconds) for verdict in verdicts
+        ]
+        # Write bundles before acting: they hold the weights that the step failed with, which a rollback replaces.
+        events = self._bundled(trip, results, events)
         answered = self.act(trip, verdicts, action)
         facts = answered.facts
         if answered.action.instead_of:
             facts = {**facts, "instead_of": answered.action.instead_of}
         events = [
-            replace(one, action=answered.action.kind, facts={**one.facts, **facts})
-            for one in events
+            replace(verdict, action=answered.action.kind, facts={**verdict.facts, **facts})
+            for verdict in events
         ]
         for event in events:
             self.write(event)
-        # All ranks raise: a rank that went on would wait in the next collective for ever.
+        # All ranks raise: a rank that continued would hang in the next collective.
         if answered.action.kind == "stop":
             raise self.stopped(trip, verdicts, answered, events[0])
         if answered.is_news:
@@ -121,93 +127,93 @@ class Episode(ABC, Generic[TripT, SourceT]):
     @property
     @abstractmethod
     def lockstep(self) -> bool:
-        """True if all ranks diagnose the same together."""
+        """True if all ranks run the same diagnosis together."""
 
     @abstractmethod
     def diagnosed(self, trip: TripT) -> list[Found[SourceT]]:
-        """Return what this rank finds; in lockstep, what all do. Collective."""
+        """The findings of this rank; in lockstep, those of all ranks. Collective."""
 
     @abstractmethod
     def chosen(self, trip: TripT, verdicts: Sequence[Verdict]) -> Action:
-        """Return the answer to these verdicts, and count it."""
+        """Choose the action for these verdicts, and count it."""
 
     @abstractmethod
     def possible(self, trip: TripT, action: Action, verdicts: Sequence[Verdict]) -> Action:
-        """Return the action, or a stop where what it needs is not there. Collective."""
+        """The action, or a stop if it needs something that is missing. Collective."""
 
     @abstractmethod
     def bundle(self, source: SourceT, event: Event) -> str | None:
-        """Write a bundle and return its path below the loop's folder; None where there is none."""
+        """Write a bundle and return its path below the loop's folder; None if none was written."""
 
     @abstractmethod
     def act(self, trip: TripT, verdicts: Sequence[Verdict], action: Action) -> Resolved:
-        """Do it. Collective."""
+        """Carry out the action. Collective."""
 
     @abstractmethod
     def write(self, event: Event) -> None:
-        """Put an event down."""
+        """Write an event."""
 
     @abstractmethod
     def stopped(
         self, trip: TripT, verdicts: Sequence[Verdict], answered: Resolved, event: Event
     ) -> NonFiniteError:
-        """Return the error that ends the loop, with everything left as it should be. Collective."""
+        """Prepare the state for a stop, and return the error that ends the loop. Collective."""
 
     @abstractmethod
     def say(self, words: str) -> None: ...
 
     def agreed(self, trip: TripT, found: Sequence[Found[SourceT]]) -> list[Verdict]:
-        """Return the verdicts that count, of all ranks. Collective."""
-        verdicts = [one.verdict for one in found]
-        # In lockstep all ranks have diagnosed the same: gathering would repeat each verdict.
+        """The relevant verdicts of all ranks. Collective."""
+        verdicts = [result.verdict for result in found]
+        # In lockstep all ranks have the same verdicts, so gathering would repeat each of them.
         return telling(trip, verdicts if self.lockstep else gather_object(verdicts))
 
     def lines(self, verdicts: Sequence[Verdict]) -> list[str]:
-        """Return a line for each distinct verdict, beginning with all the places where it holds."""
+        """One line per distinct verdict, starting with the ranks and samples that it applies to."""
         return verdict_lines(verdicts)
 
     def _bundled(
         self, trip: TripT, found: Sequence[Found[SourceT]], events: Sequence[Event]
     ) -> list[Event]:
-        """Write this rank's bundles, and return the events with the paths of all ranks' bundles. Collective."""
+        """Write this rank's bundles; returns the events with the paths of all ranks' bundles. Collective."""
         by_place = {(event.rank, event.micro_step): event for event in events}
-        own: dict[tuple[int, int | None], str] = {}
-        for one in found:
-            place = (one.verdict.rank, one.verdict.micro_step)
-            if one.source is not None and place in by_place:
-                path = self.bundle(one.source, by_place[place])
-                own |= {place: path} if path is not None else {}
+        local_paths: dict[tuple[int, int | None], str] = {}
+        for item in found:
+            position = (item.verdict.rank, item.verdict.micro_step)
+            if item.source is not None and position in by_place:
+                path = self.bundle(item.source, by_place[position])
+                local_paths |= {position: path} if path is not None else {}
         written: dict[tuple[int, int | None], str] = {}
-        # Only the rank that wrote a bundle knows of it, and the event is written by the main process.
-        for theirs in gather_object([own]):
-            written = theirs | written  # in lockstep the first rank's
-        places = ((one, (one.rank, one.micro_step)) for one in events)
+        # Only the rank that wrote a bundle knows its path, and the main process writes the event.
+        for theirs in gather_object([local_paths]):
+            written = theirs | written  # in lockstep, the first rank's path
+        keyed_events = ((item, (item.rank, item.micro_step)) for item in events)
         return [
-            replace(one, facts={"bundle": written[place]}) if place in written else one
-            for one, place in places
+            replace(item, facts={"bundle": written[position]}) if position in written else item
+            for item, position in keyed_events
         ]
 
 
 def telling(trip: Tripped, verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Return the conclusive verdicts if any rank or micro-batch has one, else the first."""
-    # Of state that is found bad, a rank that has nothing to show says that it grew.
+    """The conclusive verdicts if any rank or micro-batch has one, else the first verdict."""
+    # If the state is bad, a rank on which it is good reports the learning rate, which is inconclusive.
     mute = {"transient", "learning_rate"} if trip.kind in OF_WEIGHTS else {"transient"}
     conclusive = [verdict for verdict in verdicts if verdict.cause not in mute]
-    # Where moments are shared out, the weights that one rank's spoil are bad on all.
+    # With sharded optimizer state, one rank's bad moments make the weights bad on all ranks.
     moments = [verdict for verdict in conclusive if verdict.cause == "optimizer"]
     return moments or conclusive or list(verdicts[:1])
 
 
 def verdict_lines(verdicts: Sequence[Verdict], *, alone: bool = False) -> list[str]:
-    """Return a line for each distinct verdict; without ranks for the only process, which is `alone`."""
-    places: dict[str, list[str]] = {}
+    """One line per distinct verdict; without rank numbers if `alone`, for the only process."""
+    positions: dict[str, list[str]] = {}
     for verdict in verdicts:
         rank = "" if alone else f"rank {verdict.rank}"
         names = "" if verdict.words_name_samples else ", ".join(verdict.sample_ids)
-        place = f"{names} ({rank})" if names and rank else names or rank
-        places.setdefault(verdict.words, []).append(place)
+        position = f"{names} ({rank})" if names and rank else names or rank
+        positions.setdefault(verdict.words, []).append(position)
     lines = []
-    for words, where in places.items():
+    for message, where in positions.items():
         named = ", ".join(dict.fromkeys(filter(None, where)))
-        lines.append(f"{named}: {words}" if named else words)
+        lines.append(f"{named}: {message}" if named else message)
     return lines

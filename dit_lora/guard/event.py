@@ -1,4 +1,4 @@
-"""A line of events.jsonl, which a run and the plugin write alike."""
+"""A line of events.jsonl, written both by a run and by the guard of other loops."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,27 +9,27 @@ from dit_lora.guard.verdict import Cause, Verdict
 
 @dataclass(frozen=True)
 class Event:
-    """One line of events.jsonl: what was seen at a step, and what was done about it."""
+    """One line of events.jsonl: the observation at a step, and the action taken."""
 
     step: int
     kind: str
-    """The kind of trip, or the check that saw it."""
+    """The kind of failure, or the check that reported it."""
     verdict: Mapping[str, Any]
-    """A `Verdict` as a record; at the least its cause and words."""
+    """A `Verdict` as a dict; contains at least `cause` and `words`."""
     action: str = "report"
     micro_step: int | None = None
     rank: int = 0
     sample_ids: tuple[str, ...] = ()
     seconds: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of the line, such as `bundle`: the folder that `dit-lora replay` takes, below the run's own."""
+    """Additional keys of the line, such as `bundle`: a folder for `dit-lora replay`, relative to the run's folder."""
 
     @property
     def words(self) -> str:
         return str(self.verdict["words"])
 
     def record(self) -> dict[str, Any]:
-        """Return the line, as plain values."""
+        """The line as a dict of plain values."""
         return {
             "step": self.step,
             "micro_step": self.micro_step,
@@ -51,7 +51,7 @@ def event_of(
     seconds: float,
     facts: Mapping[str, Any] | None = None,
 ) -> Event:
-    """Make the event of a verdict on a step that tripped."""
+    """Make the event for a verdict on a failed step."""
     return Event(
         step,
         kind,
@@ -77,6 +77,6 @@ def kernel_event(
     rank: int = 0,
     seconds: float = 0.0,
 ) -> Event:
-    """Make the event of a kernel or backend that a comparison found wrong, or did not reach."""
+    """Make the event for a kernel or backend that a comparison found wrong, or did not reach."""
     verdict = {"cause": cause, "words": words, "switch": switch, "module": module}
     return Event(step, kind, verdict, action, rank=rank, seconds=seconds)

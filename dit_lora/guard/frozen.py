@@ -1,7 +1,7 @@
-"""Note frozen weights and buffers, which training must not change, at the start, and compare them when it matters.
+"""Record digests of frozen weights and buffers at the start, and compare them later: training must not change them.
 
-A norm does not see a flipped sign and a sum does not see two rows exchanged, so that the bits themselves are
-compared, by a 64-bit digest a tensor. It reads every byte: seconds for 10 GB on a CPU; it has not been timed on a GPU.
+A norm does not detect a flipped sign, and a sum does not detect two exchanged rows, so the bits themselves are
+compared, by a 64-bit digest per tensor. It reads every byte: seconds for 10 GB on a CPU; not timed on a GPU.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from dit_lora.numerics.layouts import strided_values
 from dit_lora.numerics.quantized_linear import weight_values
 
 Digests = Mapping[str, tuple[tuple[object, ...], int]]
-"""Shape with dtype, and digest, of each tensor by its name."""
+"""For each tensor name, its shape and dtype, and its digest."""
 
 
 def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -34,7 +34,7 @@ def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class FrozenRecord:
-    """The digests of a model's frozen weights and buffers, as they were when it was made."""
+    """Digests of a model's frozen weights and buffers at the time of construction."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -42,11 +42,11 @@ class FrozenRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory for digests and shapes, names aside."""
+        """Bytes of host memory for the digests, not counting names."""
         return 8 * len(self._digests)
 
     def changed(self) -> list[str]:
-        """Name what has other bits than at the start. What was given another shape is not compared: code did that."""
+        """Describe tensors whose bits have changed. Tensors with a new shape are skipped, since code changed them."""
         return [f"{name} has other bits than at the start" for name in self._altered()]
 
     def _altered(self) -> list[str]:
@@ -56,7 +56,7 @@ class FrozenRecord:
         return untrained(self._model)
 
     def _taken(self) -> Digests:
-        """Return digests by name, with shape and dtype; the host reads each device once."""
+        """Current digests by name, with shape and dtype. The host reads each device once."""
         on_device: dict[str, tuple[tuple[object, ...], Tensor]] = {}
         for name, values in self._untrained():
             if values.numel() and values.device.type != "meta":

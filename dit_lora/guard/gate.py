@@ -1,7 +1,7 @@
-"""The gate: no loss and no gradient that is not finite reaches a weight, on any rank.
+"""The gate: keep losses and gradients that are not finite from reaching a weight, on any rank.
 
-Flags stay on the device. A fused optimizer reads them there and leaves weights and moments as they were; the host
-reads them with the step's metrics, so a healthy step pays no synchronisation for them.
+Flags stay on the device. A fused optimizer reads them there and leaves weights and moments unchanged; the host reads
+them with the step's metrics, so a healthy step needs no extra synchronization.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import magnitudes
 from dit_lora.patching import is_a
 
-if TYPE_CHECKING:  # the guard needs torch alone
+if TYPE_CHECKING:  # the guard needs only torch
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 
@@ -27,7 +27,7 @@ ACCELERATED = "accelerate.optimizer:AcceleratedOptimizer"
 
 
 class NonFiniteError(DitLoraError):
-    """The guard stopped the run; weights and optimizer are those of the last good step."""
+    """The guard stopped the run; weights and optimizer state are those of the last good step."""
 
     exit_code = 3
     collective = True
@@ -39,7 +39,7 @@ class NonFiniteError(DitLoraError):
 
 
 class PoisonedStateError(DitLoraError):
-    """Raised on every rank where what was about to be kept is not finite, or lost; the loop recovers from it."""
+    """Raised on every rank if state about to be stored is not finite, or lost; the loop recovers from it."""
 
     exit_code = 3
     collective = True
@@ -47,23 +47,23 @@ class PoisonedStateError(DitLoraError):
     def __init__(self, message: str, kind: str, verdict: Verdict | None = None) -> None:
         super().__init__(message)
         self.kind = kind
-        """The `kind` of the `Trip` that it makes."""
+        """The `kind` of the `Trip` that this error leads to."""
         self.verdict = verdict
-        """The verdict, where it is known already; equal on all ranks."""
+        """The verdict if it is already known, equal on all ranks; else None."""
 
 
 @dataclass(frozen=True)
 class Trip:
-    """A step that was not taken (or, for weights, must be undone), as every rank knows it."""
+    """A step that was not taken, or whose weight update must be undone; equal on all ranks."""
 
     step: int
     kind: str
     """`non_finite_loss`, `bad_data`, `non_finite_gradient`, `zero_gradient`, `non_finite_weights`,
     `diverged_weights`, `diverged_averages` or `ranks_differ`."""
     micro_batches: tuple[tuple[int, int], ...] = ()
-    """(rank, micro-step) of those whose loss or data was bad; empty where the step as a whole was."""
+    """(rank, micro-step) of micro-batches with bad loss or data; empty if the whole step failed."""
     verdict: Verdict | None = None
-    """The verdict, where what found the trip knows the cause: then nothing is replayed."""
+    """The verdict if the cause is already known, so that nothing is replayed; else None."""
 
 
 @dataclass
@@ -74,19 +74,21 @@ class Gate:
     _bad: list[torch.Tensor] = field(default_factory=list)
 
     def losses(self, losses: torch.Tensor, *, bad_data: bool = False) -> None:
-        """Note per-sample losses (B,) before their backward, and what reading the data found."""
-        # Noted on the device: reading it here would make the host wait in every micro-step.
+        """Record whether per-sample losses (B,) are finite, before their backward, and whether reading found
+        bad data.
+        """
+        # Keep the flag on the device: reading it here would make the host wait in every micro-step.
         bad = ~torch.isfinite(losses.detach()).all()
         self._bad.append(bad | bad_data)
 
     def gradients(self, norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Note each group's gradient norm, before clipping spreads one NaN to every gradient.
+        """Record each group's gradient norm, before clipping spreads one NaN to every gradient.
 
-        A norm is finite only if every element is. A step in which every norm is zero trains nothing and
-        still decays moments and weights: it is bad too.
+        A norm is finite only if every element is. A step in which every norm is zero trains nothing and still decays
+        moments and weights, so it counts as bad too.
 
         Returns:
-            The flags that were noted, (2,) bool on the device: a norm is not finite; every norm is zero.
+            The recorded flags, (2,) bool on the device: a norm is not finite; every norm is zero.
         """
         stacked = torch.stack(list(norms.values()))
         flags = torch.stack([~torch.isfinite(stacked).all(), (stacked == 0).all()])
@@ -94,10 +96,10 @@ class Gate:
         return flags
 
     def agreed(self) -> torch.Tensor:
-        """Return 1.0 if any rank noted anything bad in this step, else 0.0; one all-reduce, on the device."""
+        """1.0 if any rank recorded a problem in this step, else 0.0, fp32 scalar on the device. One all-reduce."""
         flag = torch.stack(self._bad).any().float()
         if self.accelerator.num_processes > 1:
-            # Accelerate reduces sums and means, no maxima.
+            # Accelerate can reduce by sum or mean, but not by maximum.
             flag = self.accelerator.reduce(flag, reduction="sum").clamp(max=1.0)
         return flag
 
@@ -105,10 +107,10 @@ class Gate:
 def gated_step(
     optimizer: "torch.optim.Optimizer | AcceleratedOptimizer", bad: torch.Tensor
 ) -> None:
-    """Take the optimizer's step unless `bad`; weights, moments and step counts then stay bit for bit.
+    """Take the optimizer's step unless `bad`; then weights, moments and step counts stay unchanged bit for bit.
 
-    Fused optimizers decide on the device (the mechanism is GradScaler's `found_inf`). Others, and sharded
-    parameters, cost one read by the host.
+    Fused optimizers decide on the device, through the `found_inf` of GradScaler. Others, and sharded parameters, need
+    one read by the host.
     """
     inner: Any = optimizer
     if is_a(optimizer, ACCELERATED):
@@ -121,16 +123,16 @@ def gated_step(
     try:
         optimizer.step()
     finally:
-        # Left there, the flag would decide about the next step too.
+        # Remove the flag, which would otherwise apply to the next step too.
         del inner.found_inf
 
 
 def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return true if the optimizer can skip a step by a flag on the device: torch's fused Adam and AdamW.
+    """True if the optimizer can skip a step by a flag on the device: torch's fused Adam and AdamW.
 
-    Fused SGD can too, but a first step that it leaves out leaves its momentum unwritten memory.
+    Fused SGD can too, but if its first step is skipped, its momentum is uninitialized memory.
     """
-    classes = {f"{one.__module__}:{one.__qualname__}" for one in type(optimizer).__mro__}
+    classes = {f"{cls.__module__}:{cls.__qualname__}" for cls in type(optimizer).__mro__}
     can = any(record.skips_on_device in classes for record in OPTIMIZERS.values())
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -138,16 +140,16 @@ def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def weights_are_bad(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Return a bool scalar on the device: True if a trained weight is not finite after the step.
+    """Bool scalar on the device: True if a trained weight is not finite after the step.
 
-    Catches what no gradient shows: a moment that went bad in memory, an update that overflowed.
+    Detects errors that no gradient shows: a moment damaged in memory, an update that overflowed.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     return any_not_finite(weights, weights[0].device)
 
 
 def any_not_finite(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return a bool scalar on the device: True if this rank's part of any tensor has a value that is not finite."""
+    """Bool scalar on the device: True if this rank's part of any tensor has a value that is not finite."""
     parts = [local(tensor.detach()) for tensor in tensors]
-    # FSDP2 leaves some ranks nothing of a weight that has fewer rows than there are ranks.
+    # With FSDP2, some ranks hold nothing of a weight with fewer rows than there are ranks.
     return ~torch.isfinite(magnitudes([part for part in parts if part.numel()], device)).all()

@@ -1,10 +1,9 @@
-"""Per-module statistics of a step: gradient norms, update-to-weight ratios, and how near outputs come to Inf.
+"""Per-module statistics of a step: gradient norms, update-to-weight ratios, and the distance of outputs from Inf.
 
-Everything stays on the device until `collect` makes the one transfer, so that a step that is watched does
-not wait for the device in between. All of a process' modules are on one device.
-
-A LoRA layer is one module, under the name of the layer that it wraps. With FSDP2 norms are of whole parameters:
-one all-reduce for each kind. Largest magnitudes are of this rank's samples.
+Values stay on the device until `collect` makes the only transfer, so that a measured step does not wait for the device
+in between. All of a process' modules are on one device. A LoRA layer counts as one module, under the name of the layer
+that it wraps. With FSDP2, norms are of whole parameters: one all-reduce per kind. Largest magnitudes are of this
+rank's samples.
 """
 
 import math
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import abs_max, has_values, headroom
 
-# PEFT's own names inside a layer that it wraps (peft/tuners/lora/layer.py).
+# Names of PEFT's submodules inside a wrapped layer (peft/tuners/lora/layer.py).
 _INSIDE_LORA = re.compile(r"(^|\.)(lora_\w+|base_layer)(\.|$)")
 
 
@@ -29,13 +28,13 @@ class _Key(NamedTuple):
     kind: Literal["grad", "weight", "change", "peak"]
     module: str
     part: str | torch.dtype
-    """The parameter, or for a peak the dtype of the output."""
+    """The parameter's name; for a peak, the dtype of the output."""
 
 
 class Monitor:
-    """Collects statistics of every `every`-th step; 0 is never. Made after the model is prepared.
+    """Collects statistics of every `every`-th step; 0 means never. Create it after the model is prepared.
 
-    In a step that is `due`: the forward passes inside `watching`, `gradients` after backward and before
+    In a step that is `due`, run the forward passes inside `watching`, call `gradients` after backward and before
     clipping, `before_update` and `after_update` around the optimizer's step, then `collect`.
     """
 
@@ -52,9 +51,9 @@ class Monitor:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Keep the largest magnitude of the modules' outputs within; whatever was kept before is dropped.
+        """Record the largest magnitude of the modules' outputs inside the context; drops earlier records.
 
-        Outputs stay the same bits. Gradient checkpointing computes an output twice, which changes no
+        Outputs are unchanged bit for bit. Gradient checkpointing computes an output twice, which does not change a
         maximum.
         """
         self._kept.clear()
@@ -65,17 +64,17 @@ class Monitor:
             yield
 
     def gradients(self) -> None:
-        """Keep the norms of the gradients as they are now."""
+        """Record the norms of the current gradients."""
         self._keep_norms(
             "grad", {n: p.grad for n, p in self._trainable.items() if p.grad is not None}
         )
 
     def before_update(self) -> None:
-        """Copy the trainable weights: their memory once more until `after_update`."""
+        """Copy the trainable weights, which takes their memory once more until `after_update`."""
         self._before = [local(p.detach()).clone() for p in self._trainable.values()]
 
     def after_update(self) -> None:
-        """Keep the norms of the weights and of what the optimizer changed in them."""
+        """Record the norms of the weights and of the optimizer's changes to them."""
         weights = {name: local(p.detach()) for name, p in self._trainable.items()}
         changes = torch._foreach_sub(list(weights.values()), self._before)
         self._keep_norms("weight", weights)
@@ -83,16 +82,18 @@ class Monitor:
         self._before = []
 
     def collect(self) -> dict[str, dict[str, float]]:
-        """Return `grad_norm`, `update_ratio`, `abs_max` and `headroom` by module, each where known; starts afresh.
+        """Compute `grad_norm`, `update_ratio`, `abs_max` and `headroom` per module, where known, and reset.
 
-        Rounded to four significant digits. A module whose outputs were all zero has no headroom to tell.
+        Rounded to four significant digits. A module whose outputs were all zero has no headroom.
         """
         stacked = torch.stack(list(self._kept.values())).tolist() if self._kept else []
         values: defaultdict[str, dict[_Key, float]] = defaultdict(dict)
         for key, value in zip(self._kept, stacked, strict=True):
             values[key.module][key] = value
         self._kept.clear()
-        statistics = {module: _statistics(kept) for module, kept in values.items()}
+        statistics = {
+            module: _statistics(module_values) for module, module_values in values.items()
+        }
         self._hidden = [
             module
             for module, numbers in statistics.items()
@@ -101,7 +102,7 @@ class Monitor:
         return statistics
 
     def hidden_infinities(self) -> list[str]:
-        """Return, after `collect`, the modules with an Inf or NaN in their outputs, in the order in which they ran.
+        """Names of modules with Inf or NaN in their outputs, in order of execution. Call it after `collect`.
 
         If the loss was finite, something after the first of them hides it: a clamp, a mask, `nan_to_num`.
         """
@@ -113,10 +114,10 @@ class Monitor:
         if not tensors:
             return
         parts = [local(tensor.detach()) for tensor in tensors.values()]
-        # One launch for all parameters: a GPU would wait for hundreds of small ones.
+        # One kernel launch for all parameters: hundreds of small launches would keep a GPU waiting.
         norms = list(torch._foreach_norm(parts, 2, dtype=torch.float32))
         if any(isinstance(self._trainable[name], DTensor) for name in tensors):
-            # Ranks hold parts of a parameter: their squares add up, their norms do not.
+            # Ranks hold shards of a parameter: add squared norms, since norms themselves do not add up.
             squares = torch.stack(norms).double().square()
             distributed.all_reduce(squares)
             norms = list(squares.sqrt().float())
@@ -126,7 +127,7 @@ class Monitor:
     def _keep_peak(self, module: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             for tensor in _tensors(output):
-                # A module's outputs may have several dtypes, each with room of its own.
+                # A module's outputs may have several dtypes, each with its own headroom.
                 key = _Key("peak", module, tensor.dtype)
                 peak = abs_max(tensor)
                 # torch.maximum keeps a NaN.
@@ -136,7 +137,7 @@ class Monitor:
 
 
 def _statistics(kept: dict[_Key, float]) -> dict[str, float]:
-    """Return one module's numbers; norms of its parameters are joined."""
+    """The statistics of one module; norms of its parameters are combined."""
     norms: dict[str, list[float]] = defaultdict(list)
     peaks: dict[torch.dtype, float] = {}
     for key, value in kept.items():
@@ -161,12 +162,12 @@ def _statistics(kept: dict[_Key, float]) -> dict[str, float]:
 
 def _ratio(change: float, weight: float) -> float:
     if change == 0:
-        return 0.0  # also of weights that are all zero
+        return 0.0  # also if all weights are zero
     return change / weight if weight else math.inf
 
 
 def _watched(model: nn.Module) -> dict[str, nn.Module]:
-    """Return leaves, and the direct children of module lists, which are the blocks; LoRA layers are leaves."""
+    """Leaf modules, and the direct children of module lists, which are the blocks; LoRA layers count as leaves."""
     outer = {n: m for n, m in model.named_modules() if not _INSIDE_LORA.search(n)}
     parents = {name.rpartition(".")[0] for name in outer if name}
     lists = {name for name, module in outer.items() if isinstance(module, nn.ModuleList)}
@@ -178,7 +179,7 @@ def _watched(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _owner(parameter: str) -> str:
-    """Return the module that a parameter counts for."""
+    """Name of the module that a parameter is attributed to."""
     inside = _INSIDE_LORA.search(parameter)
     return parameter[: inside.start()] if inside else parameter.rpartition(".")[0]
 

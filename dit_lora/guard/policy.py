@@ -1,4 +1,4 @@
-"""Choose the rung of the ladder that answers a verdict, within budgets."""
+"""Choose the recovery action for a failed step, within the limits of `guard.max_skips` and `guard.max_rollbacks`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.verdict import Verdict
 
-# Data that is bad where it is stored will be bad again; a draw of noise or timestep, or a place in the run, will not.
+# Data that is stored bad will fail again; another noise, timestep or position in the run will not.
 _FOR_GOOD = ("data", "labels")
 _OF_STATE = ("weights", "optimizer", "learning_rate")
 _OF_SWITCHES = ("kernel", "attention_backend")
@@ -14,34 +14,34 @@ _OF_SWITCHES = ("kernel", "attention_backend")
 
 @dataclass(frozen=True)
 class Action:
-    """The answer to a tripped step."""
+    """The recovery action for a failed step."""
 
     kind: str
     """`retry`, `skip`, `quarantine`, `fallback`, `rollback` or `stop`."""
     samples: tuple[str, ...] = ()
-    """Samples that are left out. A `skip` without samples leaves the step out: none of them is at fault."""
+    """Samples to exclude. A `skip` without samples skips the whole step, since no sample is at fault."""
     switches: tuple[str, ...] = ()
     lower_lr: bool = False
     instead_of: str = ""
-    """The kind that was chosen, where a loop is not able to do that."""
+    """The kind that was chosen, if the loop does not support it."""
     why: str = ""
-    """Reasons against going on, for `stop`."""
+    """Reasons for not continuing, for `stop`."""
 
 
 @dataclass
 class Policy:
-    """Chooses an action; the counts are a run's, and go into its checkpoints."""
+    """Chooses an action. Its counts belong to a run and are saved in checkpoints."""
 
     config: LadderConfig
     skips: int = 0
     rollbacks: int = 0
     last_rollback_step: int = 0
-    """The tripped step that the last rollback answered."""
+    """The failed step that led to the last rollback."""
 
     def choose(
         self, step: int, verdicts: Sequence[Verdict], skipped_before: Sequence[str]
     ) -> Action:
-        """Return the first rung of `guard.on_nonfinite` that fits every cause, and count it."""
+        """The first action of `guard.on_nonfinite` that fits every cause; it is counted."""
         causes: set[str] = {verdict.cause for verdict in verdicts}
         reasons: list[str] = []
         for rung in self.config.on_nonfinite:
@@ -53,8 +53,8 @@ class Policy:
             if action:
                 reasons.append(action)
         ladder = ", ".join(self.config.on_nonfinite)
-        why = "; ".join(dict.fromkeys(reasons))
-        return Action("stop", why=why or f"no rung of guard.on_nonfinite [{ladder}] fits")
+        reason = "; ".join(dict.fromkeys(reasons))
+        return Action("stop", why=reason or f"no rung of guard.on_nonfinite [{ladder}] fits")
 
     def _try(
         self,
@@ -64,11 +64,11 @@ class Policy:
         causes: set[str],
         skipped_before: Sequence[str],
     ) -> Action | str:
-        """Return the rung's action, or why it does not fit, or an empty string where it is out of the question."""
+        """The action for this rung, or the reason why it does not fit; an empty string if it never applies here."""
         broken = [v for v in verdicts if v.cause == "rank"]
         if broken:
             return f"what else this run would compute on rank {broken[0].rank} is not to be trusted"
-        # Two faults at once: state first, then switches, then samples; what is left trips again.
+        # With several causes, handle state first, then switches, then samples; a remaining cause fails again.
         if causes & set(_OF_STATE):
             return self._rollback(step, verdicts) if rung == "rollback" else ""
         if causes & set(_OF_SWITCHES):
@@ -76,27 +76,28 @@ class Policy:
             return Action("fallback", switches=switches) if rung == "fallback" else ""
         if rung not in ("skip", "quarantine"):
             return ""
-        # Retries count too: else a machine that fails now and then would go on for ever.
+        # Retries count too: otherwise a run on an unreliable machine would retry forever.
         if self.skips >= self.config.max_skips:
             return f"guard.max_skips={self.config.max_skips} is used up"
-        # Nothing is to be left out: the step is taken again as it was.
+        # Nothing has to be excluded: repeat the step unchanged.
         if causes == {"transient"}:
             return Action("retry")
         samples = tuple(dict.fromkeys(s for v in verdicts for s in v.sample_ids))
-        # Where none is at fault, the step can only be left out as a whole.
+        # If no sample is at fault, only the whole step can be skipped.
         if not samples:
             return Action("skip") if rung == "skip" and "step" in causes else ""
         bad = {s for v in verdicts if v.cause in _FOR_GOOD for s in v.sample_ids}
-        # A sample that was skipped before and is bad with other draws is at fault itself, though it is stored well.
-        again = {s for v in verdicts if _is_the_samples(v) for s in v.sample_ids} & {
+        # A sample that was skipped before and fails again with other noise is the cause, even if its stored data is
+        # good.
+        repeated = {s for v in verdicts if _is_the_samples(v) for s in v.sample_ids} & {
             *skipped_before
         }
-        for_good = tuple(s for s in samples if s in bad or s in again)
+        permanent = tuple(s for s in samples if s in bad or s in repeated)
         if rung == "quarantine":
-            return Action(rung, samples=for_good) if for_good else ""
-        if for_good and "quarantine" in self.config.on_nonfinite:
+            return Action(rung, samples=permanent) if permanent else ""
+        if permanent and "quarantine" in self.config.on_nonfinite:
             return ""
-        return Action(rung, samples=for_good or samples)
+        return Action(rung, samples=permanent or samples)
 
     def _rollback(self, step: int, verdicts: Sequence[Verdict]) -> Action | str:
         if self.rollbacks >= self.config.max_rollbacks:
@@ -105,12 +106,12 @@ class Policy:
             return "a snapshot does not hold the frozen weights"
         if any("weight_decay" in v.evidence for v in verdicts):
             return "no snapshot helps: lower optim.weight_decay, or the learning rate that it is multiplied by"
-        # Steps repeat bit for bit, so what comes back at the same step is no accident of the memory.
-        again = step == self.last_rollback_step
-        if again and any(v.evidence.get("ranks") for v in verdicts):
+        # Steps repeat bit for bit, so a failure that returns at the same step is not a random memory error.
+        is_repeated = step == self.last_rollback_step
+        if is_repeated and any(v.evidence.get("ranks") for v in verdicts):
             return "the ranks differ again after a rollback: leave that machine out"
         return Action(
-            "rollback", lower_lr=again or any(v.cause == "learning_rate" for v in verdicts)
+            "rollback", lower_lr=is_repeated or any(v.cause == "learning_rate" for v in verdicts)
         )
 
     def _counted(self, action: Action, step: int) -> Action:
@@ -122,7 +123,7 @@ class Policy:
         return action
 
     def state(self) -> dict[str, int]:
-        """Return counts for a checkpoint; `Policy(config, **state)` goes on with them."""
+        """Counts for a checkpoint; `Policy(config, **state)` continues with them."""
         return {
             "skips": self.skips,
             "rollbacks": self.rollbacks,
@@ -131,8 +132,8 @@ class Policy:
 
 
 def _is_the_samples(verdict: Verdict) -> bool:
-    """Return True if a fault that comes with some draws alone is the sample's: another is healthy with the same
-    draws.
+    """True if a failure that needs particular noise is the sample's fault: another sample is healthy with
+    that noise.
     """
     return (
         verdict.cause == "inputs"

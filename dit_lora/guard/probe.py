@@ -1,7 +1,7 @@
-"""Finds the first module and the first op that turn finite inputs into a value that is not finite.
+"""Find the first module and the first op that turn finite inputs into a value that is not finite.
 
-Runs one replayed micro-batch, forward and backward, under forward hooks on every module and a dispatch mode
-that sees every op. Slow (each op's output is read by the host), and only ever used after the gate tripped.
+Runs one replayed micro-batch, forward and backward, with forward hooks on every module and a dispatch mode that sees
+every op. Slow, since the host reads each op's output; used only after a step has failed.
 """
 
 from collections import deque
@@ -19,15 +19,15 @@ from dit_lora.numerics.dtensors import local, stock_class
 from dit_lora.numerics.finite import abs_max, describe_bad, has_values, headroom
 from dit_lora.numerics.opaque import called_modules
 
-_TRAIL = 12  # entries kept upstream of the first bad value
+_TRAIL = 12  # number of values kept from before the first bad value
 
 _OF_RANKS = ("c10d", "_c10d_functional", "fsdp")
-"""Ops by which ranks share weights and gradients: they move values, and some return before they are there."""
+"""Namespaces of communication ops: they only move values, and some return before the values have arrived."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One value on the way: what made it and how close it came to the end of its dtype's range."""
+    """One value on the way: the op that computed it, and its distance from the end of its dtype's range."""
 
     name: str
     direction: str
@@ -42,7 +42,7 @@ class BadOp:
 
     op: str
     module: str
-    """Dotted name; empty outside the model, for instance in the loss."""
+    """Dotted name; empty outside the model, for example in the loss."""
     direction: str
     """`forward` or `backward`."""
     dtype: str
@@ -55,22 +55,22 @@ class Trace:
     """The result of one probed run."""
 
     origins: list[BadOp] = field(default_factory=list)
-    """Origins in order of execution; those that the module around them hid again are in `hidden`."""
+    """Bad ops in order of execution; if the enclosing module's output was finite, they are in `hidden` instead."""
     hidden: list[BadOp] = field(default_factory=list)
     trail: list[Step] = field(default_factory=list)
-    """The values before the first origin, oldest first."""
+    """The values before the first bad op, oldest first."""
     bad_inputs: dict[str, str] = field(default_factory=dict)
-    """Arguments of the model itself that were not finite, described."""
+    """Descriptions of the model's arguments that were not finite, by argument name."""
 
     @property
     def origin(self) -> BadOp | None:
-        """The first origin, where it began; None if nothing did."""
+        """The first bad op; None if there is none."""
         return self.origins[0] if self.origins else None
 
 
 @dataclass
 class _Frame:
-    """A module's forward under way; `end` closes its interval of autograd sequence numbers."""
+    """A module's forward call; from `start` to `end` are the autograd sequence numbers of its nodes."""
 
     name: str
     start: int
@@ -79,7 +79,7 @@ class _Frame:
 
 
 class Probe(TorchDispatchMode):
-    """Watches one run of `model`; the result is in `trace`."""
+    """Observes one run of `model`; the result is in `trace`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -91,17 +91,17 @@ class Probe(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[Trace]:
-        """Watch every op and every module of the model within."""
-        # The model itself by its class: no name means outside it.
+        """Observe every op and every module of the model inside the context."""
+        # Name the model itself by its class, since an empty name means outside the model.
         names = {m: name or stock_class(m).__name__ for name, m in called_modules(self.model)}
         with ExitStack() as stack:
             hook = self.model.register_forward_pre_hook(self._check_inputs, with_kwargs=True)
             stack.enter_context(hook)
             for module, name in names.items():
                 stack.enter_context(module.register_forward_pre_hook(self._enter(name)))
-                # Called too where the forward raises: the stack of modules must stay right.
+                # Called even if the forward raises: the stack of modules must stay correct.
                 stack.enter_context(module.register_forward_hook(self._leave, always_call=True))
-            # On one thread, so that the mode sees the backward's ops too.
+            # Use a single thread, so that the mode sees the backward's ops too.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self)
             yield self.trace
@@ -117,7 +117,7 @@ class Probe(TorchDispatchMode):
         if func.namespace in _OF_RANKS:
             return func(*args, **kwargs)
         mutable = func._schema.is_mutable
-        # An op that writes over its input shows what it read before it runs, and not after.
+        # Inspect the inputs of an in-place op before it overwrites them.
         before = _state(_read(func, args, kwargs)) if mutable else None
         output = func(*args, **kwargs)
         if not _makes_values(func):
@@ -137,7 +137,7 @@ class Probe(TorchDispatchMode):
     def _judge(
         self, op: str, output: "_State", inputs: "_State | None", where: str, direction: str
     ) -> None:
-        # A NaN is new also where an input was Inf (Inf - Inf); an Inf only where all inputs were finite.
+        # A NaN is new even if an input was Inf (Inf - Inf); an Inf is new only if all inputs were finite.
         new_nan = output.nan and not (inputs and inputs.nan)
         new_inf = output.inf and not output.nan and not (inputs and not inputs.finite)
         if not (new_nan or new_inf):
@@ -148,14 +148,14 @@ class Probe(TorchDispatchMode):
         self.trace.origins.append(BadOp(op, where, direction, output.dtype, kind))
 
     def _where(self) -> tuple[str, str]:
-        """Return the innermost module that an op belongs to, and the direction."""
+        """The innermost module that the current op belongs to, and the direction."""
         if self._stack:  # a forward, or its recomputation under gradient checkpointing
             return self._stack[-1].name, "forward"
         node = torch._C._current_autograd_node()
         if node is None:
             return "", "forward"
         number = node._sequence_nr()
-        # Nodes that a module's forward made have numbers within its interval; the last entered is innermost.
+        # Nodes created by a module's forward have sequence numbers in its interval; the last entered is innermost.
         inside = [frame for frame in self._frames if frame.start <= number < (frame.end or 0)]
         return (inside[-1].name if inside else ""), "backward"
 
@@ -170,20 +170,20 @@ class Probe(TorchDispatchMode):
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         frame = self._stack.pop()
         frame.end = torch.autograd._get_sequence_nr()
-        here = self.trace.origins[frame.first_origin :]
+        module_origins = self.trace.origins[frame.first_origin :]
         if output is None:
-            # A recomputation that stops as soon as it has what it needs: the first time tells what is hidden.
+            # A checkpoint's recomputation stops early and has no output, so keep the result of the first run.
             self.trace.origins[frame.first_origin :] = [
-                origin for origin in here if origin not in self.trace.hidden
+                origin for origin in module_origins if origin not in self.trace.hidden
             ]
             return
-        # Else the mode would take the reads of the output for the model's ops.
+        # Disable the mode, which would otherwise take these reads of the output for ops of the model.
         with _disable_current_modes():
             state = _state(tree_leaves(output))
         if state is None or not state.finite:
             return
-        # What the module hid again (a clamp, a mask) is not what went wrong.
-        self.trace.hidden += here
+        # The module's output is finite (after a clamp or a mask), so its bad ops are not the cause.
+        self.trace.hidden += module_origins
         del self.trace.origins[frame.first_origin :]
 
     def _check_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -191,13 +191,13 @@ class Probe(TorchDispatchMode):
         leaves = [(name, leaf) for name, value in named.items() for leaf in tree_leaves(value)]
         with _disable_current_modes():
             for name, leaf in leaves:
-                if isinstance(leaf, torch.Tensor) and (words := describe_bad(name, leaf)):
-                    self.trace.bad_inputs[name] = words
+                if isinstance(leaf, torch.Tensor) and (description := describe_bad(name, leaf)):
+                    self.trace.bad_inputs[name] = description
 
 
 @dataclass(frozen=True)
 class _State:
-    """Kinds and range of the values of some tensors, taken together."""
+    """Whether the values of some tensors, taken together, contain NaN or Inf, and their range."""
 
     nan: bool
     inf: bool
@@ -214,14 +214,14 @@ class _State:
 
 
 def _state(leaves: Sequence[Any]) -> _State | None:
-    """Return the state of all leaves together; None where there is no float value to judge."""
+    """The combined state of all leaves; None without floating-point values."""
     values_of = (local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
     tensors = [tensor for tensor in values_of if has_values(tensor)]
     if not tensors:
         return None
     peaks = [abs_max(tensor) for tensor in tensors]
     values = torch.stack(peaks).tolist()
-    # A NaN counts as the largest.
+    # NaN counts as the largest value.
     worst = max(range(len(values)), key=lambda i: (values[i] != values[i], values[i]))
     nan, inf = any(v != v for v in values), any(v == float("inf") for v in values)
     dtype, peak = tensors[worst].dtype, values[worst]
@@ -230,17 +230,17 @@ def _state(leaves: Sequence[Any]) -> _State | None:
 
 
 def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the tensors that an op reads; `copy_` only writes its first."""
+    """The tensors that an op reads; `copy_` only writes its first argument."""
     read_args = args[1:] if func.overloadpacket is torch.ops.aten.copy_ else args
     return tree_leaves((read_args, dict(kwargs)))
 
 
 def _makes_values(func: Any) -> bool:
-    """Return False for a view, and for memory that nothing has been written to."""
+    """False for a view, and for uninitialized memory."""
     return not func.is_view and "empty" not in func._schema.name
 
 
 def _is_constant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if an op was given a non-finite number, as masks are filled with -inf: it means it."""
+    """True if an op received a non-finite number on purpose, as when masks are filled with -inf."""
     numbers = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, float)]
     return any(number != number or abs(number) == float("inf") for number in numbers)

@@ -1,4 +1,4 @@
-"""One micro-batch that can be run again, alone and bit for bit, without touching gradients or weights."""
+"""One micro-batch that can be run again bit for bit, without changing gradients or weights."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.ranks import gather_object
 
 
-# A sample may come twice: it is itself alone, and comparing tensors gives no one answer.
+# eq=False compares by identity: comparing tensors would not give a single bool.
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """The inputs of one rank in one micro-step, which can be run again.
 
-    `forward` draws from named generators only, so every call gives the same bits while the weights are the
-    same; it runs the bare model, without DDP, so it needs no other rank unless the model is sharded.
+    `forward` draws only from named generators, so every call gives the same bits while the weights are the same. It
+    runs the unwrapped model, without DDP, so it needs no other rank unless the model is sharded.
     """
 
     ids: tuple[str, ...]
@@ -32,17 +32,17 @@ class MicroBatch:
     """The samples' tensors, each (B, ...)."""
     forward: Callable[[], LossOutput]
     single: Callable[[int], "MicroBatch"]
-    """The micro-batch of one of its samples alone."""
+    """Makes a micro-batch of the sample in this row."""
     faults: Mapping[str, str] = field(default_factory=dict)
-    """Faults that reading the samples found, by id."""
+    """Problems found while reading the samples, by id."""
     loss_is_sum: bool = False
     """True if the step's loss is the sum of these losses, and not their mean."""
     draws: tuple[int, ...] = ()
-    """Draw numbers, which seed the samples' random draws, where they are known."""
+    """Draw numbers, which seed the samples' random draws; empty if unknown."""
     autocasts: bool = False
-    """True if the loop has autocast around the model's call."""
+    """True if the loop calls the model under autocast."""
     redrawn: Callable[[int], "MicroBatch"] | None = None
-    """The same samples with other noise and timesteps, numbered; None where they cannot be drawn anew."""
+    """Makes the same samples with other noise and timesteps, by number; None if they cannot be drawn again."""
     at: Callable[["MicroBatch", bool], "MicroBatch"] | None = None
     """The same samples at another micro-batch's place in the run, and with its draws too if asked for; None where the
     loop is not ours."""
@@ -57,9 +57,9 @@ class Outcome:
     bad_gradients: tuple[str, ...]
     """Names of trained parameters whose gradient is not finite."""
     gradient_is_zero: bool
-    """No trained parameter got a gradient other than zero."""
+    """True if every gradient of a trained parameter is zero."""
     failed_on: tuple[int, ...] = ()
-    """Ranks of a model that needs all of them on which a loss is not finite, where it is finite on others."""
+    """For sharded models: ranks with a loss that is not finite; empty if it is finite, or not finite, on all."""
 
     @property
     def finite(self) -> bool:
@@ -70,15 +70,15 @@ class Outcome:
         return all(loss == loss and abs(loss) != float("inf") for loss in self.losses)
 
     def is_healthy(self, *, needs_gradient: bool) -> bool:
-        """Return True if the run is finite and, if asked for, has a gradient that is not zero everywhere."""
+        """True if the run is finite and, with `needs_gradient`, has a gradient that is not all zero."""
         return self.finite and not (needs_gradient and self.gradient_is_zero)
 
 
 def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
-    """Run forward and backward once; gradients and random state are afterwards as before.
+    """Run forward and backward once; gradients and random state are restored afterwards.
 
     A sharded model (FSDP2) needs every rank at the same time, with the same micro-batch. All ranks get the losses of
-    the rank that has the micro-batch, and the bad gradients of any rank.
+    the micro-batch's rank, and the bad gradients of any rank.
     """
     with _kept_gradients(model), torch.random.fork_rng(cuda_devices(model)):
         output = _forward_backward(micro_batch)
@@ -96,12 +96,12 @@ def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
 
 
 def _agreed(own: Outcome, owner: int) -> Outcome:
-    """Return one outcome for all ranks, so that none goes on alone."""
+    """The same outcome for all ranks, so that all of them take the same decisions."""
     outcomes: list[Outcome] = gather_object([own])
-    # A dict, which keeps the order in which ranks found them.
+    # A dict keeps the order of ranks, unlike a set.
     bad = {name: None for outcome in outcomes for name in outcome.bad_gradients}
     failed = tuple(rank for rank, outcome in enumerate(outcomes) if not outcome.finite_losses)
-    # Where all ranks fail, the fault is no rank's own.
+    # If all ranks fail, no single rank is the cause.
     return replace(
         outcomes[owner],
         failed_on=failed if len(failed) < len(outcomes) else (),
@@ -111,7 +111,7 @@ def _agreed(own: Outcome, owner: int) -> Outcome:
 
 
 def probe(micro_batch: MicroBatch, model: nn.Module) -> Trace:
-    """Repeat the run under a probe, which names the first module and op to go wrong."""
+    """Repeat the run under a probe, which finds the first module and op with a bad value."""
     with (
         _kept_gradients(model),
         torch.random.fork_rng(cuda_devices(model)),
@@ -124,22 +124,22 @@ def probe(micro_batch: MicroBatch, model: nn.Module) -> Trace:
 
 @dataclass(frozen=True)
 class Traced:
-    """The trace of a probe, and its rank: the micro-batch's, or of a sharded model one where it goes wrong."""
+    """The trace of a probe, and its rank: the micro-batch's, or for sharded models one with a bad value."""
 
     trace: Trace
     rank: int
     alone: tuple[int, ...] = ()
-    """Ranks of a model that needs all of them on which it begins, where on others it does not."""
+    """For sharded models: ranks on which a non-finite value first appears; empty if it does on all or none."""
 
 
 def traced(micro_batch: MicroBatch, model: nn.Module) -> Traced:
-    """Probe a micro-batch, on all ranks of a model that needs them: all run the same one."""
+    """Probe a micro-batch; for a sharded model on all ranks together."""
     own_trace, rank = probe(micro_batch, model), micro_batch.rank
     if not needs_all_ranks(model):
         return Traced(own_trace, rank)
     traces: list[Trace] = gather_object([own_trace])
     telling = tuple(index for index, trace in enumerate(traces) if trace.origin or trace.hidden)
-    # The micro-batch's own rank may hold a part in which nothing goes wrong.
+    # The micro-batch's rank may hold a shard without any bad value.
     if telling and rank not in telling:
         rank = telling[0]
     return Traced(traces[rank], rank, telling if len(telling) < len(traces) else ())
@@ -156,7 +156,7 @@ def _forward_backward(micro_batch: MicroBatch) -> LossOutput:
 
 @contextmanager
 def _kept_gradients(model: nn.Module) -> Iterator[None]:
-    """Start from no gradients, and give back those that were there."""
+    """Start without gradients, and restore the previous ones on exit."""
     grads_before = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in grads_before:
         parameter.grad = None
@@ -168,5 +168,5 @@ def _kept_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def cuda_devices(model: nn.Module) -> list[torch.device]:
-    """Return the devices whose random state a forward of this model draws from, beside the CPU's."""
+    """CUDA devices whose random state a forward of this model uses, in addition to the CPU's."""
     return list({p.device for p in model.parameters() if p.device.type == "cuda"})

@@ -1,10 +1,10 @@
-"""Snapshots of what a run trains, in host memory: a step held here can be gone back to, bit for bit.
+"""Snapshots of the trained state in host memory, which a run can restore bit for bit.
 
-On CUDA a snapshot is copied on a stream of its own into pinned memory, and once that is allocated the host
-waits for nothing:
+On CUDA a snapshot is copied on a separate stream into pinned memory; once that memory is allocated, the host waits for
+nothing:
 
     if snapshots.due(step): snapshots.take(step)   # after the optimizer of `step`
-    ...                                            # forward and backward of the next step, beside the copy
+    ...                                            # forward and backward of the next step, during the copy
     snapshots.before_update()                      # before its optimizer
 """
 
@@ -22,13 +22,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Snapshots:
-    """The last `keep` snapshots of the tensors that `state` gives by name; of a DTensor, this rank's shard.
+    """The last `keep` snapshots of the tensors that `state` returns by name; for a DTensor, of this rank's shard.
 
-    `state` may give more tensors from one call to the next, as AdamW does after its first step. CUDA tensors
-    are all on one device. Nothing here is collective: every rank calls the same methods in the same steps.
-
-    Of what is no tensor, such as a step count that is an int, `state` gives a copy; `put` is given the restored
-    tensors to write such values back.
+    `state` may return more tensors from one call to the next, as with AdamW after its first step. All CUDA tensors are
+    on one device. Nothing here is collective, but every rank calls the same methods in the same steps. For values that
+    are not tensors, such as an int step count, `state` returns a tensor copy; `put` receives the restored tensors to
+    write such values back.
     """
 
     def __init__(
@@ -50,12 +49,12 @@ class Snapshots:
 
     @property
     def steps(self) -> list[int]:
-        """The steps held, ascending."""
+        """The steps that have a snapshot, ascending."""
         return sorted(self._held)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory in buffers, those of forgotten snapshots included: they are used again."""
+        """Bytes of host memory in buffers, including those of dropped snapshots, which are reused."""
         sets = [*self._held.values(), *self._spare]
         return sum(buffer.nbytes for buffers in sets for buffer in buffers.values())
 
@@ -64,12 +63,13 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, step: int) -> None:
-        """Hold the values of now as those of `step`; the oldest snapshot gives way once `keep` are held."""
+        """Copy the current values as the snapshot of `step`; replaces the oldest snapshot once there are `keep`."""
         live = self._live()
         buffers = self._free_buffers(step)
         with self._aside(live):
             if _all_fit(buffers, live):
-                # One operation for all; on a CPU each would cost more than the values that it copies.
+                # Copy all tensors in one operation: on a CPU, an operation per tensor would cost more than the
+                # copying.
                 torch._foreach_copy_([buffers[name] for name in live], list(live.values()))
                 self._held[step] = {name: buffers[name] for name in live}
             else:
@@ -78,52 +78,58 @@ class Snapshots:
                 }
 
     def before_update(self) -> None:
-        """Make the current CUDA stream wait for a copy under way; what it overwrites next has been read."""
+        """Make the current CUDA stream wait for a running copy, so that the update does not overwrite unread
+        values.
+        """
         if self._copied is not None:
             self._copied.wait()
 
     @torch.no_grad()
     def restore(self, step: int) -> list[str]:
-        """Put the values of `step` back bit for bit, forget later snapshots, and name the tensors born since.
+        """Restore the values of `step` bit for bit, drop later snapshots, and return the names of newer tensors.
 
-        Those are not touched and are the caller's to drop: going back to before AdamW's first step leaves
-        its state. Raises `DitLoraError`, with nothing changed, if `step` is not held or a tensor of its
-        snapshot is alive no more or in another shape or dtype.
+        Newer tensors are unchanged and the caller must drop them: before AdamW's first step, for example, there was no
+        optimizer state.
+
+        Raises:
+            DitLoraError: If `step` has no snapshot, or one of its tensors no longer exists or has another shape or
+                dtype.
+                Nothing is changed then.
         """
-        held, live = self.read(step), self._live()
-        lost = [name for name, buffer in held.items() if not _fits(buffer, live.get(name))]
-        # Looked at before anything is written: half of a step is worse than none.
+        saved, live = self.read(step), self._live()
+        lost = [name for name, buffer in saved.items() if not _fits(buffer, live.get(name))]
+        # Check all tensors before writing any: a partly restored step is worse than none.
         if lost:
             summary = (
                 f"cannot go back to step {step}: of its tensors, these are no longer as they were"
             )
             raise DitLoraError(listed(summary, lost))
-        for name, buffer in held.items():
+        for name, buffer in saved.items():
             live[name].copy_(buffer)
-        # What is no tensor was copied into one, and is written back from there.
-        self._put({name: live[name] for name in held})
-        # A later snapshot holds the very state that is left here.
-        for later in [other for other in self._held if other > step]:
+        # Values that are not tensors were copied into tensors; write them back from these.
+        self._put({name: live[name] for name in saved})
+        # Later snapshots hold the state that is being undone.
+        for later in [held_step for held_step in self._held if held_step > step]:
             self.forget(later)
-        return [name for name in live if name not in held]
+        return [name for name in live if name not in saved]
 
     def read(self, step: int) -> Tensors:
-        """Return the snapshot, once the host may read it; its own buffers, which later snapshots overwrite."""
+        """The snapshot's buffers, once the copy has finished. Later snapshots overwrite them."""
         self._require(step)
         if self._copied is not None:
             self._copied.synchronize()
         return self._held[step]
 
     def not_finite(self, step: int) -> list[str]:
-        """Return the tensors of a held snapshot that are not finite; a step to go back to has none."""
+        """Names of tensors in a snapshot that are not finite."""
         return [name for name, buffer in self.read(step).items() if not is_finite(buffer)]
 
     def peaks(self) -> dict[str, float]:
-        """Return the largest magnitude of each tensor of the newest snapshot; empty while none is held."""
+        """Largest magnitude of each tensor of the newest snapshot; empty if there is none."""
         return read_scalars(stacked_peaks(self.read(max(self._held)))) if self._held else {}
 
     def forget(self, step: int) -> None:
-        """Hold the snapshot no more; its buffers are the next snapshot's."""
+        """Drop the snapshot and reuse its buffers for the next one."""
         self._require(step)
         self._spare.append(self._held.pop(step))
 
@@ -131,8 +137,8 @@ class Snapshots:
         return {name: local(tensor) for name, tensor in self._state().items()}
 
     def _free_buffers(self, step: int) -> Tensors:
-        """Return buffers that may be overwritten; while they are, no step is held in them."""
-        # A step that is taken again has one snapshot, of its last time.
+        """Buffers that may be overwritten; their snapshot is dropped."""
+        # If a step is repeated, its new snapshot replaces the old one.
         if step in self._held:
             return self._held.pop(step)
         if self._spare:
@@ -141,14 +147,14 @@ class Snapshots:
 
     @contextmanager
     def _aside(self, live: Tensors) -> Iterator[None]:
-        """Queue CUDA copies behind the current stream's work and beside what it does next."""
+        """Queue CUDA copies after the current stream's work, in parallel with its later work."""
         device = next((tensor.device for tensor in live.values() if tensor.is_cuda), None)
         if device is None:
             yield
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        # The copy must see what the update before it has written.
+        # The copy must see the values that the previous update has written.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
@@ -156,18 +162,18 @@ class Snapshots:
 
     def _require(self, step: int) -> None:
         if step not in self._held:
-            held = ", ".join(map(str, self.steps)) or "none"
-            raise DitLoraError(f"no snapshot of step {step} is held; held: {held}")
+            steps = ", ".join(map(str, self.steps)) or "none"
+            raise DitLoraError(f"no snapshot of step {step} is held; held: {steps}")
 
 
 def _copied_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's values in the buffer if it fits, else in a new one, pinned for a CUDA tensor."""
+    """Copy the tensor into the buffer if it fits, else into a new one, pinned for a CUDA tensor."""
     if buffer is None or not _fits(buffer, tensor):
-        # Only into pinned memory can a copy run beside the computation.
+        # Only a copy to pinned memory can run in parallel with the computation.
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     buffer.copy_(tensor, non_blocking=True)
     if tensor.is_cuda:
-        # Freed by its owner, its memory must not be handed out before this stream has read it.
+        # If the owner frees the tensor, its memory must not be reused before this stream has read it.
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return buffer
 

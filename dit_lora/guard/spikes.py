@@ -1,4 +1,4 @@
-"""Spikes: values far above what their series has lately been, by median and MAD, which outliers do not move."""
+"""Find spikes: values far above the recent values of their series, by median and MAD, which are robust to outliers."""
 
 import math
 import statistics
@@ -9,13 +9,13 @@ from dit_lora.errors import DitLoraError
 
 # The median absolute deviation of a normal distribution is its standard deviation / 1.4826: 1 / Phi^-1(3/4).
 _MAD_TO_DEVIATION = 1.4826
-# A MAD is at least this share of the median, so that a constant series does not alarm on rounding.
+# Minimum MAD as a fraction of the median, so that rounding in a constant series is not a spike.
 _MAD_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
 class Spike:
-    """One value above its series' limit, or not finite, and what it was judged by."""
+    """One value above its series' limit, or not finite, with the statistics that it was compared with."""
 
     name: str
     value: float
@@ -24,11 +24,11 @@ class Spike:
     """The median absolute deviation scaled to a standard deviation, or its floor: the unit of `threshold`."""
     threshold: float
     count: int
-    """Number of values that the median is of."""
+    """Number of values that the median was computed from."""
 
     @property
     def words(self) -> str:
-        """The spike in words: `grad_norm 31.2 is 14.1 MAD above its median 1.22 over 200 steps`."""
+        """Message such as `grad_norm 31.2 is 14.1 MAD above its median 1.22 over 200 steps`."""
         median = f"its median {self.median:.3g} over {self.count} steps"
         if not math.isfinite(self.value):
             return f"{self.name} is {self.value}; {median}"
@@ -44,11 +44,11 @@ class _Series:
 
 
 class SpikeDetector:
-    """Judges each value of a named series by the `window` healthy ones before it; series are independent.
+    """Compares each value of a named series with the `window` healthy values before it; series are independent.
 
-    A spike exceeds median + `threshold` x 1.4826 x MAD. Nothing is judged before `warm_up` values are known.
-    A spike is not healthy, so it does not raise the limit; but `warm_up` of them in a row are the series'
-    new level. The state is a function of the values observed, in their order.
+    A spike exceeds median + `threshold` x 1.4826 x MAD. Nothing is reported before `warm_up` values are known. A spike
+    is not healthy, so it does not raise the limit; but `warm_up` spikes in a row become the series' new level. The
+    state depends only on the observed values and their order.
     """
 
     def __init__(self, *, window: int, threshold: float, warm_up: int = 20) -> None:
@@ -63,9 +63,10 @@ class SpikeDetector:
         self._series: dict[str, _Series] = {}
 
     def observe(self, name: str, value: float) -> Spike | None:
-        """Judge the next value of a series and remember it.
+        """Add the next value of a series; returns a spike if it is one, else None.
 
-        One that is not finite is a spike and leaves no trace: it neither raises a limit nor is a level.
+        A value that is not finite is a spike and is not stored, so it neither raises a limit nor counts towards a new
+        level.
         """
         series = self._series.setdefault(name, _Series(deque(maxlen=self._window)))
         level = self._level(series)
@@ -78,11 +79,11 @@ class SpikeDetector:
         return spike
 
     def forget(self) -> None:
-        """Forget every series."""
+        """Drop all series."""
         self._series.clear()
 
     def limit(self, name: str) -> float | None:
-        """Return the value above which the next will be a spike; None while that is not known."""
+        """The value above which the next value will be a spike; None if that is not known yet."""
         series = self._series.get(name)
         level = self._level(series) if series else None
         return self._limit(*level) if level else None
@@ -93,13 +94,13 @@ class SpikeDetector:
             series.healthy.append(value)
             return
         series.spikes.append(value)
-        # So many in a row are no accident: the series has moved.
+        # This many in a row are not outliers: the series has a new level.
         if len(series.spikes) == self._warm_up:
             series.healthy = deque(series.spikes, maxlen=self._window)
             series.spikes.clear()
 
     def _level(self, series: _Series) -> tuple[float, float] | None:
-        """Return median and scaled MAD; None in warm-up, or if most values are 0, which gives no scale to judge by."""
+        """Median and scaled MAD; None in warm-up, or if most values are 0, which gives no scale."""
         if len(series.healthy) < self._warm_up:
             return None
         median = statistics.median(series.healthy)

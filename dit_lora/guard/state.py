@@ -1,4 +1,4 @@
-"""Find weights, moments, averages and buffers that are not as training left them."""
+"""Find weights, moments, averages and buffers that are damaged or have diverged."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,21 +15,21 @@ from dit_lora.numerics.finite import abs_max, describe_bad, has_values
 from dit_lora.numerics.outliers import altered
 from dit_lora.numerics.ranks import gather_object
 
-# A trained weight this many times above where it started has diverged; LoRA's grow a few times.
+# A trained weight that has grown by this factor has diverged; LoRA weights grow by a small factor.
 _DIVERGED = 100.0
-_LOST = 100.0  # in absolute terms: LoRA's matrices stay below 1
+_LOST = 100.0  # absolute magnitude; LoRA matrices stay below 1
 _OVERSHOOTS = 2.0
-"""A step whose weight decay takes away more than this share of a weight leaves a larger one, of the other sign."""
+"""If weight decay removes more than this fraction of a weight in a step, the weight grows and changes its sign."""
 
 
 def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
-    """Return a verdict if a weight, buffer, moment or average is not as training left it; else None.
+    """The verdict if a weight, buffer, moment or average is damaged or not finite; else None.
 
-    Frozen weights and buffers must be finite and have the bits of the start; what is trained must be finite, and no
-    few elements of it far beyond all others. Collective in lockstep.
+    Frozen weights and buffers must be finite and bitwise equal to the start. Trained state must be finite, without a
+    few elements far beyond all others. Collective in lockstep.
     """
     case = Case(micro_batch, suspects, "non_finite_weights")
-    # Frozen weights first: no snapshot holds them, so that nothing else is worth finding.
+    # Check frozen weights first: no snapshot holds them, so other findings would not help.
     return _frozen(case) or _not_finite(case) or _altered(case)
 
 
@@ -43,51 +43,52 @@ def _frozen(case: Case) -> Verdict | None:
         for n, b in untrained(suspects.model)
         if n.startswith("buffer ") and n.removeprefix("buffer ") not in left_out
     )
-    wrong = case.wrong([*weights, *buffers], describe_bad) or _gathered(
+    problems = case.wrong([*weights, *buffers], describe_bad) or _gathered(
         case, suspects.frozen.changed() if suspects.frozen is not None else []
     )
-    if not wrong:
+    if not problems:
         return None
-    case.evidence["frozen"] = wrong[:20]
-    kind, _, rest = wrong[0].partition(" ")
-    what = f"the frozen weight {rest}" if kind == "weight" else f"the buffer {rest}"
-    words = f"{what}{others(wrong)}; the checkpoint or memory is damaged"
-    return case.found("weights", words, module=_module(rest))
+    case.evidence["frozen"] = problems[:20]
+    kind, _, name = problems[0].partition(" ")
+    subject = f"the frozen weight {name}" if kind == "weight" else f"the buffer {name}"
+    message = f"{subject}{others(problems)}; the checkpoint or memory is damaged"
+    return case.found("weights", message, module=_module(name))
 
 
 def _not_finite(case: Case) -> Verdict | None:
     suspects = case.suspects
     trained = {n: p for n, p in suspects.model.named_parameters() if p.requires_grad}
     state = list(suspects.optimizer_state())
-    # Moments before weights: a bad moment makes its weight bad in the next update, and not the other way round.
+    # Check moments before weights: a bad moment makes its weight bad in the next update, but not vice versa.
     moments = case.wrong(state, describe_bad) or case.wrong(state, _negative)
     weights = case.wrong(trained.items(), describe_bad)
     if not moments and not weights:
         return None
     case.evidence["not_finite"] = [*moments, *weights][:20]
     if moments and _most_are_lost(case) and diverged(case):
-        return _too_high(case)  # of such weights gradients overflow when they are squared
+        return _too_high(case)  # with such weights, squared gradients overflow
     if moments:
-        cause, words = _owner(moments[0], ())
-        return case.found(cause, words + others(moments), module=_module(moments[0]))
+        cause, message = _owner(moments[0], ())
+        return case.found(cause, message + others(moments), module=_module(moments[0]))
     bad = {name.split(" ")[0] for name in weights}
     if any(p.dtype is torch.float16 for n, p in trained.items() if n in bad):
-        words = f"the trained weight {weights[0]}{others(weights)}; it is fp16, where AdamW's eps of 1e-8 is 0 "
+        message = f"the trained weight {weights[0]}{others(weights)}; it is fp16, where AdamW's eps of 1e-8 is 0 "
         return case.found(
-            "precision", words + "and a gradient of 0 becomes NaN", module=_module(weights[0])
+            "precision", message + "and a gradient of 0 becomes NaN", module=_module(weights[0])
         )
     if diverged(case):
         return _too_high(case)
-    # Memory spoils an element, and a step that is too large most of them; NaN alone comes from elsewhere.
+    # Faulty memory damages single elements, and a step that is too large overflows most of them. Only NaN has another
+    # cause.
     if _most_elements_overflowed(trained.values()):
-        words = f"{len(weights)} of {len(trained)} trained tensors overflowed in one update, with finite moments: "
-        return case.found("learning_rate", words + "the learning rate is too high")
-    words = f"the trained weight {weights[0]}{others(weights)}, with finite gradients and moments"
-    return case.found("weights", words, module=_module(weights[0]))
+        message = f"{len(weights)} of {len(trained)} trained tensors overflowed in one update, with finite moments: "
+        return case.found("learning_rate", message + "the learning rate is too high")
+    message = f"the trained weight {weights[0]}{others(weights)}, with finite gradients and moments"
+    return case.found("weights", message, module=_module(weights[0]))
 
 
 def _most_elements_overflowed(weights: Iterable[torch.Tensor]) -> bool:
-    """True if more than half of all trained elements are not finite, and an infinite one among them."""
+    """True if more than half of all trained elements are not finite, and at least one is infinite."""
     bad, infinite, count = 0, 0, 0
     for weight in map(local, weights):
         bad += int((~torch.isfinite(weight)).sum())
@@ -97,7 +98,7 @@ def _most_elements_overflowed(weights: Iterable[torch.Tensor]) -> bool:
 
 
 def _owner(described: str, trained: Collection[str]) -> tuple[Cause, str]:
-    """Return the cause and the words for a trained weight, an average, or else a tensor of the optimizer."""
+    """Cause and description for a trained weight, an average, or else a tensor of the optimizer."""
     name = described.split(" ")[0].rstrip(":")
     if name.startswith("ema/"):
         return "weights", f"the moving average {described}"
@@ -107,33 +108,35 @@ def _owner(described: str, trained: Collection[str]) -> tuple[Cause, str]:
 
 
 def _altered(case: Case) -> Verdict | None:
-    """Return a verdict if memory has altered a few elements: they go back to the snapshot, at the same rates."""
+    """The verdict if memory has altered a few elements: they are restored, with unchanged learning rates."""
     descriptions = _gathered(case, altered_state(case.suspects))
     if not descriptions:
         return None
     trained = {name for name, p in case.suspects.model.named_parameters() if p.requires_grad}
-    # A moment that was altered takes its weight along, and no weight takes its moment.
-    descriptions.sort(key=lambda words: _owner(words, trained)[0] != "optimizer")
+    # Report moments first: an altered moment also changes its weight, but not vice versa.
+    descriptions.sort(key=lambda description: _owner(description, trained)[0] != "optimizer")
     case.evidence["altered"] = descriptions[:20]
-    cause, words = _owner(descriptions[0], trained)
-    words = f"{words}{others(descriptions)}: altered in memory, for no update moves them alone"
-    return case.found(cause, words, module=_module(descriptions[0].split(":")[0]))
+    cause, description = _owner(descriptions[0], trained)
+    description = (
+        f"{description}{others(descriptions)}: altered in memory, for no update moves them alone"
+    )
+    return case.found(cause, description, module=_module(descriptions[0].split(":")[0]))
 
 
 def altered_state(suspects: Suspects) -> list[str]:
-    """Describe the trained weights, moments and averages of this rank of which memory has altered an element."""
+    """Describe this rank's trained weights, moments and averages with an element that memory has altered."""
     trained = {n: p for n, p in suspects.model.named_parameters() if p.requires_grad}
     return altered({**trained, **dict(suspects.optimizer_state())}, suspects.peaks())
 
 
 def _gathered(case: Case, own: list[str]) -> list[str]:
-    """Return what any rank says, and note which, where all ranks diagnose together; else this rank's own words."""
+    """The descriptions of all ranks in lockstep, noting the first rank that has any; else this rank's."""
     if not case.suspects.lockstep:
         return own
-    said: list[list[str]] = gather_object([own])
-    telling = next((rank for rank, words in enumerate(said) if words), -1)
+    descriptions: list[list[str]] = gather_object([own])
+    telling = next((rank for rank, description in enumerate(descriptions) if description), -1)
     case.rank = telling if case.rank < 0 else case.rank
-    return list(dict.fromkeys(words for rank in said for words in rank))
+    return list(dict.fromkeys(description for rank in descriptions for description in rank))
 
 
 def _negative(name: str, tensor: torch.Tensor) -> str | None:
@@ -144,55 +147,63 @@ def _negative(name: str, tensor: torch.Tensor) -> str | None:
 
 
 def diverged(case: Case) -> bool:
-    """Return True if the finite trained weights grew far beyond the start."""
+    """True if the finite trained weights grew far beyond the start."""
     trained = [p.detach() for p in case.suspects.model.parameters() if p.requires_grad]
     peak = weight_peak(trained, finite_only=True, together=case.suspects.lockstep)
     case.evidence |= {"weight_peak": peak, "weight_peak_at_start": case.suspects.start_peak}
-    # Weights that all began at zero, as OFT's rotations do, have no scale to have left but what any adapter has.
+    # Weights that all started at zero, such as OFT's rotations, have no initial scale, so use the absolute limit.
     start = case.suspects.start_peak
     return peak > _DIVERGED * start if start else has_run_away(peak, start)
 
 
 def _most_are_lost(case: Case) -> bool:
-    """Return True if most trained tensors are beyond use, as no altered element makes them. Collective in lockstep."""
+    """True if most trained tensors are too large to be usable, which memory errors do not cause. Collective in
+    lockstep.
+    """
     trained = [p.detach() for p in case.suspects.model.parameters() if p.requires_grad]
-    own = [weight_peak([p], finite_only=True) for p in trained]
-    ranks: list[list[float]] = gather_object([own]) if case.suspects.lockstep else [own]
+    local_peaks = [weight_peak([p], finite_only=True) for p in trained]
+    ranks: list[list[float]] = (
+        gather_object([local_peaks]) if case.suspects.lockstep else [local_peaks]
+    )
     peaks = [max(peak) for peak in zip(*ranks, strict=True)]
     return sum(has_run_away(peak, case.suspects.start_peak) for peak in peaks) > len(peaks) / 2
 
 
 def decay_share(groups: Iterable[Mapping[str, Any]]) -> float:
-    """Return the largest share of a weight that one step's weight decay takes away.
+    """The largest fraction of a weight that one step's weight decay removes.
 
-    Groups with a rate above 1 do not count: Adam's steps are as large as the rate and move weights away without decay.
+    Groups with a learning rate above 1 do not count: with such rates, Adam's steps move weights away even without
+    decay.
     """
     shares = [group["lr"] * group.get("weight_decay", 0.0) for group in groups if group["lr"] <= 1]
     return max(shares, default=0.0)
 
 
 def _too_high(case: Case) -> Verdict:
-    """Return the verdict on weights that grew: by their decay if that overshoots, else by the learning rate."""
+    """The verdict on weights that grew: because of weight decay if it overshoots, else of the learning rate."""
     peak, start = case.evidence["weight_peak"], case.evidence["weight_peak_at_start"]
     grew, share = f"trained weights reach {peak:.3g}, from {start:.3g} at the start", 0.0
     share = case.suspects.decay()
     if share > _OVERSHOOTS:
         case.evidence["weight_decay"] = share
-        words = f"{grew}: weight decay times learning rate is {share:.3g}, and beyond 2 each step makes weights larger"
-        return case.found("optimizer", words)
-    words = f"{grew}: the learning rate is too high, or one batch had a huge gradient"
-    return case.found("learning_rate", words)
+        message = (
+            f"{grew}: weight decay times learning rate is {share:.3g}, "
+            "and beyond 2 each step makes weights larger"
+        )
+        return case.found("optimizer", message)
+    message = f"{grew}: the learning rate is too high, or one batch had a huge gradient"
+    return case.found("learning_rate", message)
 
 
 def run_away(micro_batch: MicroBatch, suspects: Suspects) -> Verdict:
-    """Return the verdict on trained weights that grew out of bounds, be they finite or not."""
+    """The verdict on trained weights that grew out of bounds, finite or not."""
     case = Case(micro_batch, suspects, "diverged_weights")
     diverged(case)
     return _too_high(case)
 
 
 def too_high(case: Case) -> Verdict | None:
-    """Return the verdict on a micro-batch that fails because the trained weights have grown; else None."""
+    """The verdict on a micro-batch that fails because the trained weights have grown; else None."""
     return _too_high(case) if diverged(case) else None
 
 
@@ -201,7 +212,7 @@ def others(items: Sequence[object]) -> str:
 
 
 def _module(described: str) -> str:
-    """Return the module of the parameter at the start of a description, `group/parameter/moment` or alone."""
+    """The module of the parameter at the start of a description: `parameter`, or `group/parameter/moment`."""
     parts = described.split(" ")[0].split("/")
     parameter = parts[-2] if len(parts) > 1 and parts[0] != "ema" else parts[-1]
     return parameter.rpartition(".")[0]
@@ -210,9 +221,9 @@ def _module(described: str) -> str:
 def weight_peak(
     weights: Iterable[torch.Tensor], *, finite_only: bool = False, together: bool = False
 ) -> float:
-    """Return the largest magnitude among weights, NaN if one is; of their finite values, if asked for.
+    """Largest magnitude among weights, NaN if one is NaN; with `finite_only`, of their finite values.
 
-    Of sharded weights that of this rank's parts, or `together`, which is collective, of all.
+    For sharded weights, of this rank's shards; with `together`, which is collective, of all ranks' shards.
     """
     peaks = []
     for weight in map(local, weights):
@@ -225,5 +236,5 @@ def weight_peak(
 
 
 def has_run_away(peak: float, start: float) -> bool:
-    """Return True if trained weights are finite and yet lost: no adapter that works is so large."""
+    """True if trained weights are finite and yet unusable: no working adapter has such large values."""
     return peak > max(_LOST, _LOST * 10 * start)

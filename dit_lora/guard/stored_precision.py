@@ -1,4 +1,4 @@
-"""Judges the dtype that a checkpoint is stored in beside the one that it is computed in."""
+"""Check whether a checkpoint's stored dtype is compatible with the compute dtype."""
 
 import math
 from collections import Counter
@@ -14,7 +14,7 @@ from dit_lora.numerics.finite import headroom
 
 _FP16_MAX = torch.finfo(torch.float16).max
 
-# The names of floating dtypes in a safetensors header (safetensors, `Dtype`).
+# Names of floating-point dtypes in a safetensors header (safetensors, `Dtype`).
 _STORED = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -26,7 +26,7 @@ _STORED = {
 
 
 def stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
-    """Return the floating dtype that most values of a checkpoint are stored in, from the headers alone."""
+    """The floating-point dtype of most values of a checkpoint, read from the headers only; None if there is none."""
     counts: Counter[torch.dtype] = Counter()
     for file in safetensors_files:
         for dtype, count in _stored_values(file):
@@ -38,51 +38,56 @@ def stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
 def stored_precision(
     stored: torch.dtype | None, compute: torch.dtype, peak: float | None, *, saturates: bool = False
 ) -> list[CheckFinding]:
-    """Judge whether a checkpoint stored in one dtype may be computed in another.
+    """Check whether a checkpoint stored in one dtype may be computed in another.
 
-    `peak` is the largest magnitude of any module's output over a forward pass in `compute`, if it was
-    probed. Weights stored in fp16 were trained under its limit of 65,504: where activations go beyond, the
-    network relies on a saturation that bf16 and fp32 do not have (Sana), unless `saturates`: the model
-    repeats it (`numerics.saturation`).
+    `peak` is the largest magnitude of any module's output over a forward pass in `compute`, or None if not probed.
+    Weights stored in fp16 were trained under its limit of 65,504. If activations exceed it, the network relies on a
+    saturation that bf16 and fp32 do not have (Sana), unless `saturates`: the model emulates it
+    (`numerics.saturation`).
     """
     check = "stored precision"
-    what = f"the weights are stored in {stored} and computed in {compute}"
+    summary = f"the weights are stored in {stored} and computed in {compute}"
     if stored is None:
         return [CheckFinding(check, True, "no floating weights are stored", fatal=False)]
     if compute is torch.float16 and stored is not torch.float16:
-        words = f"{what}, whose limit of {_FP16_MAX:g} they were not trained for; use bf16 or fp32"
-        return [CheckFinding(check, False, words, fatal=True)]
-    if stored is not torch.float16 or compute is torch.float16:
-        return [CheckFinding(check, True, what, fatal=False)]
-    if saturates:
-        words = (
-            f"{what}, with fp16's limit of {_FP16_MAX:g} repeated where the network relies on it"
+        message = (
+            f"{summary}, whose limit of {_FP16_MAX:g} they were not trained for; use bf16 or fp32"
         )
-        return [CheckFinding(check, True, words, fatal=False)]
+        return [CheckFinding(check, False, message, fatal=True)]
+    if stored is not torch.float16 or compute is torch.float16:
+        return [CheckFinding(check, True, summary, fatal=False)]
+    if saturates:
+        message = (
+            f"{summary}, with fp16's limit of {_FP16_MAX:g} repeated where the network relies on it"
+        )
+        return [CheckFinding(check, True, message, fatal=False)]
     if peak is None:
-        words = f"{what}; whether activations stay within fp16's {_FP16_MAX:g} was not probed"
-        return [CheckFinding(check, False, words, fatal=False)]
+        message = f"{summary}; whether activations stay within fp16's {_FP16_MAX:g} was not probed"
+        return [CheckFinding(check, False, message, fatal=False)]
     room = f"{headroom(peak, torch.float16):.3g} times"
     if not peak <= _FP16_MAX:  # NaN is beyond
-        words = (
-            f"{what}, and activations reach {peak:.3g}, beyond fp16's {_FP16_MAX:g}: the network was "
+        message = (
+            f"{summary}, and activations reach {peak:.3g}, beyond fp16's {_FP16_MAX:g}: the network was "
             f"trained with values that saturate there, which {compute} does not repeat, so it would "
             f"compute another function; clamp to +-{_FP16_MAX:g} where it did, or use a checkpoint "
             "published in bf16 or fp32"
         )
-        return [CheckFinding(check, False, words, fatal=True)]
-    words = f"{what}; activations were probed on one batch and reach {peak:.3g}, {room} below fp16's limit"
+        return [CheckFinding(check, False, message, fatal=True)]
+    message = f"{summary}; activations were probed on one batch and reach {peak:.3g}, {room} below fp16's limit"
     coarser = compute is torch.bfloat16
     if coarser:
-        words += "; bf16 rounds eight times more coarsely than the weights were trained with"
-    return [CheckFinding(check, not coarser, words, fatal=False)]
+        message += "; bf16 rounds eight times more coarsely than the weights were trained with"
+    return [CheckFinding(check, not coarser, message, fatal=False)]
 
 
 def _stored_values(file: Path) -> list[tuple[str, int]]:
-    """Return the dtype in a safetensors header, and the number of values, of each tensor of a file."""
+    """Dtype name and number of values of each tensor, from the header of a safetensors file."""
     try:
         with safe_open(file, framework="pt") as opened:
             slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  (it is no dict)
-            return [(one.get_dtype(), math.prod(one.get_shape())) for one in slices]
+            return [
+                (tensor_slice.get_dtype(), math.prod(tensor_slice.get_shape()))
+                for tensor_slice in slices
+            ]
     except (OSError, SafetensorError) as error:
         raise DitLoraError(f"cannot read the header of {file}: {error}; fetch it again") from error

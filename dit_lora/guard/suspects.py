@@ -1,4 +1,4 @@
-"""The parts of a run that a diagnosis may look at and switch off, and the micro-batch that it is about."""
+"""The parts of a run that a diagnosis may inspect and switch off, and the micro-batch under diagnosis."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 class Attempt(Protocol):
-    """Runs one experiment; None stands for an experiment that has no answer."""
+    """Runs one experiment; returns None if the experiment has no result."""
 
     def __call__(self, experiment: Callable[[], T]) -> T | None: ...
 
@@ -34,16 +34,16 @@ def _no_other(_wanted: MicroBatch, _without: Collection[str]) -> MicroBatch | No
 
 @dataclass(frozen=True)
 class Suspects:
-    """The model, its state and its switches: all that a diagnosis may look at and switch off."""
+    """The model, its state and its switches: everything that a diagnosis may inspect and switch off."""
 
     model: nn.Module
-    """The bare model, as replays run it."""
+    """The unwrapped model, which replays run."""
     optimizer_state: NamedTensors
     switches: list[Switch] = field(default_factory=list)
     start_peak: float = 0.0
     """The largest trained weight when training started."""
     limit: float | None = None
-    """Samples' values beyond this are bad though finite."""
+    """Sample values with a larger magnitude are bad even if they are finite; None for no limit."""
     lockstep: bool = False
     """True if every rank runs the same diagnosis at the same time, as a sharded model (FSDP2) needs. All then get
     the same verdict, on weights and moments as a whole.
@@ -55,21 +55,21 @@ class Suspects:
     peaks: Callable[[], Mapping[str, float]] = dict
     """Largest magnitudes of the tensors in the newest snapshot, by names of trained weights and `optimizer_state`."""
     switched_off: Collection[str] = ()
-    """Names of switches that an earlier verdict turned off: there is nothing to learn from them."""
+    """Names of switches that an earlier diagnosis turned off, which are not tested again."""
     decay: Callable[[], float] = float
-    """The largest share of a weight that one step's weight decay takes away: learning rate times decay."""
+    """Returns the largest fraction of a weight that one step's weight decay removes: learning rate times decay."""
     another: Callable[[MicroBatch, Collection[str]], MicroBatch | None] = _no_other
-    """A micro-batch of one sample that is none of those named, for comparison; None where there is none."""
+    """Returns a micro-batch of one sample other than those named, for comparison; None if there is none."""
 
     attempt: Attempt = _uncontained
     """Runs one experiment. In another loop it may raise, for example if the model cannot run a single sample."""
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield the parameters by name; this rank's part where ranks do not diagnose together."""
+        """Yield the parameters by name; without lockstep, this rank's shards."""
         return self.model.named_parameters() if self.lockstep else weight_values(self.model)
 
     def in_use(self) -> list[Switch]:
-        """Return the switches that are on: not one that is off, a part of one that is, or a set of them."""
+        """The switches that are on. A part of a switch that is off, or a set of switches that are off, is excluded."""
         off = set(self.switched_off)
         return [
             switch
@@ -81,7 +81,7 @@ class Suspects:
 
 
 def _all_off(name: str, off: Collection[str]) -> bool:
-    """Return True if a set of attention backends, `attention:flash+efficient`, is off backend by backend."""
+    """True if every backend of a set such as `attention:flash+efficient` has been switched off individually."""
     kind, _, names = name.partition(":")
     return bool(names) and all(f"{kind}:{backend}" in off for backend in names.split("+"))
 
@@ -96,19 +96,19 @@ class Case:
     control: MicroBatch | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
     rank: int = -1
-    """The rank at fault, where it is not the micro-batch's."""
+    """The rank at fault, if it is not the micro-batch's; else -1."""
     failed: int = 0
-    """Runs of the micro-batch as it was that were not healthy, of `runs`."""
+    """Number of unhealthy runs of the unchanged micro-batch, out of `runs`."""
     runs: int = 0
 
     def wrong(self, tensors: Iterable[tuple[str, torch.Tensor]], how: Describe) -> list[str]:
-        """Describe what is wrong with tensors, and note the first rank that has it."""
+        """Describe bad tensors with `how`, and record the first rank that has any."""
         descriptions = described(tensors, how, together=self.suspects.lockstep)
         self.rank = next(iter(descriptions.values()), -1) if self.rank < 0 else self.rank
         return list(descriptions)
 
     def found(self, cause: Cause, words: str, **facts: Any) -> Verdict:
-        """Make the verdict on this case."""
+        """Make the verdict on this micro-batch."""
         batch = self.micro_batch
         return Verdict(
             cause,
@@ -124,11 +124,11 @@ class Case:
         return outcome.is_healthy(needs_gradient=self.kind == "zero_gradient")
 
     def healthy(self, batch: MicroBatch | None = None) -> bool:
-        """Run a micro-batch, by default the one under diagnosis, once."""
+        """Run a micro-batch once, by default the one under diagnosis; True if it is healthy."""
         return self.is_healthy(run(batch or self.micro_batch, self.suspects.model))
 
     def again(self) -> Outcome:
-        """Run the micro-batch as it was, and count how it comes out."""
+        """Run the unchanged micro-batch, and count whether it is healthy."""
         outcome = run(self.micro_batch, self.suspects.model)
         self.runs += 1
         self.failed += not self.is_healthy(outcome)

@@ -1,4 +1,4 @@
-"""Switches of what may be the cause: attention backends, compilation, fused kernels."""
+"""Switches for possible causes of a failure: attention backends, compilation, fused kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -23,25 +23,25 @@ COMPILE = "compile"
 
 @dataclass(frozen=True)
 class Switch:
-    """Something that has a slower, safer way: `off()` for a while, `turn_off()` for the rest of the run."""
+    """A component with a slower, safer fallback: `off()` for a while, `turn_off()` for the rest of the run."""
 
     name: str
     cause: Literal["kernel", "attention_backend"]
-    """The cause that a verdict names."""
+    """The cause that a verdict reports."""
     off: Callable[[], AbstractContextManager[None]]
     turn_off: Callable[[], None]
     remedy: str
-    """The way that is used instead, in words."""
+    """Description of the fallback that is used instead."""
     insisted: bool = False
-    """Asked for by name: where it is wrong from the start, that is an error and no reason to fall back."""
+    """True if the user requested it by name: if it is wrong from the start, that is an error, not a fallback."""
     part_of: str | None = None
-    """The switch that this is a part of: off with it, and right if all of it is."""
+    """The switch that this is a part of: it is off with it, and correct if the whole is correct."""
     error: float = 0.0
     """A limit on what rounding of its own changes, relative to what it computes. If any, it is compared with the other
     kernels on, and is off while they are compared."""
 
 
-# PyTorch asks these three in this order of preference; what is left is `math`, which cannot be switched off.
+# PyTorch prefers these three in this order; the remaining backend, `math`, cannot be switched off.
 _ATTENTION: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
     "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
@@ -50,26 +50,26 @@ _ATTENTION: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
 
 
 def attention_switches() -> list[Switch]:
-    """Return the backends of `scaled_dot_product_attention` that are on, each and then all together."""
+    """Switches for the enabled backends of `scaled_dot_product_attention`: each, then all together."""
     enabled = [name for name in _ATTENTION if name in _on()]
     sets: list[tuple[str, ...]] = [(name,) for name in enabled]
     if len(enabled) > 1:
-        # Where two are wrong, switching one off leaves the call to the other.
+        # If two backends are wrong, switching off one of them would let the other take the call.
         sets.append(tuple(enabled))
     return [_attention(names) for names in sets]
 
 
 def choose_cudnn(*, masked: bool) -> None:
-    """Let PyTorch attend by cuDNN if there is a GPU and no mask: with one, its backward can give NaN.
+    """Enable cuDNN attention if there is a GPU and no mask: with a mask, its backward can give NaN.
 
-    `masked` says whether the model's own code may give a mask (pytorch#196678, torch 2.11 and later).
+    `masked` says whether the model's code may pass a mask (pytorch#196678, torch 2.11 and later).
     """
     cuda.enable_cudnn_sdp(torch.cuda.is_available() and not masked)
 
 
 @contextmanager
 def kept_attention() -> Iterator[None]:
-    """Leave the same backends on afterwards as before."""
+    """Restore the enabled attention backends on exit."""
     before, tag = _on(), torch.compiler.config.cache_key_tag
     try:
         yield
@@ -82,10 +82,10 @@ def _on() -> set[str]:
 
 
 def _leave_on(backends: set[str], tag: str) -> None:
-    """Switch on these backends and no others, also in code that is compiled; `tag` tells it apart in caches.
+    """Enable only these backends, for compiled code too; `tag` distinguishes the setting in compile caches.
 
-    The first call of compiled code chooses its attention's backend, which neither Dynamo's guards nor the key of
-    autograd's cache on disk look at.
+    The first call of compiled code fixes its attention backend, which is part of neither Dynamo's guards nor the key
+    of autograd's cache on disk.
     """
     if backends == _on():
         return
@@ -96,11 +96,11 @@ def _leave_on(backends: set[str], tag: str) -> None:
 
 
 def compile_switches(model: nn.Module) -> list[Switch]:
-    """Return torch.compile's switch, if any part of the model is compiled."""
+    """A switch for torch.compile if any part of the model is compiled, else an empty list."""
     if not any(_is_compiled(module) for module in model.modules()):
         return []
 
-    # A stance forgets no compiled code: afterwards nothing is compiled anew.
+    # A stance keeps compiled code, so that nothing is recompiled afterwards.
     off = partial(torch.compiler.set_stance, "force_eager")
 
     def turn_off() -> None:
@@ -111,7 +111,7 @@ def compile_switches(model: nn.Module) -> list[Switch]:
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Run nothing of the model compiled within, so that hooks and modes see all of its parts and ops."""
+    """Disable torch.compile inside the context, so that hooks and dispatch modes see every module and op."""
     with ExitStack() as stack:
         for switch in model_switches(model):
             if switch.name == COMPILE:
@@ -123,24 +123,28 @@ _OF_MODEL = "_dit_lora_switches"
 
 
 def set_model_switches(model: nn.Module, switches: Sequence[Switch]) -> None:
-    """Note what was put into this model and can be switched off; kept beside its modules, saved nowhere."""
+    """Attach switches to a model. They are stored on the object, outside its state dict."""
     model.__dict__.pop(_OF_MODEL, None)
     if switches:
         model.__dict__[_OF_MODEL] = list(switches)
 
 
 def model_switches(model: nn.Module) -> list[Switch]:
-    """Return what `set_model_switches` was given for the model, and torch.compile if any part is compiled."""
+    """The switches set with `set_model_switches`, and torch.compile's if any part is compiled."""
     return [*compile_switches(model), *model.__dict__.get(_OF_MODEL, [])]
 
 
 def all_switches(model: nn.Module) -> list[Switch]:
-    """Return everything that can be switched off where this model runs."""
+    """Every component that can be switched off when this model runs."""
     return [*attention_switches(), *model_switches(model)]
 
 
 def find_switch(switches: list[Switch], name: str) -> Switch:
-    """Return the switch of this name; raises `DitLoraError` listing those that there are."""
+    """The switch with this name.
+
+    Raises:
+        DitLoraError: If there is none; the message lists the known names.
+    """
     for switch in switches:
         if switch.name == name:
             return switch
@@ -156,7 +160,7 @@ def _attention(names: tuple[str, ...]) -> Switch:
 
     @contextmanager
     def off() -> Iterator[None]:
-        with kept_attention():  # what a verdict turned off for good stays off
+        with kept_attention():  # a backend that a diagnosis has turned off stays off
             turn_off()
             yield
 
@@ -177,9 +181,9 @@ def _is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
-    """Hold weights and compute of the model in fp32, autocast off, within; afterwards the same tensors as before.
+    """Convert the model's weights and computation to fp32 inside the context, without autocast; restored on exit.
 
-    Needs memory for a second, fp32 copy of the weights. Collective where they are sharded, as each forward pass is.
+    Needs memory for a second, fp32 copy of the weights. Collective for sharded weights, as each forward pass is.
     """
     with gathered_in_fp32(model, HALVES), _held_in_fp32(model):
         yield
@@ -189,21 +193,23 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 def _held_in_fp32(model: nn.Module) -> Iterator[None]:
     every_tensor = [*model.parameters(), *model.buffers()]
     tensors = [tensor for tensor in every_tensor if not isinstance(tensor, DTensor)]
-    narrow = [(tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in HALVES]
+    half_tensors = [
+        (tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in HALVES
+    ]
     wrapped = model.__dict__.get("forward")
-    # Accelerate keeps there what it wraps in autocast.
-    bare = model.__dict__.get("_original_forward")
-    # Accelerate's wrapper would open autocast again, inside.
-    if bare is not None:
-        model.__dict__["forward"] = bare
+    # Accelerate stores the forward that it wraps in autocast under this name.
+    unwrapped_forward = model.__dict__.get("_original_forward")
+    # Bypass Accelerate's wrapper, which would enable autocast again.
+    if unwrapped_forward is not None:
+        model.__dict__["forward"] = unwrapped_forward
     device = every_tensor[0].device.type
     # bitsandbytes' 4-bit layers cast their input.
     fixed = [(m, m.compute_dtype) for m in model.modules() if _computes_in_half(m)]
     try:
         for module, _ in fixed:
             module.compute_dtype = torch.float32
-        for tensor, data, _ in narrow:
-            # Gradients go first: they have the dtype that the data will no longer have.
+        for tensor, data, _ in half_tensors:
+            # Clear the gradient first: its dtype must match that of the data.
             tensor.grad = None
             tensor.data = data.float()
         with held_off(device), _fp32_arguments(model), eager(model):
@@ -211,11 +217,11 @@ def _held_in_fp32(model: nn.Module) -> Iterator[None]:
     finally:
         for module, dtype in fixed:
             module.compute_dtype = dtype
-        for tensor, data, grad in narrow:
+        for tensor, data, grad in half_tensors:
             tensor.grad = None
             tensor.data = data
             tensor.grad = grad
-        if bare is not None:
+        if unwrapped_forward is not None:
             model.__dict__["forward"] = wrapped
 
 
@@ -233,6 +239,6 @@ def _fp32_arguments(model: nn.Module) -> Iterator[None]:
     def hook(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         return tree_map(widen, (args, kwargs))  # a model may take lists of samples
 
-    # Arguments in half precision would not fit the weights that are now in fp32.
+    # Half-precision arguments would not match the weights, which are now fp32.
     with model.register_forward_pre_hook(hook, with_kwargs=True):
         yield

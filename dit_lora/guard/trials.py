@@ -1,8 +1,8 @@
-"""Experiments on a micro-batch that fails: what is changed is the cause only if it comes out so each time.
+"""Experiments on a micro-batch that fails: a change is the cause only if it has the same effect every time.
 
-One lucky run convicts nobody. A switch is the cause if the micro-batch is healthy each time without it and fails each
-time with it (A-B-A). A sample is the cause if it fails alone, with other draws and at another place in the run, while
-another sample is healthy, each time, at the place where it fails.
+A single lucky run proves nothing. A switch is the cause if the micro-batch is healthy each time without it and fails
+each time with it (A-B-A). A sample is the cause if it fails when run individually, with other noise and at another
+position in the run, while another sample is healthy, each time, at the position where it fails.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,31 +17,32 @@ from dit_lora.guard.switches import Switch, in_fp32
 from dit_lora.guard.verdict import Verdict
 
 REPLAYS = 3
-"""Runs of the micro-batch as it was, before anything is changed."""
+"""Number of runs of the unchanged micro-batch, before any experiment."""
 ROUNDS = 8
 """Times that a change that helps is undone and made again. A fault that strikes with probability p, whatever is
 switched off, passes with p^11 (1 - p)^9, at most one in a million.
 """
 _REDRAWS = 3  # with other noise and timesteps
-_NO_STEP = 1_000_003  # steps ahead: a place in the run that no sample has been at
+_NO_STEP = 1_000_003  # steps ahead: a position in the run that no sample has been at
 
 
 class UnsteadyError(Exception):
-    """The same run came out healthy once and not healthy once: what is changed in between proves nothing."""
+    """The same run was healthy once and failed once, so changes between runs prove nothing."""
 
 
 def convicts(
     case: Case, off: Callable[[], AbstractContextManager[None]], rounds: int = ROUNDS
 ) -> bool:
-    """Return True if the micro-batch is healthy without something, and fails with it, each time; A-B-A.
+    """True if the micro-batch is healthy each time without a component, and fails each time with it (A-B-A).
 
-    Raises `UnsteadyError` if it is so once and otherwise another time.
+    Raises:
+        UnsteadyError: If runs that should agree do not.
     """
-    # Most switches are innocent, which one run shows; only one that helps is worth the rounds.
+    # Most switches are not the cause, which one run shows; only a switch that helps needs all rounds.
     with off():
         if not case.healthy():
             return False
-    # A again: it must fail with the thing in place, or health without it was luck.
+    # Test A again: if the run does not fail with the component on, its success without it was chance.
     for _ in range(rounds):
         if case.is_healthy(case.again()):
             raise UnsteadyError
@@ -52,7 +53,7 @@ def convicts(
 
 
 def switch_at_fault(case: Case) -> Switch | None:
-    """Return the first switch without which it is healthy. Where a step does not fit into memory, that is noted."""
+    """The first switch without which the micro-batch is healthy, or None. Out-of-memory errors are recorded."""
     for switch in case.suspects.in_use():
         off = switch.off
         try:
@@ -66,7 +67,7 @@ def switch_at_fault(case: Case) -> Switch | None:
 
 
 def finite_in_fp32(case: Case) -> bool:
-    """Return True if fp32 weights and compute make it finite."""
+    """True if the micro-batch is healthy with fp32 weights and computation."""
     model = case.suspects.model
     try:
         is_cause = case.suspects.attempt(
@@ -81,29 +82,29 @@ def finite_in_fp32(case: Case) -> bool:
 
 
 def blamed(case: Case) -> Verdict:
-    """Return the verdict where no switch helps: on samples, the draw, the place in the run, or nothing of these."""
+    """The verdict if no switch helps: on samples, noise, the position in the run, or unknown."""
     verdict = case.suspects.attempt(lambda: _blamed(case))
     if verdict is not None:
         return verdict
-    words = (
+    message = (
         "nothing that was switched off makes it healthy, and its samples cannot be run one by one"
     )
-    return case.found("unknown", words)
+    return case.found("unknown", message)
 
 
 def _blamed(case: Case) -> Verdict:
-    alone = _alone(case.micro_batch)
-    # One by one: in a batch a healthy sample would share the blame.
-    failing = [sample for sample in alone if not _steadily(case, sample, rounds=1)]
+    singles = _alone(case.micro_batch)
+    # Run samples one at a time: in a batch, healthy samples could not be told from failing ones.
+    failing = [sample for sample in singles if not _steadily(case, sample, rounds=1)]
     if not failing:
-        words = "it fails in company only: each of its samples is healthy alone"
-        return case.found("step", words)
-    # A failure is a sample's own only if another is healthy at the same place.
-    control = _control(case, failing, [sample for sample in alone if sample not in failing])
+        message = "it fails in company only: each of its samples is healthy alone"
+        return case.found("step", message)
+    # A sample is the cause only if another is healthy at the same position in the run.
+    control = _control(case, failing, [sample for sample in singles if sample not in failing])
     if control is None:
         return case.found("unknown", "nothing that was switched off makes it healthy")
     case.evidence["control"] = control.ids[0]
-    # Its own timestep may be one at which every sample fails.
+    # The control's timestep may be one at which every sample fails, so try other timesteps too.
     for witness in (control, *_redraws(control)):
         if _steadily(case, _moved(witness, failing[0])):
             return _against_control(case, failing, witness)
@@ -115,87 +116,87 @@ def _alone(batch: MicroBatch) -> list[MicroBatch]:
 
 
 def _steadily(case: Case, batch: MicroBatch, rounds: int = ROUNDS) -> bool:
-    """Return True if a micro-batch is healthy, which it must be each time; raises `UnsteadyError` if runs differ."""
-    first = case.healthy(batch)
-    # One healthy run acquits nobody; a failure is there to be seen, and asked for once more.
-    if any(case.healthy(batch) is not first for _ in range(rounds if first else 1)):
+    """True if a micro-batch is healthy in every run. Raises `UnsteadyError` if runs differ."""
+    is_healthy = case.healthy(batch)
+    # A single healthy run proves little, so repeat it often; a failure is repeated only once.
+    if any(case.healthy(batch) is not is_healthy for _ in range(rounds if is_healthy else 1)):
         raise UnsteadyError
-    return first
+    return is_healthy
 
 
 def _control(
     case: Case, failing: Sequence[MicroBatch], others: Sequence[MicroBatch]
 ) -> MicroBatch | None:
-    """Return another sample: of the same micro-batch, of the last healthy step, or any from the data."""
+    """Another sample, from the same micro-batch, the last healthy step, or the dataset; None if there is none."""
     bad = {candidate.ids[0] for candidate in failing}
-    last = _alone(case.control) if case.control is not None else []
-    for candidate in [*others, *last]:
+    earlier = _alone(case.control) if case.control is not None else []
+    for candidate in [*others, *earlier]:
         if candidate.ids[0] not in bad:
             return candidate
-    # Any of the data's, where all samples at hand are suspects themselves.
+    # All available samples failed themselves, so take any other sample of the dataset.
     return case.suspects.another(case.micro_batch, bad)
 
 
 def _moved(batch: MicroBatch, place: MicroBatch, *, draws: bool = False) -> MicroBatch:
-    """Return the micro-batch at another's place, where that can be done: dropout masks go by the place."""
+    """The micro-batch at another one's position in the run, if possible: dropout masks depend on the position."""
     return batch if batch.at is None else batch.at(place, draws)
 
 
 def _control_fails(case: Case, control: MicroBatch) -> Verdict:
-    """Return the verdict where a sample that was healthy elsewhere fails at this place too: no sample is at fault."""
-    # Healthy where no sample has been: then it is this place, and not the model.
+    """The verdict if a sample that was healthy elsewhere fails here too, so that no sample is at fault."""
+    # If it is healthy at an unused position, this position is the cause and not the model.
     if _steadily(case, _at_no_step(control)):
-        words = "whatever sample is at this place in the run: one that is healthy elsewhere fails here too"
-        return case.found("step", words)
+        message = "whatever sample is at this place in the run: one that is healthy elsewhere fails here too"
+        return case.found("step", message)
     case.evidence["every_sample"] = True
-    words = (
+    message = (
         "every sample fails now, those too that were healthy a step ago, whatever is switched off"
     )
-    return case.found("unknown", words)
+    return case.found("unknown", message)
 
 
 def _against_control(case: Case, failing: Sequence[MicroBatch], control: MicroBatch) -> Verdict:
-    """Return the verdict on samples that fail where another is healthy."""
+    """The verdict on samples that fail where another sample is healthy."""
     if failing[0].at is None or failing[0].redrawn is None:
-        words = (
+        message = (
             "it fails whatever is switched off; other samples are healthy; whether it would with other noise "
             "is not known: this loop cannot draw it again"
         )
-        return case.found("inputs", words, sample_ids=_ids(failing))
+        return case.found("inputs", message, sample_ids=_ids(failing))
     by_draw = [sample for sample in failing if _is_healthy_with_others(case, sample, control)]
     elsewhere = [
         sample for sample in failing if sample not in by_draw and case.healthy(_at_no_step(sample))
     ]
     always = [sample for sample in failing if sample not in by_draw and sample not in elsewhere]
     if always:
-        words = "it fails whatever is switched off; other samples are healthy"
-        return case.found("data", words, sample_ids=_ids(always))
+        message = "it fails whatever is switched off; other samples are healthy"
+        return case.found("data", message, sample_ids=_ids(always))
     if elsewhere:
-        words = "only at this place in the run: it is healthy at another, and other samples are healthy here"
-        return case.found("step", words, sample_ids=_ids(elsewhere))
+        message = "only at this place in the run: it is healthy at another, and other samples are healthy here"
+        return case.found("step", message, sample_ids=_ids(elsewhere))
     return _drawn(case, by_draw, control)
 
 
 def _drawn(case: Case, failing: Sequence[MicroBatch], control: MicroBatch) -> Verdict:
-    """Return the verdict on samples that fail with their noise and timesteps alone, by whether another fails with
-    the same.
+    """The verdict on samples that fail only with their own noise and timesteps.
+
+    It depends on whether another sample fails with the same noise and timesteps.
     """
     if all(_steadily(case, _moved(control, sample, draws=True)) for sample in failing):
         case.evidence["control_with_the_same_draws"] = "healthy"
-        words = "only with this noise and timestep: finite with others, whatever is switched off"
+        message = "only with this noise and timestep: finite with others, whatever is switched off"
     else:
         case.evidence["control_with_the_same_draws"] = "fails"
-        words = (
+        message = (
             "with this noise and timestep, whatever the sample: another fails with the same ones"
         )
-    return case.found("inputs", words, sample_ids=_ids(failing))
+    return case.found("inputs", message, sample_ids=_ids(failing))
 
 
 def _is_healthy_with_others(case: Case, one: MicroBatch, control: MicroBatch) -> bool:
-    """Return True if it is healthy with other noise and timesteps: drawn anew, or those at which the control is
-    healthy.
+    """True if the sample is healthy with other noise and timesteps: new draws, or those of the healthy control.
 
-    All that are drawn anew may lie in a range of timesteps at which every sample fails; the control's do not.
+    All new draws may lie in a range of timesteps at which every sample fails; the control's do not.
     """
     if any(case.healthy(redrawn) for redrawn in _redraws(one)):
         return True
@@ -203,15 +204,15 @@ def _is_healthy_with_others(case: Case, one: MicroBatch, control: MicroBatch) ->
 
 
 def _redraws(one: MicroBatch) -> Iterator[MicroBatch]:
-    """Yield the micro-batch with other noise and timesteps, where that can be done."""
+    """Yield the micro-batch with other noise and timesteps, if it can be drawn again."""
     if one.redrawn is not None:
         yield from map(one.redrawn, range(_REDRAWS))
 
 
 def _at_no_step(one: MicroBatch) -> MicroBatch:
-    """Return the micro-batch at a place in the run where nothing has been, or at its own where it cannot be moved."""
+    """The micro-batch at an unused position in the run, or unchanged if it cannot be moved."""
     return _moved(one, replace(one, step=one.step + _NO_STEP))
 
 
 def _ids(batches: Collection[MicroBatch]) -> tuple[str, ...]:
-    return tuple(one.ids[0] for one in batches)
+    return tuple(batch.ids[0] for batch in batches)

@@ -1,4 +1,4 @@
-"""The verdict on a tripped step, in words and as a record."""
+"""The verdict on a failed step, as a message and as a record."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,7 +23,7 @@ Cause = Literal[
 
 @dataclass(frozen=True)
 class Verdict:
-    """The cause of one tripped step on one rank, with the evidence."""
+    """The cause of one failed step on one rank, with the evidence."""
 
     cause: Cause
     words: str
@@ -31,7 +31,7 @@ class Verdict:
     rank: int
     micro_step: int | None = None
     sample_ids: tuple[str, ...] = ()
-    """The samples at fault; empty where none is."""
+    """The samples at fault; empty if there are none."""
     module: str | None = None
     op: str | None = None
     direction: str | None = None
@@ -39,25 +39,25 @@ class Verdict:
     timesteps: tuple[int, ...] = ()
     """Timesteps of the samples at fault, or of the micro-batch."""
     switch: str | None = None
-    """The switch that makes it finite when it is off."""
+    """Name of the switch that makes the step finite when it is off; None if there is none."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def words_name_samples(self) -> bool:
-        """True if the words describe several samples, each after its own name."""
+        """True if the message describes several samples, each after its name."""
         is_each = all(f"{sample}: " in self.words for sample in self.sample_ids)
         return is_each and len(self.sample_ids) > 1
 
     def with_sample_ids(self, sample_ids: Sequence[str]) -> "Verdict":
-        """The verdict with other names for its samples, in its words too."""
-        words = self.words
+        """The verdict with other sample names, also in its message."""
+        message = self.words
         if len(sample_ids) == len(self.sample_ids):
             for old, new in zip(self.sample_ids, sample_ids, strict=True):
-                words = words.replace(f"{old}: ", f"{new}: ")
-        return replace(self, words=words, sample_ids=tuple(sample_ids))
+                message = message.replace(f"{old}: ", f"{new}: ")
+        return replace(self, words=message, sample_ids=tuple(sample_ids))
 
     def record(self) -> dict[str, Any]:
-        """Return plain values for events.jsonl."""
+        """The verdict as a dict of plain values, for events.jsonl."""
         fields = asdict(self)
         return {
             k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None

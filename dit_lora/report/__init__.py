@@ -1,1 +1,1 @@
-"""Tells what a run did in one HTML file that needs nothing beside it."""
+"""Write HTML reports of runs, audits and captions, each as a single self-contained file."""

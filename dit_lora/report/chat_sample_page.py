@@ -1,4 +1,4 @@
-"""One training sample of a chat model as a self-contained page: its frames, its tokens and what is learned of them."""
+"""Write one training sample of a chat model as a self-contained page: its frames, tokens and loss mask."""
 
 import base64
 import io
@@ -13,8 +13,8 @@ from dit_lora.data.chat.view import NAMES, counts, shown_pieces
 from dit_lora.report.pages import render, write_page
 
 FRAMES = 32
-"""Pictures on the page; of more frames, evenly spread ones."""
-_SIDE = 240  # pixels
+"""Maximum number of pictures on the page; more frames are sampled evenly."""
+_SIDE = 240  # maximum width and height of a picture, in pixels
 
 
 def write_chat_sample_page(
@@ -29,10 +29,21 @@ def write_chat_sample_page(
     instruction: str = "",
     notes: Sequence[str] = (),
 ) -> Path:
-    """Write the page in one rename; it fetches and runs nothing, and everything from the data is escaped.
+    """Write the page atomically. It loads no external content, and all text from the data is escaped.
 
-    `frames` uint8 (F, 3, H, W), `seconds` theirs; `instruction` is what a Q-Former reads. Raises `DitLoraError` if
-    it cannot be written.
+    Args:
+        path: The HTML file.
+        sample: The sample's name.
+        rendered: Its tokens, with those that are learned.
+        tokenizer: Decodes the tokens.
+        kind: The kind of model.
+        frames: uint8 (F, 3, H, W), or None without frames.
+        seconds: Times of the frames.
+        instruction: The text that a Q-Former reads.
+        notes: Lines of text shown on the page.
+
+    Raises:
+        DitLoraError: If the file cannot be written.
     """
     page = render(
         "chat_sample_page.html",
@@ -53,10 +64,11 @@ def write_chat_sample_page(
 
 
 def _pictures(frames: torch.Tensor | None, seconds: Sequence[float]) -> list[tuple[str, str]]:
-    """Return data URI and time of at most `FRAMES` frames."""
+    """Data URI and time of at most `FRAMES` frames."""
     if frames is None:
         return []
     count = min(len(frames), FRAMES)
+    # Evenly spaced frames, including the first and the last.
     chosen = [round(index * (len(frames) - 1) / max(1, count - 1)) for index in range(count)]
     times = [f"{second:.2f} s" for second in seconds] or [""] * len(frames)
     return [(_picture(frames[index]), times[index]) for index in chosen]
@@ -65,6 +77,7 @@ def _pictures(frames: torch.Tensor | None, seconds: Sequence[float]) -> list[tup
 def _picture(frame: torch.Tensor) -> str:
     from PIL import Image
 
+    # (3, H, W) to (H, W, 3).
     picture = Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy())
     picture.thumbnail((_SIDE, _SIDE))
     stream = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Frames of a clip side by side, or a picture, small, for pages."""
+"""Small thumbnails for pages: frames of a clip in a row, or a picture."""
 
 import io
 from collections.abc import Sequence
@@ -12,16 +12,18 @@ from dit_lora.data.media.video import ClipError, read_header
 
 
 def film_strip(media: Media | None, seconds: Sequence[float], height: int) -> bytes:
-    """Return the frames at these times as one JPEG of that height; empty if they cannot be read."""
+    """The frames at these times in a row, as one JPEG of this height; empty if they cannot be read."""
     if media is None:
         return b""
     try:
         header = read_header(media)
+        # Limit the aspect ratio of the thumbnail to between 1:4 and 4:1.
         width = round(min(4.0, max(0.25, header.width / header.height)) * height)
         pixels = read_at(media, seconds, height=height, width=width, fit="cover")
     except ClipError:
         return b""
     stream = io.BytesIO()
+    # Frames of (3, H, W) side by side, then (H, W of all frames, 3).
     row = torch.cat(list(pixels), dim=-1).permute(1, 2, 0).contiguous()
     Image.fromarray(row.numpy()).save(stream, "JPEG", quality=75)
     return stream.getvalue()

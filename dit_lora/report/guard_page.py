@@ -1,4 +1,4 @@
-"""The folder of a guard in any loop as one self-contained page: models watched, steps failed, and actions taken."""
+"""Write a guard's folder as a self-contained page: watched models, failed steps and actions taken."""
 
 import re
 import time
@@ -19,9 +19,9 @@ from dit_lora.report.run.recipe_diff import in_words
 from dit_lora.report.run.words import NONE, EventRow, Figure, event_row
 
 _SHOWN = 50
-"""Rows of the table that are open; the others are in a fold."""
+"""Number of table rows that are visible; the others can be expanded."""
 _MOST = 1000
-"""Events of the table, the last ones; events.jsonl has all."""
+"""Number of events in the table, the latest; events.jsonl has all of them."""
 _ACTIONS = {
     "skip": "left the step out",
     "fallback": "switched it off from here on, and left the step out",
@@ -30,16 +30,16 @@ _ACTIONS = {
 }
 _PLACE = re.compile(r"bundles/[\w.-]+")
 _TICKS = 400
-"""Places on a lane that can be told apart."""
+"""Number of distinct positions on a lane."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One event, and those that say the same of the same samples, for the table."""
+    """One event, and those with the same message about the same samples, for the table."""
 
     step: str
     again: str
-    """Words on how often it came again; empty where it did not."""
+    """Text on how often the event was repeated; empty if it was not."""
     cause: str
     words: str
     module: str
@@ -47,13 +47,13 @@ class Row:
     samples: str
     action: str
     bundle: str
-    """Path of the bundle's folder below the page's; empty where there is none."""
+    """Path of the bundle's folder relative to the page; empty if there is none."""
     told: EventRow
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A place on a lane, in percent, with the color's class and words."""
+    """A mark on a lane: its position in percent, color class and text."""
 
     at: float
     color: str
@@ -76,22 +76,27 @@ class Start:
     title: str
     facts: Sequence[tuple[str, str]]
     steps: int
-    """The last step that is known."""
+    """The last known step."""
     lanes: Sequence[Lane]
 
 
 def is_guard_folder(folder: Path) -> bool:
-    """Return True for a folder that a guard of a loop that is not ours writes to, and no run of ours."""
+    """True for the folder of a guard in another training loop, False for a dit_lora run."""
+    # A dit_lora run also writes events.jsonl, but only a run has a config.yaml.
     is_run = (folder / "config.yaml").exists()
     return not is_run and any((folder / name).exists() for name in (NAME, "events.jsonl"))
 
 
 def write_guard_report(folder: Path) -> Path:
-    """Write `folder/report.html` in one rename, from what is in the folder; raises `DitLoraError` if it cannot be."""
+    """Write `folder/report.html` atomically from the guard's files in the folder.
+
+    Raises:
+        DitLoraError: If the file cannot be written.
+    """
     clean = redactor()
     events, torn = read_lines(folder / "events.jsonl")
     events, starts = clean(events), clean(starts_in(folder))
-    rows = [_row(alike, folder) for alike in _alike(events[-_MOST:])]
+    rows = [_row(group, folder) for group in _alike(events[-_MOST:])]
     state, color = _state(events, starts)
     heat = heat_maps(_modules(folder))
     page = render(
@@ -110,7 +115,9 @@ def write_guard_report(folder: Path) -> Path:
         heat=heat,
         weights=_weights(folder),
         any_bundle=next((row.bundle for row in rows if row.bundle), ""),
-        script=next((str(one["script"]) for one in reversed(starts) if one.get("script")), ""),
+        script=next(
+            (str(start["script"]) for start in reversed(starts) if start.get("script")), ""
+        ),
     )
     return write_page(folder / "report.html", page, allow_stream=False)
 
@@ -118,7 +125,7 @@ def write_guard_report(folder: Path) -> Path:
 def _state(
     events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> tuple[str, str]:
-    """Return how the last start ended, as far as the folder says, and the class of its color."""
+    """How the last start ended, as far as is known, and its color class."""
     if events and events[-1].get("action") == "stop":
         return "stopped by the guard", "reject"
     if not starts or not starts[-1].get("ended"):
@@ -129,23 +136,26 @@ def _state(
 def _figures(
     events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> list[Figure]:
-    whole = bool(starts) and all(one.get("ended") is True for one in starts)
-    known = "" if whole else "as far as known"
-    taken, lost = (sum(_count(one.get(name)) for one in starts) for name in ("taken", "lost"))
-    blamed: dict[str, int] = {}
+    have_all_ended = bool(starts) and all(start.get("ended") is True for start in starts)
+    caveat = "" if have_all_ended else "as far as known"
+    num_taken, lost = (
+        sum(_count(start.get(name)) for start in starts) for name in ("taken", "lost")
+    )
+    event_counts: dict[str, int] = {}
     for event in events:
         for sample in _listed(event.get("sample_ids")):
-            blamed[sample] = blamed.get(sample, 0) + 1
-    named = {sample: count for sample, count in blamed.items() if is_sample_name(sample)}
+            event_counts[sample] = event_counts.get(sample, 0) + 1
+    # Row numbers are not names: they mean different samples in different micro-batches.
+    named = {sample: count for sample, count in event_counts.items() if is_sample_name(sample)}
     worst = max(named, key=lambda sample: named[sample], default="")
-    most = f"most often {worst} ({named[worst]}x)" if worst else ""
-    unnamed = len(blamed) - len(named)
+    most_frequent = f"most often {worst} ({named[worst]}x)" if worst else ""
+    unnamed = len(event_counts) - len(named)
     rows = f"and {unnamed} not named" if unnamed else ""
     off = sorted(_switched_off(events, starts))
     return [
-        Figure("Steps taken", f"{taken:,}" if starts else NONE, known),
-        Figure("Steps not taken", f"{lost:,}" if starts else NONE, _share(lost, taken + lost)),
-        Figure("Samples blamed", f"{len(named):,}", "; ".join(filter(None, (most, rows)))),
+        Figure("Steps taken", f"{num_taken:,}" if starts else NONE, caveat),
+        Figure("Steps not taken", f"{lost:,}" if starts else NONE, _share(lost, num_taken + lost)),
+        Figure("Samples blamed", f"{len(named):,}", "; ".join(filter(None, (most_frequent, rows)))),
         Figure("Switched off", f"{len(off):,}", ", ".join(off) or "no kernel, no backend"),
     ]
 
@@ -157,9 +167,11 @@ def _share(part: int, whole: int) -> str:
 def _switched_off(
     events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> set[str]:
-    said = {str(mapping(one.get("verdict")).get("switch", "")) for one in events if _falls(one)}
-    noted = {name for one in starts for name in _listed(one.get("switched_off"))}
-    return (said | noted) - {""}
+    from_events = {
+        str(mapping(entry.get("verdict")).get("switch", "")) for entry in events if _falls(entry)
+    }
+    noted = {name for entry in starts for name in _listed(entry.get("switched_off"))}
+    return (from_events | noted) - {""}
 
 
 def _falls(event: Mapping[str, Any]) -> bool:
@@ -169,38 +181,44 @@ def _falls(event: Mapping[str, Any]) -> bool:
 def _starts(
     events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> list[Start]:
-    """Return the guards that are known, and one more for events that none of them has written."""
-    known = {str(one["id"]) for one in starts}
-    loose = [one for one in events if str(one.get("guard")) not in known]
-    told = [_start(one, [e for e in events if e.get("guard") == one["id"]]) for one in starts]
-    return [*told, *([_start({}, loose)] if loose else [])]
+    """The known guards, and an extra entry for events that none of them has written."""
+    guard_ids = {str(entry["id"]) for entry in starts}
+    loose = [entry for entry in events if str(entry.get("guard")) not in guard_ids]
+    entries = [
+        _start(entry, [e for e in events if e.get("guard") == entry["id"]]) for entry in starts
+    ]
+    return [*entries, *([_start({}, loose)] if loose else [])]
 
 
 def _start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Start:
-    seen = [_count(event.get("step")) for event in events]
-    steps = max([_count(facts.get("taken")) + _count(facts.get("lost")), *seen, 1])
+    event_steps = [_count(event.get("step")) for event in events]
+    steps = max([_count(facts.get("taken")) + _count(facts.get("lost")), *event_steps, 1])
     causes = dict.fromkeys(_cause(event) for event in events)
     lanes = [_lane(cause, [e for e in events if _cause(e) == cause], steps) for cause in causes]
     models = facts.get("models")
     rows = [
         ("Loop", _loop(facts)),
-        *(("Model", _model(mapping(one))) for one in (models if isinstance(models, list) else [])),
+        *(
+            ("Model", _model(mapping(model)))
+            for model in (models if isinstance(models, list) else [])
+        ),
         ("Optimizers", in_words(facts.get("optimizers"))),
         ("Checks", in_words(facts.get("checks"))),
         ("Steps", _steps(facts)),
         ("Versions", ", ".join(f"{k} {v}" for k, v in mapping(facts.get("versions")).items())),
         ("Settings", in_words(mapping(facts.get("settings")))),
     ]
+    # Events may exist without an entry in guard.json, if that file is missing or damaged.
     title = str(facts.get("started", "")) or "of a start that guard.json does not know"
-    return Start(title, [(name, words) for name, words in rows if words], steps, lanes)
+    return Start(title, [(name, text) for name, text in rows if text], steps, lanes)
 
 
 def _loop(facts: Mapping[str, Any]) -> str:
     if not facts:
         return ""
     ranks = _count(facts.get("ranks"))
-    words = [str(facts.get("script", "")), str(facts.get("loop", "")), str(facts.get("device", ""))]
-    return ", ".join([*filter(None, words), *([f"{ranks} processes"] if ranks > 1 else [])])
+    parts = [str(facts.get("script", "")), str(facts.get("loop", "")), str(facts.get("device", ""))]
+    return ", ".join([*filter(None, parts), *([f"{ranks} processes"] if ranks > 1 else [])])
 
 
 def _model(model: Mapping[str, Any]) -> str:
@@ -212,52 +230,55 @@ def _model(model: Mapping[str, Any]) -> str:
 def _steps(facts: Mapping[str, Any]) -> str:
     if not facts:
         return ""
-    how = "" if facts.get("ended") is True else "; it has not said that it ended"
-    return f"{_count(facts.get('taken')):,} taken, {_count(facts.get('lost')):,} not{how}"
+    ending = "" if facts.get("ended") is True else "; it has not said that it ended"
+    return f"{_count(facts.get('taken')):,} taken, {_count(facts.get('lost')):,} not{ending}"
 
 
 def _lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> Lane:
-    # Several events of one place are one tick: a page of a thousand marks on top of each other shows no more.
+    # Combine events at the same position in one tick: overlapping marks would show no more.
     at: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
-        place = round(_TICKS * _count(event.get("step")) / steps)
-        at.setdefault(min(place, _TICKS), []).append(event)
+        position = round(_TICKS * _count(event.get("step")) / steps)
+        at.setdefault(min(position, _TICKS), []).append(event)
     ticks = []
-    for place, here in sorted(at.items()):
-        stops = any(one.get("action") == "stop" for one in here)
-        first, more = here[0], f" and {len(here) - 1} more" if len(here) > 1 else ""
-        words = f"step {first.get('step')}: {first.get('action')}{more}"
-        ticks.append(Tick(100 * place / _TICKS, "reject" if stops else "warn", words))
+    for position, position_events in sorted(at.items()):
+        stops = any(event.get("action") == "stop" for event in position_events)
+        first_event, more = (
+            position_events[0],
+            f" and {len(position_events) - 1} more" if len(position_events) > 1 else "",
+        )
+        text = f"step {first_event.get('step')}: {first_event.get('action')}{more}"
+        ticks.append(Tick(100 * position / _TICKS, "reject" if stops else "warn", text))
     return Lane(cause, len(events), ticks)
 
 
 def _alike(events: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return events in groups that say the same: a bad sample costs a step in each epoch."""
+    """Group events with the same message, since a bad sample costs a step in each epoch."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for event in events:
-        words = str(mapping(event.get("verdict")).get("words"))
-        same = (event.get("guard"), _cause(event), event.get("action"), words)
-        groups.setdefault((*map(str, same), *_listed(event.get("sample_ids"))), []).append(event)
+        message = str(mapping(event.get("verdict")).get("words"))
+        key = (event.get("guard"), _cause(event), event.get("action"), message)
+        groups.setdefault((*map(str, key), *_listed(event.get("sample_ids"))), []).append(event)
     return list(groups.values())
 
 
 def _row(alike: Sequence[Mapping[str, Any]], folder: Path) -> Row:
     event = alike[0]
-    verdict, told = mapping(event.get("verdict")), event_row(event, _ACTIONS)
+    verdict, base_row = mapping(event.get("verdict")), event_row(event, _ACTIONS)
     bundle = str(event.get("bundle", ""))
-    # Nothing that a stranger wrote becomes an address.
+    # The file may be untrusted, so only a valid bundle path becomes a link.
     is_there = _PLACE.fullmatch(bundle) and is_inside(folder, folder / bundle / "bundle.json")
     return Row(
-        step=told.step,
+        step=base_row.step,
         again=f"{len(alike) - 1:,} more, to {alike[-1].get('step')}" if len(alike) > 1 else "",
         cause=_cause(event),
-        words=told.words,
+        words=base_row.words,
         module=in_words(verdict.get("module")),
         op=in_words(verdict.get("op")),
         samples=", ".join(_listed(event.get("sample_ids"))),
-        action=told.action,
+        action=base_row.action,
         bundle=bundle if is_there else "",
-        told=told,
+        told=base_row,
     )
 
 
@@ -267,32 +288,33 @@ def _notes(starts: Sequence[Mapping[str, Any]], torn: int) -> list[str]:
 
 
 def _modules(folder: Path) -> ModuleHistory:
-    """Return the statistics of the last guard that has any."""
+    """Module statistics of the last guard that has any."""
     history = ModuleHistory()
     lines, _ = read_lines(folder / STATISTICS)
     for line in lines:
+        # Steps of different guards overlap, so one map can show only one guard.
         if line.get("guard") == lines[-1].get("guard"):
             history.add(_count(line.get("step")), mapping(line.get("modules")))
     return history
 
 
 def _weights(folder: Path) -> list[tuple[str, str]]:
-    """Return the files of last good weights, and their sizes in words."""
-    found = sorted(
+    """Names and sizes of the files with the last good weights."""
+    paths = sorted(
         path for path in folder.glob("last_good_step_*.safetensors") if is_inside(folder, path)
     )
-    return [(path.name, f"{path.stat().st_size / 2**20:.3g} MiB") for path in found]
+    return [(path.name, f"{path.stat().st_size / 2**20:.3g} MiB") for path in paths]
 
 
 def _cause(event: Mapping[str, Any]) -> str:
     cause = mapping(event.get("verdict")).get("cause", "unknown")
-    # What is only reported, as a spike is, has a kind rather than a cause.
+    # Events that are only reported, such as spikes, have a kind but no cause.
     named = event.get("kind", cause) if cause == "unknown" else cause
     return str(named).replace("_", " ")
 
 
 def _listed(value: Any) -> list[str]:
-    return [str(one) for one in value] if isinstance(value, list) else []
+    return [str(item) for item in value] if isinstance(value, list) else []
 
 
 def _count(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Serves a page to a browser on this machine only: on the loopback, under its own name, files by ranges."""
+"""Serve a page to a browser on this machine only: on the loopback interface, with a host check and byte ranges."""
 
 import os
 import re
@@ -18,16 +18,16 @@ from dit_lora.parsing import parse_json
 
 HOST = "127.0.0.1"
 _CHUNK = 2**18
-_MOST_DROPPED = 2**22  # bytes read of what is refused
-_MAX_DIGITS = 18  # of a length in bytes
+_MOST_DROPPED = 2**22  # maximum bytes read from a refused request
+_MAX_DIGITS = 18  # maximum digits of a length in bytes
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Serves on the loopback only; a port of 0 is one that is free.
+    """Serves on the loopback interface only; port 0 chooses a free port.
 
-    Every user of this machine can connect to it. With a `token`, requests must have it: in the printed address, or in
-    the cookie that the answer to this address sets.
+    Every user of this machine can connect to it. With a `token`, requests must contain it: in the printed URL, or in
+    the cookie that the response to this URL sets.
     """
 
     daemon_threads = True
@@ -53,7 +53,7 @@ class LocalServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}"
 
     def is_token(self, value: str) -> bool:
-        """Compare in a time that tells nothing about the token."""
+        """Compare with the token in constant time."""
         return secrets.compare_digest(_bytes(value), _bytes(self.token))
 
 
@@ -62,7 +62,7 @@ def _bytes(text: str) -> bytes:
 
 
 def serve_until_interrupted(server: LocalServer, what: object, tell: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C; `tell` gets the address, and the last word."""
+    """Serve until Ctrl-C; `tell` receives the address and the closing message."""
     with server:
         tell(f"{what}: {server.url} (Ctrl-C ends)")
         try:
@@ -72,7 +72,7 @@ def serve_until_interrupted(server: LocalServer, what: object, tell: Callable[[s
 
 
 class PageHandler(BaseHTTPRequestHandler, ABC):
-    """Answers with texts and files; what is asked for, and what may be had, its subclasses say."""
+    """Answers requests with text and files; subclasses define the available paths."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "dit-lora", ""
@@ -83,7 +83,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         try:
             super().handle()
         except ConnectionError:
-            # A browser that seeks drops what it had asked for; others hang up on a refusal.
+            # A browser drops a request when it seeks, and other clients disconnect when refused.
             self.close_connection = True
 
     def do_GET(self) -> None:
@@ -91,8 +91,8 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         if not self._is_asked_here():
             return
         if not self._has_token():
-            words = "open the address that the command printed, which ends in ?token=..."
-            self.refuse(HTTPStatus.FORBIDDEN, words)
+            message = "open the address that the command printed, which ends in ?token=..."
+            self.refuse(HTTPStatus.FORBIDDEN, message)
             return
         self.show()
 
@@ -101,7 +101,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
 
     def do_POST(self) -> None:
         self._new_cookie = ""
-        # A page of another site may send to this address, though it cannot read the answer.
+        # A page of another site can send requests here, although it cannot read the answer.
         if not self._is_asked_here():
             return
         if self.headers.get("Origin", "") not in self._own_origins():
@@ -114,11 +114,13 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         """Answer a request for a page or a file."""
 
     def take(self) -> None:
-        """Answer what the page has sent."""
+        """Answer a POST request of the page."""
         self.refuse(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
 
     def sent(self, path: str, most: int) -> dict[str, Any] | None:
-        """Return the object that a page with the token sent to a path; answers any other request, and returns None."""
+        """The JSON object that an authorized page has posted to a path. Answers any other request, and
+        returns None.
+        """
         if self.path != path:
             self.refuse(HTTPStatus.NOT_FOUND, "nothing is written there")
             return None
@@ -143,7 +145,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         return dict(values)
 
     def _body(self, most: int) -> bytes | None:
-        """Return the bytes that were sent; answers a request without a length that can be read, and returns None."""
+        """The bytes of the request body. Answers a request without a valid length, and returns None."""
         length = self._content_length()
         if length is None:
             self.refuse(HTTPStatus.LENGTH_REQUIRED, "send one Content-Length, a number of bytes")
@@ -162,18 +164,18 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         return data
 
     def _content_length(self) -> int | None:
-        """Return the length of what is sent; None if the request does not give exactly one."""
+        """The length of the request body; None if the request does not have exactly one valid length."""
         lengths = self.headers.get_all("Content-Length", [])
         if len(lengths) != 1 or self.headers.get("Transfer-Encoding") is not None:
             return None
         length = lengths[0].strip()
         if not (length.isascii() and length.isdigit()):
             return None
-        # Python refuses to read thousands of digits; so many bytes are too many anyway.
+        # Python refuses to parse thousands of digits, and such a length is too large anyway.
         return int(length) if len(length) <= _MAX_DIGITS else sys.maxsize
 
     def _has_token(self) -> bool:
-        """Return true if the request has the server's token, or the server needs none."""
+        """True if the request has the server's token, or the server needs none."""
         if not self.server.token:
             return True
         cookies = self.headers.get("Cookie", "").split(";")
@@ -182,10 +184,12 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
             for name, _, value in (cookie.strip().partition("=") for cookie in cookies)
             if name == self._cookie
         ]
+        # A browser may send several cookies of this name; any valid one is accepted.
         if any(map(self.server.is_token, theirs)):
             return True
-        with suppress(ValueError):  # an address that is none
+        with suppress(ValueError):  # an invalid URL
             for value in parse_qs(urlsplit(self.path).query).get("token", []):
+                # The first visit has the token in the URL; later requests, such as for media files, use the cookie.
                 if self.server.is_token(value):
                     self._new_cookie = f"{self._cookie}={value}; Path=/; HttpOnly; SameSite=Strict"
                     return True
@@ -197,15 +201,15 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         return f"dit_lora_{self.server.server_port}"
 
     def _is_asked_here(self) -> bool:
-        """Return true if the request names this server; answers any other."""
-        # Another site's name that points here (DNS rebinding) comes with that name.
+        """True if the request's Host is this server. Answers any other request."""
+        # With DNS rebinding, a request to another site's name arrives here with that name as its Host.
         if self.headers.get("Host", "") in self._names():
             return True
         self.refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its own address only")
         return False
 
     def _own_origins(self) -> tuple[str, ...]:
-        """Return the origins of this server's own pages."""
+        """The origins of this server's pages."""
         return tuple(f"http://{name}" for name in self._names())
 
     def _names(self) -> tuple[str, ...]:
@@ -213,9 +217,9 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         return f"{HOST}:{port}", f"localhost:{port}"
 
     def file(self, opened: Callable[[], BinaryIO], kind: str) -> None:
-        """Send a file that `opened` opens, or the part of it that was asked for; 404 if it raises `OSError`."""
+        """Send a file, or the requested range of it; 404 if `opened` raises `OSError`."""
         file = None
-        with suppress(OSError):  # removed since, or not ours to read
+        with suppress(OSError):  # removed since, or not readable
             file = opened()
         if file is None:
             self.say(HTTPStatus.NOT_FOUND, "no such file here")
@@ -224,48 +228,49 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
             self._part(file, kind)
 
     def _part(self, file: BinaryIO, kind: str) -> None:
-        """Send what was asked for of a file."""
+        """Send a file, or the requested range of it."""
         size = os.fstat(file.fileno()).st_size
-        asked = self._range(size)
-        if asked is None:
+        byte_range = self._range(size)
+        if byte_range is None:
             range = {"Content-Range": f"bytes */{size}"}
             self.say(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "", range)
             return
-        first, last, partly = asked
+        start, end, partly = byte_range
         more = {"Accept-Ranges": "bytes"}
         if partly:
-            more["Content-Range"] = f"bytes {first}-{last}/{size}"
+            more["Content-Range"] = f"bytes {start}-{end}/{size}"
         status = HTTPStatus.PARTIAL_CONTENT if partly else HTTPStatus.OK
-        self._head(status, kind, last - first + 1, more)
+        self._head(status, kind, end - start + 1, more)
         if self.command != "HEAD":
-            self._copy(file, first, last - first + 1)
+            self._copy(file, start, end - start + 1)
 
     def _range(self, size: int) -> tuple[int, int, bool] | None:
-        """Return first and last byte asked for, and whether that is a part; None for bytes beyond the file."""
+        """First and last requested byte, and whether that is only a part; None if the range is beyond the file."""
         match = _RANGE.fullmatch(self.headers.get("Range", ""))
         if match is None or not any(match.groups()):
-            return 0, size - 1, False  # several ranges may be answered by the whole
+            return 0, size - 1, False  # HTTP allows answering several ranges with the whole file
         start, end = match.groups()
+        # `bytes=-N` asks for the last N bytes.
         if start == "":
-            first, last = max(0, size - int(end)), size - 1
+            first_byte, last_byte = max(0, size - int(end)), size - 1
         else:
-            first, last = int(start), min(int(end) if end else size - 1, size - 1)
-        return (first, last, True) if first <= last else None
+            first_byte, last_byte = int(start), min(int(end) if end else size - 1, size - 1)
+        return (first_byte, last_byte, True) if first_byte <= last_byte else None
 
     def _copy(self, file: BinaryIO, first: int, count: int) -> None:
         file.seek(first)
         while count > 0 and (part := file.read(min(_CHUNK, count))):
             self.wfile.write(part)
             count -= len(part)
-        # Cut since: what is missing must not be the next answer's.
+        # The file was truncated meanwhile: close, so that the next response is not read as the missing bytes.
         self.close_connection |= count > 0
 
     def refuse(self, status: HTTPStatus, words: str) -> None:
-        """Answer with a line of text, and end the connection: what was sent with the request is no next request."""
+        """Answer with a line of text and close the connection, so that the request's body is not read as a request."""
         self.close_connection = True
         self.say(status, words, {"Connection": "close"})
-        # A connection closed on unread bytes is reset, and its answer may be lost. A client that pauses while it
-        # sends, as on a busy machine, gets as long as in any other read.
+        # Closing a connection with unread bytes resets it, and the answer may be lost. A client that pauses while
+        # sending, as on a busy machine, gets the same timeout as in any other read.
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             dropped = 0
@@ -279,7 +284,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
     def send(
         self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK, more: Mapping[str, str] = {}
     ) -> None:
-        """Answer with a text of that kind."""
+        """Answer with a text of this content type."""
         body = text.encode(errors="backslashreplace")
         self._head(status, kind, len(body), more)
         if self.command != "HEAD":
@@ -304,4 +309,4 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: requests are no news, and errors come as pages."""
+        """Log nothing: requests are not worth a log line, and errors are sent as pages."""

@@ -1,4 +1,4 @@
-"""Base of all pages: one skeleton, one style, and a policy that lets a page fetch and run nothing of others'."""
+"""Base of all pages: one layout, one style, and a content policy that allows no external content or scripts."""
 
 import base64
 import hashlib
@@ -17,18 +17,18 @@ _HEADERS = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src '
 
 
 PICTURE_BYTES = 7 * 2**20
-"""Pictures of one page, as base64: with its text it stays below 10 MB."""
-_WORDS = 400  # characters of one text
+"""Maximum bytes of base64 pictures on one page, which keeps the page below 10 MB."""
+_WORDS = 400  # maximum characters of one text
 
 
 class PagePictures:
-    """Makes data URIs of JPEGs, while there is room for them on the page."""
+    """Makes data URIs of JPEGs, while there is space on the page."""
 
     def __init__(self) -> None:
         self._room = PICTURE_BYTES
 
     def uri(self, jpeg: bytes | None) -> str:
-        """Return the picture's URI, or nothing."""
+        """The picture's data URI; an empty string without a picture or without space for it."""
         text = base64.b64encode(jpeg or b"").decode()
         if not text or len(text) > self._room:
             return ""
@@ -41,9 +41,12 @@ def clipped(words: str) -> str:
 
 
 def write_page(path: Path, page: str, *, allow_stream: bool = True) -> Path:
-    """Write a page in one rename; raises `DitLoraError` if it cannot be written.
+    """Write a page atomically.
 
-    `allow_stream` is false for a name that the user did not give: a pipe of that name is replaced.
+    `allow_stream` is False for a path that the user did not give: a pipe at that path is replaced.
+
+    Raises:
+        DitLoraError: If the file cannot be written.
     """
     try:
         write_whole(path, page, allow_stream=allow_stream)
@@ -60,13 +63,18 @@ def render(
     redact: bool = True,
     **values: Any,
 ) -> str:
-    """Return the page of a template beside this module, escaped throughout, with no token and no absolute path.
+    """Render a template of this package, with all values escaped, and tokens and absolute paths redacted.
 
-    `scripts` names the files whose text runs in it, and `sources` are the policy's further directives. `redact` is
-    False for a page that edits files: it must hold what they hold.
+    Args:
+        template: File name of the template.
+        scripts: Names of the script files that the page embeds and may run.
+        sources: Additional directives of the content security policy.
+        redact: False for a page that edits files, which must contain their exact text.
+        values: The template's variables.
     """
     texts = [_read(name) for name in scripts]
     policy = f"{_HEADERS}; {sources}"
+    # Only these scripts may run: the policy lists their hashes.
     if texts:
         policy += "; script-src " + " ".join(f"'sha256-{_digest(text)}'" for text in texts)
     page = _environment().get_template(template)
@@ -84,7 +92,7 @@ def _environment() -> Any:
 
     @jinja2.pass_context
     def shown(context: jinja2.runtime.Context, value: Any) -> Any:
-        """Return text as others may read it; markup of ours and embedded samples as they are."""
+        """Redact text; markup of the templates and embedded media stay unchanged."""
         as_is = not isinstance(value, str) or hasattr(value, "__html__")
         return value if as_is or value.startswith(_EMBEDDED) else context["clean"](value)
 

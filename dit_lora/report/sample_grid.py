@@ -1,4 +1,4 @@
-"""Samples of one adapter side by side: a row for each prompt and seed, a column for each strength."""
+"""Samples of one adapter in a grid: one row per prompt and seed, one column per LoRA scale."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from urllib.parse import quote
 from dit_lora.report.pages import render, write_page
 
 GridSample = tuple[str, int, float | None, Path]
-"""Prompt, seed, strength (None where none was asked for), and file."""
+"""Prompt, seed, strength (None if none was given), and file."""
 
 
 @dataclass(frozen=True)
@@ -18,26 +18,26 @@ class GridRow:
     prompt: str
     seed: int
     cells: Sequence[tuple[str, str]]
-    """The words of the strength, and the link to the file."""
+    """Label of the strength, and link to the file."""
     is_video: bool
 
 
 def write_sample_grid(path: Path, title: str, samples: Sequence[GridSample]) -> Path:
-    """Write the page beside the samples, to which it links; they are in the order of rows and columns."""
+    """Write a page that links to the samples in the same folder; `samples` are in the order of rows and columns."""
     rows: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for prompt, seed, strength, file in samples:
-        words = "" if strength is None else _words(strength)
-        rows.setdefault((prompt, seed), []).append((words, quote(file.name)))
+        label = "" if strength is None else _words(strength)
+        rows.setdefault((prompt, seed), []).append((label, quote(file.name)))
     is_video = samples[0][3].suffix == ".mp4"
-    shown = [GridRow(prompt, seed, cells, is_video) for (prompt, seed), cells in rows.items()]
+    grid_rows = [GridRow(prompt, seed, cells, is_video) for (prompt, seed), cells in rows.items()]
     page = render(
         "sample_grid.html",
         scripts=["sample_grid.js"],
-        # Of the page's own folder.
+        # Allow files in the page's folder.
         sources="img-src data: file: 'self'; media-src file: 'self'",
         title=title,
-        rows=shown,
-        columns=max(len(row.cells) for row in shown),
+        rows=grid_rows,
+        columns=max(len(row.cells) for row in grid_rows),
         is_video=is_video,
     )
     return write_page(path, page)

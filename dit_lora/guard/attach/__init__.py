@@ -1,1 +1,1 @@
-"""The guard in anybody's loop: `Guard.attach`, and the callback for Transformers' Trainer."""
+"""The guard for any training loop: `Guard.attach`, and the callbacks for Transformers' and Lightning's trainers."""

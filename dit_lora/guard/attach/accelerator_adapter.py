@@ -1,4 +1,4 @@
-"""The surroundings of a loop that is not ours: Accelerate, or nobody, in plain PyTorch."""
+"""What the guard needs from the loop's launcher: device, ranks and prepared objects, with or without Accelerate."""
 
 import gc
 import logging
@@ -16,7 +16,7 @@ from dit_lora.numerics.ranks import alone, gather_object, process_count, process
 from dit_lora.patching import is_a
 from dit_lora.terminal import echo
 
-if TYPE_CHECKING:  # the guard needs torch alone
+if TYPE_CHECKING:  # the guard needs only torch
     from accelerate import Accelerator
 
 _LOG = logging.getLogger("dit_lora")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Host:
-    """Facts about the loop's surroundings; `accelerator` is None in plain PyTorch."""
+    """Device, ranks and prepared objects of the guarded loop; `accelerator` is None in plain PyTorch."""
 
     def __init__(self, accelerator: "Accelerator | None", device: torch.device) -> None:
         if accelerator is not None and not is_a(accelerator, "accelerate:Accelerator"):
@@ -44,9 +44,9 @@ class Host:
         return process_count() if self.is_shared else 1
 
     def look_for_ranks(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Find out whether ranks train these parameters together: by DDP, sharded, or under Accelerate.
+        """Find out whether the ranks train these parameters together: by DDP, sharded, or under Accelerate.
 
-        Processes of a group that train models of their own are not asked to agree: one may skip what others do not.
+        Processes that each train a separate model need not agree: one may skip a step that the others take.
         """
         if self.is_shared or process_count() == 1:
             return
@@ -56,19 +56,19 @@ class Host:
 
     @property
     def process(self) -> int:
-        """The number of this process in its group."""
-        # A loop may end its process group before the guard has said all.
+        """Rank of this process in the process group."""
+        # The loop may destroy its process group before the guard logs its last message.
         self._rank = max(self._rank, process_index())
         return self._rank
 
     @property
     def rank(self) -> int:
-        """The number of this process among those that train one model; 0 where it trains alone."""
+        """Rank of this process among those that train one model; 0 if it trains a separate model."""
         return self.process if self.is_shared else 0
 
     @property
     def is_apart(self) -> bool:
-        """True if there are other processes, and nothing shows whether they train the same model, as DDP would."""
+        """True if there are other processes, and nothing such as DDP shows that they train the same model."""
         return not self.is_shared and process_count() > 1
 
     @contextmanager
@@ -81,11 +81,11 @@ class Host:
                 yield
 
     def own_folder(self, folder: Path) -> Path:
-        """Return a folder of this process's own where each process of a group trains alone, else the same folder."""
+        """The folder that this process writes to: a subfolder if each process trains a separate model."""
         return folder if self.is_shared or not self.process else folder / f"process_{self.process}"
 
     def say(self, words: str) -> None:
-        """Log a warning that begins with "guard: "; one process speaks for those that train together."""
+        """Log a warning that begins with "guard: "; only rank 0 logs for ranks that train together."""
         if self.rank != 0:
             return
         if not self.is_shared and self.process:
@@ -97,44 +97,44 @@ class Host:
 
     @property
     def syncs_gradients(self) -> bool:
-        """True if this backward is the last before an optimizer's step; a plain loop steps only then."""
+        """True if this backward is the last one before an optimizer step. Always true in a plain loop."""
         return self.accelerator is None or self.accelerator.sync_gradients
 
     @property
     def steps_now(self) -> bool:
-        """True if the loop itself takes the optimizer's step after this backward, the last of an accumulation."""
+        """True if the loop calls `optimizer.step` after this backward, the last one of an accumulation."""
         return self.syncs_gradients and not self.under_deepspeed
 
     @property
     def scaler(self) -> Any | None:
-        """Accelerate's gradient scaler; a plain loop has its own, which never calls the optimizer in vain."""
+        """Accelerate's gradient scaler; None in a plain loop, whose scaler itself skips the optimizer."""
         return self.accelerator.scaler if self.accelerator is not None else None
 
     @property
     def under_deepspeed(self) -> bool:
-        # A DistributedType of Accelerate's, which is a string.
+        # Accelerate's DistributedType is a string enum.
         return self.accelerator is not None and self.accelerator.distributed_type == "DEEPSPEED"
 
     @property
     def folder(self) -> Path:
-        """The folder that the loop writes to, as far as Accelerate knows."""
+        """The loop's output folder: Accelerate's `project_dir`, or `dit_lora_guard`."""
         project = self.accelerator.project_dir if self.accelerator is not None else None
         return Path(project) if project is not None else Path("dit_lora_guard")
 
     def models(self, given: Sequence[nn.Module]) -> list[nn.Module]:
-        """Return those given and those that Accelerate has prepared, bare, each once."""
+        """The `given` models and those that Accelerate has prepared, unwrapped, each once."""
         prepared = self.accelerator._models if self.accelerator is not None else []
-        bare = [bare_model(model) for model in [*given, *prepared]]
-        return list({id(model): model for model in bare}.values())
+        unwrapped = [bare_model(model) for model in [*given, *prepared]]
+        return list({id(model): model for model in unwrapped}.values())
 
     def prepared(self, optimizer: Any) -> Any:
-        """Return Accelerate's wrapper of this optimizer, which the loop steps; without one the optimizer itself."""
+        """Accelerate's wrapper of this optimizer, which the loop steps; without Accelerate the optimizer itself."""
         wrappers = self.accelerator._optimizers if self.accelerator is not None else []
-        # The loop steps the wrapper: it is the wrapper's method that has to be watched.
+        # The loop calls the wrapper's `step`, so that method has to be watched.
         return next((wrapper for wrapper in wrappers if wrapper.optimizer is optimizer), optimizer)
 
     def summed(self, flags: torch.Tensor) -> list[float]:
-        """Return flags summed over ranks, by one read of the device; collective."""
+        """Sum flags over ranks and read them from the device once. Collective."""
         if self.ranks > 1:
             distributed.all_reduce(flags)
         return flags.tolist()
@@ -143,19 +143,19 @@ class Host:
         return bool(self.summed(torch.as_tensor(flag, device=self.device).float().reshape(1))[0])
 
     def gathered(self, objects: Sequence[T]) -> list[T]:
-        """Return what all ranks have, in the order of ranks; collective."""
+        """Gather the objects of all ranks, in rank order. Collective."""
         with self.ranks_that_agree():
             return gather_object(list(objects))
 
 
 def _is_wrapped(parameters: Sequence[nn.Parameter]) -> bool:
-    """True if a module that gathers gradients over ranks holds one of the parameters. Looks among all objects."""
-    wanted = {id(parameter) for parameter in parameters}
+    """True if a DDP, FSDP or DeepSpeed module holds one of the parameters. Searches all live Python objects."""
+    parameter_ids = {id(parameter) for parameter in parameters}
     for candidate in gc.get_objects():
         kind = type(candidate)
-        # By its type: proxies among the objects act when they are asked what they are.
+        # Check the type, not isinstance: proxy objects may run code when asked for their class.
         if kind.__name__ in _SHARING and issubclass(kind, nn.Module):
-            return any(id(parameter) in wanted for parameter in candidate.parameters())
+            return any(id(parameter) in parameter_ids for parameter in candidate.parameters())
     return False
 
 
@@ -169,14 +169,14 @@ _WRAPPERS = (
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """The model without DDP or another engine around it; compiled, and with the autocast that Accelerate adds."""
+    """Unwrap a model from DDP, FSDP or DeepSpeed; `torch.compile` and Accelerate's autocast stay in place."""
     while any(is_a(model, f"{module}:{name}") for module, name in _WRAPPERS):
         model = model.module  # type: ignore[assignment]
     return model
 
 
 def found_infinity(scaler: Any, optimizer: Any) -> bool:
-    """True if the scaler has found an infinite gradient, also where a fused optimizer reads that on the device."""
-    # A scaler that is not enabled has no states.
+    """True if the scaler found an infinite gradient, including when a fused optimizer reads the flag on the device."""
+    # A disabled scaler has no per-optimizer state.
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
-    return any(bool(found) for found in state.get("found_inf_per_device", {}).values())
+    return any(bool(flag) for flag in state.get("found_inf_per_device", {}).values())

@@ -1,4 +1,6 @@
-"""Bundles of loops that are not ours: the call of a model that tripped a step, to be made again in the same script."""
+"""Replay bundles for any training loop: the recorded model call of a failed step, to be repeated by the same
+script.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -24,12 +26,12 @@ _PACKAGES = ("torch", "accelerate", "diffusers", "peft", "transformers", "safete
 
 @dataclass
 class Bundles:
-    """Writes the bundles of one process, as far as the settings go."""
+    """Writes the replay bundles of one process, up to the number that `config.bundles` allows."""
 
     host: Host
     config: LadderConfig
     folder: Path | None
-    """The guard's folder; without one nothing is written."""
+    """The guard's folder; None writes nothing."""
     _written: int = 0
     _said: set[str] = field(default_factory=set)
 
@@ -41,10 +43,10 @@ class Bundles:
         *,
         all_of: bool,
     ) -> str | None:
-        """Write what it takes to make the call again; return the bundle's path below the folder, or None.
+        """Write the inputs, weights and random state of a failed call; returns the bundle's relative path, or None.
 
-        With `all_of` every rank calls it for the same call, as sharded weights need, and the main process writes. A
-        run is worth more than a bundle: what goes wrong is said, and raises nothing.
+        With `all_of`, every rank passes the same call, as sharded weights need, and the main process writes. A bundle
+        must not end a run: failures are logged and raise nothing.
         """
         if (
             self.folder is None
@@ -53,11 +55,11 @@ class Bundles:
         ):
             return None
         self._written += 1
-        assert call.owner is not None  # a call that was recorded has one
+        assert call.owner is not None  # set for every recorded call
         trained = {name: p for name, p in call.owner.named_parameters() if p.requires_grad}
         size, lacks = sum(p.numel() * p.element_size() for p in trained.values()), []
         if size > self.config.bundle_mib * 2**20:
-            # Not gathered either: what is sharded may not fit into the memory of one rank.
+            # Do not gather them either: sharded weights may not fit into the memory of one rank.
             trained, lacks = {}, [too_large(WEIGHTS, size)]
         weights = gathered(trained, keep=self.host.rank == 0) if all_of else trained
         if all_of and self.host.rank != 0:
@@ -100,8 +102,8 @@ class Bundles:
 
     def _place(self, event: Mapping[str, Any]) -> Path:
         assert self.folder is not None
-        place = f"rank_{event['rank']}_micro_step_{event['micro_step']}"
-        name = f"step_{event['step']:06d}_{place}"
+        position = f"rank_{event['rank']}_micro_step_{event['micro_step']}"
+        name = f"step_{event['step']:06d}_{position}"
         bundles = self.folder / "bundles"
         earlier = len(list(bundles.glob(f"{name}*")))  # an earlier start wrote to the same folder
         return bundles / (f"{name}_again_{earlier}" if earlier else name)
@@ -113,52 +115,58 @@ class Bundles:
 
 
 def packed_call(call: CapturedCall, writer: CallWriter) -> dict[str, Any]:
-    """Return a call as plain values; its tensors are then the writer's."""
+    """Convert a call to JSON values. Its tensors are collected in `writer`."""
     packed: dict[str, Any] = {
-        "args": [writer.node(one, f"argument {number}") for number, one in enumerate(call.args)],
-        "kwargs": [[name, writer.node(one, name)] for name, one in call.kwargs.items()],
+        "args": [
+            writer.node(value, f"argument {number}") for number, value in enumerate(call.args)
+        ],
+        "kwargs": [[name, writer.node(value, name)] for name, value in call.kwargs.items()],
         "output_is_finite": call.output_is_finite,
     }
     packed["output_gradients"] = [
         writer.node(gradient, "gradient of the output") for gradient in call.output_gradients
     ]
-    kept = {
+    states = {
         "random_state": call.random_state,
         "cuda_random_state": call.cuda_random_state,
         "generator_state": call.generator[1] if call.generator is not None else None,
     }
-    packed |= {name: writer.node(tensor, name) for name, tensor in kept.items()}
+    packed |= {name: writer.node(tensor, name) for name, tensor in states.items()}
     if call.generator is not None:
         packed["generator_device"] = call.generator[0].device.type
     return packed
 
 
 def unpacked_call(bundle: Bundle, model: nn.Module, device: torch.device) -> CapturedCall:
-    """Return the call of a bundle, to be made of this model. Raises `DitLoraError` where the bundle is torn."""
+    """Rebuild the call in a bundle so that it runs on `model`.
+
+    Raises:
+        DitLoraError: If the bundle is incomplete or cannot be read.
+    """
     facts = bundle.facts["call"]
     states = CallReader(bundle.samples, torch.device("cpu"), None)
     try:
         generator, state = None, states.value(facts["generator_state"])
         if state is not None:
-            # A state of another device's generator is of no use to this device's.
+            # A generator state from another device type cannot be loaded here.
             kind = facts["generator_device"]
             generator = torch.Generator(device if kind == device.type else "cpu")
             state = state if generator.device.type == kind else generator.get_state()
-        here = CallReader(bundle.samples, device, generator)
+        inputs = CallReader(bundle.samples, device, generator)
         cuda = states.value(facts["cuda_random_state"])
-        # Bundles of earlier versions have the gradient of one output.
+        # Older bundles store the gradient of a single output.
         gradients = facts.get("output_gradients") or [facts["output_gradient"]]
-        # The outputs themselves are made anew; what counts is whether they were finite.
+        # The replay recomputes the outputs; only whether they were finite is needed here.
         output = torch.tensor(0.0 if facts["output_is_finite"] else torch.nan)
         return CapturedCall(
-            args=tuple(here.value(node) for node in facts["args"]),
-            kwargs={name: here.value(node) for name, node in facts["kwargs"]},
+            args=tuple(inputs.value(node) for node in facts["args"]),
+            kwargs={name: inputs.value(node) for name, node in facts["kwargs"]},
             names=tuple(bundle.facts["replay"]["ids"]),
             random_state=states.value(facts["random_state"]),
             cuda_random_state=cuda if device.type == "cuda" else None,
             generator=(generator, state) if generator is not None else None,
             outputs=(output,) * len(gradients),
-            output_gradients=[here.value(node) for node in gradients],
+            output_gradients=[inputs.value(node) for node in gradients],
             owner=model,
             micro_step=bundle.facts["replay"]["micro_step"],
         )
@@ -167,21 +175,21 @@ def unpacked_call(bundle: Bundle, model: nn.Module, device: torch.device) -> Cap
 
 
 def about_model(model: nn.Module) -> dict[str, Any]:
-    """Return what tells a model from others: its class, and its parameters' names and shapes."""
+    """Class name and parameter shapes, which identify a model in a bundle."""
     return {"class": stock_class(model).__name__, "parameters": parameters_in_words(model)}
 
 
 def parameters_in_words(model: nn.Module) -> list[str]:
-    # Lines, and no mapping: a key that is called after a token would be taken for a secret.
+    # A list of lines, not a dict: redaction would take a key that contains "token" for a secret.
     return [f"{n} {'x'.join(map(str, p.shape)) or 'scalar'}" for n, p in model.named_parameters()]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what is installed of the packages that matter."""
-    found = {}
+    """Installed versions of the packages in `_PACKAGES`, by name."""
+    installed = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed

@@ -1,8 +1,7 @@
-"""Keep the guard's own errors out of the loop that it watches.
+"""Keep errors inside the guard from reaching the loop that it watches.
 
-This is the only place of the library that catches every exception. A loop that would run without the guard must run
-with it: whatever the guard tries beside the loop's own work (an experiment, a look at a batch) may fail, and then it
-has no answer.
+Only this module catches every exception. A loop that runs without the guard must also run with it, so an experiment or
+a check may fail, and then has no result.
 """
 
 import functools
@@ -21,7 +20,10 @@ def contain(
     on_error: Callable[[Exception], None] = lambda error: None,
     passes: tuple[type[BaseException], ...] = (),
 ) -> T | None:
-    """The result of `attempt()`. If it raises an `Exception` not in `passes`: calls `on_error(error)`, gives None."""
+    """The result of `attempt()`.
+
+    If it raises an `Exception` not in `passes`, calls `on_error(error)` and returns None.
+    """
     try:
         return attempt()
     except passes:
@@ -48,7 +50,7 @@ def contain_error(
 def contained(
     what: str, *, passes: tuple[type[BaseException], ...] = ()
 ) -> Callable[[Callable[..., T]], Callable[..., T | None]]:
-    """Decorator: `contain_error` around every call of a method."""
+    """Decorator that applies `contain_error` to every call of a method."""
 
     def decorate(method: Callable[..., T]) -> Callable[..., T | None]:
         @functools.wraps(method)
@@ -67,8 +69,8 @@ def contained(
 
 
 def _report(what: str, error: Exception) -> None:
-    words = f"{what}: {type(error).__name__}: {error}"
-    if words not in _reported:
-        _reported.add(words)
-        _LOG.warning("guard: internal error, the script goes on without this check: %s", words)
+    message = f"{what}: {type(error).__name__}: {error}"
+    if message not in _reported:
+        _reported.add(message)
+        _LOG.warning("guard: internal error, the script goes on without this check: %s", message)
         _LOG.debug("guard: traceback", exc_info=error)

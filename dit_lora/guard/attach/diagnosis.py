@@ -1,8 +1,8 @@
-"""Find the cause of a failed step in somebody else's loop: facts about state and inputs first, then experiments.
+"""Find the cause of a failed step in any training loop: check state and inputs first, then run experiments.
 
-A sample is named only if the tensor that failed is proven to be its own (`samples/loaded_batches.py`). Whatever came
-back from outside of a model, such as the gradient of its output, is no fact about a sample. An experiment that raises
-has no answer.
+A sample is named only if the failing tensor is proven to belong to it (`samples/loaded_batches.py`). Values that come
+from outside the model, such as the gradient of its output, prove nothing about a sample. An experiment that raises has
+no result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ _OVERWRITTEN_WORDS = (
 
 
 def state_verdict(watched: WatchedModels, kind: str, step: int, rank: int) -> Verdict | None:
-    """Look for bad values in every model's weights and optimizer state; None if all are finite."""
+    """Check every model's weights and optimizer state for bad values; None if all are finite."""
     nothing = no_micro_batch(step, rank)
     verdict = bad_state(nothing, watched.together)
     if verdict is None and kind == "diverged_weights":
@@ -64,12 +64,12 @@ class CallDiagnosis:
     kind: str
     step: int
     is_raised: bool = False
-    """True if torch has raised or will raise an error for this step, perhaps in the midst of its backward."""
+    """True if torch has raised or will raise an error for this step, possibly in the middle of its backward."""
     has_experiments: bool = True
-    """False to look at facts alone, where many steps in a row have failed."""
+    """False to run no experiments, after many failed steps in a row."""
 
     def verdicts(self, of_rank: RankCalls) -> list[Found[CapturedCall]]:
-        """One verdict for each micro-batch that shows something wrong, else for each. Collective in lockstep."""
+        """One verdict per micro-batch with bad values, or per micro-batch if none has. Collective in lockstep."""
         calls = [call for call in of_rank.calls if call.outputs]
         groups = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
         # A bad output explains the bad gradients that other calls of the step get.
@@ -85,8 +85,8 @@ class CallDiagnosis:
         controls: Mapping[int, CapturedCall],
         rank: int,
     ) -> list[Found[CapturedCall]]:
-        """Named samples that are bad as they were loaded; runs nothing."""
-        found = []
+        """Samples that were already bad when loaded, by name. Runs no experiment."""
+        results = []
         for call in calls:
             verdict = self._from_inputs(call, controls.get(id(call.owner)), rank)
             if verdict is None or verdict.cause != "data":
@@ -94,26 +94,26 @@ class CallDiagnosis:
                 if not items:
                     continue
                 verdict = self._verdict(call, rank, "data", _each(items), tuple(items), {})
-            found.append(Found(_of_model(verdict, self.watched.prefixes[id(call.owner)]), call))
-        return found
+            results.append(Found(_of_model(verdict, self.watched.prefixes[id(call.owner)]), call))
+        return results
 
     def _of_micro_batch(
         self, group: Sequence[CapturedCall], of_rank: RankCalls
     ) -> Found[CapturedCall]:
-        """The verdict on the call that what is wrong comes from.
+        """The verdict on the call where the bad values start.
 
-        What one model gives is what the next is given, and in the backward the other way round.
+        A model's output is the next model's input; gradients flow in the opposite direction.
         """
         bad_output = next((call for call in group if not call.output_is_finite), None)
         if bad_output is not None:
             return self._of_call(bad_output, of_rank)
-        found = self._of_call(group[-1], of_rank, is_last=True)
-        # The backward goes from the last model to the first: a healthy one passes the question on.
+        result = self._of_call(group[-1], of_rank, is_last=True)
+        # The backward runs from the last model to the first: if a model is healthy, examine the one before it.
         for call in reversed(group[:-1]):
-            if found.verdict.cause != "transient":
+            if result.verdict.cause != "transient":
                 break
-            found = self._of_call(call, of_rank)
-        return found
+            result = self._of_call(call, of_rank)
+        return result
 
     def _of_call(
         self, call: CapturedCall, of_rank: RankCalls, *, is_last: bool = False
@@ -135,11 +135,11 @@ class CallDiagnosis:
     def _from_inputs(
         self, call: CapturedCall, control: CapturedCall | None, rank: int
     ) -> Verdict | None:
-        """The verdict on arguments without samples or with bad values; None if there are none."""
+        """The verdict on an empty batch or on bad argument values; None if the inputs are good."""
         if call.num_samples == 0:
             return self._verdict(call, rank, "inputs", "the batch has no samples", (), {})
         tolerated = {part.path for part in _bad_parts(control)} if control else set()
-        # A healthy call had bad values there too, as masks of -inf have.
+        # Ignore arguments in which a healthy call had bad values too, such as masks of -inf.
         bad = [part for part in _bad_parts(call) if part.path not in tolerated]
         if not bad:
             return None
@@ -152,7 +152,7 @@ class CallDiagnosis:
                 samples.setdefault(name, description)
             elif part.row is not None and _num_bad(bad, part.path) < part.num_parts:
                 unnamed.setdefault(row_name(part.row, call.micro_step), description)
-            else:  # where all rows are bad, none of them is to be named
+            else:  # every row is bad, so no single row is named
                 unnamed.setdefault("", description)
         if unnamed and not samples:
             rows = {part.row for part in bad if part.row is not None}
@@ -161,32 +161,32 @@ class CallDiagnosis:
         evidence = {"inputs": [describe_values(part.path, part.values) for part in bad[:20]]}
         if samples:
             return self._verdict(call, rank, "data", _each(samples), tuple(samples), evidence)
-        words = _each(unnamed)
+        message = _each(unnamed)
         if any(self.watched.log.is_earlier_output(part.values) for part in bad):
-            words += "; it was carried over from an earlier call"
-            return self._verdict(call, rank, "unknown", words, (), evidence)
+            message += "; it was carried over from an earlier call"
+            return self._verdict(call, rank, "unknown", message, (), evidence)
         named_rows = tuple(name for name in unnamed if name)
-        return self._verdict(call, rank, "inputs", words, named_rows, evidence)
+        return self._verdict(call, rank, "inputs", message, named_rows, evidence)
 
     def _from_loss(self, call: CapturedCall, rank: int) -> Verdict:
-        """The verdict on a call whose output is good and whose gradient came back bad."""
+        """The verdict on a call whose output is good and whose output gradient is bad."""
         rows = call.bad_gradient_rows
         evidence: dict[str, Any] = {"of_the_loop": True, "rows_with_bad_gradient": rows[:50]}
         items = self.namer.bad_items(call, len(rows))
         if items:
             return self._verdict(call, rank, "data", _each(items), tuple(items), evidence)
-        words = LOSS_WORDS
+        message = LOSS_WORDS
         peak = call.gradient_peak
         if call.has_gradient and not call.has_bad_gradient:
             return self._verdict(call, rank, "unknown", _LOSS_ALONE_WORDS, (), evidence)
         if not call.has_gradient:
-            words = "the backward failed in the loss, before it came to the model's output"
+            message = "the backward failed in the loss, before it came to the model's output"
         elif isfinite(peak):
-            words = (
+            message = (
                 f"the gradient that came back from the loss reaches {peak:.3g}, whose square overflows fp32 in the "
                 "optimizer"
             )
-        return self._verdict(call, rank, "unknown", words, (), evidence)
+        return self._verdict(call, rank, "unknown", message, (), evidence)
 
     def _from_experiments(
         self, call: CapturedCall, control: CapturedCall | None, rank: int
@@ -201,7 +201,7 @@ class CallDiagnosis:
             control = None
         with undisturbed(self.watched.all_models()):
             if self.watched.lockstep:
-                # Other ranks run the same: one that gave up alone would leave them waiting.
+                # All ranks run this together: a rank that gave up would leave the others waiting.
                 return self._experiment(call, control, rank)
             failure: list[str] = []
             verdict = contain(
@@ -210,8 +210,8 @@ class CallDiagnosis:
             )
         if verdict is not None:
             return verdict
-        words = f"not found: the call cannot be run again by itself ({_short(failure[0])})"
-        return self._verdict(call, rank, "unknown", words, (), {})
+        message = f"not found: the call cannot be run again by itself ({_short(failure[0])})"
+        return self._verdict(call, rank, "unknown", message, (), {})
 
     def _experiment(self, call: CapturedCall, control: CapturedCall | None, rank: int) -> Verdict:
         suspects = self.watched.suspects[id(call.owner)]
@@ -232,8 +232,8 @@ class CallDiagnosis:
                 name = contain(lambda: self.namer.row_by_replacement(call, suspects.model))
             if name is None:
                 return replace(verdict, sample_ids=())
-            words = f"it is healthy with another sample in this one's place{_origin(verdict)}"
-            return replace(verdict, cause="inputs", words=words, sample_ids=(name,))
+            message = f"it is healthy with another sample in this one's place{_origin(verdict)}"
+            return replace(verdict, cause="inputs", words=message, sample_ids=(name,))
         if not verdict.sample_ids:
             return verdict
         names = self.namer.names_of_failing_rows(
@@ -262,7 +262,7 @@ class CallDiagnosis:
 
 
 def no_micro_batch(step: int, rank: int) -> MicroBatch:
-    """A stand-in for a step of which only the state is in question."""
+    """A placeholder micro-batch for steps whose state is checked and which cannot be replayed."""
 
     def refuse(*_: Any) -> Any:
         raise DitLoraError("there is nothing to replay")
@@ -271,13 +271,13 @@ def no_micro_batch(step: int, rank: int) -> MicroBatch:
 
 
 def no_call(step: int, rank: int) -> Verdict:
-    words = "no call of a watched model led to these gradients, so there is nothing to replay"
-    return Verdict("unknown", words, step, rank)
+    message = "no call of a watched model led to these gradients, so there is nothing to replay"
+    return Verdict("unknown", message, step, rank)
 
 
 def _bad_parts(call: CapturedCall) -> list[SamplePart]:
     """Parts of arguments with values that are not finite or whose square overflows fp32."""
-    if not call.is_intact:  # what was written over them since says nothing
+    if not call.is_intact:  # overwritten arguments are no longer those of the call
         return []
     return [
         part
@@ -302,47 +302,48 @@ def _has_bad_gradient(group: Sequence[CapturedCall]) -> bool:
 def _with_failing_rows(
     verdict: Verdict, failed: MicroBatch, healthy: MicroBatch | None, model: torch.nn.Module
 ) -> Verdict:
-    """The verdict with the samples whose values leave the range: they do so alone, and another does not."""
+    """Add the samples that fail when run individually, unless every sample does."""
 
     def fails(micro_batch: MicroBatch) -> bool:
         return not run(micro_batch, model).is_healthy(needs_gradient=False)
 
-    alone = [failed.single(row) for row in range(len(failed.ids))]
-    failing = [single for single in alone if fails(single)]
-    is_of_all = len(failing) == len(alone) and (healthy is None or fails(healthy.single(0)))
+    singles = [failed.single(row) for row in range(len(failed.ids))]
+    failing = [single for single in singles if fails(single)]
+    is_of_all = len(failing) == len(singles) and (healthy is None or fails(healthy.single(0)))
     if is_of_all:
         return verdict
     return replace(verdict, sample_ids=tuple(single.ids[0] for single in failing))
 
 
 def _of_earlier_step(call: CapturedCall) -> CapturedCall:
-    """Mark numbered rows as an earlier step's: a row of one batch is not the row of that number in another."""
+    """Mark row names as an earlier step's, since row numbers of different batches do not correspond."""
     if call.names:
         return call
     return replace(call, names=tuple(f"{name} of an earlier step" for name in call.ids))
 
 
 def _of_model(verdict: Verdict, prefix: str) -> Verdict:
-    """The verdict with the name of the model, where there are several."""
+    """Add the model's name to a verdict if there are several models."""
     if not prefix or verdict.cause == "transient":
         return verdict
-    words = f"{prefix.removesuffix('.')}: {verdict.words}"
+    message = f"{prefix.removesuffix('.')}: {verdict.words}"
     module = None if verdict.module is None else prefix + verdict.module
-    return replace(verdict, words=words, module=module)
+    return replace(verdict, words=message, module=module)
 
 
 def _origin(verdict: Verdict) -> str:
-    """Return the end of a verdict's words, which tells where the first bad value was seen."""
+    """The end of a verdict's message that says where the first bad value was seen."""
     _, separator, origin = verdict.words.partition("; first ")
     return separator + origin
 
 
 def _each(described: Mapping[str, str]) -> str:
-    """The description of one sample, or of each with its name."""
+    """The description of one sample, or of each sample with its name."""
     if len(described) == 1:
         return next(iter(described.values()))
     return "; ".join(
-        f"{name}: {words}" if name else words for name, words in list(described.items())[:20]
+        f"{name}: {description}" if name else description
+        for name, description in list(described.items())[:20]
     )
 
 

@@ -1,4 +1,4 @@
-"""Run a loop's models again without leaving a trace: gradients, buffers, counters and random states are put back."""
+"""Run a loop's models again without side effects: gradients, buffers, counters and random states are restored."""
 
 import copy
 import random
@@ -20,7 +20,7 @@ _OWN = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Put back what running the models changes besides their gradients.
+    """Restore everything that running the models changes, apart from gradients.
 
     Covers buffers, plain attributes and the contents of lists, dicts and sets of every module, and the states of
     Python's and NumPy's generators. Hooks on accumulated gradients, such as an optimizer in the backward, do not run.
@@ -34,8 +34,8 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter, held in hooks:
-            parameter._post_accumulate_grad_hooks = held
+        for parameter, saved_hooks in hooks:
+            parameter._post_accumulate_grad_hooks = saved_hooks
         random.setstate(python_state)
         if numpy_state is not None:
             sys.modules["numpy"].random.set_state(numpy_state)
@@ -47,13 +47,13 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
 def _without_accumulation_hooks(
     parameters: Sequence[nn.Parameter],
 ) -> list[tuple[Any, Any]]:
-    held = []
+    saved = []
     for parameter in parameters:
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if hooks:
-            held.append((parameter, hooks))
+            saved.append((parameter, hooks))
             parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    return held
+    return saved
 
 
 def _numpy_state() -> Any:
@@ -62,7 +62,7 @@ def _numpy_state() -> Any:
 
 
 class _Attributes:
-    """The plain values and containers that a module holds besides its tensors and submodules."""
+    """A copy of a module's plain attributes and containers, without its tensors and submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -78,10 +78,10 @@ class _Attributes:
         self._names = set(vars(module))
 
     def restore(self) -> None:
-        held = vars(self._module)
-        held.update(self._values)
-        for name in [name for name in held if name not in self._names]:
-            del held[name]
+        attributes = vars(self._module)
+        attributes.update(self._values)
+        for name in [name for name in attributes if name not in self._names]:
+            del attributes[name]
         for container, content in self._contents:
             container.clear()
             if isinstance(container, (list, deque)):
@@ -91,26 +91,28 @@ class _Attributes:
 
 
 class _Buffers:
-    """Copies of the buffers of modules, up to 1 GiB; what a forward has written to is put back."""
+    """Copies of the modules' buffers, up to 1 GiB, to undo what a forward writes to them."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._held: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []
-        room = _MAX_BUFFER_BYTES
+        remaining_bytes = _MAX_BUFFER_BYTES
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer.device.type == "meta":
                     continue
                 stored = strided_values(buffer.detach())
-                room -= stored.nbytes
-                values = stored.clone() if room >= 0 else None
+                remaining_bytes -= stored.nbytes
+                values = stored.clone() if remaining_bytes >= 0 else None
                 self._held.append((module, name, buffer, values))
 
     @torch.no_grad()
     def restore(self) -> None:
         for module, name, buffer, values in self._held:
-            # A forward may put another tensor in its place.
+            # A forward may have replaced the buffer by another tensor.
             if module._buffers.get(name) is not buffer:
                 module._buffers[name] = buffer
-            if values is not None:  # torch does not count the writes of batch norms as versions
+            if (
+                values is not None
+            ):  # batch norm's own writes do not raise the version, so this must not either
                 with torch.autograd._unsafe_preserve_version_counter(buffer):
                     strided_values(buffer).copy_(values)

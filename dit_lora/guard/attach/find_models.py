@@ -1,4 +1,4 @@
-"""Find which models an optimizer trains, and the names of what it holds."""
+"""Find which models an optimizer trains, and the names of its parameters."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.numerics.dtensors import stock_class
 
 Models = dict[str, nn.Module]
-"""Models by the prefix of their parameters' names, which is empty for one that is alone."""
+"""Models by the prefix of their parameters' names, which is empty for a single model."""
 
 
 def trained_models(
@@ -19,29 +19,37 @@ def trained_models(
     through: Sequence[nn.Module] = (),
     required: nn.Module | None = None,
 ) -> Models:
-    """Return, in their order, the models whose parameters the optimizers hold, and those that a loss comes `through`.
+    """Models with parameters in the optimizers, and those in `through`, which a loss passes through, in order.
 
-    What they hold of no model (a textual inversion's vector, say) makes one more, which is never called.
-    Raises `DitLoraError` if they hold nothing of the one that is `required`.
+    Optimizer parameters outside every model (a textual inversion's vector, say) form an extra model, which is never
+    called.
+
+    Raises:
+        DitLoraError: If the optimizers hold no parameter of `required`.
     """
-    held = {id(p): p for one in optimizers for group in one.param_groups for p in group["params"]}
+    remaining = {
+        id(p): p
+        for candidate in optimizers
+        for group in candidate.param_groups
+        for p in group["params"]
+    }
     named: list[nn.Module] = []
     for model in models:
-        own_ids = {id(p) for p in model.parameters()} & held.keys()
-        if own_ids or any(model is one for one in through):
+        model_ids = {id(p) for p in model.parameters()} & remaining.keys()
+        if model_ids or any(model is candidate for candidate in through):
             named.append(model)
         elif model is required:
             raise DitLoraError(
                 f"Guard: the optimizer holds no parameter of the {_name(model)}; give the model and the "
                 "optimizer that trains it, under Accelerate both as accelerator.prepare returned them"
             )
-        # A parameter that models share counts for the first of them.
-        held = {key: p for key, p in held.items() if key not in own_ids}
+        # A parameter shared by several models belongs to the first of them.
+        remaining = {key: p for key, p in remaining.items() if key not in model_ids}
     named_models = {f"{name}.": model for name, model in zip(_unique(named), named, strict=True)}
-    if held:
+    if remaining:
         loose = nn.Module()
-        for number, parameter in enumerate(held.values()):
-            # In a module, which is never called, they have names as all others do.
+        for number, parameter in enumerate(remaining.values()):
+            # Put them in a module, which is never called, so that they have names like all other parameters.
             loose.register_parameter(f"parameter_{number}", parameter)
         named_models["optimizer."] = loose
     if len(named_models) > 1:
@@ -50,31 +58,36 @@ def trained_models(
 
 
 def parts_of(models: Models, called: Sequence[nn.Module]) -> Models:
-    """Return what is called by itself and is a part of one of the models, by the prefix of its parameters' names."""
-    wanted = {id(module) for module in called} - {id(model) for model in models.values()}
+    """Submodules of the models that the loop calls directly, by the prefix of their parameters' names."""
+    part_ids = {id(module) for module in called} - {id(model) for model in models.values()}
     return {
         f"{prefix}{name}.": module
         for prefix, model in models.items()
         for name, module in model.named_modules()
-        if id(module) in wanted
+        if id(module) in part_ids
     }
 
 
 def held_parameters(
     models: Models, optimizers: Sequence[Any], trained: Collection[int]
 ) -> dict[str, nn.Parameter]:
-    """Return what the optimizers train, by name; `trained` are ids of what they have trained before."""
-    held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    """The parameters that the optimizers train, by name; `trained` holds ids of those trained before."""
+    optimizer_ids = {
+        id(p)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     return {
         prefix + name: parameter
         for prefix, model in models.items()
         for name, parameter in model.named_parameters()
-        if id(parameter) in held and (parameter.requires_grad or id(parameter) in trained)
+        if id(parameter) in optimizer_ids and (parameter.requires_grad or id(parameter) in trained)
     }
 
 
 def trainable_parameters(models: Models) -> dict[str, nn.Parameter]:
-    """Return what wants a gradient, by name: DeepSpeed's optimizer holds copies."""
+    """All parameters that require a gradient, by name. For DeepSpeed, whose optimizer holds copies."""
     return {
         prefix + name: parameter
         for prefix, model in models.items()
@@ -88,10 +101,10 @@ def _name(model: nn.Module) -> str:
 
 
 def _unique(models: Sequence[nn.Module]) -> list[str]:
-    """Return class names, numbered from the second of a kind on."""
+    """Class names, with a number from the second model of a class on."""
     names: list[str] = []
     for model in models:
         name = _name(model)
-        again = sum(earlier.split("_")[0] == name for earlier in names)
-        names.append(f"{name}_{again + 1}" if again else name)
+        count = sum(earlier.split("_")[0] == name for earlier in names)
+        names.append(f"{name}_{count + 1}" if count else name)
     return names

@@ -1,8 +1,8 @@
-"""Look at the gradients and weights of one optimizer with as few operations and reads as possible.
+"""Check the gradients and weights of one optimizer with as few operations and device reads as possible.
 
-On a CPU an operation on a small tensor costs as much as its dispatch, so small tensors are looked at as one: joining
-200 of them takes a tenth of the time of 200 norms. Tensors that differ in their first dimension alone are joined as
-they are, which takes a third of the time of joining them flattened.
+On a CPU an operation on a small tensor costs as much as its dispatch, so small tensors are joined and checked as one:
+joining 200 of them takes a tenth of the time of 200 norms. Tensors that differ only in their first dimension are
+joined without flattening, which takes a third of the time of joining them flattened.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -32,7 +32,11 @@ _NUM_ADDRESS_GROUPS = 8  # groups of weights; the addresses of one group are com
 
 
 def check_names(names: Collection[str]) -> frozenset[str]:
-    """The checks of these names. Raises `DitLoraError` that lists the known ones for any other."""
+    """The checks with these names, as a set.
+
+    Raises:
+        DitLoraError: If a name is not in `CHECKS`.
+    """
     unknown = [name for name in names if name not in CHECKS]
     if isinstance(names, str) or unknown:
         raise DitLoraError(f"checks are some of {', '.join(CHECKS)}; got {names!r}")
@@ -50,12 +54,12 @@ def _peak(tensors: Sequence[torch.Tensor]) -> float:
 def largest_magnitude(tensors: Iterable[torch.Tensor]) -> float:
     """Largest magnitude among tensors of any kind and size; NaN if any value is NaN."""
     joined: list[torch.Tensor] = []
-    others: list[torch.Tensor] = []
+    separate: list[torch.Tensor] = []
     for tensor in tensors:
         is_plain = type(tensor) is torch.Tensor and tensor.dtype is torch.float32
         is_small = is_plain and tensor.is_cpu and tensor.numel() <= _SMALL
-        (joined if is_small and tensor.layout is torch.strided else others).append(tensor)
-    peaks = [_peak(others)]
+        (joined if is_small and tensor.layout is torch.strided else separate).append(tensor)
+    peaks = [_peak(separate)]
     for start in range(0, len(joined), _MAX_JOINED):
         flat = torch._C._nn.flatten_dense_tensors(joined[start : start + _MAX_JOINED])  # type: ignore[attr-defined]
         peaks.append(float(flat.abs().max()) if flat.numel() else 0.0)
@@ -101,10 +105,10 @@ class _Peaks:
 
 
 class OptimizerChecks:
-    """The gradients and weights of what one optimizer trains.
+    """Checks of the gradients and weights that one optimizer trains.
 
     Args:
-        parameters: What it trains, by name.
+        parameters: The trained parameters, by name.
         optimizer: The optimizer, which may hold frozen parameters too.
         checked: Ids of parameters that were checked before, and so were finite once.
     """
@@ -115,23 +119,23 @@ class OptimizerChecks:
         optimizer: Any,
         checked: Collection[int] = (),
     ) -> None:
-        # A weight that is not finite from the start is the loop's own affair, a mask say.
+        # A weight that is not finite from the start is intended by the loop, for example a mask.
         self.not_checked = [
             name for name, p in parameters if id(p) not in checked and not is_finite_any(p)
         ]
         skipped = set(self.not_checked)
         self.parameters = [(name, p) for name, p in parameters if name not in skipped]
-        held = [p for _, p in self.parameters]
+        checked_parameters = [p for _, p in self.parameters]
         trained = {id(p) for _, p in parameters}
         groups = getattr(optimizer, "param_groups", ())
         self._frozen = [p for group in groups for p in group["params"] if id(p) not in trained]
         self._turn = 0
-        small = [p for p in held if p.numel() <= _SMALL]
+        small = [p for p in checked_parameters if p.numel() <= _SMALL]
         self._groups = _groups_to_join(small)
         self._small = [p for group in self._groups for p in group]
-        self._large = [p for p in held if p.numel() > _SMALL]
-        self._peaks = _Peaks(held)
-        dtypes = {p.dtype for p in held}
+        self._large = [p for p in checked_parameters if p.numel() > _SMALL]
+        self._peaks = _Peaks(checked_parameters)
+        dtypes = {p.dtype for p in checked_parameters}
         self._can_join = (
             self._peaks.is_plain_on_cpu
             and len(dtypes) == 1
@@ -148,13 +152,13 @@ class OptimizerChecks:
 
     @property
     def has_unfrozen(self) -> bool:
-        """True if a parameter has a gradient that was frozen when this was made."""
+        """True if a parameter that was frozen at construction now has a gradient."""
         return bool(self._frozen) and any(p.grad is not None for p in self._frozen)
 
     def gradients_are_healthy(self) -> bool:
-        """True if all gradients of now are finite, not all zero, and small enough to be squared in fp32.
+        """True if all current gradients are finite, not all zero, and small enough to be squared in fp32.
 
-        The usual case in as few operations as possible; False where `gradient_peak` has to look closer.
+        The usual case in as few operations as possible; False means that `gradient_peak` has to be computed.
         """
         if not self._can_join:
             return False
@@ -162,7 +166,7 @@ class OptimizerChecks:
         try:
             for group in self._groups:
                 joined = self._joined_gradients(group)
-                # Not finite where one value is not, and no smaller than the largest.
+                # The norm is not finite if any value is not, and it is at least the largest magnitude.
                 norms += float(torch.linalg.vector_norm(joined)) if joined is not None else 0.0
         except (RuntimeError, NotImplementedError):  # sparse gradients, or several dtypes
             return False
@@ -172,40 +176,42 @@ class OptimizerChecks:
         return 0 < norms < SQUARE_LIMIT
 
     def _joined_gradients(self, group: list[nn.Parameter]) -> torch.Tensor | None:
-        """The gradients of a group of parameters as one tensor; None where there are none."""
-        # One number has no dimension to be joined along.
+        """The gradients of a group of parameters as one tensor; None if there are none."""
+        # Scalars have no dimension to concatenate along.
         join = torch.cat if group[0].ndim else torch.stack
         if not self._lacks_gradients:
             try:
                 return join(list(map(_GRADIENT, group)))
-            except TypeError:  # of None: what gets no gradient now will often get none
+            except TypeError:  # a gradient is None, and will probably be None in later steps too
                 self._lacks_gradients = True
         grads = [grad for p in group if (grad := p.grad) is not None]
         return join(grads) if grads else None
 
     def gradient_peak(self) -> float:
-        """Largest magnitude of the gradients of now; 0 where there are none, NaN where one has a NaN."""
+        """Largest magnitude of the current gradients; 0 without gradients, NaN if any value is NaN."""
         small = [grad for p in self._small if (grad := p.grad) is not None]
         large = [grad for p in self._large if (grad := p.grad) is not None]
         with torch.no_grad():
             return self._peaks.of(small, large)
 
     def gradient_is_bad(self, peak: float) -> bool:
-        """True for NaN and Inf, and for finite gradients that an optimizer with second moments squares to Inf."""
+        """True for NaN and Inf, and for finite gradients whose square overflows in an optimizer with second
+        moments.
+        """
         if not isfinite(peak):
             return True
         return peak > SQUARE_LIMIT and self._squares and not self._is_wide()
 
     def note_bad_gradients(self) -> None:
-        """Note which gradients are bad, before clipping spreads one NaN to all of them."""
+        """Record which gradients are bad, before clipping spreads one NaN to all of them."""
         self.clipped_names = self.bad_gradients()
 
     def forget(self) -> None:
-        """Drop what is known of gradients: the loop has dropped or renewed them."""
+        """Drop recorded bad gradients, after the loop has cleared or recomputed its gradients."""
         self.clipped_names = []
 
     def bad_gradients(self) -> list[str]:
-        """Names of the parameters whose gradient is bad; slow, for failed steps."""
+        """Names of the parameters whose gradient is bad. Slow; used for failed steps."""
         return [
             name
             for name, p in self.parameters
@@ -221,14 +227,17 @@ class OptimizerChecks:
             self._view_weights()
         if self._views:
             flat = torch.cat(self._views)
-            # A finite norm says the same in half the time; squares overflow before the weights do.
+            # A norm takes half the time of a maximum. Squares overflow before weights do, hence the second check.
             norm = float(torch.linalg.vector_norm(flat))
             if not isfinite(norm) and not isfinite(float(flat.abs().max())):
                 return False
         return not self._unjoined or isfinite(self._peaks.of([], self._unjoined))
 
     def _views_are_current(self) -> bool:
-        """False if a weight was given other memory with `.data`. Each call checks the first and an eighth of them."""
+        """False if a weight has been moved to other memory with `.data`.
+
+        Each call checks the first weight and an eighth of all weights.
+        """
         if not self._viewed:
             return False
         self._turn = (self._turn + 1) % _NUM_ADDRESS_GROUPS
@@ -255,7 +264,7 @@ class OptimizerChecks:
 
 
 def _groups_to_join(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters by the dimensions in which tensors that are joined along the first must agree."""
+    """Group parameters by number of dimensions and trailing shape, so that each group can be concatenated."""
     groups: dict[tuple[int, torch.Size], list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.ndim, parameter.shape[1:]), []).append(parameter)
@@ -263,6 +272,6 @@ def _groups_to_join(parameters: Sequence[nn.Parameter]) -> list[list[nn.Paramete
 
 
 def _squares_gradients(optimizer: Any) -> bool:
-    """True for optimizers that divide by the root of a second moment: they have an `eps`."""
+    """True for optimizers that divide by the root of a second moment, which have an `eps`."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return "eps" in getattr(inner, "defaults", {})

@@ -1,4 +1,4 @@
-"""Look for NaN and Inf in values of any layout, dtype and nesting, and describe what holds them."""
+"""Find NaN and Inf in values of any layout, dtype and nesting, and describe where they are."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,11 +12,11 @@ from dit_lora.numerics.layouts import strided_values
 
 _MAX_NAMED = 5
 SQUARE_LIMIT = 1.8e19
-"""Magnitudes from here on overflow when an fp32 optimizer squares them: the square root of fp32's largest number."""
+"""Square root of fp32's largest number: larger gradients overflow when an optimizer squares them in fp32."""
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor of any layout or dtype as a strided real tensor; this rank's part of a sharded one."""
+    """The values of a tensor of any layout or dtype as a strided real tensor; the local shard of a sharded tensor."""
     values = strided_values(local(tensor.detach()))
     if values.is_complex():
         values = torch.view_as_real(values)
@@ -24,7 +24,7 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_finite_any(tensor: torch.Tensor) -> bool:
-    """True if a tensor of any layout has finite values only."""
+    """True if all values of a tensor of any layout are finite."""
     return tensor.device.type == "meta" or is_finite(plain_values(tensor))
 
 
@@ -37,9 +37,9 @@ def find_bad_tensors(value: Any, tolerated: Collection[str], scalars: Collection
     """Describe the tensors in a value that are not finite.
 
     Args:
-        value: What is saved: a module, a state dict, a dict of these.
-        tolerated: Names of weights and buffers that held infinity when the guard began, such as masks of -inf.
-        scalars: Names of weights and buffers that are one number. Other numbers, such as best scores, may be infinite.
+        value: The object to save: a module, a state dict, a dict of these.
+        tolerated: Names of weights and buffers that held infinity when the guard started, such as masks of -inf.
+        scalars: Names of scalar weights and buffers. Other scalars, such as best scores, may be infinite.
     """
     bad = []
     for path, tensor in iter_tensors(value):
@@ -54,13 +54,13 @@ def find_bad_tensors(value: Any, tolerated: Collection[str], scalars: Collection
 
 
 def name_bad_tensors(bad: Collection[str]) -> str:
-    """Join the first descriptions and count the others."""
-    shown = ", ".join(list(bad)[:_MAX_NAMED])
-    return shown + (f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else "")
+    """Join the first five descriptions and count the rest."""
+    text = ", ".join(list(bad)[:_MAX_NAMED])
+    return text + (f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else "")
 
 
 def names_with_infinity(model: torch.nn.Module) -> list[str]:
-    """Names of weights and buffers that hold Inf and no NaN, as masks do."""
+    """Names of weights and buffers that hold Inf but no NaN, as masks do."""
     named = [*model.named_parameters(), *model.named_buffers()]
     bad = [(name, plain_values(tensor)) for name, tensor in named if not is_finite_any(tensor)]
     return [name for name, values in bad if not bool(values.isnan().any())]

@@ -1,4 +1,4 @@
-"""Frozen weights and buffers of a loop that is not ours, which may have reasons of its own to write to them."""
+"""Detect damaged frozen weights and buffers in loops that may write to some of them on purpose."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -7,29 +7,29 @@ from torch import Tensor, nn
 from dit_lora.guard.frozen import Digests, FrozenRecord, changed_between
 
 _FEW = 8
-"""More tensors than these, written to by code, are no damage: an adapter was fused into them, say."""
+"""If code wrote to more tensors than this, it was intended, for example by fusing an adapter."""
 _AT_ONCE = 2
-"""More tensors than these, changed without a trace, are no damage either: bad memory is in one place."""
+"""If more tensors than this changed without a recorded write, it was intended too: bad memory is local."""
 
 
 class LoopRecord(FrozenRecord):
-    """The digests of frozen weights and buffers, without those that the loop itself changes.
+    """Digests of the frozen weights and buffers that the loop itself does not change.
 
-    The loop's own are buffers that a call of the model writes to, what differs after a healthy step, such as counters
-    and scales, and what code has written to since in many places at once. Memory that goes bad leaves no trace in a
-    tensor's version.
+    Excluded are buffers that a model call writes to, tensors that differ after a healthy step, such as counters and
+    scales, and tensors that code changed later in many places at once. Faulty memory changes a tensor without raising
+    its version counter.
     """
 
     def __init__(self, model: nn.Module, trained: Collection[int]) -> None:
         self._trained = trained
-        """Ids of what is trained in turns, as in a GAN, and so is frozen now and then."""
+        """Ids of parameters that are trained and frozen in turns, as in a GAN."""
         super().__init__(model)
         self._versions = self._at_call = self._versions_now()
         self._addresses = self._addresses_at_call = self._addresses_now()
         self._loops_own: set[str] = set()
         self._after_first: Digests | None = None
         self.is_settled = False
-        """True once it is known what healthy steps change."""
+        """True once the tensors that healthy steps change are known."""
 
     def _untrained(self) -> Iterator[tuple[str, Tensor]]:
         in_turns = {
@@ -41,21 +41,22 @@ class LoopRecord(FrozenRecord):
         self._at_call, self._addresses_at_call = self._versions_now(), self._addresses_now()
 
     def call_ends(self) -> None:
-        """Leave out the buffers that the model has written to since its call began: its own work, healthy or not."""
+        """Exclude the buffers that the model has written to since its call started, healthy or not."""
         written = _differing(self._at_call, self._versions_now())
         written |= _differing(self._addresses_at_call, self._addresses_now())
-        # Not weights: gathering shards and offloading put others in their place while the model runs.
+        # Only buffers: sharding and offloading replace the weights' storage while the model runs.
         self._loops_own |= {name for name in written if name.startswith("buffer ")}
 
     def settle(self) -> None:
-        """Leave out, from now on, what a healthy step has changed; a weight that it changed without a trace, only if
-        the next healthy step does so too.
+        """Exclude the tensors that a healthy step has changed.
+
+        A weight that changed without a recorded write is excluded only if the next healthy step changes it too.
         """
         altered = set(super()._altered())
         if self._after_first is not None:
             self._loops_own.update(changed_between(self._after_first, self._taken()))
-        elif once := {n for n in self._damaged(altered) if n.startswith("weight ")}:
-            self._loops_own |= altered - once
+        elif untraced := {n for n in self._damaged(altered) if n.startswith("weight ")}:
+            self._loops_own |= altered - untraced
             self._after_first = self._taken()
             return
         else:
@@ -63,34 +64,36 @@ class LoopRecord(FrozenRecord):
         self._after_first, self.is_settled = None, True
 
     def is_damaged(self) -> bool:
-        """Return True if a tensor changed although no code wrote it and no step failed. Others are the loop's."""
+        """True if a tensor changed although no code wrote to it and no step failed. Other changes are excluded from
+        now on.
+        """
         altered = set(super()._altered()) - self._loops_own
         damaged = self._damaged(altered)
         self._loops_own |= altered - damaged
         return bool(damaged)
 
     def is_own(self, described: str) -> bool:
-        """Return True if what is described, by its kind and name first, is the loop's own."""
+        """True if the described tensor, "<kind> <name> ...", is changed by the loop itself."""
         kind, name, *_ = described.split(" ")
         return f"{kind} {name}" in self._loops_own
 
     def _damaged(self, altered: set[str]) -> set[str]:
-        """Return what memory alone can have altered."""
+        """The altered tensors that only faulty memory can explain."""
         return _few(altered - self._traced(altered), _AT_ONCE)
 
     def _traced(self, altered: set[str]) -> set[str]:
-        """Return where code has left a trace.
+        """The altered tensors that code has written to.
 
-        Code that writes past the version, by `.data`, as averages and fused adapters do, writes to many tensors at
-        once or puts new ones in their place.
+        Code that bypasses the version counter with `.data`, such as averages and fused adapters, writes to many
+        tensors at once or replaces their storage.
         """
         moved = _differing(self._addresses, self._addresses_now())
-        # Tensors that move and keep their bits were offloaded, say: then an address is no trace.
+        # Tensors that move but keep their bits were offloaded, for example: then a new address proves no write.
         replaced = moved if moved - self._loops_own <= altered else set()
         return altered & (replaced | _differing(self._versions, self._versions_now()))
 
     def _altered(self) -> list[str]:
-        """Name what has other bits than at the start and is not the loop's own, when a step has tripped."""
+        """Names of tensors with changed bits that the loop does not change itself, for a failed step."""
         names = [name for name in super()._altered() if name not in self._loops_own]
         altered = set(names)
         suspect = self._damaged(altered) | _few(self._traced(altered), _FEW)

@@ -37,14 +37,14 @@ from dit_lora.guard.gate import ACCELERATED, NonFiniteError
 from dit_lora.guard.suspects import Suspects
 from dit_lora.patching import is_a
 
-if TYPE_CHECKING:  # the guard needs torch alone
+if TYPE_CHECKING:  # the guard needs only torch
     from accelerate import Accelerator
 
 _ANCHOR = "_dit_lora_guard"
 
 
 class _Anchor:
-    """Keeps a guard alive as long as its optimizer. Copies and pickles of the optimizer hold None in its place."""
+    """Keeps a guard alive as long as its optimizer. Copies and pickles of the optimizer contain None instead."""
 
     def __init__(self, guard: "Guard") -> None:
         self.guard = guard
@@ -57,7 +57,7 @@ class _Anchor:
 
 
 class _GatedMethod:
-    """Stands in for the `step` of a schedule or an average: it does nothing for a step that was skipped."""
+    """Wraps the `step` of a schedule or an average, which does nothing for a skipped step."""
 
     def __init__(self, owner: Any, is_shut: Callable[[Any], bool]) -> None:
         self._owner = weakref.ref(owner)
@@ -72,7 +72,7 @@ class _GatedMethod:
 
 
 class Guard:
-    """Watches the models and optimizers of a loop. Make it with `attach`."""
+    """Watches the models and optimizers of a loop. Create it with `attach` or `watch`."""
 
     def __init__(
         self,
@@ -133,10 +133,10 @@ class Guard:
         checks: Collection[str] = CHECKS,
         loader: Any = None,
     ) -> "Guard":
-        """Guard a loop whose model and optimizer `accelerator.prepare` has returned; `watch` is for plain PyTorch.
+        """Guard a loop whose model and optimizer `accelerator.prepare` has returned; for plain PyTorch see `watch`.
 
-        Everything that the optimizer holds is guarded, and every model that a loss of the first step comes through. A
-        skipped step is gone: its other samples wait for the next epoch, and a bad sample stays in the loop's dataset.
+        Guards every parameter of the optimizer, and every model that the loss of the first step passes through. The
+        samples of a skipped step are not repeated before the next epoch, and a bad sample stays in the loop's dataset.
 
         Args:
             accelerator: The loop's `Accelerator`.
@@ -145,12 +145,12 @@ class Guard:
             lr_scheduler: A schedule that Accelerate has not prepared, or a list: a skipped step does not advance it.
             ema: An average with a `step` method, as Diffusers' `EMAModel`: a skipped step does not advance it.
             config: A `LoopConfig`, or a `LadderConfig`, whose default ladder ends in a stop.
-            folder: Gets guard.json, events.jsonl, bundles, statistics and, at a stop, the last good weights.
-            checks: The checks to make, by default all of `CHECKS`.
-            loader: Not needed any more: every DataLoader of the process is followed.
+            folder: Receives guard.json, events.jsonl, bundles, statistics and, at a stop, the last good weights.
+            checks: The checks to run, by default all of `CHECKS`.
+            loader: No longer needed: every DataLoader of the process is followed.
 
         Raises:
-            DitLoraError: For a model that the optimizer holds nothing of, and settings out of bounds.
+            DitLoraError: If the optimizer holds no parameter of a model, or a setting is out of bounds.
         """
         models = _listed(model)
         if not models:
@@ -180,17 +180,17 @@ class Guard:
         loader: Any = None,
         scaler: Any = None,
     ) -> "Guard":
-        """Guard a loop in plain PyTorch: its `optimizer.step`, with a closure or a gradient scaler too.
+        """Guard a loop in plain PyTorch: its `optimizer.step`, with or without a closure or a gradient scaler.
 
-        Over a process group, as in DDP, all ranks agree.
+        In a process group, as with DDP, all ranks take the same decision for each step. The arguments not listed here
+        are those of `attach`.
 
         Args:
-            model: The model or a list; None for those that a loss of the first step comes through.
+            model: The model or a list; None for the models that the loss of the first step passes through.
             optimizer: The optimizer or a list.
-            scaler: Not needed any more: a `torch.amp.GradScaler` is followed by itself. It keeps its own check; a step
-                that it skips because an output is not finite is diagnosed.
-
-        The other arguments are those of `attach`.
+            scaler: No longer needed: a `torch.amp.GradScaler` is followed automatically. It keeps its own check; a
+                step that
+                it skips because an output is not finite is diagnosed.
         """
         return cls.over(
             None,
@@ -217,18 +217,18 @@ class Guard:
         checks: Collection[str] = CHECKS,
         discovery: ModelDiscovery | None = None,
     ) -> "Guard":
-        """Guard a loop with an accelerator or without, and models that are named or not.
+        """Guard a loop with or without an accelerator, and with or without named models.
 
-        `discovery` has looked for models before there was a guard.
+        `discovery` may have searched for models before the guard existed.
         """
-        wrong = [type(model).__name__ for model in models if not isinstance(model, nn.Module)]
-        if wrong:
-            raise DitLoraError(f"Guard: model is a torch.nn.Module; got {', '.join(wrong)}")
-        held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        if not held:
+        wrong_types = [type(model).__name__ for model in models if not isinstance(model, nn.Module)]
+        if wrong_types:
+            raise DitLoraError(f"Guard: model is a torch.nn.Module; got {', '.join(wrong_types)}")
+        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        if not parameters:
             raise DitLoraError("Guard: there is no optimizer that holds a parameter; got none")
-        host = Host(accelerator, held[0].device)
-        host.look_for_ranks(held)
+        host = Host(accelerator, parameters[0].device)
+        host.look_for_ranks(parameters)
         guard = cls(
             host,
             models,
@@ -244,17 +244,17 @@ class Guard:
 
     @property
     def step(self) -> int:
-        """The optimizer step under way, counted from 1."""
+        """Number of the current optimizer step, from 1."""
         return self._steps.number
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The records of events.jsonl, one dict a line."""
+        """The records of events.jsonl, one dict per line."""
         return self._recovery.events
 
     @property
     def suspects(self) -> Suspects:
-        """The part of the first model that a diagnosis may look at and switch off."""
+        """The diagnosis context of the first model: the parts that a diagnosis may inspect and switch off."""
         return next(iter(self._watched.suspects.values()))
 
     @contextmanager
@@ -263,8 +263,8 @@ class Guard:
     ) -> Iterator[None]:
         """Name the samples of the forward passes inside the context, in the order of their rows.
 
-        A replay puts `generator` back where it is now; torch's own generators are put back anyway. For an index that
-        no embedding table of the model has, a line names the sample before the error is raised (on a CPU; a GPU ends
+        A replay restores `generator` to its current state; torch's global generators are restored in any case. If an
+        index exceeds a model's embedding table, the sample is named before the error is raised (on a CPU; a GPU ends
         the process).
         """
         self._watched.log.given_names = tuple(ids)
@@ -283,19 +283,21 @@ class Guard:
             self._watched.draw_from(None)
 
     def before_save(self, saved: Any = None) -> None:
-        """Put the last good state back if trained weights are bad, and say what in `saved` is not finite.
+        """Restore the last good state if trained weights are bad, and report values in `saved` that are not finite.
 
-        `torch.save` and safetensors do this by themselves while a guard lives; call it before saving in another way.
-        Not collective: of several ranks, the one that saves may call it alone.
+        `torch.save` and safetensors do this automatically while a guard lives; call it before saving in another way.
+        Not collective: the rank that saves may call it without the others.
         """
         self._steps.saving(saved, "what is saved")
 
     def before_clipping(self) -> None:
-        """Call it before clipping by a function other than `clip_grad_norm_`, so that the bad gradient is named."""
+        """Call this before clipping with a function other than `clip_grad_norm_`, so that the bad gradient is
+        named.
+        """
         self._steps.before_clipping()
 
     def add_schedule(self, schedule: Any) -> None:
-        """Hold a learning rate schedule in skipped steps too, and take it back with the weights."""
+        """Hold a learning rate schedule in skipped steps too, and restore it together with the weights."""
         self._state.schedules.append(schedule)
         self._gate(schedule)
 
@@ -304,7 +306,7 @@ class Guard:
         return any(watched.inner is optimizer for watched in self._steps.optimizers)
 
     def detach(self) -> None:
-        """Release the loop, and say how many steps were not taken."""
+        """Stop guarding the loop, and report the number of steps that were not taken."""
         self._close()
         EVENTS.remove(self._steps)
         self._watched.stop()
@@ -313,19 +315,20 @@ class Guard:
             vars(_inner(optimizer)).pop(_ANCHOR, None)
 
     def require_finite(self) -> None:
-        """Call it before saving: what is trained, optimizer state and averages must be finite, unaltered and of use.
+        """Check before saving that weights, optimizer state and averages are finite and unaltered. Collective.
 
-        Collective. Puts the last good state back where it is not.
+        Restores the last good state if they are not.
 
         Raises:
-            NonFiniteError: On every rank, where no good state is held, or where memory has altered a frozen weight or
-                a buffer, of which no copy is held.
+            NonFiniteError: On every rank, if there is nothing good to restore, or if memory has altered a frozen
+                weight or a
+                buffer, which snapshots do not hold.
         """
         self._steps.require_finite()
         self._note()
 
     def check_state(self) -> None:
-        """Check like `require_finite`, but only log what cannot be put back. Collective."""
+        """Check like `require_finite`, but only log what cannot be restored. Collective."""
         contain_error(
             lambda: self._steps.require_finite(may_raise=False),
             "looking at what is trained",
@@ -334,19 +337,19 @@ class Guard:
         self._note()
 
     def closing_line(self) -> str | None:
-        """One line on the steps that were not taken; None if all were."""
+        """One line on the number of steps that were not taken; None if all were."""
         return self._recovery.budget.closing()
 
     def _watch(self, schedules: list[Any], ema: Averages | None) -> None:
-        accelerator, found, steps = self._host.accelerator, self._interceptions, self._steps
+        accelerator, interceptions, steps = self._host.accelerator, self._interceptions, self._steps
         if accelerator is not None:
-            found.method(accelerator, "end_training", self._end)
-            found.method(accelerator, "load_state", steps.load)
+            interceptions.method(accelerator, "end_training", self._end)
+            interceptions.method(accelerator, "load_state", steps.load)
             if self._host.under_deepspeed:
-                found.method(accelerator, "backward", steps.deepspeed_backward)
+                interceptions.method(accelerator, "backward", steps.deepspeed_backward)
         for watched in steps.optimizers:
-            found.method(watched.optimizer, "step", watched.step)
-            found.method(watched.optimizer, "load_state_dict", watched.loaded)
+            interceptions.method(watched.optimizer, "step", watched.step)
+            interceptions.method(watched.optimizer, "load_state_dict", watched.loaded)
             setattr(watched.inner, _ANCHOR, _Anchor(self))
         self._watched.on_survey = self._survey
         self._survey()
@@ -354,14 +357,14 @@ class Guard:
             self._gate(owner)
         self._state.ema = ema
         self._state.schedules = [*(accelerator._schedulers if accelerator else []), *schedules]
-        # The start is held, so that a fault in the first steps has something to go back to.
+        # Take a snapshot of the start, so that a failure in the first steps can be undone.
         if not self._host.under_deepspeed:  # its optimizer state is the engine's
             self._state.take(0)
         EVENTS.add(steps)
         EVENTS.follow_accelerate()
 
     def _gate(self, owner: Any) -> None:
-        """Let `owner.step` do nothing in a skipped step: neither the learning rate nor an average may move."""
+        """Make `owner.step` do nothing in a skipped step: neither the learning rate nor an average may move."""
         gated = _GatedMethod(owner, self._steps.is_gate_shut)
         self._gated.append(gated)
         self._interceptions.method(owner, "step", gated.step)
@@ -376,13 +379,13 @@ class Guard:
         )
 
     def _note(self, **facts: Any) -> None:
-        """Write how many steps were taken and lost so far."""
+        """Write the number of steps taken and lost so far."""
         budget = self._recovery.budget
         off = sorted(self._watched.switched_off)
         self._file.note(taken=budget.taken, lost=budget.lost, switched_off=off, **facts)
 
     def _warn_of_narrow_weights(self) -> None:
-        """Warn of fp16 weights, with which AdamW's eps of 1e-8 is 0 and 0 / 0 is NaN, and of bf16 ones."""
+        """Warn about fp16 weights, where AdamW's eps of 1e-8 is 0 and 0 / 0 is NaN, and about bf16 weights."""
         dtypes = {p.dtype for p in self._state.parameters.values()}
         if torch.float16 in dtypes:
             self._host.say(
@@ -398,11 +401,11 @@ class Guard:
         return original(*args, **kwargs)
 
     def _close(self) -> None:
-        """Say and write how many steps were not taken."""
+        """Log and write the number of steps that were not taken."""
         self._looks.end()
         self._note(ended=True)
         line = self.closing_line()
-        # Once: the end of training and `detach` may both come.
+        # Log once: the end of training and `detach` may both call this.
         if line and not self._has_closed:
             self._has_closed = True
             self._host.say(f"guard: {line}")
@@ -414,7 +417,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return one or several as a list; None is none."""
+    """The value as a list; None becomes an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,6 +1,6 @@
-"""`guard.json`, which says what the guards of a folder watch, and how many steps each has seen taken and lost.
+"""Write and read `guard.json`: what the guards of a folder watch, and how many steps each saw taken and lost.
 
-A folder may have had several: a script that was started again, or one with several loops.
+A folder may have several guards: from a script that was restarted, or from a script with several loops.
 """
 
 import logging
@@ -27,11 +27,11 @@ FORMAT = 1
 
 
 class GuardFile:
-    """The part of one guard in its folder's guard.json; the main process writes it."""
+    """One guard's entry in its folder's guard.json. The main process writes it."""
 
     def __init__(self, host: Host, folder: Path | None) -> None:
         self.id = secrets.token_hex(4)
-        """Tells this guard's events from those of others in the same folder."""
+        """Identifies this guard's events among those of other guards in the same folder."""
         self._host = host
         self._path = folder / NAME if folder is not None else None
         self._part: dict[str, Any] = {
@@ -48,50 +48,57 @@ class GuardFile:
         }
 
     def note(self, **facts: Any) -> None:
-        """Write what has become known. A folder that cannot be written is said once, and costs no run."""
+        """Update the entry and write it. If the folder cannot be written, logs that once and goes on."""
         self._part |= {"ranks": self._host.ranks, **facts}
         if self._path is None or self._host.rank != 0:
             return
-        starts = [one for one in starts_in(self._path.parent) if one["id"] != self.id]
-        whole = {"format": FORMAT, "starts": [*starts, self._part]}
+        starts = [entry for entry in starts_in(self._path.parent) if entry["id"] != self.id]
+        content = {"format": FORMAT, "starts": [*starts, self._part]}
         try:
-            write_whole(self._path, dumps(whole, indent=1) + "\n")
+            write_whole(self._path, dumps(content, indent=1) + "\n")
         except OSError as error:
             _LOG.warning("guard: cannot write %s: %s", self._path, error.strerror)
             self._path = None
 
 
 def starts_in(folder: Path) -> list[dict[str, Any]]:
-    """Return what guard.json says of each guard, in the order of their last word; nothing where it cannot be read."""
+    """The entries of guard.json, the most recently written last; empty if the file cannot be read."""
     try:
-        whole = parse_json(read_inside(folder, folder / NAME))
+        content = parse_json(read_inside(folder, folder / NAME))
     except (OSError, ValueError):
         return []
-    starts = whole.get("starts") if isinstance(whole, dict) else None
+    starts = content.get("starts") if isinstance(content, dict) else None
     if not isinstance(starts, list):
         return []
-    return [one for one in starts if isinstance(one, dict) and isinstance(one.get("id"), str)]
+    return [
+        entry for entry in starts if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+    ]
 
 
 def models_in_words(models: Models) -> list[dict[str, Any]]:
-    """Return each model by its class, with how many numbers it has and trains, in which dtypes."""
-    told = []
+    """Class, parameter counts and dtypes of each model, for guard.json."""
+    entries = []
     for prefix, model in models.items():
         parameters = list(model.parameters())
-        trained = [one for one in parameters if one.requires_grad]
-        dtypes = {str(one.dtype).removeprefix("torch."): None for one in trained or parameters}
-        told.append(
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        dtypes = {
+            str(parameter.dtype).removeprefix("torch."): None for parameter in trained or parameters
+        }
+        entries.append(
             {
                 "name": prefix.removesuffix(".") or stock_class(model).__name__,
                 "class": stock_class(model).__name__,
-                "parameters": sum(one.numel() for one in parameters),
-                "trained": sum(one.numel() for one in trained),
+                "parameters": sum(parameter.numel() for parameter in parameters),
+                "trained": sum(parameter.numel() for parameter in trained),
                 "dtypes": list(dtypes),
             }
         )
-    return told
+    return entries
 
 
 def optimizers_in_words(optimizers: Sequence[Any]) -> list[str]:
-    bare = (one.optimizer if is_a(one, ACCELERATED) else one for one in optimizers)
-    return [type(one).__name__ for one in bare]
+    unwrapped = (
+        optimizer.optimizer if is_a(optimizer, ACCELERATED) else optimizer
+        for optimizer in optimizers
+    )
+    return [type(optimizer).__name__ for optimizer in unwrapped]

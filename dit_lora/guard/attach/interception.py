@@ -1,8 +1,8 @@
-"""Intercept methods and functions without leaving a trace on the objects that a loop owns.
+"""Intercept methods and functions without changing the objects that a loop owns.
 
-Models and optimizers are pickled, deep-copied, scripted and inspected by the loops that own them. An attribute or a
-hook on the object itself would travel along. So a method is replaced on the class, once, by a function that asks a
-registry whether this very object is watched; every other object of the class, a deep copy included, runs the original.
+Loops pickle, deep-copy, script and inspect their models and optimizers. An attribute or a hook on the object itself
+would be copied too. So a method is replaced once on the class, by a function that looks up in a registry whether this
+object is watched. Every other object of the class, including a deep copy, runs the original.
 """
 
 import functools
@@ -34,7 +34,7 @@ def _skip_frame(function: Callable[..., Any]) -> None:
 
 
 class _WeakHandler:
-    """A bound method, held weakly; as `weakref.WeakMethod`, but asking it costs a tenth."""
+    """A weakly held bound method; like `weakref.WeakMethod`, at a tenth of the cost per access."""
 
     __slots__ = ("function", "owner")
 
@@ -68,7 +68,7 @@ class _ClassMethodPatch:
         if not self._is_own:
             cls, name = self.cls, self.name
 
-            # An inherited method is looked up at each call: somebody may replace it on the base class.
+            # Look up an inherited method at each call: other code may replace it on the base class.
             def original(self: Any, *args: Any, **kwargs: Any) -> Any:
                 return getattr(super(cls, self), name)(*args, **kwargs)
 
@@ -76,7 +76,7 @@ class _ClassMethodPatch:
 
         @functools.wraps(self._original)
         def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # dynamo evaluates is_compiling() to True, so that it traces the original alone.
+            # dynamo evaluates is_compiling() to True, so that it traces only the original.
             if is_compiling():
                 return original(self, *args, **kwargs)
             entry = handlers.get(id(self))
@@ -89,7 +89,7 @@ class _ClassMethodPatch:
                     call = functools.partial(handler.function, owner, call)
             return call(*args, **kwargs)
 
-        # Called as the first frame of a compiled region it runs as it is, and the frames below are compiled.
+        # As the first frame of a compiled region, this frame runs uncompiled and the frames below it are compiled.
         _skip_frame(replacement)
         return replacement
 
@@ -114,7 +114,7 @@ class _ClassMethodPatch:
             self._restore()
 
     def _restore(self) -> None:
-        # Somebody else may have patched on top of this one, which then passes every call on.
+        # If other code has patched on top of this patch, leave it: it passes every call on.
         if vars(self.cls).get(self.name) is self._replacement:
             if self._is_own:
                 setattr(self.cls, self.name, self._original)
@@ -127,16 +127,16 @@ _class_patches: dict[tuple[type, str], _ClassMethodPatch] = {}
 
 
 class Interceptions:
-    """The methods and functions that one guard intercepts; `undo` releases them in reverse order."""
+    """The methods and functions that one guard intercepts; `undo` restores them in reverse order."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def method(self, owner: Any, name: str, handler: Handler) -> None:
-        """Call `handler(original, ...)` in place of `owner.name(...)`, for this object only.
+        """Call `handler(original, ...)` instead of `owner.name(...)`, for this object only.
 
-        Where the object has an attribute of that name of its own, as an optimizer has once a schedule was made for
-        it, that attribute is replaced by a function with the same marks.
+        If the object has an instance attribute of that name, as an optimizer has once a schedule was created for it,
+        that attribute is replaced by a function with the same markers.
         """
         if name in vars(owner):
             self._attribute(owner, name, handler)
@@ -149,11 +149,11 @@ class Interceptions:
         self._undo.append(lambda: patch.remove(key, handler))
 
     def class_method(self, cls: type, name: str, handler: Handler) -> None:
-        """Call `handler(original, self, ...)` in place of a method of every object of the class."""
+        """Call `handler(original, self, ...)` instead of a method of every object of the class."""
         self._replace(cls, name, handler)
 
     def function(self, module: ModuleType, name: str, handler: Handler) -> None:
-        """Call `handler(original, ...)` in place of a module's function."""
+        """Call `handler(original, ...)` instead of a module's function."""
         self._replace(module, name, handler)
 
     def _replace(self, holder: Any, name: str, handler: Handler) -> None:
@@ -182,7 +182,7 @@ class Interceptions:
         self._undo.append(restore)
 
     def handle(self, handle: Any) -> None:
-        """Remove a torch hook with the rest."""
+        """Register a torch hook handle to be removed by `undo`."""
         self._undo.append(handle.remove)
 
     def undo(self) -> None:
@@ -194,7 +194,7 @@ class Interceptions:
         handlers = [_WeakHandler(handler)]
         owner_ref = weakref.ref(owner)
 
-        # `functools.wraps` keeps the marks that torch's schedules look for.
+        # `functools.wraps` keeps the attributes that torch's schedules look for.
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             live = handlers[0].owner() if handlers else None

@@ -1,6 +1,6 @@
-"""Report what a process's training loops do: backward passes, clipping, scaler steps, saves and batches.
+"""Report the events of a process's training loops: backward passes, clipping, scaler steps, saves and batches.
 
-These go through functions of torch, so they are intercepted once for all guards of a process, while any guard lives.
+These events go through functions of torch, which are intercepted once for all guards of a process, while any lives.
 """
 
 import os
@@ -24,7 +24,7 @@ from dit_lora.guard.gate import NonFiniteError
 
 
 class LoopListener(Protocol):
-    """One guard, as far as it follows these events."""
+    """The interface through which a guard receives these events."""
 
     def backward_begins(self, tensors: Any) -> None: ...
 
@@ -37,7 +37,7 @@ class LoopListener(Protocol):
     def scaler_step(
         self, scaler: Any, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Take the step of a scaler, or return NotImplemented for another guard's optimizer."""
+        """Handle the step of a scaler; NotImplemented for another guard's optimizer."""
 
     def saving(self, value: Any, path: str) -> None: ...
 
@@ -45,7 +45,7 @@ class LoopListener(Protocol):
 
 
 class LoopEvents:
-    """Passes the events of a process on to its guards."""
+    """Forwards the events of a process to its guards."""
 
     def __init__(self) -> None:
         self.batches = LoadedBatches()
@@ -59,8 +59,8 @@ class LoopEvents:
         """Called after each backward of the loop."""
 
     def add(self, listener: LoopListener) -> None:
-        """Tell a guard of everything that happens from now on."""
-        # A loop that drops its guard ends it.
+        """Notify a guard of every event from now on."""
+        # When the loop drops its guard, stop intercepting.
         self._listeners.append(weakref.ref(listener, lambda _ref: self._release()))
         self._install()
 
@@ -70,7 +70,7 @@ class LoopEvents:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Follow the loop inside the context, also before there is a guard."""
+        """Intercept the loop's functions inside the context, even before a guard exists."""
         self.hold()
         try:
             yield
@@ -93,30 +93,31 @@ class LoopEvents:
     def _install(self) -> None:
         if self._interceptions is not None:
             return
-        found = self._interceptions = Interceptions()
-        found.function(torch.autograd, "backward", self._backward)
+        interceptions = self._interceptions = Interceptions()
+        interceptions.function(torch.autograd, "backward", self._backward)
         clip = import_module("torch.nn.utils.clip_grad")
-        # A part of clip_grad_norm_, which scripts have often imported by its name already.
+        # Intercept a function inside clip_grad_norm_, since scripts have often imported clip_grad_norm_ itself by
+        # name.
         if hasattr(clip, "_get_total_norm"):
-            found.function(clip, "_get_total_norm", self._norm)
-        found.class_method(torch.amp.GradScaler, "step", self._scaler_step)
-        found.function(torch, "save", self._torch_save)
+            interceptions.function(clip, "_get_total_norm", self._norm)
+        interceptions.class_method(torch.amp.GradScaler, "step", self._scaler_step)
+        interceptions.function(torch, "save", self._torch_save)
         script = import_module("torch.jit._script")
         for name in ("save", "save_to_buffer"):  # what torch.jit.save goes through
             for kind in (script.ScriptModule, script.RecursiveScriptModule):
-                found.class_method(kind, name, self._script_save)
-        found.class_method(torch.nn.Module, "load_state_dict", self._load)
+                interceptions.class_method(kind, name, self._script_save)
+        interceptions.class_method(torch.nn.Module, "load_state_dict", self._load)
         if find_spec("safetensors") is not None:
             module = import_module("safetensors.torch")
-            found.function(module, "save_file", self._safetensors_save)
-            found.function(module, "safe_open", self._safetensors_open)
-            # What both of its ways to save go through, for scripts that have imported these by name already.
+            interceptions.function(module, "save_file", self._safetensors_save)
+            interceptions.function(module, "safe_open", self._safetensors_open)
+            # Both save functions go through this one, which also covers scripts that have imported them by name.
             if hasattr(module, "_flatten_as_ptr"):
-                found.function(module, "_flatten_as_ptr", self._safetensors_flatten)
+                interceptions.function(module, "_flatten_as_ptr", self._safetensors_flatten)
         numpy = sys.modules.get("numpy")
         for name in ("save", "savez", "savez_compressed") if numpy is not None else ():
-            found.function(numpy, name, self._numpy_save)  # type: ignore[arg-type]
-        self._loaders.follow(found)
+            interceptions.function(numpy, name, self._numpy_save)  # type: ignore[arg-type]
+        self._loaders.follow(interceptions)
 
     def _release(self) -> None:
         if self._interceptions is not None and not self._num_holders and not self._live():
@@ -137,7 +138,7 @@ class LoopEvents:
     def _backward(
         self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any
     ) -> None:
-        # A checkpointed block runs a backward of its own inside the loop's.
+        # A checkpointed block runs a nested backward inside the loop's.
         if torch._C._current_graph_task_id() != -1:
             original(tensors, *args, **kwargs)
             return
@@ -222,13 +223,13 @@ class LoopEvents:
         return original(file, *arrays, **named)
 
     def _save(self, value: Any, path: object) -> None:
-        if not self._is_saving:  # what a guard writes itself it has looked at
+        if not self._is_saving:  # the guard has already checked what it writes itself
             name = _file_name(path)
             self._each(lambda listener: listener.saving(value, name), "looking at what is saved")
 
     @contextmanager
     def own_save(self) -> Iterator[None]:
-        """Look at nothing that is saved inside the context."""
+        """Check nothing that is saved inside the context."""
         before, self._is_saving = self._is_saving, True
         try:
             yield
@@ -237,7 +238,7 @@ class LoopEvents:
 
 
 def _file_name(path: object) -> str:
-    """The path of a file, which may be open; empty for a buffer in memory."""
+    """The path of a file or open file; empty for a buffer in memory."""
     path = getattr(path, "name", path) if hasattr(path, "write") else path
     return str(path) if isinstance(path, (str, os.PathLike)) else ""
 

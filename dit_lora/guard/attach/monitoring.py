@@ -1,6 +1,6 @@
-"""Looks at healthy steps of a loop that is not ours: a preflight at the first, statistics of modules, spikes.
+"""Checks of healthy steps in any training loop: preflight at the first step, module statistics, loss spikes.
 
-Nothing of it changes a step, but that an attention backend which the preflight finds wrong is switched off.
+None of these changes a step, except that an attention backend that the preflight finds wrong is switched off.
 """
 
 import json
@@ -41,7 +41,7 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 class Looks:
-    """Every rank calls the same methods in the same order."""
+    """The optional checks of healthy steps. Every rank calls the same methods in the same order."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class Looks:
             raise DitLoraError(
                 "Guard: monitor_every writes statistics of modules to a folder, and none was given; give folder="
             )
-        wanted = [name for name in LOOKS if getattr(config, name)]
-        self.is_wanted = bool(wanted)
-        """False where none of the looks was asked for."""
-        if wanted and host.under_deepspeed:
+        enabled = [name for name in LOOKS if getattr(config, name)]
+        self.is_wanted = bool(enabled)
+        """False if none of these checks is enabled."""
+        if enabled and host.under_deepspeed:
             raise DitLoraError(
-                f"Guard: DeepSpeed's engine takes steps by itself, so there is no {', '.join(wanted)} under it; leave "
-                "it out"
+                f"Guard: DeepSpeed's engine takes steps by itself, so there is no {', '.join(enabled)} under it; "
+                "leave it out"
             )
         self._host = host
         self._watched = watched
@@ -72,13 +72,13 @@ class Looks:
         self._id = guard_id
         self._write = write
         self._monitor: Monitor | None = None
-        """The monitor of a step that is due, from its first call until the next step begins."""
+        """The monitor of the current step if it gets statistics, from its first call until the next step begins."""
         self._hooks = ExitStack()
         self._has_gradients = False
         self._updated = 0
-        """The step whose update is not looked at yet: several optimizers make it. 0 for none."""
+        """The step whose update is still to be measured, since several optimizers may make it. 0 for none."""
         self._written = 0
-        """The last step that has statistics."""
+        """The last step whose statistics were written."""
         self._spikes: SpikeDetector | None = None
         if config.spike_threshold is not None:
             self._spikes = SpikeDetector(
@@ -91,8 +91,8 @@ class Looks:
             listen(self._around)
 
     def call_begins(self, step: int) -> None:
-        """Hook the modules where this step is to have statistics."""
-        # What follows is no longer a part of the step that is looked at.
+        """Hook the modules if this step gets statistics."""
+        # This call belongs to the next step, so finish the measured one first.
         self.step_begins()
         is_due = self._every and step % self._every == 0
         # A closure may run several times within a step.
@@ -102,7 +102,7 @@ class Looks:
         self._hooks.enter_context(self._monitor.watching())
 
     def gradients(self, parameters: Parameters) -> None:
-        """Look at gradients as they are before clipping; once a step."""
+        """Measure the gradients before clipping, once per step."""
         if self._monitor is not None and not self._has_gradients:
             self._monitor.gradients()
             self._has_gradients = True
@@ -112,25 +112,25 @@ class Looks:
     def healthy(
         self, step: int, optimizer: Any, parameters: Parameters, losses: Sequence[torch.Tensor]
     ) -> None:
-        """Look at a step that is about to be taken. Collective."""
+        """Check a step that is about to be taken. Collective."""
         if self._wants_preflight:
             self._preflight(step, optimizer, parameters)
         if self._spikes is not None:
             self._observe(self._spikes, step, losses)
         self._norm = None
-        # The first of several optimizers ends the forward passes, and begins the update.
+        # With several optimizers, the first one ends the forward passes and starts the update.
         if self._monitor is not None and not self._updated:
             self._hooks.close()
             self._monitor.before_update()
             self._updated = step
 
     def left_out(self) -> None:
-        """Forget a step that tripped."""
+        """Discard the measurements of a failed step."""
         self._norm = None
         self._drop()
 
     def step_begins(self) -> None:
-        """Write the statistics of the step before, whose last optimizer has stepped. Collective."""
+        """Write the statistics of the previous step, whose last optimizer has stepped. Collective."""
         if not self._updated:
             return
         monitor, step = self._monitor, self._updated
@@ -144,9 +144,9 @@ class Looks:
             self._folder.mkdir(parents=True, exist_ok=True)
             append_line(self._folder / STATISTICS, json.dumps(line))
         if hidden:
-            shown = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if hidden[5:] else "")
-            words = f"the step is finite, but the output of {shown} is not: something hides it"
-            self._report(step, "hidden_infinity", words, cause="precision", module=hidden[0])
+            names = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if hidden[5:] else "")
+            message = f"the step is finite, but the output of {names} is not: something hides it"
+            self._report(step, "hidden_infinity", message, cause="precision", module=hidden[0])
 
     def end(self) -> None:
         leave(self._around)
@@ -164,15 +164,15 @@ class Looks:
         self._monitor, self._has_gradients, self._updated = None, False, 0
 
     def _norm_of(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of all gradients, fp32 scalar on the device."""
+        """Norm of all gradients over all ranks, as an fp32 scalar on the device."""
         if not gradients:
             return torch.zeros((), device=self._host.device)
-        parts = [local(one) for one in gradients]
+        parts = [local(gradient) for gradient in gradients]
         norms = [norm.to(self._host.device).float() for norm in torch._foreach_norm(parts, 2)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        if not any(isinstance(one, DTensor) for one in gradients):
+        if not any(isinstance(gradient, DTensor) for gradient in gradients):
             return norm
-        # Ranks hold parts: their squares add up.
+        # Ranks hold shards: add their squared norms.
         squares = norm.double().square()
         torch.distributed.all_reduce(squares)
         return squares.sqrt().float()
@@ -196,13 +196,13 @@ class Looks:
                 self._report(step, "spike", spike.words)
 
     def _preflight(self, step: int, optimizer: Any, parameters: Parameters) -> None:
-        """Check what the first healthy step shows. Each finding is a line; nothing is refused. Collective."""
+        """Check the first healthy step. Each failed check is logged; none stops the loop. Collective."""
         began = time.perf_counter()
         self._wants_preflight = False
         leave(self._around)
-        # Of several optimizers each has a step of its own, and gradients for it.
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        trained = [(name, p) for name, p in parameters.items() if id(p) in own]
+        # With several optimizers, each has its own steps, and gradients only for these.
+        optimizer_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = [(name, p) for name, p in parameters.items() if id(p) in optimizer_ids]
         attention, _ = attention_backends(self._attention, self._host.device)
         self._attention.clear()
         findings = [
@@ -218,23 +218,25 @@ class Looks:
         self._say(f"guard: {len(findings)} checks at the first healthy step, {seconds:.1f} s")
 
     def _switch_off(self, step: int, wrong: list[str]) -> None:
-        """Switch off on all ranks the backends that are wrong on any. Collective."""
+        """Switch off on all ranks the backends that are wrong on any rank. Collective."""
         switches = {switch.name: switch for switch in attention_switches()}
         for backend in sorted(set(self._host.gathered(wrong))):
             name = f"attention:{backend}"
             if name not in switches or name in self._watched.switched_off:
-                continue  # the last resort, or off already
+                continue  # `math`, which cannot be switched off, or off already
             switches[name].turn_off()
             self._watched.switched_off.add(name)
-            words = f"{name} differs from fp64 at this model's own calls; switched off for this run"
-            event = kernel_event(step, "preflight", words, name, cause="attention_backend")
+            message = (
+                f"{name} differs from fp64 at this model's own calls; switched off for this run"
+            )
+            event = kernel_event(step, "preflight", message, name, cause="attention_backend")
             self._write(replace(event, facts={"guard": self._id}))
-            self._say(f"guard: step {step}: {words}")
+            self._say(f"guard: step {step}: {message}")
 
     def _report(
         self, step: int, kind: str, words: str, cause: str = "unknown", **facts: str
     ) -> None:
-        """Say and write what stands out in a healthy step, about which nothing is done."""
+        """Log and write an observation about a healthy step, on which no action is taken."""
         verdict = {"cause": cause, "words": words, **facts}
         self._write(Event(step, kind, verdict, facts={"guard": self._id}))
         self._say(f"guard: step {step}: {words}")

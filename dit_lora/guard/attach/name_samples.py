@@ -1,4 +1,4 @@
-"""Names of the samples whose rows failed, as far as they are proven."""
+"""Name the samples of failed rows, where the match is proven."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +23,14 @@ _MAX_REPLACED = 64
 
 @dataclass
 class SampleNamer:
-    """Matches rows of a failed call with the items that loaders have handed out."""
+    """Matches rows of a failed call with the items that data loaders have returned."""
 
     batches: LoadedBatches
 
     def name(self, call: CapturedCall, part: SamplePart) -> str | None:
-        """The name of the sample that a part of an argument belongs to: the loop's own, or a proven dataset index."""
+        """Name of the sample that an argument's part belongs to: set by the loop, or a proven dataset index; else
+        None.
+        """
         if call.names and part.row is not None and len(call.names) == part.num_parts:
             return call.names[part.row]
         name = self.batches.find(part.values)
@@ -37,7 +39,7 @@ class SampleNamer:
     def with_file_names(
         self, samples: Mapping[str, str], bad: Sequence[SamplePart]
     ) -> dict[str, str]:
-        """Samples with the names of their files, where a dataset hands out ready batches and a row says little.
+        """Replace row names by file names for datasets that return ready batches, where a row number says little.
 
         The files are read again: as many of them must hold a bad value as there are samples.
         """
@@ -49,9 +51,9 @@ class SampleNamer:
         return dict(zip(sorted(files), samples.values(), strict=True))
 
     def with_proven_names(self, call: CapturedCall) -> CapturedCall:
-        """The call with its samples' names, if each is proven by all of its floating-point tensors.
+        """The call with sample names, if all floating-point tensors of each row agree on its name.
 
-        For ranks that share calls: a copy of a call's tensors can be matched with nothing.
+        For ranks that exchange calls: a copy of a call's tensors can no longer be matched with batches.
         """
         if call.names:
             return call
@@ -63,17 +65,17 @@ class SampleNamer:
         names: list[str] = []
         for of_row in zip(*by_argument, strict=True):
             name = of_row[0]
-            if name is None or any(other != name for other in of_row):
+            if name is None or any(candidate != name for candidate in of_row):
                 return call
             names.append(name)
         return replace(call, names=tuple(names))
 
     def bad_items(self, call: CapturedCall, num_bad_rows: int) -> dict[str, str]:
-        """Items with bad values in the batch that the call was made for, with their descriptions.
+        """Items with bad values in the call's batch, with their descriptions.
 
-        A batch may be bad although no row of the call is: values are transformed before a model sees them, or given to
-        the loss only. The item is then named if its loaded values are bad and the number of bad rows is the number of
-        bad items or the size of the batch.
+        A batch may be bad although no row of the call is: values may be transformed before a model sees them, or go
+        only to the loss. An item is named if its loaded values are bad and the number of bad rows is the number of bad
+        items or the size of the batch.
         """
         items = self.batches.bad_items(self._batch_of(call))
         named = {item.name: item.description for item in items if item.name}
@@ -81,9 +83,9 @@ class SampleNamer:
         return named if named and len(named) == len({i.name for i in items}) and is_whole else {}
 
     def row_by_replacement(self, call: CapturedCall, model: nn.Module) -> str | None:
-        """The name of the only sample whose replacement by another of the batch makes the call healthy.
+        """Name of the only sample whose replacement by another of the batch makes the call healthy, or None.
 
-        For models that need several samples at once, as batch norm does. None if no sample or several qualify.
+        For models that need several samples at once, such as those with batch norm.
         """
         cutter = call.cutter()
         if cutter is None or not 2 <= call.num_samples <= _MAX_REPLACED:
@@ -91,7 +93,7 @@ class SampleNamer:
         healing = [
             row for row in range(call.num_samples) if _heals_when_replaced(call, row, cutter, model)
         ]
-        # Once more: what fails by chance names nobody.
+        # Repeat the test: a random failure must not name a sample.
         if len(healing) != 1 or not _heals_when_replaced(call, healing[0], cutter, model):
             return None
         if _is_healthy(call, model):
@@ -103,10 +105,10 @@ class SampleNamer:
         )
 
     def _batch_of(self, call: CapturedCall) -> int | None:
-        """Number of the batch that a call was made for: by the memory of its arguments, else by the loop's order."""
+        """Number of the call's batch: by the memory of its arguments, else by the order of batches."""
         parts = (part for parts in iter_parts(call.arguments) for part in parts)
-        found = {self.batches.batch_of(part.values) for part in parts} - {None}
-        return found.pop() if len(found) == 1 else None if found else call.batch_number
+        numbers = {self.batches.batch_of(part.values) for part in parts} - {None}
+        return numbers.pop() if len(numbers) == 1 else None if numbers else call.batch_number
 
     def names_of_failing_rows(
         self,
@@ -116,11 +118,13 @@ class SampleNamer:
         model: nn.Module,
         micro_batch: MicroBatch,
     ) -> tuple[str, ...]:
-        """Names of rows that fail alone: of the argument that carries the failure, by exchange with a healthy row.
+        """Names of the rows that fail when run individually.
+
+        A row is named by the argument that carries the failure, found by exchanging arguments with a healthy row.
 
         Args:
             failing: Names of the failing rows in the micro-batch, in any order.
-            micro_batch: The failed call as it was run in the experiments.
+            micro_batch: The failed call as the experiments ran it.
         """
         if call.names:
             return tuple(failing)
@@ -144,9 +148,9 @@ class SampleNamer:
         for row in range(call.num_samples):
             if row not in failing:
                 return call.single(row, cutter)
-        if control is None or (other := control.cutter()) is None:
+        if control is None or (control_cutter := control.cutter()) is None:
             return None
-        return control.single(0, other)
+        return control.single(0, control_cutter)
 
     def _name_of_row(
         self,
@@ -160,18 +164,20 @@ class SampleNamer:
         carriers = {p: t for p, t in named_tensors(call.arguments).items() if has_rows(t, count)}
         if healthy is not None and len(carriers) > 1:
             single = call.single(row, cutter)
-            guilty = [path for path in carriers if _carries_failure(single, healthy, path, model)]
-            if len(guilty) != 1 and _gradient_carries_failure(single, healthy, model):
+            failing_paths = [
+                path for path in carriers if _carries_failure(single, healthy, path, model)
+            ]
+            if len(failing_paths) != 1 and _gradient_carries_failure(single, healthy, model):
                 return call.ids[row]
-            if len(guilty) == 1:
-                carriers = {guilty[0]: carriers[guilty[0]]}
+            if len(failing_paths) == 1:
+                carriers = {failing_paths[0]: carriers[failing_paths[0]]}
         names = {self.batches.find(tensor[row]) for tensor in carriers.values()}
         name = names.pop() if len(names) == 1 else None
         return name if name is not None else call.ids[row]
 
 
 def _heals_when_replaced(call: CapturedCall, row: int, cutter: RowCutter, model: nn.Module) -> bool:
-    source = next(other for other in range(call.num_samples) if other != row)
+    source = next(candidate for candidate in range(call.num_samples) if candidate != row)
     arguments = cutter.replace_row(call.arguments, row, source)
     if arguments is None:
         return False
@@ -182,29 +188,38 @@ def _carries_failure(
     failed: CapturedCall, healthy: CapturedCall, path: str, model: nn.Module
 ) -> bool:
     """True if exchanging one argument between a failing and a healthy row exchanges which of them fails."""
-    own = named_tensors(failed.arguments).get(path)
-    other = named_tensors(healthy.arguments).get(path)
-    if own is None or other is None or own.shape != other.shape or own.dtype != other.dtype:
+    failed_tensor = named_tensors(failed.arguments).get(path)
+    healthy_tensor = named_tensors(healthy.arguments).get(path)
+    if (
+        failed_tensor is None
+        or healthy_tensor is None
+        or failed_tensor.shape != healthy_tensor.shape
+        or failed_tensor.dtype != healthy_tensor.dtype
+    ):
         return False
-    return _is_healthy(_with_tensor(failed, own, other), model) and not _is_healthy(
-        _with_tensor(healthy, other, own), model
-    )
+    return _is_healthy(
+        _with_tensor(failed, failed_tensor, healthy_tensor), model
+    ) and not _is_healthy(_with_tensor(healthy, healthy_tensor, failed_tensor), model)
 
 
 def _gradient_carries_failure(
     failed: CapturedCall, healthy: CapturedCall, model: nn.Module
 ) -> bool:
-    own, other = failed.output_gradients, healthy.output_gradients
-    if len(own) != len(other) or not failed.has_gradient or not healthy.has_gradient:
+    failed_gradients, healthy_gradients = failed.output_gradients, healthy.output_gradients
+    if (
+        len(failed_gradients) != len(healthy_gradients)
+        or not failed.has_gradient
+        or not healthy.has_gradient
+    ):
         return False
-    return _is_healthy(replace(failed, output_gradients=other), model)
+    return _is_healthy(replace(failed, output_gradients=healthy_gradients), model)
 
 
 def _with_tensor(
     call: CapturedCall, tensor: torch.Tensor, replacement: torch.Tensor
 ) -> CapturedCall:
     args, kwargs = map_tensors(
-        lambda held: replacement if held is tensor else held, (call.args, call.kwargs)
+        lambda leaf: replacement if leaf is tensor else leaf, (call.args, call.kwargs)
     )
     return replace(call, args=args, kwargs=kwargs)
 

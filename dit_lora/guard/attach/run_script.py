@@ -1,7 +1,7 @@
-"""The guard around a script that knows nothing of it: `dit-lora guard SCRIPT.py ARGS`.
+"""Guard a script that does not use the guard itself: `dit-lora guard SCRIPT.py ARGS`.
 
-Optimizers and schedules are noted as they are made, and every DataLoader is followed. The first call of a model that
-one of the optimizers trains begins the guard, with Accelerate where the loop uses it, before anything was trained.
+Optimizers and schedules are recorded as they are created, and every DataLoader is followed. The first call of a model
+that one of the optimizers trains starts the guard, with Accelerate if the loop uses it, before anything is trained.
 """
 
 import builtins
@@ -47,10 +47,13 @@ def run_script(
     folder: Path,
     module: bool = False,
 ) -> list[Guard]:
-    """Run a script, or with `module` a module by its name, as `python` does, and guard all that it trains.
+    """Run a script, or with `module` a module by its name, as `python` does, and guard everything it trains.
 
-    Returns the guards that still live. Raises what the script raises, and `NonFiniteError` where the ladder of
-    `config` has a `stop` and the guard ends the script.
+    Returns the guards that are still alive.
+
+    Raises:
+        NonFiniteError: If the ladder of `config` has a `stop` and the guard ends the script.
+        Exception: Any exception of the script.
     """
     config = LoopConfig.of(config)
     overseer = Overseer(config, folder, _say)
@@ -62,15 +65,15 @@ def run_script(
     options += [f"--monitor-every={config.monitor_every}"]
     if config.spike_threshold is not None:
         options += [f"--spike-threshold={config.spike_threshold}"]
-    again = OwnCommand(script, module, ["-m", "dit_lora.guard", *options, *name])
-    with overseer.overseeing(), again.guarded():
+    command = OwnCommand(script, module, ["-m", "dit_lora.guard", *options, *name])
+    with overseer.overseeing(), command.guarded():
         run_as_main(script, arguments, module=module)
         overseer.end()
     return overseer.guards
 
 
 def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) -> None:
-    """Run a script, or with `module` a module by its name, as `python` does. Raises what it raises.
+    """Run a script, or with `module` a module by its name, as `python` does. Raises what the script raises.
 
     The script's module stays `__main__` until its threads have ended, since they may pickle objects of its classes.
     """
@@ -120,16 +123,16 @@ def _module_code(name: str) -> tuple[CodeType, ModuleType]:
 
 
 def _wait_for_threads(earlier: Collection[threading.Thread]) -> None:
-    """Wait for threads of the script that python itself would wait for at its end."""
+    """Wait for the non-daemon threads that the script started, as python does at exit."""
     for thread in threading.enumerate():
         if thread not in earlier and not thread.daemon:
             thread.join()
 
 
 class OwnCommand:
-    """Keeps the guard in processes that a script starts of itself, as Lightning does for its ranks.
+    """Keeps the guard in processes in which a script starts itself again, as Lightning does for its ranks.
 
-    A rank without the guard would never answer those that have it.
+    A rank without the guard would never join the collectives of the guarded ranks.
     """
 
     def __init__(self, script: str, module: bool, guarded: Sequence[str]) -> None:
@@ -139,12 +142,12 @@ class OwnCommand:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        found = Interceptions()
-        found.class_method(subprocess.Popen, "__init__", self._started)
+        interceptions = Interceptions()
+        interceptions.class_method(subprocess.Popen, "__init__", self._started)
         try:
             yield
         finally:
-            found.undo()
+            interceptions.undo()
 
     def _started(
         self, original: Callable[..., None], process: Any, args: Any, *rest: Any, **kwargs: Any
@@ -154,16 +157,20 @@ class OwnCommand:
     def _with_guard(self, command: Any) -> Any:
         if not isinstance(command, (list, tuple)) or list(command[:1]) != [sys.executable]:
             return command
-        words = list(map(str, command[1:]))
-        if self._module and words[:2] == ["-m", self._script]:
-            return [sys.executable, *self._guarded, *words[2:]]
-        if not self._module and words and Path(words[0]).resolve() == Path(self._script).resolve():
-            return [sys.executable, *self._guarded, *words[1:]]
+        arguments = list(map(str, command[1:]))
+        if self._module and arguments[:2] == ["-m", self._script]:
+            return [sys.executable, *self._guarded, *arguments[2:]]
+        if (
+            not self._module
+            and arguments
+            and Path(arguments[0]).resolve() == Path(self._script).resolve()
+        ):
+            return [sys.executable, *self._guarded, *arguments[1:]]
         return command
 
 
 class _FirstStep:
-    """Stands in for the step of an optimizer that is not guarded yet: its closure may be the first to call a model."""
+    """Wraps the step of an optimizer that is not guarded yet, since its closure may be the first to call a model."""
 
     def __init__(self, overseer: "Overseer", optimizer: torch.optim.Optimizer) -> None:
         self._overseer = overseer
@@ -177,7 +184,7 @@ class _FirstStep:
 
 
 class Overseer:
-    """Notes what a loop is made of, and guards it from the first call of a model that is trained."""
+    """Records the optimizers and schedules of a loop, and guards it from the first call of a trained model."""
 
     def __init__(self, config: LoopConfig, folder: Path, say: Say) -> None:
         self._config = config
@@ -189,18 +196,18 @@ class Overseer:
         self._waiting: list[tuple[weakref.ref[torch.optim.Optimizer], _FirstStep]] = []
         """Optimizers that are not guarded yet."""
         self._discovery: ModelDiscovery | None = None
-        """Records calls of models before there is a guard: which of them is trained, the first backward shows."""
+        """Records model calls before the guard exists; the first backward shows which models are trained."""
         self._schedules: list[weakref.ref[LRScheduler]] = []
         self._num_optimizers = 0
 
     @property
     def guards(self) -> list[Guard]:
-        """The guards that live: a guard ends with its optimizers."""
+        """The guards that are alive. A guard ends with its optimizers."""
         return [guard for ref in self._guards if (guard := ref()) is not None]
 
     @contextmanager
     def overseeing(self) -> Iterator[None]:
-        """Note what is made inside the context."""
+        """Record the optimizers and schedules that are created inside the context."""
         self._interceptions.class_method(torch.optim.Optimizer, "__init__", self._optimizer)
         self._interceptions.class_method(LRScheduler, "__init__", self._schedule)
         EVENTS.after_backward.append(self._look_at_gradients)
@@ -216,7 +223,7 @@ class Overseer:
             self._interceptions.undo()
 
     def end(self) -> None:
-        """Look once more at what was trained, and say what was not guarded."""
+        """Check the trained state once more, and report what was not guarded."""
         for guard in self.guards:
             guard.check_state()
         for ref, _ in self._waiting:
@@ -229,7 +236,7 @@ class Overseer:
             self._say("nothing was guarded: the script made no torch.optim.Optimizer")
 
     def begins_with(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Begin to guard at the first step at the latest; True if this optimizer was not guarded before."""
+        """Start guarding at the first step at the latest. True if this optimizer was not guarded before."""
         if not any(ref() is optimizer for ref, _ in self._waiting):
             return False
         self._begin()
@@ -246,9 +253,9 @@ class Overseer:
             return
         self._num_optimizers += 1
         EVENTS.follow_accelerate()  # by now it is imported, if the loop uses it
-        first = _FirstStep(self, optimizer)
-        self._waiting.append((weakref.ref(optimizer), first))
-        self._first_steps.method(optimizer, "step", first.step)
+        first_step = _FirstStep(self, optimizer)
+        self._waiting.append((weakref.ref(optimizer), first_step))
+        self._first_steps.method(optimizer, "step", first_step.step)
         if self._discovery is None:
             self._discovery = ModelDiscovery(CallLog(EVENTS.batches), dict)
             self._discovery.look()
@@ -268,18 +275,18 @@ class Overseer:
 
     @contextmanager
     def _around(self, call: OutermostCall) -> Iterator[None]:
-        """Begin to guard if the module is one that an optimizer trains."""
+        """Start guarding if an optimizer trains the module."""
         contain_error(lambda: self._look_at(call.module), "beginning the guard")
         yield
 
     def _look_at(self, module: nn.Module) -> None:
-        own = {id(parameter) for parameter in module.parameters()}
+        module_ids = {id(parameter) for parameter in module.parameters()}
         waiting = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
-        if any(id(p) in own for optimizer in waiting for p in _held(optimizer)):
+        if any(id(p) in module_ids for optimizer in waiting for p in _held(optimizer)):
             self._begin()
 
     def _look_at_gradients(self) -> None:
-        """Begin to guard after the first backward: weights may be used by models that do not own them."""
+        """Start guarding after the first backward: weights may be used by models that do not own them."""
         waiting = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
         if any(p.grad is not None for optimizer in waiting for p in _held(optimizer)):
             self._begin()
@@ -300,14 +307,14 @@ class Overseer:
             "beginning the guard",
             passes=(NonFiniteError,),
         )
-        # Not before: a loop that keeps the bound method `optimizer.step` calls the function that is in place by now.
+        # Undo only now: a loop that holds the bound method `optimizer.step` must reach the guard's replacement.
         self._first_steps.undo()
 
     def _guard(
         self, optimizers: Sequence[torch.optim.Optimizer], discovery: ModelDiscovery | None
     ) -> None:
         accelerator = _accelerator_of(optimizers)
-        prepared = [each.scheduler for each in accelerator._schedulers] if accelerator else []
+        prepared = [wrapper.scheduler for wrapper in accelerator._schedulers] if accelerator else []
         live = [schedule for ref in self._schedules if (schedule := ref()) is not None]
         schedules = [
             schedule
@@ -329,7 +336,7 @@ class Overseer:
             self._say(f"not guarded: {names}: {problem}")
             return
         self._guards.append(weakref.ref(guard))
-        count = sum(parameter.numel() for each in optimizers for parameter in _held(each))
+        count = sum(parameter.numel() for wrapper in optimizers for parameter in _held(wrapper))
         loop = "an Accelerate loop" if accelerator is not None else "a plain PyTorch loop"
         self._say(
             f"watching {names} with {count:,} trained numbers in {loop}; events go to {self._folder}"
@@ -337,7 +344,7 @@ class Overseer:
 
 
 class _NoAccelerator:
-    """Stands for the class where Accelerate is not imported."""
+    """Placeholder type for when Accelerate is not imported."""
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -349,14 +356,14 @@ def _named(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _accelerator_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
-    """Return the Accelerator that has prepared one of the optimizers, or None.
+    """The Accelerator that has prepared one of the optimizers, or None.
 
-    It keeps no list of itself, so it is looked for among all objects, once.
+    Accelerate keeps no list of its instances, so this searches all live objects, once.
     """
     accelerate = sys.modules.get("accelerate")
     kind: type = getattr(accelerate, "Accelerator", _NoAccelerator)
     for candidate in gc.get_objects() if accelerate is not None else ():
-        # By its type: proxies among the objects act when they are asked what they are.
+        # Check the type, not isinstance: proxy objects may run code when asked for their class.
         if issubclass(type(candidate), kind):
             wrapped = {id(wrapper.optimizer) for wrapper in candidate._optimizers}
             if any(id(optimizer) in wrapped for optimizer in optimizers):

@@ -1,4 +1,4 @@
-"""Write what a loop has trained to the disk, when the guard stops it."""
+"""Write the trained weights to disk when the guard stops a loop."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,16 +12,19 @@ from dit_lora.numerics.dtensors import gathered
 def save_trained(
     weights: Mapping[str, torch.Tensor], folder: Path, step: int, *, is_main: bool
 ) -> str:
-    """Write trained weights to a safetensors file and say where; collective where weights are sharded.
+    """Write trained weights to a safetensors file and return a message with its path. Collective for sharded weights.
 
-    A disk that cannot be written, or want of the safetensors package, is said and does not hide why the run stopped.
+    If the disk cannot be written or safetensors is missing, the message says so, and the reason for the stop is still
+    reported.
     """
     # All ranks gather before one of them returns: the call is collective.
-    whole = gathered(weights, keep=is_main)
+    full_weights = gathered(weights, keep=is_main)
     path = folder / f"last_good_step_{step:06d}.safetensors"
     if not is_main:
         return ""
-    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in whole.items()}
+    tensors = {
+        name: tensor.to("cpu", copy=True).contiguous() for name, tensor in full_weights.items()
+    }
     try:
         from safetensors.torch import save
     except ImportError:

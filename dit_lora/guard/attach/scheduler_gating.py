@@ -1,4 +1,4 @@
-"""Which optimizers were to step, and whether their schedules move for it."""
+"""Track which optimizers skipped their last step, so that their learning rate schedules skip it too."""
 
 from collections import Counter
 from typing import Any
@@ -8,18 +8,18 @@ from dit_lora.patching import is_a
 
 
 class Turns:
-    """Counts each optimizer's turns, be they taken or left out."""
+    """Counts each optimizer's steps, whether they were taken or skipped."""
 
     def __init__(self) -> None:
         self._turns: Counter[int] = Counter()
-        """Times that an optimizer, by its id, was to step."""
+        """Number of steps due so far, taken or skipped, by the optimizer's id."""
         self._left_out: set[int] = set()
-        """Optimizers whose last step was left out."""
+        """Ids of optimizers whose last step was skipped."""
         self._moved_at: dict[int, int] = {}
-        """Turns of its optimizer when a schedule last moved, by the schedule's id."""
+        """The optimizer's step count when a schedule last advanced, by the schedule's id."""
 
     def count(self, optimizer: Any, *, left_out: bool) -> None:
-        """Count a turn of the optimizer, which is without Accelerate's wrapper."""
+        """Count a step of the optimizer, which is passed without Accelerate's wrapper."""
         key = id(optimizer)
         self._turns[key] += 1
         if left_out:
@@ -28,9 +28,9 @@ class Turns:
             self._left_out.discard(key)
 
     def shuts(self, owner: Any) -> bool | None:
-        """Return True if a schedule moves for a step that was left out; None if it is of no optimizer that had a turn.
+        """True if a schedule advances for a skipped step; None if its optimizer has not stepped, or it has none.
 
-        One that moves after several steps moves for all of them, as at the end of an epoch.
+        A schedule that advances once after several steps, as at the end of an epoch, is not held.
         """
         key = id(_bare(vars(owner).get("optimizer")))
         turns = self._turns[key]
@@ -42,5 +42,5 @@ class Turns:
 
 
 def _bare(optimizer: Any) -> Any:
-    """Return the optimizer without Accelerate's wrapper, which schedules do not know."""
+    """The optimizer without Accelerate's wrapper, which schedules do not know."""
     return optimizer.optimizer if is_a(optimizer, ACCELERATED) else optimizer

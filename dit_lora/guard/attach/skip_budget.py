@@ -1,4 +1,4 @@
-"""Count what a loop loses: failed steps by what caused them, one bad sample once and not in each epoch."""
+"""Count the steps that a loop loses, by cause. A bad sample counts once, not once per epoch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,33 +8,33 @@ from dit_lora.guard.attach.samples.loaded_batches import is_sample_name
 from dit_lora.guard.verdict import Verdict
 
 _WINDOW = 100
-"""Steps over which `max_skips` counts."""
+"""Number of recent steps over which `max_skips` counts."""
 _MANY_IN_A_ROW = 10
-"""So many skipped steps in a row, whatever caused them, and nothing is being trained."""
+"""After this many skipped steps in a row, for any reason, nothing is being trained."""
 _BAD_AS_STORED = ("data", "labels")
 _MAX_NAMED = 10
 
 
 @dataclass
 class SkipBudget:
-    """Counts of steps that were taken and skipped, equal on all ranks."""
+    """Counts of taken and skipped steps, equal on all ranks."""
 
     taken: int = 0
     lost: int = 0
     """Steps that were skipped or undone."""
     in_a_row: int = 0
-    """Steps that were lost since the last one that was taken."""
+    """Steps lost since the last taken step."""
     _incidents: list[int] = field(default_factory=list)
-    """Steps that failed for something new: a sample that had not failed before, or no named sample."""
+    """Steps that failed for a new reason: a sample that had not failed before, or no named sample."""
     _samples: Counter[str] = field(default_factory=Counter)
-    """Named samples, and how many steps each has cost."""
+    """Number of steps that each named sample has cost."""
     _bad_as_stored: set[str] = field(default_factory=set)
     _last_taken: int = 0
     _num_unnamed: int = 0
-    """Steps that no named sample has cost."""
+    """Number of lost steps without a named sample."""
 
     def knows(self, verdicts: Sequence[Verdict]) -> bool:
-        """True if all that is wrong is samples that are known to be bad as they are stored."""
+        """True if the only causes are samples already known to be bad as stored."""
         return bool(verdicts) and all(
             verdict.cause in _BAD_AS_STORED
             and verdict.sample_ids
@@ -43,15 +43,15 @@ class SkipBudget:
         )
 
     def spent(self, step: int) -> int:
-        """Return the count held against `max_skips`: steps of the last 100 that failed for something new."""
+        """Number of the last 100 steps that failed for a new reason, which `max_skips` limits."""
         return sum(incident > step - _WINDOW for incident in self._incidents)
 
     def is_stuck(self, max_skips: int) -> bool:
-        """True if so many steps in a row were lost that nothing is being trained."""
+        """True if so many consecutive steps were lost that nothing is being trained."""
         return self.in_a_row >= max(_MANY_IN_A_ROW, max_skips)
 
     def skip(self, step: int, verdicts: Sequence[Verdict]) -> None:
-        """Count a step that is skipped."""
+        """Count a skipped step."""
         named = _named_samples(verdicts)
         if not named or set(named) - self._samples.keys():
             self._incidents.append(step)
@@ -61,7 +61,7 @@ class SkipBudget:
         }
 
     def lose(self, step: int, verdicts: Sequence[Verdict]) -> None:
-        """Count a step that is not taken, or not by all of its optimizers, whatever is done about it."""
+        """Count a step that not all of its optimizers have taken, for any recovery action."""
         named = _named_samples(verdicts)
         self.taken -= int(step == self._last_taken)
         self.lost += 1
@@ -70,21 +70,21 @@ class SkipBudget:
         self._samples.update(named)
 
     def take(self, step: int) -> None:
-        """Count a step that is taken."""
+        """Count a taken step."""
         self._last_taken = step
         self.taken += 1
         self.in_a_row = 0
 
     def closing(self) -> str | None:
-        """One line on what was lost; None if nothing was."""
+        """One line on the lost steps; None if none was lost."""
         if not self.lost:
             return None
         line = f"{self.lost} of {self.taken + self.lost} optimizer steps were not taken"
         if self._samples:
             worst = self._samples.most_common(_MAX_NAMED)
-            shown = ", ".join(f"{sample} ({count}x)" for sample, count in worst)
+            samples = ", ".join(f"{sample} ({count}x)" for sample, count in worst)
             more = len(self._samples) - len(worst)
-            line += f"; remove or mend the samples that cost them: {shown}"
+            line += f"; remove or mend the samples that cost them: {samples}"
             line += f" and {more} more" if more > 0 else ""
             if self._num_unnamed:
                 line += f"; {self._num_unnamed} had another cause (events.jsonl)"
@@ -92,5 +92,5 @@ class SkipBudget:
 
 
 def _named_samples(verdicts: Sequence[Verdict]) -> list[str]:
-    """Each named sample once, in the order in which they are named: sets have another order in each run."""
+    """Each named sample once, in order of appearance. A set would have a different order in each run."""
     return list(dict.fromkeys(s for v in verdicts for s in v.sample_ids if is_sample_name(s)))

@@ -1,4 +1,4 @@
-"""Decide whether what a loop trains is good enough to be held as a snapshot, or saved."""
+"""Decide whether the trained state of a loop is good enough for a snapshot or a save."""
 
 from math import isfinite
 
@@ -13,7 +13,7 @@ from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.state import altered_state, has_run_away, weight_peak
 
 _GROWN = 100.0
-"""Growth of the largest trained value between two snapshots from which on elements are compared with each other."""
+"""If the largest trained value grows by this factor between snapshots, single elements are checked."""
 
 
 class StateChecks:
@@ -24,10 +24,10 @@ class StateChecks:
         self._state = state
         self._watched = watched
         self._peak = 0.0
-        """Largest magnitude of what is trained when a snapshot was last due."""
+        """Largest magnitude of the trained state when a snapshot was last due."""
 
     def is_suspect(self) -> bool:
-        """True if what is trained is not finite, or has an element that memory has altered. Cheap; of this rank."""
+        """True if this rank's trained state is not finite, or memory has altered an element. Cheap."""
         peak = largest_magnitude(self._state.checked(self._state.tensors()).values())
         before, self._peak = self._peak, peak
         if not isfinite(peak):
@@ -35,7 +35,7 @@ class StateChecks:
         return peak > _GROWN * before > 0 and bool(altered_state(self._watched.together))
 
     def has_bad_moment(self) -> bool:
-        """True if the optimizer holds a value that is not finite for an element of a weight, on this rank."""
+        """True if this rank's optimizer state holds a value that is not finite for an element of a weight."""
         shapes = {parameter.shape for parameter in self._state.parameters.values()}
         return not all(
             is_finite_any(tensor)
@@ -44,21 +44,21 @@ class StateChecks:
         )
 
     def find_wrong(self) -> str | None:
-        """The kind of failure that what is trained shows on any rank; None if it is good. Collective."""
+        """The kind of failure that the trained state shows on any rank; None if it is good. Collective."""
         together = self._watched.together
         peak = weight_peak(self._state.parameters.values())
-        wrong = [
+        has_failed = [
             not all(map(is_finite_any, self._state.checked(self._state.tensors()).values())),
             bool(altered_state(together)),
             has_run_away(peak, together.start_peak),
         ]
-        flags = self._host.summed(torch.tensor(wrong, device=self._host.device).float())
+        flags = self._host.summed(torch.tensor(has_failed, device=self._host.device).float())
         kinds = (WEIGHTS, "altered_state", "diverged_weights")
         return next((kind for kind, flag in zip(kinds, flags, strict=True) if flag), None)
 
     def is_frozen_damaged(self) -> bool:
-        """True if a frozen weight or a buffer changed without a trace of code, on any rank. Collective."""
+        """True if a frozen weight or a buffer changed without any code writing to it, on any rank. Collective."""
         record = self._watched.record
-        # A loop that froze or freed weights since begins anew with its next step.
+        # If the loop has frozen or unfrozen weights since, the record is rebuilt at its next step.
         is_as_noted = not self._watched.has_changed()
         return self._host.any_rank(record is not None and is_as_noted and record.is_damaged())

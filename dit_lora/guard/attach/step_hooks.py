@@ -1,9 +1,9 @@
-"""Judge each optimizer step of somebody else's loop by the gradients that it is about to use, and take it or skip it.
+"""Check the gradients of each optimizer step of any training loop before it is taken, and skip bad steps.
 
-backward        counts generations of gradients: whatever is known of dropped ones is dropped too
-clipping        notes which gradients were bad before one NaN spreads to all
-optimizer.step  its own gradients finite?  no: diagnose, skip      yes: step, then its own weights finite?
-                                                                   no: diagnose, put the snapshot back
+backward        counts generations of gradients: records of cleared gradients are dropped
+clipping        records which gradients were bad before one NaN spreads to all
+optimizer.step  gradients finite?  no: diagnose, skip      yes: step, then are the weights finite?
+                no: diagnose, restore the snapshot
 """
 
 import threading
@@ -36,17 +36,17 @@ from dit_lora.guard.gate import ACCELERATED, NonFiniteError
 from dit_lora.numerics.finite import is_finite
 from dit_lora.patching import is_a
 
-# Below this a gradient scaler has halved itself 16 times from Accelerate's start at 2**16.
+# A scale below this has been halved more than 16 times from Accelerate's initial 2**16.
 _SCALE_FLOOR = 1.0
 _MAX_REPORTS = 10
 
 
 class _SkipStepError(Exception):
-    """Leaves an optimizer's step from within its closure, before it changes anything."""
+    """Aborts an optimizer's step from within its closure, before it changes anything."""
 
 
 class WatchedOptimizer:
-    """One optimizer of the loop, with the checks of what it trains."""
+    """One optimizer of the loop, with the checks of its parameters."""
 
     def __init__(self, hooks: "StepHooks", optimizer: Any) -> None:
         self._hooks = hooks
@@ -57,11 +57,11 @@ class WatchedOptimizer:
         self.checks = OptimizerChecks([], optimizer)
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in for `optimizer.step`."""
+        """Replaces `optimizer.step`."""
         return self._hooks.step(self, original, *args, **kwargs)
 
     def loaded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in for `optimizer.load_state_dict`."""
+        """Replaces `optimizer.load_state_dict`."""
         result = original(*args, **kwargs)
         self._hooks.loaded()
         return result
@@ -79,7 +79,7 @@ class StepHooks:
         looks: Looks,
     ) -> None:
         self.number = 1
-        """The number of the optimizer step under way, or of the next one once an optimizer has stepped."""
+        """Number of the current optimizer step, or of the next step once an optimizer has stepped."""
         self.tripped = False
         """True if the last step was skipped or undone."""
         self._host = host
@@ -91,27 +91,27 @@ class StepHooks:
         self._checks = checks
         self._checks_weights = "weights" in checks
         self._judges_gradients = "gradient" in checks
-        self.optimizers = [WatchedOptimizer(self, each) for each in self._state.optimizers]
+        self.optimizers = [WatchedOptimizer(self, opt) for opt in self._state.optimizers]
         self._controls: dict[int, CapturedCall] = {}
         self._passes = BackwardPasses(
             lambda: (p for watched in self.optimizers for _, p in watched.checks.parameters),
             keeps_gradients=not host.under_deepspeed,
         )
         self._stepped: set[int] = set()
-        """Optimizers that have stepped since the last backward."""
+        """Ids of the optimizers that have stepped since the last backward."""
         self._judged = 1
-        """The number of the step whose optimizers are being judged."""
+        """Number of the step whose optimizers are being checked."""
         self._has_failed = False
-        """True once an optimizer of the step under way had bad gradients: those of the others have the same cause."""
+        """True once an optimizer of the current step had bad gradients: the other optimizers share the cause."""
         self._has_new_backward = False
         self._turns = Turns()
         self._scaler_has_skipped = False
-        """True if a gradient scaler has skipped the step under way: it is closed already."""
+        """True if a gradient scaler has skipped the current step, which is then closed already."""
         self._is_due = False
         self._was_loaded = False
         self._is_diagnosing = False
         self._noted_in = 0
-        """The step within which frozen weights and buffers were noted; 0 before the first."""
+        """The step in which frozen weights and buffers were recorded; 0 before the first."""
         self._num_reports = 0
         self._tolerated: set[str] = set()
         self._scalars: set[str] = set()
@@ -126,7 +126,7 @@ class StepHooks:
         self._watched.call_begins()
 
     def survey(self) -> None:
-        """Note what each optimizer trains, after the watched models have changed."""
+        """Record the parameters of each optimizer, after the watched models have changed."""
         self._num_held = self._watched.num_held()
         self._state.note_infinite()
         names = {id(p): name for name, p in self._state.parameters.items()}
@@ -138,13 +138,13 @@ class StepHooks:
             if not tensor.ndim
         }
         for watched in self.optimizers:
-            held = [p for group in watched.optimizer.param_groups for p in group["params"]]
-            named = [(names[id(p)], p) for p in held if id(p) in names]
+            parameters = [p for group in watched.optimizer.param_groups for p in group["params"]]
+            named = [(names[id(p)], p) for p in parameters if id(p) in names]
             before = set(watched.checks.not_checked)
             checked = {id(p) for _, p in watched.checks.parameters}
             watched.checks = OptimizerChecks(named, watched.optimizer, checked)
             if any(p.grad is not None for _, p in watched.checks.parameters):
-                # The guard began, or began anew, between a backward and its step.
+                # The guard started, or restarted, between a backward and its step.
                 self._passes.num_backwards = max(1, self._passes.num_backwards)
             for name in set(watched.checks.not_checked) - before:
                 self._recovery.say(f"guard: {name} is not checked: it is not finite from the start")
@@ -153,7 +153,7 @@ class StepHooks:
 
     @contained("looking at a loss")
     def backward_begins(self, tensors: Any) -> None:
-        """Note a loss, and whether the gradients that it adds to are new ones."""
+        """Record a loss, and whether its backward starts new gradients."""
         if self._is_diagnosing:
             return
         self._has_new_backward = True
@@ -163,16 +163,16 @@ class StepHooks:
                 watched.checks.forget()
 
     def backward_failed(self, error: RuntimeError) -> None:
-        """Say what is known before anomaly mode's error ends the loop."""
+        """Report the cause before anomaly mode's error ends the loop."""
         self._diagnose_before_error("non_finite_gradient")
 
     def gradient_norm(self) -> None:
-        """Look at gradients that are about to be clipped."""
+        """Measure gradients that are about to be clipped."""
         if not self._is_diagnosing:
             self._looks.gradients(self._state.parameters)
 
     def norm_is_bad(self, *, raises: bool) -> None:
-        """Note the gradients that make their norm infinite or NaN. If torch raises for it, log the cause now."""
+        """Record the gradients that make the norm infinite or NaN. If torch raises for it, log the cause now."""
         if self._is_diagnosing:
             return
         for watched in self.optimizers:
@@ -181,19 +181,19 @@ class StepHooks:
             self._diagnose_before_error("non_finite_gradient")
 
     def before_clipping(self) -> None:
-        """For loops that clip by functions of their own."""
+        """Record bad gradients, for loops that clip with their own functions."""
         self.gradient_norm()
         for watched in self.optimizers:
             if not watched.checks.gradients_are_healthy():
                 watched.checks.note_bad_gradients()
 
     def loaded(self) -> None:
-        """A checkpoint was loaded: what is held from before is of no use to go back to."""
+        """Handle a loaded checkpoint: earlier snapshots must no longer be restored."""
         self._was_loaded = True
 
     def weights_loaded(self, module: nn.Module) -> None:
-        held = {id(p) for p in self._state.parameters.values()}
-        if any(id(p) in held for p in module.parameters()):
+        parameter_ids = {id(p) for p in self._state.parameters.values()}
+        if any(id(p) in parameter_ids for p in module.parameters()):
             self.loaded()
 
     def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ class StepHooks:
         return result
 
     def saving(self, value: Any, path: str) -> None:
-        """Look at what the loop saves. Bad trained weights are put back first, so that tensors in it are good."""
+        """Check the values that the loop saves. Bad trained weights are restored before they are saved."""
         if self._is_diagnosing or "weights" not in self._checks:
             return
         # A thread that saves while the loop trains must not write to weights.
@@ -217,7 +217,7 @@ class StepHooks:
             self._recovery.report_save(self.number, path, name_bad_tensors(bad))
 
     def require_finite(self, *, may_raise: bool = True) -> None:
-        """Recover if a trained weight, optimizer state or average is bad on any rank; say if frozen memory changed."""
+        """Recover if any rank's trained state is bad; report changed frozen weights and buffers."""
         kind = self._state_checks.find_wrong()
         if kind is None and not self._was_loaded and self._state_checks.is_frozen_damaged():
             kind = OF_FROZEN
@@ -225,7 +225,7 @@ class StepHooks:
             self._recover(self.optimizers[0], kind, between_steps=True, required=may_raise)
 
     def is_gate_shut(self, owner: Any) -> bool:
-        """True if a schedule, or an average, moves for a step that was skipped."""
+        """True if a schedule or an average is about to advance for a skipped step."""
         shut = self._turns.shuts(owner)
         return self.tripped if shut is None else shut  # an average has no optimizer
 
@@ -234,19 +234,19 @@ class StepHooks:
     def step(
         self, watched: WatchedOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Judge a step of an optimizer; take it or skip it."""
-        if self._is_diagnosing:  # by a hook, inside a replay
+        """Check a step of an optimizer, and take it or skip it."""
+        if self._is_diagnosing:  # a hook called it inside a replay
             return None
         if self._host.accelerator is not None and not self._host.steps_now:
             return original(*args, **kwargs)
-        # torch passes a closure first or by name, and None is none.
+        # torch passes a closure as the first argument or by name; None means no closure.
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None and callable(closure):
             return self._step_with_closure(watched, original, closure, args, kwargs)
         if self._is_bad(watched):
             self._turns.count(watched.inner, left_out=True)
             return None
-        # A snapshot is copied beside the forward and backward; its weights are not to be overwritten before.
+        # The snapshot copy runs in parallel with forward and backward; wait for it before weights are overwritten.
         self._state.snapshots.before_update()
         self._scaler_has_skipped = False
         result = original(*args, **kwargs)
@@ -255,7 +255,7 @@ class StepHooks:
         return result
 
     def _is_bad(self, watched: WatchedOptimizer) -> bool:
-        """Judge a step that is about to be taken; True after it was diagnosed and is to be skipped."""
+        """Check a step that is about to be taken. True if it was diagnosed and must be skipped."""
         if self._recovery.has_given_up:
             return False
         kind = self._judge(watched)
@@ -267,7 +267,7 @@ class StepHooks:
             self._close(taken=False)
             return True
         self._has_failed = True
-        # Whatever becomes of the diagnosis, the step is skipped.
+        # The step is skipped even if the diagnosis fails.
         contain_error(
             lambda: self._recover(watched, kind), "diagnosing a step", passes=(NonFiniteError,)
         )
@@ -277,7 +277,7 @@ class StepHooks:
         self.tripped = True
         scaler = self._host.scaler
         if scaler is not None:
-            # It may have unscaled gradients that no step will use: begin its next iteration, at the same scale.
+            # It may have unscaled gradients that no step will use: start its next iteration with the same scale.
             scaler.update(scaler.get_scale())
         self._close(taken=False)
         return True
@@ -288,9 +288,9 @@ class StepHooks:
         return self._failure_kind(watched)
 
     def _begin(self, watched: WatchedOptimizer) -> None:
-        """Begin a step of the loop, unless this optimizer's is a part of the one under way."""
+        """Start a new step of the loop, unless this optimizer's step is part of the current one."""
         key = id(watched.optimizer)
-        # The first optimizer of a step began it; a scaler's skip is told of a step that has begun.
+        # The first optimizer of a step has started it; a scaler reports its skip within a started step.
         begins = self._has_new_backward or not self._stepped or key in self._stepped
         self._has_new_backward = False
         self._stepped = {key} if begins else {*self._stepped, key}
@@ -304,7 +304,7 @@ class StepHooks:
         self._looks.gradients(self._state.parameters)
 
     def _failure_kind(self, watched: WatchedOptimizer) -> str | None:
-        """Find bad gradients of this step on any rank; None if there are none. One read of the device."""
+        """The kind of failure that any rank's gradients show; None if they are good. Reads the device once."""
         bad_gradient, is_zero = False, False
         if self._judges_gradients and self._are_unscaled(watched):
             checks = watched.checks
@@ -316,7 +316,7 @@ class StepHooks:
                 self._passes.choose_witness()
         is_in_backward = torch._C._current_graph_task_id() != -1
         if self._host.ranks > 1 and not is_in_backward:
-            # Weights that one rank's memory has spoiled are known to it alone: all ranks go back together.
+            # Only the affected rank sees weights that its memory has damaged, but all ranks must restore together.
             bad_weights = self._checks_weights and not watched.checks.weights_are_finite()
             flags = torch.tensor([bad_gradient, bad_weights], device=self._host.device).float()
             bad_gradient, bad_weights = map(bool, self._host.summed(flags))
@@ -346,7 +346,7 @@ class StepHooks:
 
     @contained("looking at weights", passes=(NonFiniteError,))
     def _after(self, watched: WatchedOptimizer) -> None:
-        """Look at the weights that a step has left, before the loop copies, averages or saves them."""
+        """Check the weights after a step, before the loop copies, averages or saves them."""
         is_good = True
         if self._checks_weights and self._host.ranks == 1 and not self._recovery.has_given_up:
             is_good = watched.checks.weights_are_finite()
@@ -367,9 +367,9 @@ class StepHooks:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Take a step whose closure makes the gradients: those of its first run are judged.
+        """Take a step whose closure computes the gradients; those of its first run are checked.
 
-        Optimizers that run it more than once, as LBFGS does, deal with a bad trial themselves.
+        Optimizers that run the closure more than once, such as LBFGS, handle a bad trial themselves.
         """
         loss, num_runs = None, 0
 
@@ -399,9 +399,9 @@ class StepHooks:
     def scaler_step(
         self, scaler: Any, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Let a gradient scaler take a step, and diagnose one that it skips because an output is not finite.
+        """Let a gradient scaler take a step, and diagnose a step that it skips because an output is not finite.
 
-        Gradients beyond fp16 are the scaler's affair, by a lower scale.
+        Gradients beyond fp16 are left to the scaler, which lowers its scale.
         """
         watched = next((w for w in self.optimizers if w.inner is optimizer), None)
         if watched is None:
@@ -420,7 +420,7 @@ class StepHooks:
     def _after_scaler_skip(self, watched: WatchedOptimizer, scale: float) -> None:
         self._begin(watched)
         calls = [call for call in self._watched.log.current() if call.outputs]
-        # A scaled loss may be infinite, but it is NaN only if something went wrong before.
+        # A scaled loss may overflow to Inf, but it is NaN only if an earlier value was bad.
         is_bad = any(not call.output_is_finite for call in calls) or any(
             bool(loss.isnan()) for loss in self._passes.losses
         )
@@ -441,7 +441,7 @@ class StepHooks:
             self._recovery.report_loss_scale(self.number, scaler.get_scale())
 
     def _are_unscaled(self, watched: WatchedOptimizer) -> bool:
-        """False where a gradient scaler judges gradients: they are scaled, or it has found infinity itself."""
+        """False if a gradient scaler is responsible: gradients are scaled, or the scaler has found infinity itself."""
         if self._host.scaler is not None:
             return False
         return vars(watched.inner).get("found_inf") is None
@@ -451,7 +451,7 @@ class StepHooks:
     def deepspeed_backward(
         self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any
     ) -> Any:
-        """Its backward also steps: this is the last moment to skip, and costs a read by the host."""
+        """Run DeepSpeed's backward, which also steps, unless the loss is bad. Costs one read by the host."""
         self._judged = self.number
         self._passes.losses[:] = [loss.detach()]
         if self._host.any_rank(not is_finite(loss.detach())):
@@ -465,7 +465,7 @@ class StepHooks:
     # State
 
     def _asks_for_gradient(self) -> bool:
-        """True if anything came back to a model's output since the last step: else the loss wants nothing changed."""
+        """True if a nonzero gradient reached a model's output since the last step."""
         calls = [] if self._passes.is_idle else self._watched.log.current()
         return any(bool(g.any()) for call in calls for g in call.output_gradients if g is not None)
 
@@ -473,7 +473,7 @@ class StepHooks:
         return any(not watched.checks.weights_are_finite() for watched in self.optimizers)
 
     def _look_at_models(self) -> None:
-        """Begin from here where other models are trained than before, others are known, or weights were loaded."""
+        """Take a new snapshot if other models are trained, new models were found, or weights were loaded."""
         has_more = self._num_held != self._watched.num_held()
         if has_more or any(watched.checks.has_unfrozen for watched in self.optimizers):
             self._watched.survey()
@@ -482,7 +482,7 @@ class StepHooks:
         self._was_loaded |= self._watched.find_models()
         if self.number == 2:  # the first step made the optimizers' state
             self._state.note_infinite()
-        if self.number == 1:  # DDP may have come around a model since the guard began
+        if self.number == 1:  # a model may have been wrapped in DDP since the guard started
             self._host.look_for_ranks(list(self._state.parameters.values()))
         if self._was_loaded:
             self._was_loaded = self._is_due = False
@@ -492,9 +492,9 @@ class StepHooks:
             self._watched.suspect()
 
     def _take_due_snapshot(self) -> bool:
-        """Hold the state of now, unless it is bad; True if optimizer state is not finite. Collective.
+        """Take a snapshot unless the state is bad; True if optimizer state is not finite. Collective.
 
-        Weights that are merely large may be meant so.
+        Weights that are only large may be intended.
         """
         self._is_due = False
         is_bad = "weights" in self._checks and self._state_checks.is_suspect()
@@ -504,13 +504,13 @@ class StepHooks:
         return self._host.any_rank(self._state_checks.has_bad_moment())
 
     def _diagnose_before_error(self, kind: str) -> None:
-        """Say the cause of a failed step whose error torch raises right after."""
+        """Log the cause of a failed step for which torch is about to raise an error."""
         self._begin(self.optimizers[0])
         self._recover(self.optimizers[0], kind, raised_by_torch=True)
         self._close(taken=False)
 
     def _report_loss(self) -> None:
-        # Ranks diagnose together, and here each reports by itself.
+        # Ranks diagnose together, but each rank would report its loss separately here.
         if self._num_reports < _MAX_REPORTS and self._host.ranks == 1:
             self._num_reports += 1
             failure = self._failure(self.optimizers[0], "non_finite_loss")
@@ -519,7 +519,7 @@ class StepHooks:
 
     def _failure(self, watched: WatchedOptimizer, kind: str) -> StepFailure:
         gradients = watched.checks.clipped_names or watched.checks.bad_gradients()
-        # Where all are bad, clipping or a bad loss has spread one NaN to all of them.
+        # If all are bad, clipping or a bad loss has spread one NaN to all of them, so none is named.
         is_named = bool(watched.checks.clipped_names) or len(gradients) < len(
             watched.checks.parameters
         )
@@ -533,7 +533,7 @@ class StepHooks:
         )
 
     def _recover(self, watched: WatchedOptimizer, kind: str, **how: Any) -> None:
-        """Diagnose a failed step and recover. Raises `NonFiniteError` on every rank where the ladder has a stop."""
+        """Diagnose a failed step and recover. Raises `NonFiniteError` on every rank if the recovery is a stop."""
         self.tripped = True
         self._looks.left_out()
         failure = replace(self._failure(watched, kind), **how)
@@ -549,7 +549,7 @@ class StepHooks:
 
     @contextmanager
     def _diagnosing(self) -> Iterator[None]:
-        """Inside the context, steps, backward passes and saves are the guard's own and not the loop's."""
+        """Mark steps, backward passes and saves inside the context as the guard's and not the loop's."""
         self._is_diagnosing = True
         try:
             with self._watched.unrecorded(), EVENTS.own_save():
@@ -558,16 +558,16 @@ class StepHooks:
             self._is_diagnosing = False
 
     def _clear_unheld_gradients(self) -> None:
-        """Zero bad gradients that no optimizer holds and so nothing clears: they would spoil every later clipping."""
-        held = {id(p) for p in self._state.parameters.values()}
+        """Zero bad gradients outside every optimizer: nothing else clears them, and clipping would spread them."""
+        owned = {id(p) for p in self._state.parameters.values()}
         for model in self._watched.models.values():
             for parameter in model.parameters():
                 grad = parameter.grad
-                if grad is not None and id(parameter) not in held and not is_finite_any(grad):
+                if grad is not None and id(parameter) not in owned and not is_finite_any(grad):
                     grad.zero_()
 
     def _close(self, *, taken: bool) -> None:
-        """End the step of the loop that this optimizer's is part of."""
+        """End the current step of the loop for one optimizer."""
         syncs = self._host.syncs_gradients  # DeepSpeed's micro-steps count as one
         is_first = len(self._stepped) <= 1
         self._watched.log.is_closed = self._passes.are_used = True
@@ -585,14 +585,14 @@ class StepHooks:
             self.number += int(syncs)
 
     def _settle(self) -> None:
-        """Leave out of the comparison what this healthy step has changed in frozen weights and buffers."""
+        """Exclude the frozen weights and buffers that this healthy step has changed from later comparisons."""
         record = self._watched.record
-        # A record that was made within a step has not seen the whole of it.
+        # A record created during a step has not seen all of that step.
         if record is not None and not record.is_settled and self.number > self._noted_in:
             record.settle()
 
     def _mark_optimizers(self) -> None:
-        """Tell Accelerate whether the step was taken, which its schedules obey; a scaler does so itself."""
+        """Tell Accelerate's schedules whether the step was taken; a scaler does so itself."""
         if self._host.accelerator is None:
             return
         for watched in self.optimizers:

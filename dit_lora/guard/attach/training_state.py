@@ -1,4 +1,4 @@
-"""The trained state of somebody else's loop, to go back to: weights, optimizer state, schedules, buffers."""
+"""The trained state of any training loop, as a snapshot to restore: weights, optimizer state, schedules, buffers."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ _MAX_BUFFER_BYTES = 64 * 2**20
 
 
 class Averages(Protocol):
-    """The part of a moving average of weights that is needed, as Diffusers' EMAModel has it."""
+    """The interface of a moving average of weights that the guard needs, as Diffusers' EMAModel has it."""
 
     shadow_params: list[torch.Tensor]
     optimization_step: int
@@ -29,7 +29,8 @@ class Averages(Protocol):
 class LoopState:
     """Trained weights, optimizer state and learning rate schedules by name, with a snapshot of them.
 
-    One snapshot, and none with `every` 0: with AdamW it is three times the trained weights.
+    Holds one snapshot, or none if `every` is 0. With AdamW, a snapshot takes three times the memory of the trained
+    weights.
     """
 
     def __init__(
@@ -43,18 +44,16 @@ class LoopState:
         self._ema_steps: dict[int, int] = {}
         self.snapshots = Snapshots(self.tensors, every=max(every, 1), keep=1, put=self._put)
         self._schedule_states: dict[int, dict[str, Any]] = {}
-        """States of the schedules at the step that is held, by the schedule's id."""
+        """States of the schedules at the snapshot's step, by the schedule's id."""
         self._buffers: dict[str, torch.Tensor] = {}
-        """Copies of the models' buffers at the step that is held, by name."""
+        """Copies of the models' buffers at the snapshot's step, by name."""
         self.models: Callable[[], Mapping[str, nn.Module]] = dict
         """The models by the prefix of their names."""
         self.infinite: set[str] = set()
         """Optimizer state keys and group settings that are infinite by design, such as bounds and best scores."""
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        """Return state as `<parameter>/<name>` and `group <number>/<name>`; numbers become tensors, which are
-        copies.
-        """
+        """Optimizer state by name, `<parameter>/<name>` and `group <number>/<name>`. Numbers become new tensors."""
         return {
             f"{prefix}/{key}": as_tensor(value)
             for prefix, state in self._optimizer_state()
@@ -69,7 +68,7 @@ class LoopState:
         return {**weights, **self.optimizer_tensors(), **averages}
 
     def note_infinite(self) -> None:
-        """Note what optimizers hold that is infinite from its beginning. torch's own have no such state."""
+        """Record optimizer state that is infinite from the start. torch's optimizers have no such state."""
         for name, tensor in self.optimizer_tensors().items():
             if name.startswith("group ") and bool(torch.isinf(tensor).any()):
                 self.infinite.add(name)
@@ -84,7 +83,7 @@ class LoopState:
                 }
 
     def checked(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Leave out the tensors that are infinite in a healthy loop."""
+        """The tensors without those that are infinite in a healthy loop."""
         return {name: tensor for name, tensor in tensors.items() if not self._is_infinite(name)}
 
     def _is_infinite(self, name: str) -> bool:
@@ -94,38 +93,40 @@ class LoopState:
         return bool(self.every) and self.snapshots.due(step)
 
     def take(self, step: int) -> None:
-        """Hold the state of now as that of `step`, if snapshots are held at all."""
+        """Take a snapshot of the current state as that of `step`, if snapshots are enabled."""
         if not self.every:
             return
         self.snapshots.take(step)
-        self._schedule_states = {id(each): _copied_state(each) for each in self.schedules}
+        self._schedule_states = {
+            id(schedule): _copied_state(schedule) for schedule in self.schedules
+        }
         self._take_buffers()
-        # EMAModel's decay follows its count of steps, which so has to go back with the averages.
+        # EMAModel computes its decay from its step count, which must be restored together with the averages.
         self._ema_steps = {} if self.ema is None else {step: self.ema.optimization_step}
 
     def forget(self) -> None:
-        """Hold no snapshot: what was trained was loaded from elsewhere."""
+        """Drop all snapshots, after the trained state was loaded from elsewhere."""
         for step in self.snapshots.steps:
             self.snapshots.forget(step)
 
     def newest(self, gathered: Callable[[Sequence[str]], list[str]]) -> int | None:
-        """Return the newest snapshot that is finite on every rank, after dropping those that are not; collective."""
-        for held in self.snapshots.steps:
-            # A snapshot that is bad on one rank is no state of the run.
-            bad = [n for n in self.snapshots.not_finite(held) if not self._is_infinite(n)]
+        """The newest snapshot that is finite on every rank, or None. Drops those that are not. Collective."""
+        for step in self.snapshots.steps:
+            # All ranks must drop a snapshot that is bad on one of them.
+            bad = [n for n in self.snapshots.not_finite(step) if not self._is_infinite(n)]
             if gathered(bad):
-                self.snapshots.forget(held)
+                self.snapshots.forget(step)
         return max(self.snapshots.steps, default=None)
 
     def restore(self, step: int) -> None:
-        """Put back the state of a held step, bit for bit; optimizer state that is younger is dropped."""
-        # A graph of the loop's may have saved these tensors; without a new version its backward still runs.
+        """Restore the state of a snapshot bit for bit. Optimizer state created since then is dropped."""
+        # A graph of the loop may have saved these tensors; keep the versions so that its backward still runs.
         live = tuple(self.tensors().values())
         with torch.autograd._unsafe_preserve_version_counter(live):
             born_since = self.snapshots.restore(step)
         self._drop(born_since)
         for schedule in self.schedules:
-            if id(schedule) in self._schedule_states:  # one made since has no state to go back to
+            if id(schedule) in self._schedule_states:  # a schedule created since has no saved state
                 schedule.load_state_dict(copy.copy(self._schedule_states[id(schedule)]))
         if self.ema is not None:
             self.ema.optimization_step = self._ema_steps[step]
@@ -142,24 +143,24 @@ class LoopState:
 
     @torch.no_grad()
     def restore_bad_buffers(self) -> list[str]:
-        """Put back buffers that are not finite and were so at the step that is held; returns their names."""
+        """Restore buffers that are not finite and were finite at the snapshot; returns their names."""
         restored = []
         for name, buffer in self._float_buffers():
-            held = self._buffers.get(name)
-            if held is None or held.shape != buffer.shape or is_finite(buffer):
+            saved = self._buffers.get(name)
+            if saved is None or saved.shape != buffer.shape or is_finite(buffer):
                 continue
             with torch.autograd._unsafe_preserve_version_counter(buffer):
-                buffer.copy_(held)
+                buffer.copy_(saved)
             restored.append(name)
         return restored
 
     @torch.no_grad()
     def _take_buffers(self) -> None:
-        room = _MAX_BUFFER_BYTES
+        remaining_bytes = _MAX_BUFFER_BYTES
         self._buffers = {}
         for name, buffer in sorted(self._float_buffers(), key=lambda item: item[1].nbytes):
-            room -= buffer.nbytes
-            if room < 0:
+            remaining_bytes -= buffer.nbytes
+            if remaining_bytes < 0:
                 return
             if is_finite(buffer):
                 self._buffers[name] = buffer.detach().clone()
@@ -171,7 +172,7 @@ class LoopState:
                     yield prefix + name, strided_values(local(buffer.detach()))
 
     def largest_decay(self) -> float:
-        """Return the largest share of a weight that a step's weight decay takes away."""
+        """The largest fraction of a weight that one step's weight decay removes."""
         return decay_share(self._groups())
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -201,7 +202,7 @@ class LoopState:
                 owner, state = names.get(parameter, id(parameter)), optimizer.state[parameter]
                 if any(f"{owner}/{key}" in born_since for key in state):
                     _make_finite(state)
-                    # Without state an optimizer begins anew with a parameter, as it did then.
+                    # Without state, the optimizer starts from scratch with a parameter, as it did at the snapshot.
                     del optimizer.state[parameter]
 
 
@@ -212,16 +213,16 @@ def _has_only_infinity(value: torch.Tensor | float) -> bool:
 
 
 def _copied_state(schedule: Any) -> dict[str, Any]:
-    """A schedule's state, copied: it may hold lists that the schedule goes on writing to."""
+    """A deep copy of a schedule's state, which may hold lists that the schedule goes on writing to."""
     state = dict(schedule.state_dict())
     copied: dict[str, Any] | None = contain(lambda: copy.deepcopy(state))
     return copied if copied is not None else state
 
 
 def _make_finite(state: Mapping[str, Any]) -> None:
-    """Put zeros in place of NaN and Inf: a checkpoint that is being put together may have the state that is dropped.
+    """Replace NaN and Inf by zeros: a checkpoint being assembled may contain the state that is dropped.
 
-    What is finite stays: a table of codes is all parameters' own.
+    Finite tensors stay unchanged, since parameters may share them, such as a quantization code table.
     """
     for value in state.values():
         if isinstance(value, torch.Tensor) and not is_finite(value):

@@ -1,4 +1,4 @@
-"""The models that a loop's optimizers train, and the calls of them that the gradients of now come from."""
+"""The models that a loop's optimizers train, and their calls that the current gradients come from."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ from dit_lora.numerics.dtensors import needs_all_ranks
 
 T = TypeVar("T")
 _MAX_SEARCHES = 20
-"""Steps in which models are looked for; after them weights of no model that was called are taken as loose ones."""
+"""Number of steps in which models are searched for. Weights of no called model are then treated as loose."""
 
 
 def _attempt(experiment: Callable[[], T]) -> T | None:
@@ -47,10 +47,10 @@ class WatchedModels:
     """Records the calls of every model that the optimizers train.
 
     Args:
-        host: The loop's surroundings.
+        host: The loop's device and ranks.
         given: Models that the user named; may be empty.
         state: Weights and optimizer state; its parameters are set here.
-        discovery: Looks for the models that a loss comes through; it may have found some already.
+        discovery: Searches for the models that a loss passes through; it may have found some already.
         compares_frozen: Whether frozen weights and buffers are compared with the start.
     """
 
@@ -64,23 +64,23 @@ class WatchedModels:
         compares_frozen: bool,
     ) -> None:
         self.log = discovery.log
-        """The calls that the models made lately."""
+        """Recent calls of the models."""
         self.suspects: dict[int, Suspects] = {}
-        """Parts that a diagnosis may look at in each model, by the model's id."""
+        """Diagnosis context of each model, by the model's id."""
         self.prefixes: dict[int, str] = {}
-        """The prefix of its parameters' names, where there are several models."""
+        """Prefix of each model's parameter names, by the model's id; empty for a single model."""
         self.together: Suspects
-        """All models as one, whose weights have the names that they have here."""
+        """Diagnosis context of all models as one module, with the prefixed parameter names."""
         self.record: LoopRecord | None
-        """Frozen weights and buffers as they began; None if they are not to be compared."""
+        """Frozen weights and buffers at the start; None if they are not compared."""
         self.lockstep = False
-        """True if a model is sharded, which no rank can run alone: all diagnose together."""
+        """True if a model is sharded, so that ranks can only run it together and diagnose together."""
         self.infinite: dict[int, list[str]] = {}
         """Names of the weights and buffers of each model, by its id, that held infinity when it was first watched."""
         self.switched_off: set[str] = set()
         """Names of switches that diagnoses have turned off."""
         self.on_survey: Callable[[], None] = lambda: None
-        """Called when other models are watched than before."""
+        """Called when the set of watched models has changed."""
         self._host = host
         self._given = list(given)
         self._state = state
@@ -95,7 +95,7 @@ class WatchedModels:
         self._num_searches = 0
         self._held = (0, 0)
         self._trained: set[int] = set()
-        """Ids of what has been trained. It stays so where the loop freezes it for a while, as a GAN's does."""
+        """Ids of parameters that have been trained, including those that the loop freezes for a while, as in a GAN."""
         self.log.on_end = self._call_ends
         self.survey()
         self._discovery.look()
@@ -109,11 +109,13 @@ class WatchedModels:
         return [*self._models.values(), *self._parts.values()]
 
     def survey(self) -> None:
-        """Find what the optimizers train, and which models it is part of."""
-        known = self._host.models(self._given)
-        found = [model for model in self._found if not any(model is other for other in known)]
-        inside = {id(module) for model in known for module in model.modules()}
-        models = [*known, *(model for model in found if id(model) not in inside)]
+        """Find the parameters that the optimizers train, and the models that they belong to."""
+        named = self._host.models(self._given)
+        discovered = [
+            model for model in self._found if not any(model is candidate for candidate in named)
+        ]
+        inside = {id(module) for model in named for module in model.modules()}
+        models = [*named, *(model for model in discovered if id(model) not in inside)]
         if self._host.under_deepspeed:  # its optimizer holds copies
             self._models = {"": models[0]}
             self._state.parameters = trainable_parameters(self._models)
@@ -125,9 +127,9 @@ class WatchedModels:
                 models, optimizers, through=self._found, required=required
             )
             self._state.parameters = held_parameters(self._models, optimizers, self._trained)
-        self._parts = parts_of(self._models, found)
+        self._parts = parts_of(self._models, discovered)
         self._interceptions.undo()
-        # A recorder goes on with the calls that it has open and the gradients that it has seen.
+        # Keep existing recorders, with their open calls and the gradients that they have seen.
         self._recorders = {
             id(model): self._recorders.get(id(model)) or Recorder(model, self.log)
             for model in self.all_models()
@@ -144,9 +146,9 @@ class WatchedModels:
         self.on_survey()
 
     def find_models(self) -> bool:
-        """End the search for models once a step shows them; True if there are any that were not known.
+        """End the search for models once a step shows them. True if new models were found.
 
-        The search goes on while an optimizer is known that holds weights of no model that was called.
+        The search continues while an optimizer holds weights of no called model.
         """
         if not self._discovery.is_looking or not self.log.calls:
             return False
@@ -160,20 +162,20 @@ class WatchedModels:
         return bool(new)
 
     def suspect(self) -> None:
-        """Note weights, buffers and switches as those that training begins with."""
+        """Record the current weights, buffers and switches as those that training starts with."""
         models = self._models
         called = models | self._parts
         self.prefixes = {id(model): prefix for prefix, model in called.items()}
-        # One module whose parameters have the names that they have here, for what is judged over all models.
+        # Join all models in one module with the prefixed parameter names, for checks over all models.
         parts = {prefix.removesuffix("."): model for prefix, model in models.items()}
         single = next(iter(models.values()), nn.Module())
-        whole = nn.ModuleDict(parts) if len(models) > 1 else single
-        self.lockstep = needs_all_ranks(whole)
-        self.record = LoopRecord(whole, self._trained) if self._compares_frozen else None
+        joined_model = nn.ModuleDict(parts) if len(models) > 1 else single
+        self.lockstep = needs_all_ranks(joined_model)
+        self.record = LoopRecord(joined_model, self._trained) if self._compares_frozen else None
         infinite = [
             prefix + name for prefix, model in models.items() for name in self.infinite[id(model)]
         ]
-        self.together = self._suspects(whole, "", self.record, infinite)
+        self.together = self._suspects(joined_model, "", self.record, infinite)
         self.suspects = {
             id(model): self._suspects(model, prefix, None, self.infinite[id(model)])
             for prefix, model in called.items()
@@ -182,9 +184,10 @@ class WatchedModels:
     def shared(
         self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall]
     ) -> list[RankCalls]:
-        """The calls that this rank is to diagnose: its own or, in lockstep, those of all ranks. Collective.
+        """The calls that this rank must diagnose: its own or, in lockstep, those of all ranks. Collective.
 
-        In lockstep none, where arguments of a call cannot be sent to other ranks: no rank may run a model alone.
+        In lockstep, empty if the arguments of a call cannot be sent to other ranks: no rank may run a sharded model
+        without the others.
         """
         if not self.lockstep:
             return [RankCalls(self._host.rank, calls, controls)]
@@ -192,7 +195,7 @@ class WatchedModels:
         return shared_calls(calls, controls, models, self._host.device) or []
 
     def has_changed(self) -> bool:
-        """True if an optimizer was given more to train, or something that it has was unfrozen."""
+        """True if an optimizer received more parameters, or one of its parameters was unfrozen."""
         return self._fingerprint() != self._held
 
     def num_held(self) -> int:
@@ -204,7 +207,7 @@ class WatchedModels:
         return count
 
     def draw_from(self, generator: torch.Generator | None) -> None:
-        """Note the state of the loop's own generator with each call, from now on."""
+        """Record the state of the loop's generator with each call, from now on."""
         self.log.generator = generator
 
     def find_out_of_range(self) -> list[str]:
@@ -213,14 +216,16 @@ class WatchedModels:
         ]
 
     def owners(self) -> list[nn.Module]:
-        """The modules that hold what is trained themselves."""
-        wanted = {id(parameter) for parameter in self._state.parameters.values()}
+        """The modules that directly own trained parameters."""
+        trained_ids = {id(parameter) for parameter in self._state.parameters.values()}
         modules = (module for model in self._models.values() for module in model.modules())
-        return [m for m in modules if any(id(p) in wanted for p in m.parameters(recurse=False))]
+        return [
+            m for m in modules if any(id(p) in trained_ids for p in m.parameters(recurse=False))
+        ]
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Record no call inside the context: replays are not the loop's."""
+        """Record no calls inside the context, since replays are not the loop's."""
         for recorder in self._recorders.values():
             recorder.is_paused = True
         try:
@@ -230,7 +235,7 @@ class WatchedModels:
                 recorder.is_paused = False
 
     def stop(self) -> None:
-        """Look for no more models, and record no more calls."""
+        """Stop searching for models and recording calls."""
         self._discovery.stop()
         self._interceptions.undo()
 
@@ -258,7 +263,7 @@ class WatchedModels:
             peaks=peaks,
             switched_off=self.switched_off,
             decay=self._state.largest_decay,
-            # Ranks that run a model together must all go on, or all fail.
+            # Ranks that run a model together must all continue, or all fail.
             attempt=_attempt_together if self.lockstep else _attempt,
         )
 
@@ -268,7 +273,7 @@ class WatchedModels:
         )
 
     def call_begins(self) -> None:
-        """Note frozen weights and buffers before a call of a model, while it is not known what calls change."""
+        """Record frozen weights and buffers before a model call, until the changes made by healthy calls are known."""
         if self.record is not None and not self.record.is_settled:
             self.record.call_begins()
 
@@ -277,7 +282,11 @@ class WatchedModels:
             self.record.call_ends()
 
     def _fingerprint(self) -> tuple[int, int]:
-        lists = [group["params"] for each in self._state.optimizers for group in each.param_groups]
-        # A loop may freeze weights for a while, as a GAN's does; what was trained once stays watched.
-        self._trained.update(id(p) for held in lists for p in held if p.requires_grad)
+        lists = [
+            group["params"]
+            for optimizer in self._state.optimizers
+            for group in optimizer.param_groups
+        ]
+        # A loop may freeze weights for a while, as in a GAN; parameters that were trained once stay watched.
+        self._trained.update(id(p) for parameters in lists for p in parameters if p.requires_grad)
         return sum(map(len, lists)), len(self._trained)

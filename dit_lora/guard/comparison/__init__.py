@@ -1,1 +1,1 @@
-"""Compare fused kernels with the stock model, on a run's own blocks and batches."""
+"""Compare fused kernels with the reference model, on a run's blocks and batches."""

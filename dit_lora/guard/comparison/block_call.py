@@ -1,4 +1,6 @@
-"""Repeats one call of a block on the same inputs, as it is or in fp32, with gradients of a randomly weighted sum."""
+"""Repeat one call of a block on the same inputs, in its dtype or in fp32, with gradients of a randomly
+weighted sum.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,10 +21,11 @@ _COLLECTOR = "output_collector"
 
 
 class BlockCall:
-    """One call of a block, that can be made again.
+    """One call of a block that can be repeated.
 
-    `learning` says which of its floating inputs have a gradient; all, if it has another length. With `inside_of`,
-    the model, what the block's modules return is among the values. With `widen` inputs of one row get a second.
+    `learning` says which of its floating-point inputs require a gradient; all of them, if its length does not match.
+    With `inside_of`, the model, the outputs of the block's submodules are compared too. With `widen`, inputs of one
+    row get a second row.
     """
 
     def __init__(
@@ -53,20 +56,25 @@ class BlockCall:
         self.inputs = [x.detach() for x in float_inputs]
 
     def values(self, *, wide: bool) -> Values:
-        """Return outputs, and the gradients of a drawn sum of them, as the switches are now."""
+        """Compute the outputs and the gradients of a randomly weighted sum of them, with the current switches.
+
+        With `wide`, half-precision inputs are converted to fp32.
+        """
         leaves, learning = self._fresh(wide=wide)
         args, kwargs = tree_unflatten(leaves, self._spec)
         inside: Values = {}
-        # A block may draw random numbers; the run's own generators must stay where they are.
+        # A block may draw random numbers; the run's generators must not advance.
         with (
             torch.enable_grad(),
             torch.random.fork_rng(cuda_devices(self.module)),
             _unrounded(),
-            saved_tensors_hooks(_kept, lambda x: x),  # not those of a checkpoint around the block
+            saved_tensors_hooks(
+                _kept, lambda x: x
+            ),  # replaces the hooks of a checkpoint around the block
             self._recorded(inside),
         ):
-            made = _uncaptured(lambda: self.module(*args, **kwargs))
-            outputs = named_outputs(self.name, made)
+            output = _uncaptured(lambda: self.module(*args, **kwargs))
+            outputs = named_outputs(self.name, output)
             grads = self._gradients(outputs, learning)
         return {**inside, **{n: x.detach() for n, x in outputs.items()}, **grads}
 
@@ -81,7 +89,7 @@ class BlockCall:
         flags, leaves, learning = iter(self._learning), [], {}
         for index, leaf in enumerate(self._leaves):
             if not is_float(leaf):
-                # Some blocks are told the dtype to compute in.
+                # Some blocks receive the dtype to compute in as an argument.
                 is_half = wide and isinstance(leaf, torch.dtype) and leaf in HALVES
                 leaves.append(torch.float32 if is_half else leaf)
                 continue
@@ -99,17 +107,17 @@ class BlockCall:
         starts = {**trained, **inputs}
         if not ends or not starts:
             return {}
-        # Stock code and kernel are asked for the gradients of the same sum.
+        # The reference and the kernel must compute gradients of the same weighted sum.
         draws = torch.Generator(self.device).manual_seed(0)
         pulls = [torch.randn(x.shape, generator=draws, device=x.device).to(x.dtype) for x in ends]
-        # Past the hooks on accumulated gradients, which are a step's.
+        # autograd.grad bypasses the hooks on accumulated gradients, which belong to an optimizer step.
         grads = torch.autograd.grad(ends, [*starts.values()], pulls, allow_unused=True)
         return gradients(dict(zip(starts, grads, strict=True)))
 
 
 def _uncaptured(call: Callable[[], Any]) -> Any:
-    """Call it unseen by Transformers, which in a pass collects what layers return (`utils/output_capturing.py`)."""
-    # In a copy of the context: what is set there is gone after the call.
+    """Call the function without Transformers' collection of layer outputs (`utils/output_capturing.py`)."""
+    # Run in a copy of the context, so that the variable is unchanged after the call.
     context = copy_context()
 
     def alone() -> Any:
@@ -137,16 +145,16 @@ def floats(tree: Any) -> list[torch.Tensor]:
 
 
 def _two_rows(leaf: Any) -> Any:
-    """Return a tensor of one row with a second, other one; integers and masks get the same row again."""
+    """Add a second, different row to a tensor of one row; integers and masks repeat the first."""
     if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or len(leaf) != 1:
         return leaf
-    # Flipped along the last dimension: as large as the first row, and other.
+    # Flip along the last dimension, which keeps the magnitude and changes the values.
     return torch.cat([leaf, leaf.flip(-1) if leaf.is_floating_point() else leaf])
 
 
 @contextmanager
 def _unrounded() -> Iterator[None]:
-    """Compute fp32 as fp32 within, and not as TF32."""
+    """Disable TF32 inside the context, so that fp32 is computed in fp32."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = False

@@ -1,4 +1,4 @@
-"""Tell which blocks of a model are the same to a kernel, so that one of each kind can stand for all."""
+"""Find blocks of a model that are identical for a kernel, so that only one of each kind has to be compared."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 from dit_lora.guard.comparison.block_parity import blocks_of
 
 Calls = dict[str, list[Hashable]]
-"""Descriptions of the inputs that blocks were called with, by block."""
+"""Descriptions of each block's inputs, by the block's name."""
 
 
 @contextmanager
 def noting_calls(model: nn.Module) -> Iterator[Calls]:
-    """Note, during training forward passes within, what every block is called with: shapes, dtypes, what learns."""
+    """Record each block's inputs during training forward passes: shapes, dtypes and which require a gradient."""
     calls: Calls = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -39,19 +39,19 @@ def one_of_each_kind(
     calls: Mapping[str, Sequence[Hashable]],
     places: Collection[tuple[str, str]],
 ) -> list[str]:
-    """Return the last block of each kind, in order: the deepest, whose inputs are the largest.
+    """The last block of each kind, in order: the deepest, whose inputs are the largest.
 
-    A kind is a class with its submodules, weights, buffers and settings of theirs, the places of fused ops in it
-    (pairs of an op and a module), and the inputs that it is called with.
+    Blocks are of one kind if they agree in class, submodules, weights, buffers, settings, inputs and the positions of
+    fused ops. `places` holds these positions as pairs of an op and a module.
     """
-    last: dict[Hashable, str] = {}
+    last_of_kind: dict[Hashable, str] = {}
     for name in names:
         block = model.get_submodule(name)
         path = f"{name}." if name else ""
         ops = tuple(sorted((op, m[len(path) :]) for op, m in places if f"{m}.".startswith(path)))
         called = tuple(calls.get(name, ()))
-        last[(_structure(block), ops, called)] = name
-    return [name for name in names if name in last.values()]
+        last_of_kind[(_structure(block), ops, called)] = name
+    return [name for name in names if name in last_of_kind.values()]
 
 
 def _described(leaf: object) -> Hashable:
@@ -73,9 +73,9 @@ def _weight(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """Return a module's own plain values, such as an eps, a window's size, or whether its attention is causal."""
+    """A module's plain attributes, such as an eps, a window size, or whether its attention is causal."""
     plain = (bool, int, float, str, type(None))
-    # A layer's number among its like makes no other kind of it.
+    # A layer's index does not make it a different kind of block.
     return tuple(
         (key, value)
         for key, value in sorted(vars(module).items())

@@ -1,8 +1,8 @@
-"""Compare a kernel with the stock code, block by block, on the inputs that a stock pass brings to each block.
+"""Compare a kernel with the reference code, block by block, on the inputs that each block gets in a reference pass.
 
-One block's weights at a time are copied to fp32, so that the comparison that tells a small wrong from rounding needs
-no second copy of a model in half precision. The rows of a micro-batch are its samples: give several, with draws of
-their own. Weights that are sharded (FSDP2) are whole while their block is compared, on all ranks in step.
+The weights of one block at a time are copied to fp32, so that the comparison that tells a small error from rounding
+needs no second copy of a half-precision model. The rows of a micro-batch are its samples: pass several, with different
+random draws. Sharded weights (FSDP2) are gathered while their block is compared, on all ranks in lockstep.
 """
 
 import math
@@ -20,56 +20,54 @@ from dit_lora.guard.switches import Switch, in_fp32
 from dit_lora.numerics.dtensors import gathered_here
 
 PASSES = 32
-"""Least number of passes through blocks that ask whether a kernel repeats itself: two a block in a deep model."""
+"""Minimum number of block passes that test whether a kernel is deterministic: two per block in a deep model."""
 _OF_STOCK = 4.0
-"""Times farther that a kernel may be from itself, on a GPU, than the stock code is from itself there."""
+"""On a GPU, a kernel may vary between runs this many times more than the reference code does."""
 
 _OF_BACKEND = 0.02
-"""Relative error by which a kernel may differ from itself, on a GPU, where an attention backend was asked for."""
+"""Relative error by which a kernel may vary between runs on a GPU if an attention backend was requested."""
 
 
 @dataclass(frozen=True)
 class Apart:
-    """The place where a kernel parts from the stock code, or from itself."""
+    """The place where a kernel differs from the reference code, or from itself in another run."""
 
     where: str
     error: float
     repeats: bool
-    """True if the same inputs give the same values again."""
+    """True if the kernel gives the same values for the same inputs."""
 
 
 @dataclass
 class Coverage:
-    """Names of the blocks that were compared, and the reason for each that was not."""
+    """Names of the compared blocks, and the reason for each block that was not compared."""
 
     compared: set[str] = field(default_factory=set)
     missed: dict[str, str] = field(default_factory=dict)
 
 
 Learning = dict[str, tuple[bool, ...]]
-"""Flags by block name, one for each floating input: True if it has a gradient in training."""
+"""For each block name, one flag per floating-point input: True if it requires a gradient in training."""
 
 
 @dataclass(frozen=True)
 class How:
-    """Options of a comparison, beside the model and what runs it."""
+    """Options of a comparison, apart from the model and the function that runs it."""
 
     learning: Learning | None = None
-    """The inputs of blocks that have a gradient in training; None to look, in a pass of its own."""
+    """Which block inputs require a gradient in training; None to find out in an extra pass."""
     coverage: Coverage | None = None
-    """Record of what was compared, to be filled."""
+    """Filled with the names of the compared blocks; None if not needed."""
     passes: int = PASSES
-    """Least number of passes through blocks that ask whether the kernel repeats itself."""
+    """Minimum number of block passes that test whether the kernel is deterministic."""
     only: Collection[str] | None = None
     """The blocks to compare; None for all."""
     widen: bool = False
-    """True to add a second row to inputs of one sample: a kernel that mixes rows up is right for one."""
+    """True to add a second row to inputs of one sample, since a kernel that mixes up rows is correct for one row."""
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Return the modules that together are called for all of the model: its repeated blocks, and what stands beside
-    them.
-    """
+    """Names of modules that together cover the model: its repeated blocks, and the modules outside them."""
     lists = {name for name, module in model.named_modules() if _repeats(module)}
     around = {name.rsplit(".", k)[0] for name in lists for k in range(1, name.count(".") + 1)}
     names: list[str] = []
@@ -78,12 +76,12 @@ def blocks_of(model: nn.Module) -> list[str]:
         if name and name not in lists and name not in around and not is_part:
             names.append(name)
         elif name.rpartition(".")[0] in lists and not is_part:
-            names.append(name)  # that it has lists of its own is its own affair
+            names.append(name)  # lists inside a block are part of the block
     return names or [""]
 
 
 def _repeats(module: nn.Module) -> bool:
-    """Return True if the module lists blocks: modules of one class, made of modules."""
+    """True if the module is a list of blocks: modules of one class that have submodules."""
     if not isinstance(module, nn.ModuleList) or not len(module):
         return False
     return len({type(block) for block in module}) == 1 and any(True for _ in module[0].children())
@@ -91,7 +89,7 @@ def _repeats(module: nn.Module) -> bool:
 
 @contextmanager
 def noting_inputs(model: nn.Module) -> Iterator[Learning]:
-    """Note, during a training forward pass within, which inputs of which blocks learn."""
+    """Record, during a training forward pass, which inputs of which blocks require a gradient."""
     noted: Learning = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -109,33 +107,34 @@ def noting_inputs(model: nn.Module) -> Iterator[Learning]:
 
 @dataclass
 class BlockComparison:
-    """Compares one switch on and off in every block that a forward pass reaches; `found` has what differed, in
-    order.
+    """Compares the model with a switch on and off, in every block that a forward pass reaches.
+
+    `differences` holds the places that differ, in order of execution.
     """
 
     model: nn.Module
     switch: Switch
     others: Sequence[Switch]
-    """Switches that are off all the time."""
+    """Switches that are off during the whole comparison."""
     not_in_fp32: Sequence[Switch]
-    """Switches that have no fp32, and are off where that is computed."""
+    """Switches without fp32 support, which are off in fp32 computations."""
     how: How
     inside: str | None = None
-    """The one block to look into, instead of all: what its modules return is compared too."""
+    """The only block to compare, including the outputs of its submodules; None for all blocks."""
     coverage: Coverage = field(default_factory=Coverage)
     differences: list[Apart] = field(default_factory=list)
 
     def run(self, forward: Callable[[], Any]) -> None:
-        """Go through the model once, by its stock code."""
+        """Run the model once with its reference code, and compare each block on the way."""
         names = [self.inside] if self.inside is not None else blocks_of(self.model)
         names = [name for name in names if self.how.only is None or name in self.how.only]
-        # All blocks together make `passes`; one pass alone has nothing to be compared with.
+        # Spread `passes` over all blocks. A block needs at least two passes to compare with each other.
         self._repeats = max(2, math.ceil(self.how.passes / max(1, sum(map(is_repeated, names)))))
         self._busy, self._seen = False, set[str]()
         with ExitStack() as stack:
             for switch in self.others:
                 stack.enter_context(switch.off())
-            # The pass is stock code's: a wrong kernel must not spoil the inputs of the blocks after it.
+            # Run the pass with the reference code: a wrong kernel must not change the inputs of later blocks.
             self._off = stack.enter_context(ExitStack())
             self._off.enter_context(self.switch.off())
             for name in names:
@@ -147,7 +146,7 @@ class BlockComparison:
 
     @contextmanager
     def _kernel_on(self) -> Iterator[None]:
-        """Leave the switch on within; the stock code runs around it."""
+        """Turn the switch on inside the context; the reference code runs outside it."""
         self._off.close()
         try:
             yield
@@ -156,10 +155,10 @@ class BlockComparison:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
-            # A comparison calls the block itself, and so this hook.
+            # The comparison itself calls the block, and so this hook.
             if self._busy or name in self._seen:
                 return
-            # A block that is called more than once is compared at its first call.
+            # A block that is called several times is compared at its first call.
             self._seen.add(name)
             self._busy = True
             try:
@@ -179,7 +178,7 @@ class BlockComparison:
                 return
             except torch.OutOfMemoryError:
                 raise
-            except (RuntimeError, ValueError):  # the first dimension is no sample's there
+            except (RuntimeError, ValueError):  # the first dimension is not the batch
                 pass
         self._compare(self._call(name, block, args, kwargs))
 
@@ -191,12 +190,12 @@ class BlockComparison:
         return BlockCall(name, block, args, kwargs, learning, inside_of=inside_of, widen=widen)
 
     def _compare(self, block: BlockCall) -> None:
-        # Backends such as flash attention have no fp32 to be compared in.
+        # Backends such as flash attention do not support fp32.
         in_halves = block.is_half and self.switch.cause != "attention_backend"
-        wrong, exact = None, None
+        difference, exact = None, None
         if in_halves:
             try:
-                wrong, exact = self._in_fp32(block)
+                difference, exact = self._in_fp32(block)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # the stock code may insist on a dtype
@@ -208,21 +207,21 @@ class BlockComparison:
         expected, fused = self._both(block, wide=False)
         dtype = block.dtype if block.is_half else torch.float32
         with torch.no_grad():
-            # NaN is like nothing: of stock code that gives it, nothing can be told.
+            # NaN equals nothing, so reference values that contain it cannot be compared.
             if not all(torch.isfinite(x).all() for x in expected.values()) and not in_halves:
                 self.coverage.missed[block.name] = "its stock values are not finite"
                 return
-            wrong = wrong or self._differs(block, expected, fused, dtype, exact)
+            difference = difference or self._differs(block, expected, fused, dtype, exact)
         del exact
         self.coverage.compared.add(block.name)
         unsteady = self._unsteady(block, expected, fused) if self.inside is None else None
         if unsteady is not None:
             self.differences.append(Apart(block.name, unsteady, repeats=False))
-        elif wrong is not None:
-            self.differences.append(Apart(*wrong, repeats=True))
+        elif difference is not None:
+            self.differences.append(Apart(*difference, repeats=True))
 
     def _in_fp32(self, block: BlockCall) -> tuple[tuple[str, float] | None, Values]:
-        """Return where it differs in fp32, if anywhere, and the stock code's values."""
+        """The first difference in fp32, or None, and the reference code's fp32 values."""
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(block.device.type, enabled=False))
             if any(True for _ in block.module.parameters()):
@@ -245,37 +244,39 @@ class BlockComparison:
         dtype: torch.dtype,
         exact: Values | None = None,
     ) -> tuple[str, float] | None:
-        # What a block adds to its input is within rounding in half precision.
+        # In half precision, the change that a block adds to its input can be as small as rounding.
         inputs = block.inputs if dtype is torch.float32 else ()
         limits = BLOCK[dtype] if dtype is torch.float32 else BLOCK[dtype].wider(self.switch.error)
         return first_apart(expected, fused, limits, inputs, exact)
 
     def _unsteady(self, block: BlockCall, expected: Values, fused: Values) -> float | None:
-        """Return how far the kernel is from itself on equal inputs, if that is more than the stock code is."""
+        """Relative error between the kernel's runs on equal inputs, or None if the reference code varies as much."""
         allowed = 0.0
-        if block.device.type == "cuda":  # where backends of PyTorch may sum in any order
+        if block.device.type == "cuda":  # PyTorch's CUDA ops may sum in any order
             allowed = _OF_STOCK * apart(expected, block.values(wide=False))
             if self.not_in_fp32 or self.switch.cause == "attention_backend":
-                # Flash attention's backward sums in any order; the stock code's may be another.
+                # Flash attention's backward sums in any order, even if the reference uses another backend.
                 allowed = max(allowed, _OF_BACKEND)
         times = self._repeats if is_repeated(block.name) else 2
         with self._kernel_on():
-            # All of them, whatever is found: ranks that share a sample go through a block together.
+            # Make all runs even after a difference: ranks that share a sample run a block together.
             error = max(apart(fused, block.values(wide=False)) for _ in range(times - 1))
         return error if error > allowed else None
 
 
 def is_repeated(block: str) -> bool:
-    """Return True if the block is one of a list."""
+    """True if the block is an element of a module list."""
     return block.rpartition(".")[2].isdigit()
 
 
 @contextmanager
 def _as_alone(model: nn.Module, block: nn.Module) -> Iterator[None]:
-    """Let the block be called by itself within: its weights are whole and stay so, and casts are made anew."""
+    """Allow calling the block by itself inside the context: its weights are gathered, and autocast recomputes
+    casts.
+    """
     keeps = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
-    torch.clear_autocast_cache()  # of a pass without gradients, casts of adapters have none
+    torch.clear_autocast_cache()  # casts cached in a pass without gradients do not propagate gradients
     try:
         with gathered_here(block):
             yield

@@ -1,4 +1,4 @@
-"""Compare a fused kernel with its reference, and with itself, on the user's own model, shapes and samples."""
+"""Compare a fused kernel with its reference, and with itself, on the user's model, shapes and samples."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,13 +35,13 @@ from dit_lora.numerics.ranks import gather_object
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a kernel and its reference part, or a kernel and itself."""
+    """The first place where a kernel differs from its reference, or from itself in another run."""
 
     switch: str
     module: str
-    """The first such module in order of execution; or the parameter or input whose gradient differs."""
+    """The first module that differs, in order of execution; or the parameter or input whose gradient differs."""
     error: float
-    """Root mean square of the difference over that of the reference, of the worst sample; NaN if one is not finite."""
+    """RMS of the difference over RMS of the reference, for the worst sample; NaN if a value is not finite."""
     repeats: bool = True
     """True if the kernel gives the same values for the same inputs."""
 
@@ -59,7 +59,7 @@ class Difference:
 
 
 Losses = Callable[[], torch.Tensor]
-"""Runs the model on the same inputs at each call; losses by sample, (B,)."""
+"""Runs the model on the same inputs at each call; returns losses per sample, (B,)."""
 
 
 def first_difference(
@@ -70,21 +70,20 @@ def first_difference(
     others: Sequence[Switch] = (),
     how: How | None = None,
 ) -> Difference | None:
-    """Return where outputs or gradients with the kernel differ from those without it or from themselves; None if
-    nowhere.
+    """The first place where outputs or gradients with the kernel differ from those without it, or between runs.
 
-    `others` are off all the time. Give losses of several different samples: OpenDiT's fused modulation used the
-    first sample's scale and shift for all of them, and was right for a batch of one. Blocks are compared one by
-    one on the stock model's inputs; those in half precision also in fp32, which tells a small wrong from rounding.
-    What is no part of a block (torch.compile, another attention for a whole model) is compared in the whole model,
-    in the dtype that it has. A sharded model (FSDP2) is compared on all ranks at once, as it is alone.
+    None if there is none. `others` are off all the time. Pass losses of several different samples: OpenDiT's fused
+    modulation used the first sample's scale and shift for all of them, and was correct for a batch of one. Blocks are
+    compared one at a time on the reference model's inputs; those in half precision also in fp32, which tells a small
+    error from rounding. Switches that are not part of a block (torch.compile, another attention for a whole model) are
+    compared in the whole model, in its dtype. A sharded model (FSDP2) is compared on all ranks together.
     """
     how = how or How()
     of_blocks = switch.cause == "kernel" or switch.part_of is not None
     with ExitStack() as stack:
         if switch.name == COMPILE or not of_blocks:
-            for other in others:
-                stack.enter_context(other.off())
+            for other_switch in others:
+                stack.enter_context(other_switch.off())
             difference = _located(switch, losses, model)
             if how.coverage is not None:
                 how.coverage.compared.add("")
@@ -98,30 +97,30 @@ def first_difference(
 def differences(
     switches: Sequence[Switch], compare: Callable[[Switch, Sequence[Switch]], Difference | None]
 ) -> Iterator[tuple[Switch, Difference]]:
-    """Yield every switch whose kernels differ; its parts one by one, all others off, only where a whole differs.
+    """Yield every switch whose kernels differ. If a whole differs, its parts are compared separately, all others off.
 
-    `compare` is given a switch and what is to be off meanwhile: one kernel's fault is not another's. Switch off
-    what is yielded before asking for the next: then the whole is asked once more.
+    `compare` receives a switch and the switches to turn off meanwhile, so that one kernel's error is not attributed to
+    another. Turn off each yielded switch before asking for the next: then the whole is compared once more.
     """
     wholes = [switch for switch in switches if switch.part_of is None]
-    # Compilation is last: it compiles the other kernels, which must be right first. So are kernels that add rounding.
+    # Compilation and kernels that add rounding come last: they run on top of the others, which must be correct first.
     wholes.sort(key=lambda switch: (switch.name == COMPILE, switch.error > 0))
     for switch in wholes:
         on_top = switch.name == COMPILE or switch.error > 0
-        others = [] if on_top else [o for o in wholes if _apart_from(o, switch)]
-        of_whole = compare(switch, others)
+        other_switches = [] if on_top else [o for o in wholes if _apart_from(o, switch)]
+        of_whole = compare(switch, other_switches)
         parts = [part for part in switches if part.part_of == switch.name]
         if of_whole is None:
             continue
-        blamed = False
+        has_bad_part = False
         for part in parts:
-            difference = compare(part, [*others, *(o for o in parts if o is not part)])
+            difference = compare(part, [*other_switches, *(o for o in parts if o is not part)])
             if difference is not None:
-                blamed = True
+                has_bad_part = True
                 yield part, difference
-        # The parts to blame are off by now: is the rest of it right?
-        if blamed:
-            of_whole = compare(switch, others)
+        # The bad parts are off by now, so compare the remaining parts together.
+        if has_bad_part:
+            of_whole = compare(switch, other_switches)
         if of_whole is not None:
             yield switch, of_whole
 
@@ -132,7 +131,7 @@ def _apart_from(other: Switch, switch: Switch) -> bool:
 
 @contextmanager
 def _quietly(model: nn.Module) -> Iterator[None]:
-    """Leave the model's state, random state and gradients as they were; within, nothing runs compiled."""
+    """Restore the model's buffers, random state and gradients on exit; nothing runs compiled inside the context."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with (
         stirred(model),
@@ -173,26 +172,30 @@ def _in_blocks(
         comparison.run(losses)
         return comparison
 
-    first = compared(None)
+    comparison = compared(None)
     if how.coverage is not None:
-        how.coverage.compared |= first.coverage.compared
-        how.coverage.missed |= first.coverage.missed
-    place = _agreed(first.differences, model)
-    # Once more, inside that block, to name the module in it; a name ends at the first space.
-    if place is not None and place.repeats and not place.where.startswith(GRADIENT):
-        block = place.where.partition(" ")[0]
-        place = _agreed(compared(block).differences, model) or place
-    return Difference(switch.name, place.where, place.error, place.repeats) if place else None
+        how.coverage.compared |= comparison.coverage.compared
+        how.coverage.missed |= comparison.coverage.missed
+    difference = _agreed(comparison.differences, model)
+    # Compare inside that block to find the submodule. The block's name ends at the first space.
+    if difference is not None and difference.repeats and not difference.where.startswith(GRADIENT):
+        block = difference.where.partition(" ")[0]
+        difference = _agreed(compared(block).differences, model) or difference
+    return (
+        Difference(switch.name, difference.where, difference.error, difference.repeats)
+        if difference
+        else None
+    )
 
 
 def _agreed(places: Sequence[Apart], model: nn.Module) -> Apart | None:
-    """Return the first, and before all where a kernel is not even as itself; on all ranks of a model that needs
-    them, the same.
-    """
-    # What follows is collective again: all ranks must look at the same place.
+    """The first nondeterministic place, else the first place; the same on all ranks of a sharded model."""
+    # The next comparison is collective, so all ranks must choose the same place.
     lists = gather_object([list(places)]) if needs_all_ranks(model) else [places]
-    every = [place for rank_places in lists for place in rank_places]
-    return next((place for place in every if not place.repeats), None) or next(iter(every), None)
+    all_places = [candidate for rank_places in lists for candidate in rank_places]
+    return next((candidate for candidate in all_places if not candidate.repeats), None) or next(
+        iter(all_places), None
+    )
 
 
 def _located(switch: Switch, losses: Losses, model: nn.Module) -> Difference | None:
@@ -211,40 +214,43 @@ def _compare(
         with switch.off():
             references = _values(losses, model, modules)
         fused = _values(losses, model, modules)
-        # The kernel against itself: the reference cannot tell a race from an error.
+        # Compare the kernel with itself: the reference cannot tell a race condition from an error.
         unsteady = apart(fused, _values(losses, model, modules))
         if any(p.is_cuda for p in model.parameters()):
-            # PyTorch's own ops may sum in any order there.
+            # On CUDA, PyTorch's ops may sum in any order.
             unsteady = 0.0
-    # Computed in, whatever a value is kept in: gradients of fp32 adapters, norms under autocast.
+    # Use the lowest dtype of the computation. Values may be stored in a higher one, such as gradients of fp32
+    # adapters.
     dtypes = [x.dtype for x in references.values() if x.dtype in WHOLE]
     lowest = max(dtypes, key=lambda dtype: WHOLE[dtype].output, default=torch.float32)
-    place = first_apart(references, fused, WHOLE[lowest])
+    first_place = first_apart(references, fused, WHOLE[lowest])
     difference = None
     if unsteady:
         difference = Difference(switch.name, "the whole model", unsteady, repeats=False)
-    elif place is not None:
-        difference = Difference(switch.name, *place)
-    if needs_all_ranks(model):  # one answer for all ranks, so that none goes on alone
-        return next((one for one in gather_object([difference]) if one is not None), None)
+    elif first_place is not None:
+        difference = Difference(switch.name, *first_place)
+    if needs_all_ranks(model):  # all ranks must return the same result
+        return next(
+            (candidate for candidate in gather_object([difference]) if candidate is not None), None
+        )
     return difference
 
 
 def _blocks(model: nn.Module) -> list[str]:
-    """Return the repeated blocks of a transformer, and what stands beside them."""
+    """Names of a transformer's repeated blocks, and of the modules outside them."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outermost = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
-    beside = [name for name, _ in model.named_children() if name not in outermost]
+    outermost = [n for n in lists if not any(n.startswith(f"{list_name}.") for list_name in lists)]
+    outside = [name for name, _ in model.named_children() if name not in outermost]
     inside = [
         f"{name}.{child}"
         for name in outermost
         for child, _ in model.get_submodule(name).named_children()
     ]
-    return [*beside, *inside]
+    return [*outside, *inside]
 
 
 def _values(losses: Losses, model: nn.Module, modules: Sequence[str]) -> Values:
-    """Return these modules' outputs in order of execution, then every trained parameter's gradient; on the CPU."""
+    """These modules' outputs in order of execution, then every trained parameter's gradient, all on the CPU."""
     values: Values = {}
     with recording(model, modules, values), torch.random.fork_rng(cuda_devices(model)):
         grads = _gradients(losses().mean(), dict(model.named_parameters()))
@@ -252,14 +258,14 @@ def _values(losses: Losses, model: nn.Module, modules: Sequence[str]) -> Values:
 
 
 def _gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> Values:
-    """Return gradients by name; the parameters' own `grad` stays as it was."""
+    """Gradients by parameter name. The parameters' `grad` attributes are unchanged afterwards."""
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not any(isinstance(parameter, DTensor) for parameter in trained.values()):
-        # Past the hooks on accumulated gradients: within DDP's forward they would be its step's.
+        # autograd.grad bypasses the hooks on accumulated gradients, which DDP would take for its step's.
         grads = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
         pairs = zip(trained, grads, strict=True)
         return {name: gradient for name, gradient in pairs if gradient is not None}
-    # FSDP2 computes with gathered copies: a whole backward pass alone brings gradients to its parameters.
+    # FSDP2 computes with gathered copies, so only a full backward pass sets gradients on its parameters.
     own_grads = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""Name a model's outputs and gradients, measure how far two of them are apart, and say how far they may be."""
+"""Name a model's outputs and gradients, measure how much two sets of them differ, and define the tolerances."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,13 +14,13 @@ from dit_lora.numerics.adapter_tensors import is_adapter
 from dit_lora.numerics.dtensors import local
 
 Values = dict[str, torch.Tensor]
-"""Outputs in order of execution, then gradients, which are named so."""
+"""Outputs by module name in order of execution, then gradients, whose names start with `GRADIENT`."""
 
 GRADIENT = "the gradient of "
 
 
 class Limits(NamedTuple):
-    """Limits on how far a kernel and its reference may be apart, as relative root mean squares."""
+    """Limits on the difference between a kernel and its reference, as relative root mean squares."""
 
     output: float
     gradient: float
@@ -28,10 +28,10 @@ class Limits(NamedTuple):
     """Gradients below this share of the largest are not compared: an exact zero (a key's bias) is rounding only."""
 
     def wider(self, error: float) -> "Limits":
-        """Return the limits for what has that relative error of its own; gradients' grows in proportion."""
+        """The limits for a kernel whose rounding adds this relative error; the gradient limit grows in proportion."""
         grown = 1 + error / self.output
-        # Where gradients nearly cancel (a query of Sana's, whose size its attention divides out), what is left of them
-        # is wrong by as much as the others are.
+        # Where gradients nearly cancel (Sana's query, whose magnitude its attention divides out), the small remainder
+        # has an error as large as that of other gradients.
         floor = max(self.floor, 5 * error)
         return Limits(self.output * grown, self.gradient * grown, floor)
 
@@ -42,11 +42,11 @@ WHOLE = {
 }
 BLOCK = {**WHOLE, torch.float32: Limits(tolerances.BLOCK, tolerances.BLOCK, 0.01)}
 _ADDED = 0.01
-"""Least share of an output that counts as added to the input: rounding is relative to the output."""
+"""Minimum fraction of an output that counts as added to the input: rounding is relative to the output."""
 _OF_ROUNDING = 2.0
-"""Times farther from fp32 than the reference that a value in half precision may be, where that is far."""
+"""A half-precision value may be this many times farther from fp32 than the reference is."""
 _OF_ALL = 1e-4
-"""Share of a block's largest gradient against which another's error is measured at least."""
+"""Gradient errors are measured against at least this fraction of the block's largest gradient."""
 
 
 def first_apart(
@@ -56,17 +56,18 @@ def first_apart(
     inputs: Sequence[torch.Tensor] = (),
     exact: Values | None = None,
 ) -> tuple[str, float] | None:
-    """Return the first value that differs from its reference, with the relative error of its worst sample.
+    """The first value that differs from its reference, with the relative error of its worst sample; None if none does.
 
-    An output of a block is measured by what it adds to the one of `inputs` that it is nearest to. What is hardly
-    farther from `exact` values than the reference is does not differ: in half precision that may be far. What the
-    stock model makes NaN of shows nothing.
+    A block's output is measured relative to the change that it adds to the nearest of `inputs`. A value that is hardly
+    farther from its `exact` value than the reference is does not differ, although in half precision both may be far.
+    Values that are not finite in the reference are ignored.
     """
     largest = _largest_gradients(references)
     for name, expected in references.items():
-        # A module that the kernel takes the place of, or that is called with its heads in another order.
+        # Missing or reshaped values are fine if the kernel replaces a module or permutes its heads, but not for
+        # parameters.
         if name not in fused and _is_of_parameter(name) and expected.any():
-            return name, torch.inf  # what trains would not
+            return name, torch.inf  # a trained parameter would get no gradient
         if name not in fused or fused[name].shape != expected.shape:
             continue
         if not torch.isfinite(expected).all():
@@ -110,32 +111,32 @@ def _is_of_parameter(name: str) -> bool:
 
 
 def apart(references: Values, others: Values) -> float:
-    """Return the largest relative error of any value; 0 only if all are the same bits."""
+    """The largest relative error of any value; 0 only if all values are bitwise equal."""
     worst = 0.0
     for name, reference in references.items():
-        other = others.get(name)
-        if other is None or other.shape != reference.shape:
+        value = others.get(name)
+        if value is None or value.shape != reference.shape:
             return torch.inf
-        if not same_bits(reference, other):
-            error = _error(other, reference, 0.0, rows=False)
-            # Other bits are a difference, however small it comes out.
+        if not same_bits(reference, value):
+            error = _error(value, reference, 0.0, rows=False)
+            # Different bits are a difference, even if the computed error is zero.
             worst = max(worst, error if error > 0 else 1e-12) if error == error else torch.inf
     return worst
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if both are equal, with NaN in the same places."""
+    """True if both tensors are equal, with NaN in the same places."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _block_of(name: str) -> str:
-    """Return `transformer_blocks.3` for any parameter in it; the first part of other names."""
+    """`transformer_blocks.3` for any parameter in it; the first component of other names."""
     parts = name.removeprefix(GRADIENT).split(".")
     return ".".join(parts[: 2 if len(parts) > 1 and parts[1].isdigit() else 1])
 
 
 def _largest_gradients(values: Values) -> dict[str, float]:
-    """Return the root mean square of the largest gradient of each block."""
+    """The root mean square of the largest gradient of each block."""
     largest: dict[str, float] = {}
     for name, value in values.items():
         if name.startswith(GRADIENT) and value.numel():
@@ -147,17 +148,17 @@ def _largest_gradients(values: Values) -> dict[str, float]:
 def _output_error(
     value: torch.Tensor, reference: torch.Tensor, inputs: Sequence[torch.Tensor]
 ) -> float:
-    alike = [x for x in inputs if (x.shape, x.device) == (reference.shape, reference.device)]
-    if not alike or not reference.numel():
+    same_shape = [x for x in inputs if (x.shape, x.device) == (reference.shape, reference.device)]
+    if not same_shape or not reference.numel():
         return _error(value, reference, 0.0, rows=True)
-    # A block's output is mostly its input: an error is measured against what the block adds to it.
-    sizes = [_rows(reference), *(_rows(reference - x) for x in alike)]
+    # A block's output is mostly its input, so errors are measured relative to the change that the block adds.
+    sizes = [_rows(reference), *(_rows(reference - x) for x in same_shape)]
     added = torch.stack(sizes).amin(0).clamp(min=_ADDED * sizes[0]).clamp(min=1e-6)
     return (_rows(value.float() - reference.float()) / added).max().item()
 
 
 def _error(value: torch.Tensor, reference: torch.Tensor, floor: float, *, rows: bool) -> float:
-    """Return the error of the worst row; rows are samples, and a mean over the batch would hide a bad sample."""
+    """The error of the worst row. Rows are samples, and a mean over the batch would hide a bad sample."""
     if not reference.numel():
         return 0.0
     measure = _rows if rows else _all
@@ -175,7 +176,7 @@ def _all(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def recording(model: nn.Module, modules: Sequence[str], values: Values) -> Iterator[None]:
-    """Keep what these modules return within, on the CPU; of each its first call."""
+    """Store the outputs of these modules' first calls inside the context, on the CPU."""
 
     def keep(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -191,21 +192,23 @@ def recording(model: nn.Module, modules: Sequence[str], values: Values) -> Itera
 
 
 def named_outputs(name: str, output: Any) -> Values:
-    """Return the tensors that a module returned; complex ones, such as rotations, as pairs of real numbers."""
+    """The tensors that a module returned, by name; complex ones, such as rotations, as pairs of real numbers."""
     tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
     tensors = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
     return {f"{name} (output {i})" if i else name: tensor for i, tensor in enumerate(tensors)}
 
 
 def gradients(values: Mapping[str, torch.Tensor | None]) -> Values:
-    """Return gradients by their names among values, without those that are None."""
+    """The gradients that are not None, named as in `Values`."""
     return {f"{GRADIENT}{name}": value for name, value in values.items() if value is not None}
 
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off within: a mask depends on the dtype that it is drawn for, which is a kernel's own choice."""
-    # Those that drop nothing stay: a compiled block would be compiled anew for another mode.
+    """Disable dropout inside the context: a mask depends on the dtype that it is drawn in, which kernels may
+    choose.
+    """
+    # Leave modules with p=0 in training mode: changing the mode would recompile a compiled block.
     dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.training and m.p]
     for module in dropouts:
         module.eval()
@@ -218,21 +221,28 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def stirred(model: nn.Module) -> Iterator[None]:
-    """Make trained weights that are all zero random within; afterwards they are the same bits again.
+    """Make trained weights that are all zero random inside the context; they are restored bit for bit on exit.
 
-    A fresh DiT's modulations are zero for every sample, so a kernel that mixes samples up would be as right
-    as its reference until the weights have moved; a fresh adapter's zeros hide its other factor, and what
-    comes back through it.
+    A fresh DiT's modulations are zero for every sample, so a kernel that mixes up samples would look correct until the
+    weights have moved. A fresh adapter's zeros hide its other factor, and the gradients that pass through it.
     """
     generator = torch.Generator().manual_seed(0)
     trained = [
-        (local(parameter.detach()), is_adapter(name))  # of sharded weights (FSDP2), this rank's
+        (
+            local(parameter.detach()),
+            is_adapter(name),
+        )  # for sharded weights (FSDP2), this rank's shard
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
-    zero = [(values, values.clone(), own) for values, own in trained if not values.any()]
+    zero = [
+        (values, values.clone(), from_adapter)
+        for values, from_adapter in trained
+        if not values.any()
+    ]
     for values, _, of_adapter in zero:
-        # The embeddings that these layers see are small, and the differences must not be; an adapter's update is.
+        # Modulation layers get small embeddings, so large weights make differences visible. Adapter updates stay
+        # small.
         scale = 0.02 if of_adapter else 1.0 if values.ndim > 1 else 0.1
         values.copy_(scale * torch.randn(values.shape, generator=generator))
     try:

@@ -1,1 +1,1 @@
-"""The page of an audit."""
+"""The HTML page of a data set audit."""

@@ -1,4 +1,4 @@
-"""Charts of a data set: how many samples have a value, and what the channels of its latents are."""
+"""Charts of a data set: histograms of sample properties, and statistics of latent channels."""
 
 import math
 from collections import Counter
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from dit_lora.report.charts.bars import Bar, BarChart, number, ticks
 
 _BINS = 24
-_DISTINCT = 8  # values that are counted one by one, such as 24, 25 and 30 frames per second
+_DISTINCT = 8  # up to this many distinct values are counted separately, such as 24, 25 and 30 frames per second
 _RATIOS = ("9:21", "9:16", "2:3", "3:4", "1:1", "4:3", "3:2", "16:9", "21:9")
 
 
 @dataclass(frozen=True)
 class Bin:
-    """One column of a histogram; `left` is its lower edge, and `percent` its height of the highest."""
+    """One column of a histogram. `left` is its lower edge, and `percent` its height relative to the highest column."""
 
     left: str
     span: str
@@ -24,7 +24,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts by value; `about` says it in words."""
+    """Counts by value; `about` is a text description."""
 
     title: str
     unit: str
@@ -33,7 +33,7 @@ class Histogram:
 
 
 class ChannelChart:
-    """The mean and the standard deviation of each channel, beside each other, for all on one scale."""
+    """Mean and standard deviation of each latent channel, on one common scale."""
 
     def __init__(self, means: Sequence[float], stds: Sequence[float]) -> None:
         self.channels = list(zip(means, stds, strict=True))
@@ -42,39 +42,41 @@ class ChannelChart:
         self._span = (high - self._low) or 1.0
 
     def percent(self, value: float) -> float:
-        """Return the place of a value, in percent of the chart's height."""
+        """Position of a value, in percent of the chart's height."""
         return round(100 * (value - self._low) / self._span, 2)
 
     @property
     def ticks(self) -> list[tuple[str, float]]:
-        """Return the ticks of the scale, as words and percent."""
+        """The scale's ticks, as (label, percent)."""
         values = ticks(self._low, self._low + self._span)
         return [(f"{round(tick, 9):g}", self.percent(tick)) for tick in values]
 
 
 def counted(title: str, names: Iterable[str], order: Sequence[str] = ()) -> BarChart | None:
-    """Return one bar a name, of the most frequent, in the order given or by count; None without any name."""
+    """Count the most frequent names, one bar per name, in the given `order` or by count; None without names."""
     counts = Counter(names)
     if not counts:
         return None
-    kept, total = counts.most_common(_DISTINCT), counts.total()
+    top_counts, total = counts.most_common(_DISTINCT), counts.total()
     if order:
-        kept.sort(key=lambda item: order.index(item[0]))
-    rest = total - sum(count for _, count in kept)
-    if rest:
-        kept.append(("others", rest))
-    bars = [Bar(name, count, f"{count:,}", f"{100 * count / total:.0f}%") for name, count in kept]
+        top_counts.sort(key=lambda item: order.index(item[0]))
+    num_others = total - sum(count for _, count in top_counts)
+    if num_others:
+        top_counts.append(("others", num_others))
+    bars = [
+        Bar(name, count, f"{count:,}", f"{100 * count / total:.0f}%") for name, count in top_counts
+    ]
     return BarChart(title, bars)
 
 
 def aspect_ratios(sizes: Iterable[tuple[float, float]]) -> BarChart | None:
-    """Count samples by the nearest of the usual ratios; sizes are width and height, pixels."""
+    """Count samples by the nearest common aspect ratio; `sizes` are (width, height) in pixels."""
     names = (_ratio_name(width / height) for width, height in sizes)
     return counted("Aspect ratio", names, order=_RATIOS)
 
 
 def histogram(title: str, values: Sequence[float], unit: str) -> Histogram | BarChart | None:
-    """Count samples by value; what lies far beyond the rest is in an open last bin."""
+    """Count samples by value. Values far beyond the others are collected in an open last bin."""
     distinct = sorted({round(value, 2) for value in values})
     if len(distinct) <= _DISTINCT:
         names = (f"{round(value, 2):g}" for value in values)
@@ -82,8 +84,8 @@ def histogram(title: str, values: Sequence[float], unit: str) -> Histogram | Bar
     edges, counts, open_end = _binned(sorted(values))
     bins = []
     for index, count in enumerate(counts):
-        last = index == len(counts) - 1 and open_end
-        end = "and more" if last else f"to {edges[index + 1]:g}"
+        is_open_bin = index == len(counts) - 1 and open_end
+        end = "and more" if is_open_bin else f"to {edges[index + 1]:g}"
         percent = round(100 * count / max(counts), 2)
         bins.append(Bin(f"{edges[index]:,g}", f"{edges[index]:g} {end}", count, percent))
     about = f"{title}: from {number(min(values))} to {number(max(values))} {unit}"
@@ -91,26 +93,33 @@ def histogram(title: str, values: Sequence[float], unit: str) -> Histogram | Bar
 
 
 def _ratio_name(ratio: float) -> str:
-    """Return the usual ratio, width to height, that is nearest."""
+    """The nearest common aspect ratio, width to height."""
 
     def distance(name: str) -> float:
         width, height = name.split(":")
+        # Compare logarithms, so that 2:1 and 1:2 are equally far from 1:1.
         return abs(math.log(ratio * int(height) / int(width)))
 
     return min(_RATIOS, key=distance)
 
 
 def _binned(values: Sequence[float]) -> tuple[list[float], list[int], bool]:
-    """Return edges, counts, and whether the last bin is open, of sorted values that are not all alike."""
+    """Edges, counts, and whether the last bin is open, for sorted values that are not all equal."""
+    # The 98th percentile; the last bin is open if the maximum is far beyond it.
     top = values[int(0.98 * (len(values) - 1))]
     open_end = values[-1] > top + 2 * (top - values[0]) and top > values[0]
     inner = ticks(values[0], top if open_end else values[-1], _BINS)
     step = inner[1] - inner[0]
+    # Ticks lie inside the range of values, so add bins at both ends and trim empty ones below.
     edges = [inner[0] - step, *inner, inner[-1] + step, inner[-1] + 2 * step]
     counts = [0] * (len(edges) - 1)
     for value in values:
-        place = math.floor((value - edges[0]) / step + 1e-9)
-        counts[min(place, len(counts) - 1)] += 1
-    first = next(index for index, count in enumerate(counts) if count)
-    last = max(index for index, count in enumerate(counts) if count)
-    return [round(edge, 9) for edge in edges[first : last + 2]], counts[first : last + 1], open_end
+        index = math.floor((value - edges[0]) / step + 1e-9)
+        counts[min(index, len(counts) - 1)] += 1
+    first_bin = next(index for index, count in enumerate(counts) if count)
+    last_bin = max(index for index, count in enumerate(counts) if count)
+    return (
+        [round(edge, 9) for edge in edges[first_bin : last_bin + 2]],
+        counts[first_bin : last_bin + 1],
+        open_end,
+    )

@@ -1,4 +1,4 @@
-"""The audit of a data set as one self-contained page: what cannot be used, what is worth a look, what there is."""
+"""Write a data set audit as a self-contained page: rejected samples, warnings, and statistics of the data."""
 
 import math
 from collections import Counter
@@ -21,34 +21,34 @@ from dit_lora.report.charts.bars import BarChart, number
 from dit_lora.report.pages import PagePictures, clipped, render, write_page
 
 CARDS = 200
-"""Samples that are shown; the others are in the JSON file."""
-_REJECT_CARDS = 140  # warnings keep the rest, however many rejects there are
-_NAMES = 24  # in one line
-_LINES = 50  # of a list
-_PAIRS = 12  # sound samples with references or masks
-_FINDINGS = 6  # of one card
+"""Maximum number of samples shown; the JSON file lists all of them."""
+_REJECT_CARDS = 140  # the other cards are reserved for warnings, however many rejects there are
+_NAMES = 24  # file names in one line
+_LINES = 50  # lines of one list
+_PAIRS = 12  # good samples with references or masks
+_FINDINGS = 6  # findings on one card
 _CHANNELS = 128
 
 
 @dataclass(frozen=True)
 class AuditGroup:
-    """Samples with one code before all others, and the names of those shown under another."""
+    """The samples whose first finding has this code, and the names of those shown under another code."""
 
     code: str
     count: int
     cards: Sequence[Card]
-    """The samples that are shown."""
+    """The samples shown on the page."""
     hidden: int
     elsewhere: str = ""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """A bucket report, its rows in words."""
+    """A bucket report as rows of text."""
 
     advice: Sequence[str]
     rows: Sequence[tuple[Sequence[str], bool]]
-    """The cells of each, and whether no sample is in it."""
+    """For each bucket its cells, and whether it is empty."""
     dropped: Sequence[tuple[str, str, str]]
 
 
@@ -62,10 +62,21 @@ def write_audit_page(
     encoded: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
 ) -> Path:
-    """Write the page in one rename; it fetches and runs nothing, and everything from the data is escaped.
+    """Write the audit page atomically. It loads no external content, and all text from the data is escaped.
 
-    `totals` are `audit.summary.totals`, `buckets` a `BucketReport.as_dict()`, `encoded` the statistics of
-    `audit.encoded.check_encoded`. At most `CARDS` samples are shown. Raises `DitLoraError` if it cannot be written.
+    At most `CARDS` samples are shown.
+
+    Args:
+        path: The HTML file.
+        judged: All audited samples.
+        title: The page's title.
+        totals: The result of `audit.summary.totals`.
+        buckets: A `BucketReport.as_dict()`, or None.
+        encoded: The statistics of `audit.encoded.check_encoded`, or None.
+        notes: Lines of text shown on the page.
+
+    Raises:
+        DitLoraError: If the file cannot be written.
     """
     pictures = PagePictures()
     rejects, warnings = _sheet(judged, pictures)
@@ -76,7 +87,7 @@ def write_audit_page(
         notes=notes,
         rejects=rejects,
         warnings=warnings,
-        pairs=[card(one, pictures) for one in some_pairs(judged, _PAIRS)],
+        pairs=[card(sample, pictures) for sample in some_pairs(judged, _PAIRS)],
         findings_of_a_card=_FINDINGS,
         worst_first=_worst_first,
         facts=_facts,
@@ -97,34 +108,36 @@ def write_audit_page(
 def _sheet(
     judged: Sequence[JudgedSample], pictures: PagePictures
 ) -> tuple[AuditGroup, list[AuditGroup]]:
-    """Return the rejected samples, and those with warnings by their first code, within the page's room."""
+    """The cards of rejected samples, and of samples with warnings by their first code, up to the page's limit."""
     rejected, warned = _by_first_code(judged, "reject"), _by_first_code(judged, "warn")
     count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
-    room = _even(rejected, max(_REJECT_CARDS, CARDS - warnings))
-    shown = [one for code, ones in rejected.items() for one in ones[: room[code]]]
-    cards = [card(one, pictures) for one in shown]
+    max_cards = _even(rejected, max(_REJECT_CARDS, CARDS - warnings))
+    shown_samples = [
+        sample for code, ones in rejected.items() for sample in ones[: max_cards[code]]
+    ]
+    cards = [card(sample, pictures) for sample in shown_samples]
     rejects = AuditGroup("reject", count, cards, count - len(cards))
-    room = _even(warned, CARDS - len(cards))
+    max_cards = _even(warned, CARDS - len(cards))
     groups = []
     for code, count in _counts(judged, "warn").most_common():
-        own = warned.get(code, [])
-        files = {one.file for one in own}
-        having = [one.file for one in judged if any(f.code == code for f in one.findings)]
+        code_samples = warned.get(code, [])
+        files = {sample.file for sample in code_samples}
+        having = [sample.file for sample in judged if any(f.code == code for f in sample.findings)]
         elsewhere = _names(file for file in having if file not in files)
-        cards = [card(one, pictures) for one in own[: room.get(code, 0)]]
-        groups.append(AuditGroup(code, count, cards, len(own) - len(cards), elsewhere))
+        cards = [card(sample, pictures) for sample in code_samples[: max_cards.get(code, 0)]]
+        groups.append(AuditGroup(code, count, cards, len(code_samples) - len(cards), elsewhere))
     return rejects, groups
 
 
 def _by_first_code(
     judged: Sequence[JudgedSample], verdict: Verdict
 ) -> dict[str, list[JudgedSample]]:
-    """Group the samples with this verdict by the first finding that gives it."""
+    """Group the samples with this verdict by the code of the first finding with it."""
     groups: dict[str, list[JudgedSample]] = {}
-    for one in judged:
-        if one.verdict == verdict:
-            code = next(finding.code for finding in one.findings if finding.verdict == verdict)
-            groups.setdefault(code, []).append(one)
+    for sample in judged:
+        if sample.verdict == verdict:
+            code = next(finding.code for finding in sample.findings if finding.verdict == verdict)
+            groups.setdefault(code, []).append(sample)
     return groups
 
 
@@ -133,8 +146,9 @@ def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _even(groups: Mapping[str, Sequence[JudgedSample]], room: int) -> dict[str, int]:
-    """Return how many of each may be shown: all alike, and what one does not need the others get."""
+    """Divide `room` cards evenly between the groups. Cards that a small group does not need go to the others."""
     shares: dict[str, int] = {}
+    # Smallest groups first: the cards that they leave unused are divided among the larger ones.
     ordered = sorted(groups.items(), key=lambda item: len(item[1]))
     for index, (code, group) in enumerate(ordered):
         shares[code] = min(len(group), room // (len(ordered) - index))
@@ -143,19 +157,19 @@ def _even(groups: Mapping[str, Sequence[JudgedSample]], room: int) -> dict[str, 
 
 
 def _counts(judged: Sequence[JudgedSample], verdict: Verdict) -> Counter[str]:
-    """Count samples by code."""
+    """Number of samples by finding code."""
     return Counter(
         code
-        for one in judged
-        for code in dict.fromkeys(f.code for f in one.findings if f.verdict == verdict)
+        for sample in judged
+        for code in dict.fromkeys(f.code for f in sample.findings if f.verdict == verdict)
     )
 
 
 def _codes(judged: Sequence[JudgedSample]) -> list[tuple[Verdict, str, int, str]]:
-    """Return verdict, code, samples and remedy, the worst and most frequent first."""
+    """Verdict, code, number of samples and remedy of each finding code, the worst and most frequent first."""
     remedies: dict[str, str] = {}
-    for one in judged:
-        for finding in one.findings:
+    for sample in judged:
+        for finding in sample.findings:
             remedies[finding.code] = remedies.get(finding.code) or finding.remedy
     verdicts: tuple[Verdict, ...] = ("reject", "warn")
     return [
@@ -166,7 +180,7 @@ def _codes(judged: Sequence[JudgedSample]) -> list[tuple[Verdict, str, int, str]
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    """Return what is known of a clip, such as `1280 x 720, 25 fps, 4 s, h264`."""
+    """Media properties of a clip as text, such as `1280 x 720, 25 fps, 4 s, h264`."""
     height, width = _number(facts.get("height")), _number(facts.get("width"))
     fps, seconds = _number(facts.get("fps")), _number(facts.get("seconds"))
     parts = [
@@ -179,17 +193,17 @@ def _facts(facts: Mapping[str, Any]) -> str:
 
 
 def _charts(judged: Sequence[JudgedSample]) -> list[BarChart | Histogram]:
-    """Return charts of what the set is made of; what nobody measured is left out."""
+    """Charts of the data set's properties; unmeasured properties are left out."""
 
     def column(key: str) -> list[float]:
-        numbers = (_number(one.facts.get(key)) for one in judged)
+        numbers = (_number(sample.facts.get(key)) for sample in judged)
         return [value for value in numbers if value is not None]
 
     sizes = [
         (width, height)
-        for one in judged
-        if (width := _number(one.facts.get("width")))
-        and (height := _number(one.facts.get("height")))
+        for sample in judged
+        if (width := _number(sample.facts.get("width")))
+        and (height := _number(sample.facts.get("height")))
     ]
     charts = [
         histogram("Duration", column("seconds"), "seconds"),
@@ -202,46 +216,47 @@ def _charts(judged: Sequence[JudgedSample]) -> list[BarChart | Histogram]:
 
 
 def _encoded_findings(judged: Sequence[JudgedSample]) -> list[tuple[Verdict, str, str]]:
-    """Return verdict, file and words of what the encoders' output showed."""
+    """Verdict, file and message of each finding about latents or embeddings."""
     findings = [
-        (finding.verdict, one.file, finding.words)
-        for one in judged
-        for finding in one.findings
+        (finding.verdict, sample.file, finding.words)
+        for sample in judged
+        for finding in sample.findings
         if finding.code.startswith(("latent_", "embedding_"))
     ]
     return sorted(findings)
 
 
 def _duplicates(judged: Sequence[JudgedSample]) -> list[str]:
-    """Return the files of each group that is one clip, the largest group first."""
-    files = {one.file for one in judged}
+    """File names of each group of duplicate clips, as one line per group, the largest first."""
+    files = {sample.file for sample in judged}
     parents = {
-        one.file: other
-        for one in judged
-        for finding in one.findings
+        sample.file: original
+        for sample in judged
+        for finding in sample.findings
         if finding.code in ("duplicate_clip", "near_duplicate_clip")
-        and (other := _named_last(finding.words, files))
+        and (original := _named_last(finding.words, files))
     }
     groups: dict[str, list[str]] = {}
     for file in parents:
-        first, seen = file, {file}
-        while (before := parents.get(first)) and before not in seen:
-            seen.add(before)
-            first = before
-        groups.setdefault(first, [first]).append(file)
+        root, visited = file, {file}
+        # Follow the chain of duplicates to its first file; `visited` guards against cycles.
+        while (before := parents.get(root)) and before not in visited:
+            visited.add(before)
+            root = before
+        groups.setdefault(root, [root]).append(file)
     ordered = sorted(groups.values(), key=len, reverse=True)
     return [_names(dict.fromkeys(members)) for members in ordered]
 
 
 def _named_last(words: str, files: Collection[str]) -> str | None:
-    """Return the file whose name these words end with; a name may have spaces."""
+    """The file name that this text ends with, or None. A name may contain spaces."""
     parts = words.split(" ")
     tails = (" ".join(parts[start:]) for start in range(len(parts)))
     return next((tail for tail in tails if tail in files), None)
 
 
 def bucket_rows(report: Mapping[str, Any]) -> Buckets:
-    """Return what buckets.html shows, from `BucketReport.as_dict`."""
+    """Rows for buckets.html, from `BucketReport.as_dict()`."""
     rows = []
     for row in report["buckets"]:
         shape = row["shape"]
@@ -256,7 +271,9 @@ def bucket_rows(report: Mapping[str, Any]) -> Buckets:
             f"{row['upscaled']:,}",
         ]
         rows.append((cells, not row["samples"]))
-    dropped = [(one["id"], one["code"], clipped(one["words"])) for one in report["dropped"]]
+    dropped = [
+        (sample["id"], sample["code"], clipped(sample["words"])) for sample in report["dropped"]
+    ]
     return Buckets(report["advice"], rows, dropped)
 
 
@@ -267,6 +284,7 @@ def _names(files: Iterable[str]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Return a fact as a number, None where it cannot be drawn."""
+    """A media property as a finite float, else None."""
+    # bool is a subclass of int, but not a measurement.
     real = isinstance(value, Real) and not isinstance(value, bool)
     return float(value) if real and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Pictures of samples beside what they are made from, with what is not learned tinted."""
+"""Pictures of samples next to their references, with the masked-out part tinted."""
 
 import io
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _TINTED = 0.6
 
 @dataclass(frozen=True)
 class Card:
-    """One sample with its pictures, each a data URI or nothing."""
+    """One sample with its pictures, each a data URI or an empty string."""
 
     sample: JudgedSample
     picture: str
@@ -25,38 +25,46 @@ class Card:
 
 
 def card(one: JudgedSample, pictures: PagePictures) -> Card:
-    """Return a sample's card, with as many of its pictures as the page has room for."""
-    shown = one.thumbnail
-    if shown is not None and one.mask is not None:
-        shown = tinted(shown, one.mask, is_video="seconds" in one.facts)
+    """Make a sample's card, with as many of its pictures as the page has space for."""
+    picture = one.thumbnail
+    if picture is not None and one.mask is not None:
+        picture = tinted(picture, one.mask, is_video="seconds" in one.facts)
     references = [pictures.uri(reference) for reference in one.references]
-    return Card(one, pictures.uri(shown), references)
+    return Card(one, pictures.uri(picture), references)
 
 
 def some_pairs(judged: Sequence[JudgedSample], most: int) -> list[JudgedSample]:
-    """Return some of the sound samples that have references or a mask, evenly from first to last."""
+    """Choose at most `most` good samples with references or a mask, evenly spaced over the data set."""
     pairs = [
-        one
-        for one in judged
-        if one.verdict == "ok" and one.thumbnail and (one.references or one.mask)
+        sample
+        for sample in judged
+        if sample.verdict == "ok" and sample.thumbnail and (sample.references or sample.mask)
     ]
     if len(pairs) <= most:
         return pairs
-    return [pairs[round(place)] for place in np.linspace(0, len(pairs) - 1, most)]
+    return [pairs[round(position)] for position in np.linspace(0, len(pairs) - 1, most)]
 
 
 def tinted(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:
-    """Return a JPEG of a picture, or of frames in a row, with the part that the mask (a JPEG) leaves out tinted."""
-    shown, grey = own_jpeg(picture), own_jpeg(mask).convert("L")
+    """Tint the part of a picture, or of frames in a row, that the mask excludes from the loss.
+
+    `picture`, `mask` and the result are JPEG bytes.
+    """
+    image, grey = own_jpeg(picture), own_jpeg(mask).convert("L")
     # A mask has the shape of one frame.
-    ratio = shown.width * grey.height / (shown.height * grey.width)
+    ratio = image.width * grey.height / (image.height * grey.width)
     frames = max(1, round(ratio)) if is_video else 1
-    one = np.asarray(grey.resize((max(1, shown.width // frames), shown.height)), np.float32) / 255
+    frame_mask = (
+        np.asarray(grey.resize((max(1, image.width // frames), image.height)), np.float32) / 255
+    )
     learned = np.pad(
-        np.tile(one, frames), ((0, 0), (0, shown.width - one.shape[1] * frames)), mode="edge"
+        np.tile(frame_mask, frames),
+        ((0, 0), (0, image.width - frame_mask.shape[1] * frames)),
+        mode="edge",
     )[..., None]
-    levels = np.asarray(shown, np.float32)
+    levels = np.asarray(image, np.float32)
     covered = (1 - _TINTED) * levels + _TINTED * np.array(_TINT, np.float32)
+    # `learned` has shape (H, W, 1), and `levels` (H, W, 3).
     mixed = learned * levels + (1 - learned) * covered
     stream = io.BytesIO()
     Image.fromarray(mixed.round().astype(np.uint8)).save(stream, "JPEG", quality=80)

@@ -1,1 +1,1 @@
-"""The page of a folder's captions, to look at and, served, to edit."""
+"""The page of a folder's captions, for viewing and, when served, for editing."""

@@ -1,4 +1,4 @@
-"""A folder's clips and pictures with their captions, and what the audit says of each caption."""
+"""A page of a folder's clips and pictures with their captions, and the audit's findings about each caption."""
 
 import hashlib
 import json
@@ -21,15 +21,15 @@ from dit_lora.report.film_strip import film_strip
 from dit_lora.report.pages import PagePictures, render, write_page
 
 SHOWN = 60
-"""Files on one page of those that are served; a page that is written has as many as it has pictures for."""
+"""Number of files on one served page. A written page shows up to `_WRITTEN`."""
 _WRITTEN = 200
-_FRAMES, _HEIGHT = 3, 160  # of a thumbnail, and their pixels
+_FRAMES, _HEIGHT = 3, 160  # number of frames of a thumbnail, and its height in pixels
 _SCRIPT = "captions.js"
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """Rules for captions beside those for all: a text encoder's limit, and a word that each must have."""
+    """Additional rules for captions: a text encoder's token limit, and a trigger word that each must contain."""
 
     tokenizer: Any = None
     max_tokens: int | None = None
@@ -42,23 +42,23 @@ class CaptionCard:
 
     name: str
     address: str
-    """The name as a URL's path, which can hold names that are not UTF-8."""
+    """The name as a URL path, which can also represent names that are not UTF-8."""
     caption: str
     findings: Sequence[Finding]
     is_video: bool
     source: str
-    """The file's address on a served page; the data URI of a picture on one that is written, or nothing."""
+    """The file's URL on a served page; on a written page, a picture's data URI or an empty string."""
     link: str
     version: str
 
     @property
     def caption_json(self) -> str:
-        """The caption for a script, exact: HTML would alter line ends, NUL and lone surrogates."""
+        """The exact caption as JSON for a script: HTML would change line ends, NUL and lone surrogates."""
         return json.dumps(self.caption)
 
 
 class CaptionFindings:
-    """Findings by file, kept between requests: only captions that changed are judged again."""
+    """Findings by file, cached between requests: only changed captions are checked again."""
 
     def __init__(self, rules: TextRules) -> None:
         self._rules = rules
@@ -66,7 +66,7 @@ class CaptionFindings:
         self._found: dict[str, list[Finding]] = {}
 
     def update(self, table: CaptionTable) -> dict[str, list[Finding]]:
-        """Return `judged_captions` of the table as it is now."""
+        """Update the findings to the table's current captions; equals `judged_captions` of the table."""
         before, now = self._judged, {name: table.captions.get(name) for name in table.media}
         changed = {
             name
@@ -74,7 +74,7 @@ class CaptionFindings:
             if name not in before or name not in now or before[name] != now[name]
         }
         if changed:
-            # The audit counts equal captions: the other files of such a caption are judged again too.
+            # The audit counts equal captions, so other files with a changed caption's text are checked again too.
             texts = {_words(captions.get(name)) for name in changed for captions in (before, now)}
             affected = {name for name in now if name in changed or _words(now[name]) in texts}
             for name in changed | affected:
@@ -89,14 +89,14 @@ def _words(caption: str | None) -> str:
 
 
 def caption_version(caption: str) -> str:
-    """Return a digest by which a page says which caption it has edited."""
+    """Digest of a caption, by which a page identifies the version that it has edited."""
     return hashlib.sha256(caption.encode("utf-8", errors="surrogatepass")).hexdigest()[:24]
 
 
 def judged_captions(
     table: CaptionTable, rules: TextRules, names: Collection[str] | None = None
 ) -> dict[str, list[Finding]]:
-    """Return the audit's findings by file, of `names` or of all files; files without a finding are absent."""
+    """The audit's findings by file, for `names` or all files. Files without findings are absent."""
     media = [name for name in table.media if names is None or name in names]
     captions = {name: table.captions.get(name, "").strip() for name in media}  # as training does
     described = [
@@ -104,43 +104,47 @@ def judged_captions(
         for name, caption in captions.items()
         if caption
     ]
-    found = check_captions(described, rules.tokenizer, rules.max_tokens)
+    findings = check_captions(described, rules.tokenizer, rules.max_tokens)
     for name in (name for name, caption in captions.items() if not caption):
-        words = "it has no caption, and training would refuse it"
-        found[name] = [Finding("caption_missing", words, "reject", "write one")]
+        message = "it has no caption, and training would refuse it"
+        findings[name] = [Finding("caption_missing", message, "reject", "write one")]
     for clip in described:
         if rules.trigger and not has_word(clip.caption, rules.trigger):
-            words = f"its caption has no {rules.trigger}"
-            finding = Finding("trigger_missing", words, "warn", "write it in")
-            found[clip.id] = [*found.get(clip.id, ()), finding]
-    return found
+            message = f"its caption has no {rules.trigger}"
+            finding = Finding("trigger_missing", message, "warn", "write it in")
+            findings[clip.id] = [*findings.get(clip.id, ()), finding]
+    return findings
 
 
 def write_captions_page(path: Path, table: CaptionTable, rules: TextRules) -> Path:
-    """Write the page, self-contained but for links to the files; those that the audit speaks of come first."""
-    found = judged_captions(table, rules)
-    ordered = sorted(table.media, key=lambda name: name not in found)
+    """Write a page of captions that links to the media files. Files with findings come first.
+
+    Raises:
+        DitLoraError: If the file cannot be written.
+    """
+    findings = judged_captions(table, rules)
+    ordered = sorted(table.media, key=lambda name: name not in findings)
     pictures = PagePictures()
     cards = [
-        _card(table, name, found, pictures.uri(_thumbnail(table.root / name)), path.parent)
+        _card(table, name, findings, pictures.uri(_thumbnail(table.root / name)), path.parent)
         for name in ordered[:_WRITTEN]
     ]
-    page = render("captions_page.html", **_facts(table, found), cards=cards, live=None)
+    page = render("captions_page.html", **_facts(table, findings), cards=cards, live=None)
     return write_page(path, page)
 
 
 def served_page(
     table: CaptionTable, found: dict[str, list[Finding]], token: str, number: int, only: bool
 ) -> str:
-    """Return page `number` (from 1) of the files, or of those `only` with findings, to be edited.
+    """Render page `number` (from 1) for editing; with `only`, of the files with findings.
 
-    Nothing on it is redacted: a caption that is saved must be the caption that was written.
+    Nothing on it is redacted, since saving an unedited caption must not change it.
     """
     names = [name for name in table.media if name in found] if only else table.media
     pages = max(1, -(-len(names) // SHOWN))
     number = min(max(1, number), pages)
-    shown = names[(number - 1) * SHOWN : number * SHOWN]
-    cards = [_card(table, name, found, f"media/{address_of(name)}", None) for name in shown]
+    page_names = names[(number - 1) * SHOWN : number * SHOWN]
+    cards = [_card(table, name, found, f"media/{address_of(name)}", None) for name in page_names]
     live = {"token": token, "number": number, "pages": pages, "only": only}
     return render(
         "captions_page.html",
@@ -154,10 +158,11 @@ def served_page(
 
 
 def _thumbnail(file: Path) -> bytes:
-    """Return some frames of a clip, or a picture; empty if it cannot be read."""
+    """JPEG of some frames of a clip, or of a picture; empty if it cannot be read."""
     media, seconds = MediaFile(file), [0.0]
     try:
         header = read_header(media)
+        # A picture has only the frame at 0 seconds.
         if not header.is_image and header.seconds and header.fps:
             seconds = list(frame_seconds(header.seconds, header.fps, _FRAMES))
     except ClipError:
@@ -182,27 +187,27 @@ def _card(
     source: str,
     beside: Path | None,
 ) -> CaptionCard:
-    own = table.captions.get(name, "")
+    caption = table.captions.get(name, "")
     file = table.root / name
     link = "" if beside is None else _relative(file, beside)
-    # A GIF that moves is a video to training, and a picture to a browser.
+    # Training treats an animated GIF as a video, and a browser treats it as a picture.
     is_video = not (file.suffix.lower() == ".gif" or is_image(MediaFile(file)))
     address = address_of(name)
-    version = caption_version(own)
-    return CaptionCard(name, address, own, found.get(name, []), is_video, source, link, version)
+    version = caption_version(caption)
+    return CaptionCard(name, address, caption, found.get(name, []), is_video, source, link, version)
 
 
 def address_of(name: str) -> str:
-    """Return a file's name as a URL's path. Names that are not UTF-8 hold their bytes as surrogate escapes."""
+    """A file name as a URL path. Names that are not UTF-8 hold their bytes as surrogate escapes."""
     return quote(name.encode(errors="surrogateescape"))
 
 
 def name_of(address: str) -> str:
-    """Return the file's name of `address_of`."""
+    """The file name of a URL path made by `address_of`."""
     return unquote(address, errors="surrogateescape")
 
 
 def _relative(file: Path, folder: Path) -> str:
-    """Return a link from a page in that folder; nothing where the file lies elsewhere."""
-    whole, root = file.resolve(), folder.resolve()
-    return address_of(whole.relative_to(root).as_posix()) if whole.is_relative_to(root) else ""
+    """Link from a page in `folder` to a file; empty if the file is outside the folder."""
+    target, root = file.resolve(), folder.resolve()
+    return address_of(target.relative_to(root).as_posix()) if target.is_relative_to(root) else ""

@@ -1,4 +1,4 @@
-"""The captions of a folder served to a browser on this machine, where they are edited."""
+"""Serve a folder's captions to a browser on this machine for editing."""
 
 import json
 import secrets
@@ -23,8 +23,8 @@ from dit_lora.report.captions.page import (
 )
 from dit_lora.report.local_server import LocalServer, PageHandler, serve_until_interrupted
 
-_MOST = 2**20  # bytes of an edit
-_MAX_DIGITS = 9  # of a page's number
+_MOST = 2**20  # maximum bytes of an edit
+_MAX_DIGITS = 9  # maximum digits of a page number
 _TYPES = {
     ".jpg": "image/jpeg",
     ".jpeg": "image/jpeg",
@@ -39,7 +39,7 @@ _TYPES = {
     ".avifs": "image/avif",
     ".mp4": "video/mp4",
     ".m4v": "video/mp4",
-    ".mov": "video/mp4",  # a browser looks into the file, and refuses QuickTime by its own name
+    ".mov": "video/mp4",  # browsers play the file as MP4, but refuse the QuickTime type
     ".webm": "video/webm",
     ".mkv": "video/webm",
 }
@@ -47,7 +47,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class CaptionState:
-    """A caption as it is in the file."""
+    """A caption as stored in its file, with its version and findings."""
 
     caption: str
     version: str
@@ -55,7 +55,7 @@ class CaptionState:
 
 
 class StaleCaptionError(DitLoraError):
-    """An edit of a caption that somebody else has changed since the page was made."""
+    """Raised for an edit of a caption that has changed since the page was rendered."""
 
     def __init__(self, state: CaptionState) -> None:
         super().__init__("this caption was changed elsewhere")
@@ -63,7 +63,7 @@ class StaleCaptionError(DitLoraError):
 
 
 class CaptionEdits:
-    """A folder's table, read again when its files have changed: other programs may write it too."""
+    """A folder's captions, read again when its files have changed, since other programs may write them."""
 
     def __init__(self, root: Path, rules: TextRules) -> None:
         self.root = root
@@ -78,17 +78,19 @@ class CaptionEdits:
             return served_page(table, self._findings.update(table), self.token, number, only)
 
     def media(self, name: str) -> Path | None:
-        """Return the file of that name, if it is one of the folder's clips and pictures."""
+        """Path of a media file of the folder; None if there is none of that name."""
         with self._lock:
+            # The file may have been added since the table was read.
             if self._table is None or name not in self._table.names:
                 self._read()
             return self.root / name if self._table and name in self._table.names else None
 
     def put(self, name: str, caption: str, version: str) -> CaptionState:
-        """Write one caption, exactly as it is; one that only differs in line ends is not written.
+        """Write one caption exactly as given, unless it differs from the current one only in line ends.
 
-        Raises `DitLoraError` for a caption that cannot be trained on, and `StaleCaptionError` if the caption in the
-        file is not the one of `version`.
+        Raises:
+            DitLoraError: If the caption cannot be trained on.
+            StaleCaptionError: If the caption in the file is not that of `version`.
         """
         fault = caption_fault(caption)
         if fault is not None:
@@ -118,12 +120,12 @@ class CaptionEdits:
 
 
 def _as_shown(caption: str) -> str:
-    """Return the caption with the line ends of a browser's text area."""
+    """The caption with line ends as in a browser's text area."""
     return caption.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _with_line_ends(caption: str, current: str) -> str:
-    """Return an edited caption with CRLF if all line ends of the current one were CRLF."""
+    """The edited caption, with CRLF if the current caption uses only CRLF."""
     num_crlf = current.count("\r\n")
     is_crlf = num_crlf > 0 and current.count("\n") == current.count("\r") == num_crlf
     return _as_shown(caption).replace("\n", "\r\n") if is_crlf else caption
@@ -134,12 +136,12 @@ class CaptionServer(LocalServer):
 
     def __init__(self, root: Path, rules: TextRules, port: int = 0) -> None:
         edits = CaptionEdits(root, rules)
-        edits.page(1, False)  # refuses a folder without captions before a port is taken
+        edits.page(1, False)  # raises for a folder without captions, before a port is opened
         super().__init__(partial(CaptionHandler, edits), port, edits.token)
 
 
 def serve(root: Path, rules: TextRules, port: int, tell: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C; `tell` gets the address, and the last word."""
+    """Serve until Ctrl-C; `tell` receives the address and the closing message."""
     serve_until_interrupted(CaptionServer(root, rules, port), root, tell)
 
 
@@ -150,9 +152,9 @@ class CaptionHandler(PageHandler):
 
     def show(self) -> None:
         try:
-            asked = urlsplit(self.path)
-            path, query = name_of(asked.path), parse_qs(asked.query)
-        except ValueError:  # a bracket that begins no IPv6 address
+            request = urlsplit(self.path)
+            path, query = name_of(request.path), parse_qs(request.query)
+        except ValueError:  # a bracket that does not start an IPv6 address
             self.say(HTTPStatus.BAD_REQUEST, "this is no path")
             return
         number = query.get("page", ["1"])[0]
@@ -172,6 +174,7 @@ class CaptionHandler(PageHandler):
         if file is None or kind is None:
             self.say(HTTPStatus.NOT_FOUND, "no such file in this folder")
             return
+        # `open_regular` refuses pipes and devices.
         self.file(partial(open_regular, file), kind)
 
     def take(self) -> None:

@@ -1,4 +1,4 @@
-"""Parts of charts: bars, ticks, and numbers as people write them."""
+"""Parts of charts: bars, axis ticks and formatted numbers."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dit_lora.report.charts.data import Numbers
 
 @dataclass(frozen=True)
 class Bar:
-    """One labelled bar; `words` tell its value, and `detail` follows them."""
+    """One labelled bar. `words` is its formatted value, followed by `detail`."""
 
     name: str
     value: float
@@ -21,43 +21,48 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Horizontal bars that start at zero, for bars.html; `label` says what they count."""
+    """Horizontal bars that start at zero, for bars.html. `label` names the quantity."""
 
     title: str
     bars: Sequence[Bar]
     label: str = ""
 
     def percent(self, bar: Bar) -> float:
-        """Return a bar's length relative to the longest; 0 for what cannot be drawn."""
-        drawn = [one.value for one in self.bars if math.isfinite(one.value)]
-        longest = max(drawn, default=0.0)
+        """A bar's length in percent of the longest; 0 for values that are negative or not finite."""
+        finite_values = [
+            bar_value.value for bar_value in self.bars if math.isfinite(bar_value.value)
+        ]
+        longest = max(finite_values, default=0.0)
         if not math.isfinite(bar.value) or bar.value <= 0:
             return 0.0
+        # Divide first: 100 * value could overflow.
         return round(100 * (bar.value / longest), 2)
 
 
 def wants_log(values: Numbers, ratio: float = 30.0) -> bool:
-    """Return whether positive values differ by more than `ratio`, so that a linear axis would hide the small."""
+    """True if positive values differ by more than `ratio`, so that a linear axis would hide the small ones."""
     column = np.asarray(values, dtype=np.float64)
     positive = column[np.isfinite(column) & (column > 0)]
     return bool(positive.size and positive.max() / ratio > positive.min())
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` multiples of 1, 2 or 5 times a power of ten, all within [low, high]."""
+    """About `count` multiples of 1, 2 or 5 times a power of ten, all within [low, high]."""
+    # The smallest step of 1, 2 or 5 times a power of ten that gives at most about `count` ticks.
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [index * step for index in range(first, last + 1)]
+    first_index, last_index = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first_index, last_index + 1)]
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Write a value to `digits` significant digits, as a person does: 0.1618, 2,048, 1e-4, NaN."""
+    """Format a value to `digits` significant digits, such as 0.1618, 2,048, 1e-4, NaN."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else f"{value:+}"
     if value == 0:
         return "0"
+    # Large numbers are written with thousands separators and without decimals.
     if 1000 <= abs(value) < 1e6:
         return f"{value:,.0f}"
     if 1e-3 <= abs(value) < 1000:

@@ -1,4 +1,4 @@
-"""Statistics of modules over steps: a row a block or a kind of layer, a column a step; page.js draws them."""
+"""Module statistics over steps: one row per block or kind of layer, one column per step; page.js draws them."""
 
 import math
 import re
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STEPS = 96
-"""Columns at most; of more steps every second is left out, and again."""
+"""Maximum number of columns. Beyond it, every second step is dropped, repeatedly."""
 ROWS = 96
-"""Rows at most of one picture; the last ones are left out."""
+"""Maximum number of rows of one heat map; further rows are dropped."""
 STATISTICS = {
     "grad_norm": "gradient norm",
     "update_ratio": "update / weight",
@@ -25,7 +25,7 @@ Values = dict[str, dict[str, float]]
 
 @dataclass
 class ModuleHistory:
-    """At most `STEPS` steps of joined statistics, evenly spread over those that had any."""
+    """Statistics of at most `STEPS` steps, evenly spaced over the steps that have any."""
 
     steps: list[int] = field(default_factory=list)
     by_block: list[Values] = field(default_factory=list)
@@ -34,29 +34,32 @@ class ModuleHistory:
     _seen: int = 0
 
     def add(self, step: int, modules: Mapping[str, Any]) -> None:
-        """Add a step: a row has its modules' joined norm, and their largest ratio and output; null was not finite."""
+        """Add a step. A row combines its modules: joint norm, largest ratio and output. null stands for a non-finite
+        value.
+        """
         self._seen += 1
         if (self._seen - 1) % self._every:
             return
         self.steps.append(step)
         self.by_block.append(_joined(modules, _block))
         self.by_layer.append(_joined(modules, _layer))
+        # Halve the resolution: drop every second column, and from now on record only every second step.
         if len(self.steps) > STEPS:
             self._every *= 2
-            for kept in (self.steps, self.by_block, self.by_layer):
-                del kept[1::2]
+            for columns in (self.steps, self.by_block, self.by_layer):
+                del columns[1::2]
 
     def drop(self, step: int) -> None:
-        """Forget a step and those after it."""
+        """Remove a step and the steps after it."""
         while self.steps and self.steps[-1] >= step:
-            for kept in (self.steps, self.by_block, self.by_layer):
-                kept.pop()
+            for columns in (self.steps, self.by_block, self.by_layer):
+                columns.pop()
             self._seen -= self._every
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """One statistic by row and step: null where there is none, and in words where it was not finite."""
+    """One statistic by row and step: None if missing, a text if it was not finite."""
 
     grouping: str
     statistic: str
@@ -66,7 +69,7 @@ class HeatMap:
 
 
 def heat_maps(history: ModuleHistory) -> list[HeatMap]:
-    """Return a map for each grouping and statistic that has a value."""
+    """A map for each grouping and statistic that has a value."""
     groupings = {"by block": history.by_block, "by layer": history.by_layer}
     maps = []
     for grouping, columns in groupings.items():
@@ -99,10 +102,13 @@ def _joined(modules: Mapping[str, Any], row_of: Callable[[str], str]) -> Values:
         for name in STATISTICS:
             if name not in statistics:
                 continue
+            # JSON has no NaN or infinity: null in the file stands for them.
             logged = statistics[name]
             value = float(logged) if isinstance(logged, int | float) else math.inf
             before = row.get(name, 0.0)
+            # The joint norm of several tensors is the root of the sum of their squared norms.
             both = math.hypot(before, value) if name == "grad_norm" else max(before, value)
+            # Inf marks a value that is not finite, since max() and comparisons do not propagate NaN reliably.
             row[name] = math.inf if math.isnan(both) else both
     return joined
 

@@ -1,1 +1,1 @@
-"""The page of a run."""
+"""The HTML report of a run."""

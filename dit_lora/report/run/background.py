@@ -1,4 +1,4 @@
-"""A run's report while the run goes on: written beside the training, which never waits for it nor fails by it."""
+"""Write a run's report in a background thread, so that training neither waits for it nor fails because of it."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,27 +10,28 @@ from dit_lora.report.run.page import write_run_page
 
 
 class Reporting:
-    """One thread that writes report.html of a folder, one at a time; what goes wrong is said, and no more.
+    """Writes a folder's report.html in one thread, one report at a time; errors are only logged.
 
-    While the run goes on, samples are linked and not embedded, so that a report takes a second however many there are.
+    During the run, samples are linked and not embedded, so that a report takes a second however many there are.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], *, writes: bool = True) -> None:
         self.path = Path(folder) / "report.html"
         self._say, self._writes = say, writes
         self._reader = RunReader(folder)
+        # A single worker: two reports must not write the same file at once.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="report")
         self._job: Future[Path] | None = None
         self._told = False
 
     def update(self) -> None:
-        """Begin to write it anew, unless that is still under way."""
+        """Start writing the report again, unless a previous write is still running."""
         if self._writes and (self._job is None or self._job.done()):
             self._settle()
             self._begin(state="running", embed=False)
 
     def finish(self) -> Path | None:
-        """Write the last one, whole, when the run has ended; None where it could not be written."""
+        """Write the final report after the run; None if it could not be written."""
         self._settle()
         if self._writes:
             self._told = False
@@ -40,7 +41,7 @@ class Reporting:
         return written
 
     def _settle(self) -> Path | None:
-        """Wait for what is under way; an error of any kind is said once."""
+        """Wait for a running write; an error of any kind is logged once."""
         job, self._job = self._job, None
         if job is None:
             return None
@@ -53,7 +54,7 @@ class Reporting:
     def _begin(self, **how: Any) -> None:
         try:
             self._job = self._thread.submit(write_run_page, self._reader, **how)
-        except RuntimeError as error:  # no thread can be started for want of memory
+        except RuntimeError as error:  # not enough memory to start a thread
             self._tell(error)
 
     def _tell(self, error: BaseException) -> None:

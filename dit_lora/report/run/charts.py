@@ -13,7 +13,7 @@ from dit_lora.report.run.history import Metrics, mapping
 
 _WINDOWS = (1, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 _PALETTE = 6  # --c0 to --c5 in style.css
-_MARKS, _WORDS = 200, 160  # events that are marked, and characters of one
+_MARKS, _WORDS = 200, 160  # maximum number of marked events, and of characters of each
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,17 @@ class Curve:
     values: Numbers
     color: int = 0
     smooth: bool = True
-    """True if the page draws means of as many steps as its reader chooses."""
+    """True if the page draws means over the window that its reader chooses."""
     faint: bool = False
-    """True if the values themselves are drawn behind the means."""
+    """True if the raw values are drawn behind the means."""
     sparse: bool = False
-    """True if most steps have no value, which is then no gap in the line."""
+    """True if most steps have no value, so that missing values do not interrupt the line."""
     steps: Sequence[int] = ()
-    """Steps of its own, drawn as dots; empty where it has those of the run."""
+    """The curve's steps if they differ from the run's, drawn as dots; else empty."""
 
     def data(self) -> dict[str, object]:
-        """Return what page.js reads."""
+        """The curve as JSON values for page.js."""
+        # If points combine several values, the page draws their range instead of the values.
         thinned = self.faint and values_per_point(len(self.values)) > 1
         return {
             "name": self.name,
@@ -49,7 +50,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Curves over the steps of a run; `unit` says what their values are."""
+    """Curves over the steps of a run; `unit` is the unit of their values."""
 
     title: str
     unit: str
@@ -58,7 +59,7 @@ class LineChart:
     from_zero: bool
 
     def data(self) -> dict[str, object]:
-        """Return what page.js reads."""
+        """The chart as JSON values for page.js."""
         return {
             "log": self.log,
             "fromZero": self.from_zero,
@@ -67,25 +68,30 @@ class LineChart:
 
 
 def window_of(run: RunFiles) -> int:
-    """Return how many steps a smoothed line averages: a twentieth of the run, at least 5 and at most 100."""
+    """Number of steps that a smoothed line averages: a twentieth of the run, at least 5 and at most 100."""
     count = len(run.metrics.steps)
     return max(1, min(count, 100, max(5, count // 20)))
 
 
 def windows_of(run: RunFiles) -> list[int]:
-    """Return the windows that the page offers, `window_of` among them."""
+    """The smoothing windows that the page offers, including `window_of`."""
     count = len(run.metrics.steps)
-    return sorted({window_of(run), *(one for one in _WINDOWS if one <= max(1, count // 2))})
+    return sorted(
+        {window_of(run), *(window for window in _WINDOWS if window <= max(1, count // 2))}
+    )
 
 
 def run_charts(run: RunFiles) -> list[LineChart | BarChart]:
-    """Return the page's charts, in order; those without data are left out."""
+    """The page's charts, in order; charts without data are left out."""
     metrics = run.metrics
     seconds, waiting = metrics.column("seconds"), metrics.column("data_seconds")
     with np.errstate(divide="ignore", invalid="ignore"):
         share = 100 * (np.asarray(waiting) / np.asarray(seconds))
     rate = Curve("samples per second", samples_a_second(metrics), 2, faint=True)
-    whole, part = Curve("whole step", seconds, 0, faint=True), Curve("waiting for data", waiting, 1)
+    whole_step, waiting_part = (
+        Curve("whole step", seconds, 0, faint=True),
+        Curve("waiting for data", waiting, 1),
+    )
     percentage = Curve("waiting for data", share, 1)
     peak = Curve("peak", metrics.column("peak_gib"), 4, smooth=False)
     charts = [
@@ -98,7 +104,7 @@ def run_charts(run: RunFiles) -> list[LineChart | BarChart]:
         _gradients(metrics),
         _rates(metrics),
         _chart("Throughput", "samples per second", [rate], from_zero=True),
-        _chart("Time per step", "seconds", [whole, part], from_zero=True),
+        _chart("Time per step", "seconds", [whole_step, waiting_part], from_zero=True),
         _chart("Share of the time waiting for data", "percent", [percentage], from_zero=True),
         _chart("Peak memory so far", "GiB", [peak], from_zero=True),
     ]
@@ -106,7 +112,7 @@ def run_charts(run: RunFiles) -> list[LineChart | BarChart]:
 
 
 def curve_data(run: RunFiles) -> dict[str, object]:
-    """Return what page.js reads of the run beside its charts: steps, and what the guard said at which."""
+    """Data for page.js that all charts share: steps, and the guard's messages by step."""
     steps = run.metrics.steps
     return {
         "steps": joined(steps)[:, -1].astype(int).tolist() if steps else [],
@@ -117,21 +123,22 @@ def curve_data(run: RunFiles) -> dict[str, object]:
 
 
 def marks(run: RunFiles) -> list[tuple[int, str]]:
-    """Return the steps of the guard's events, and what it said."""
+    """Steps and messages of the guard's events."""
     labels = []
     for event in run.events:
         step, verdict = event.get("step"), mapping(event.get("verdict"))
         if isinstance(step, int):
             kind = str(event.get("kind", "event")).replace("_", " ")
-            words = f": {verdict['words']}" if verdict.get("words") else ""
-            said = f"{kind}, {event.get('action', 'report')}{words}"
-            labels.append((step, said[:_WORDS]))
+            message = f": {verdict['words']}" if verdict.get("words") else ""
+            label = f"{kind}, {event.get('action', 'report')}{message}"
+            labels.append((step, label[:_WORDS]))
     return labels
 
 
 def samples_a_second(metrics: Metrics) -> Values:
-    """Return the rate of each step; metrics.jsonl counts samples from the beginning of the run."""
+    """Samples per second of each step; metrics.jsonl counts samples from the beginning of the run."""
     counts, seconds = np.asarray(metrics.column("samples")), np.asarray(metrics.column("seconds"))
+    # Steps without new samples or without a duration have no rate.
     new = np.diff(counts, prepend=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where((new > 0) & (seconds > 0), new / seconds, np.nan)
@@ -146,7 +153,7 @@ def _loss(run: RunFiles) -> LineChart | None:
 
 
 def _lines(metrics: Metrics, key: str, title: str) -> LineChart | None:
-    """Return a chart of losses by part of the batch, such as a range of timesteps."""
+    """A chart of losses by part of the batch, such as a range of timesteps."""
     parts = _in_order(metrics.groups(key))
     curves = [
         Curve(_range_name(name), values, color, sparse=True)
@@ -156,25 +163,25 @@ def _lines(metrics: Metrics, key: str, title: str) -> LineChart | None:
 
 
 def _bars(metrics: Metrics, key: str, title: str) -> BarChart | None:
-    """Return means over the last quarter of the run: the early steps would blur where the adapter ended up."""
-    first = len(metrics.steps) - math.ceil(len(metrics.steps) / 4)
+    """Mean losses over the last quarter of the run: early steps would hide the final level."""
+    start = len(metrics.steps) - math.ceil(len(metrics.steps) / 4)
     bars = []
     for part, column in _in_order(metrics.groups(key)):
-        seen = [loss for loss in column[first:] if not math.isnan(loss)]
-        finite = [loss for loss in seen if math.isfinite(loss)]
-        if seen:
+        losses = [loss for loss in column[start:] if not math.isnan(loss)]
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if losses:
             mean = sum(finite) / len(finite) if finite else math.nan
             count = f"{len(finite):,} step{'' if len(finite) == 1 else 's'}"
             bars.append(Bar(_range_name(part), mean, number(mean), count))
     if not bars:
         return None
     return BarChart(
-        title, bars, f"mean loss, steps {metrics.steps[first]:,} to {metrics.steps[-1]:,}"
+        title, bars, f"mean loss, steps {metrics.steps[start]:,} to {metrics.steps[-1]:,}"
     )
 
 
 def _drawn(metrics: Metrics) -> BarChart | None:
-    """Return the shares of all samples so far whose timesteps were drawn in each range."""
+    """The fraction of all samples so far with a timestep in each range."""
     counts = {
         name: int(np.nansum(column))
         for name, column in _in_order(metrics.groups("drawn_by_timestep"))
@@ -193,7 +200,7 @@ def _in_order(parts: Mapping[str, Sequence[float]]) -> list[tuple[str, Sequence[
 
 
 def _range_name(name: str) -> str:
-    """Return `0-249` with the dash that ranges have."""
+    """`0-249` with an en dash."""
     return name.replace("-", "\u2013")
 
 
@@ -210,7 +217,7 @@ def _rates(metrics: Metrics) -> LineChart | None:
     rates = metrics.groups("lr_groups")
     curves = [Curve(*item, color, smooth=False) for color, item in enumerate(rates.items())]
     peaks = [np.max(values, where=np.isfinite(values), initial=0.0) for values in rates.values()]
-    # By the peaks: a warm-up or decay to zero alone reads well on a linear axis.
+    # Compare the peaks: a warm-up or a decay to zero is readable on a linear axis.
     log = wants_log(peaks)
     return _chart("Learning rate", "learning rate", curves, log=log, from_zero=True)
 
@@ -223,17 +230,17 @@ def _chart(
     log: bool | None = None,
     from_zero: bool = False,
 ) -> LineChart | None:
-    """Return a chart of the curves that have a finite value; None where there is none."""
-    drawn = [curve for curve in curves if np.isfinite(curve.values).any()]
-    if not drawn:
+    """A chart of the curves that have a finite value; None if there is none."""
+    finite_curves = [curve for curve in curves if np.isfinite(curve.values).any()]
+    if not finite_curves:
         return None
     if log is None:
-        log = wants_log(np.concatenate([np.asarray(curve.values) for curve in drawn]))
-    return LineChart(title, unit, drawn, log, from_zero)
+        log = wants_log(np.concatenate([np.asarray(curve.values) for curve in finite_curves]))
+    return LineChart(title, unit, finite_curves, log, from_zero)
 
 
 def share_waiting(metrics: Metrics) -> float:
-    """Return the part of all steps' time that passed waiting for data, NaN where no step says."""
+    """Fraction of all steps' time that was spent waiting for data; NaN if no step recorded it."""
     waiting = np.asarray(metrics.column("data_seconds"))
     seconds = np.asarray(metrics.column("seconds"))
     measured = np.isfinite(waiting + seconds)

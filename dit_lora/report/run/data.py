@@ -1,4 +1,4 @@
-"""Lists a run's training data from its folder: samples, buckets, rejected samples, and the findings of an audit."""
+"""Describe a run's training data from its folder: samples, buckets, rejected samples and audit findings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from dit_lora.report.run.history import mapping
 from dit_lora.report.run.recipe_diff import in_words
 
 ROWS = 200
-"""Rows of one table that are shown."""
+"""Maximum number of rows of one table."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """`counts` are names and numbers; `rejected` samples and why."""
+    """A run's training data as text: `counts` by name, and `rejected` samples with their reasons."""
 
     counts: Sequence[tuple[str, str]]
     buckets: Buckets | None
@@ -27,7 +27,7 @@ class Data:
 
 
 def run_data(run: RunFiles) -> Data | None:
-    """Read it from facts.json, data.json and audit.json; None where none of them is there."""
+    """Read the data description from facts.json, data.json and audit.json; None if there is none of them."""
     if not run.data and not run.audit and not run.facts:
         return None
     totals, rejected = mapping(run.audit.get("totals")), mapping(run.data.get("rejected"))
@@ -35,6 +35,7 @@ def run_data(run: RunFiles) -> Data | None:
         (name.replace("_", " "), _in_words(value))
         for name, value in list(mapping(run.facts.get("data")).items())[:ROWS]
     ]
+    # Without facts.json, use the sample count of data.json.
     if not counts:
         counts = [("samples", _count(run.data.get("samples")))]
     counts += [(f"Audit: {name}", _count(totals.get(name))) for name in ("ok", "warn", "reject")]
@@ -44,7 +45,7 @@ def run_data(run: RunFiles) -> Data | None:
     return Data(
         counts=[(name, count) for name, count in counts if count],
         buckets=_buckets(run.data.get("buckets")) or _buckets(run.audit.get("buckets")),
-        rejected=[(name, in_words(why)) for name, why in list(rejected.items())[:ROWS]],
+        rejected=[(name, in_words(reason)) for name, reason in list(rejected.items())[:ROWS]],
         rejected_count=rejected_count if isinstance(rejected_count, int) else len(rejected),
         codes=[(code, _count(n)) for code, n in list(mapping(totals.get("codes")).items())[:ROWS]],
         notes=[in_words(note) for note in notes],
@@ -52,7 +53,7 @@ def run_data(run: RunFiles) -> Data | None:
 
 
 def _in_words(value: Any) -> str:
-    """Return a fact of facts.json in words, a spread as a range."""
+    """A value of facts.json as text; a distribution as a range."""
     if isinstance(value, dict) and value.keys() >= {"least", "median", "most"}:
         return f"{value['least']} to {value['most']}, median {value['median']}"
     return in_words(value) or "none"
@@ -63,7 +64,7 @@ def _count(value: Any) -> str:
 
 
 def _buckets(report: Any) -> Buckets | None:
-    """Return a bucket report in words, None where it is none: the file may be of another version."""
+    """A bucket report as rows of text; None if it is missing or of another version."""
     if not isinstance(report, Mapping):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Reads a run's folder in any state, finished or not, with notes on files that are missing or damaged."""
+"""Read a run's folder in any state, finished or not, with notes on files that are missing or damaged."""
 
 import math
 import time
@@ -18,9 +18,9 @@ from dit_lora.report.run.history import Metrics, Tail, mapping, number_or_nan
 from dit_lora.training.session.run_lock import is_live
 
 EVENTS, LEFT_OUT = 1000, 1000
-"""Lines of events.jsonl and quarantine.jsonl that are kept: the last ones."""
+"""Number of the last lines of events.jsonl and quarantine.jsonl that are kept."""
 _SILENCE, _STEPS = 180.0, 20
-"""Seconds without a line, or so many steps' time, after which a run that says nothing is no longer going."""
+"""Seconds, or the duration of this many steps, without output after which a run counts as no longer running."""
 _LINES = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl")
 OBJECTS = (
     "environment",
@@ -31,14 +31,14 @@ OBJECTS = (
     "verification",
     "phases",
 )
-"""Files that hold one JSON object, by the fields of `RunFiles`."""
+"""Names of the files that hold one JSON object, which are also fields of `RunFiles`."""
 
 State = Literal["running", "finished", "stopped", "interrupted", "failed", "silent"]
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """All that could be read of a run's folder; `notes` says what could not."""
+    """The readable content of a run's folder; `notes` describes the rest."""
 
     folder: Path
     config: dict[str, Any]
@@ -63,12 +63,12 @@ class RunFiles:
 
     @property
     def done(self) -> int:
-        """Return the steps taken."""
+        """Number of steps taken."""
         return self.metrics.steps[-1] if self.metrics.steps else 0
 
     @property
     def asked(self) -> int | None:
-        """Return the steps of the recipe."""
+        """Number of steps in the recipe; None if it is not given."""
         steps = mapping(self.config.get("train")).get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -78,7 +78,7 @@ class RunFiles:
 
 
 class RunReader:
-    """Reads a run's folder again and again: lines that were read once are kept as numbers."""
+    """Reads a run's folder repeatedly; lines are read once and kept as numbers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
@@ -92,7 +92,7 @@ class RunReader:
         self._left_out: deque[dict[str, Any]] = deque(maxlen=LEFT_OUT)
 
     def fingerprint(self) -> str:
-        """Return words that change when anything of the run that a page shows does."""
+        """A string that changes whenever the content of the page would change."""
         names = (*_LINES, "config.yaml", *(f"{name}.json" for name in OBJECTS))
         stats = [_stat(self.folder / name) for name in names]
         samples = sorted((self.folder / "samples").glob("step_*/*"))
@@ -101,15 +101,19 @@ class RunReader:
         return f"{stats}{len(samples)}{newest}{spoke}{is_live(self.folder)}"
 
     def read(self, state: State | None = None) -> RunFiles:
-        """Read everything but samples; raises `DitLoraError` for a folder without a readable config.yaml.
+        """Read everything except samples.
 
-        `state` is what the caller knows of the run; else it is judged by what the folder says.
+        `state` is the run's state if the caller knows it; else it is derived from the folder.
+
+        Raises:
+            DitLoraError: If the folder has no readable config.yaml.
         """
         notes: list[str] = []
         config = _config(self.folder)
         self._go_on()
         objects = {name: _json(self.folder / f"{name}.json", notes) for name in OBJECTS}
         state = state or self._state(objects["status"], config)
+        # Both files may contain held-out losses; held_out.jsonl takes precedence.
         held_out = {**self._in_metrics, **self._by_step}
         for tail in self._tails:
             notes += tail.notes(going=state == "running")
@@ -152,20 +156,21 @@ class RunReader:
         self._left_out.extend(self._quarantine.lines())
 
     def _state(self, status: Mapping[str, Any], config: Mapping[str, Any]) -> State:
-        said = status.get("state")
-        if said in ("finished", "stopped", "interrupted", "failed"):
-            return said
+        recorded = status.get("state")
+        if recorded in ("finished", "stopped", "interrupted", "failed"):
+            return recorded
         lives = is_live(self.folder)
         if lives is not None:
             return "running" if lives else "silent"
         steps = self._columns.steps
-        asked = mapping(config.get("train")).get("steps")
-        if not said:  # a run of a version that wrote none
-            if isinstance(asked, int) and steps and steps[-1] >= asked:
+        num_steps = mapping(config.get("train")).get("steps")
+        if not recorded:  # a run of a version that did not write its state
+            if isinstance(num_steps, int) and steps and steps[-1] >= num_steps:
                 return "finished"
             if self._happened and self._happened[-1].get("action") == "stop":
                 return "stopped"
         seconds = [s for s in self._columns.column("seconds")[-50:] if math.isfinite(s)]
+        # Without information on the process, judge by the time since the last output.
         patience = max(_SILENCE, _STEPS * max(seconds, default=0.0))
         return "running" if time.time() - self._last_word() < patience else "silent"
 
@@ -194,7 +199,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Read an object of a file that is written whole; nothing where there is none."""
+    """Read a JSON object from a file; empty if there is none."""
     try:
         content = parse_json(read_inside(path.parent, path))
     except FileNotFoundError:
@@ -228,6 +233,6 @@ def _held_out(line: Mapping[str, Any]) -> dict[int, float]:
 def _not_finite(name: str, steps: Sequence[int], values: Sequence[float]) -> Iterator[str]:
     steps = [steps[int(index)] for index in np.flatnonzero(~np.isfinite(values))]
     if steps:
-        shown = ", ".join(str(step) for step in steps[:8])
+        listed = ", ".join(str(step) for step in steps[:8])
         more = f" and {len(steps) - 8:,} more" if len(steps) > 8 else ""
-        yield f"The {name} is not finite at step{'s' if len(steps) > 1 else ''} {shown}{more}."
+        yield f"The {name} is not finite at step{'s' if len(steps) > 1 else ''} {listed}{more}."

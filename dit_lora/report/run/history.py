@@ -1,4 +1,4 @@
-"""The lines of a run's files as numbers, read on from where the last reading ended; bounded, however long the run."""
+"""Read a run's JSON-lines files incrementally and store them as numbers, in bounded memory."""
 
 import math
 from array import array
@@ -18,30 +18,30 @@ from dit_lora.files import (
 from dit_lora.report.charts.heat_map import ModuleHistory
 
 GROUPS = ("lr_groups", "grad_norm_groups", "loss_by_timestep", "loss_by_media", "drawn_by_timestep")
-"""Fields of a line of metrics.jsonl that hold values by name."""
+"""Fields of metrics.jsonl that are dicts of values by name."""
 _PLAIN = ("loss", "grad_norm", "seconds", "data_seconds", "peak_gib", "samples")
-_NAMES = 24  # of one of them; a run has 20 ranges of timesteps, and of others fewer than ten
+_NAMES = 24  # maximum names in one field; a run has 20 timestep ranges, and fewer than ten names in others
 _LARGEST_STEP = 2**53
-_KNOWN = 64  # bytes before the place of reading, to see that the file is still the same
+_KNOWN = 64  # bytes before the read position, compared to detect that the file was replaced
 
 
 class Tail:
-    """The objects of a JSON-lines file, each given once, and anew after the file was written anew."""
+    """The objects of a JSON-lines file, each returned once; all of them again after the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.torn = False
-        """True if the last line is not whole."""
+        """True if the last line is incomplete."""
         self.bad: list[int] = []
-        """Numbers of the whole lines that are no object."""
+        """Numbers of the complete lines that are not JSON objects."""
         self.refused = ""
-        """Why the file is not read; empty if it is."""
+        """The reason why the file cannot be read; empty if it can."""
         self._offset = 0
         self._lines = 0
         self._last = b""
 
     def is_anew(self) -> bool:
-        """Return whether the file was replaced since it was read; the next `lines` then start at its first line."""
+        """True if the file was replaced since it was read; the next `lines` then start at its first line."""
         try:
             with open_inside(self.path.parent, self.path, MAX_LINES_BYTES) as file:
                 file.seek(self._offset - len(self._last))
@@ -54,7 +54,7 @@ class Tail:
         return True
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines that have come since; to be read to its end."""
+        """Yield the new lines. The iterator must be exhausted."""
         try:
             file = open_inside(self.path.parent, self.path, MAX_LINES_BYTES)
         except FileNotFoundError:
@@ -68,6 +68,7 @@ class Tail:
             file.seek(self._offset)
             self.torn = False
             for line in bounded_lines(file):
+                # The line is still being written; read it again next time.
                 if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                     self.torn = True
                     return
@@ -81,7 +82,7 @@ class Tail:
                     yield record
 
     def notes(self, *, going: bool) -> Iterator[str]:
-        """Yield in words what could not be read; a line that is being written is nothing to note."""
+        """Yield messages about unreadable lines; with `going`, an incomplete last line is normal."""
         name = self.path.name
         if self.refused:
             yield self.refused
@@ -98,18 +99,19 @@ class Tail:
 
 @dataclass
 class Metrics:
-    """metrics.jsonl by column: eight bytes a value, NaN where a step has none."""
+    """metrics.jsonl as columns of float64, NaN for steps without a value."""
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     columns: "dict[tuple[str, str], array[float]]" = field(default_factory=dict)
-    """Curves by key, and by the name within one of `GROUPS`."""
+    """Columns by field, and by the name within one of `GROUPS`; the name is empty for plain fields."""
     modules: ModuleHistory = field(default_factory=ModuleHistory)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line. It replaces an earlier line of the same step, which a run that resumed has written again."""
+        """Add a line. It replaces an earlier line of the same step, which a resumed run has repeated."""
         step = line.get("step")
         if not isinstance(step, int) or not 0 <= step < _LARGEST_STEP:
             return
+        # A resumed run repeats steps, so drop the earlier values of this step and of later ones.
         if self.steps and step <= self.steps[-1]:
             self._drop(step)
         for key in _PLAIN:
@@ -119,18 +121,23 @@ class Metrics:
                 self._put((key, str(name)), value)
         self.steps.append(step)
         for column in self.columns.values():
+            # This line had no value for the column.
             if len(column) < len(self.steps):
                 column.append(math.nan)
         if "modules" in line:
             self.modules.add(step, mapping(line["modules"]))
 
     def column(self, key: str) -> "array[float]":
-        """Return one value a step."""
+        """The values of a field, one per step."""
         return self.columns.get((key, "")) or array("d", [math.nan]) * len(self.steps)
 
     def groups(self, key: str) -> "dict[str, array[float]]":
-        """Return one column a name, in the order of appearance."""
-        return {name: column for (one, name), column in self.columns.items() if one == key and name}
+        """The columns of a field by name, in the order of appearance."""
+        return {
+            name: column
+            for (field_name, name), column in self.columns.items()
+            if field_name == key and name
+        }
 
     def _put(self, key: tuple[str, str], value: Any) -> None:
         if key not in self.columns:
@@ -140,10 +147,10 @@ class Metrics:
         self.columns[key].append(number_or_nan(value))
 
     def _drop(self, step: int) -> None:
-        kept = bisect_left(self.steps, step)
-        del self.steps[kept:]
+        num_kept = bisect_left(self.steps, step)
+        del self.steps[num_kept:]
         for column in self.columns.values():
-            del column[kept:]
+            del column[num_kept:]
         self.modules.drop(step)
 
 

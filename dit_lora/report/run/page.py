@@ -1,4 +1,4 @@
-"""The report of a run: what its folder holds, finished or not, as one self-contained page."""
+"""The report of a run, finished or not, as one self-contained page."""
 
 import shlex
 import time
@@ -26,24 +26,27 @@ from dit_lora.report.run.samples import EMBED_LIMIT_BYTES, find_sampled
 from dit_lora.report.run.words import BARS, STATES, event_rows, figures, left_out, verified
 
 SHOWN = 20
-"""Events and rows that are open; the others are in a fold."""
+"""Number of events and rows that are visible; the others can be expanded."""
 _FILE = "img-src data: file: 'self'; media-src data: file: 'self'"
 _SERVED = "img-src data: 'self'; media-src 'self'; connect-src 'self'"
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` in one rename from whatever the run has written so far."""
+    """Write `run_dir/report.html` atomically from the files that the run has written so far."""
     return write_run_page(RunReader(Path(run_dir)))
 
 
 def write_run_page(reader: RunReader, *, state: State | None = None, embed: bool = True) -> Path:
-    """Write the report of a reader that knows what it read before; samples are linked without `embed`."""
+    """Write the report from an incremental reader; without `embed`, samples are linked."""
     page = render_run(reader.read(state), embed=embed)
     return write_page(reader.folder / "report.html", page, allow_stream=False)
 
 
 def render_run(run: RunFiles, *, embed: bool = True, live: str = "", token: str = "") -> str:
-    """Return the page. A served page compares the fingerprint `live` with the server's; `token` lets it export."""
+    """Render the page.
+
+    A served page compares the fingerprint `live` with the server's; `token` enables exports.
+    """
     run = _public(run)
     texts = texts_of(mapping(run.config.get("validation")))
     sampled = find_sampled(run.folder, texts, embed=embed)
@@ -91,35 +94,35 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "", token: str 
 
 
 def texts_of(validation: Mapping[str, Any]) -> list[str]:
-    """Return what the run's samples are of, by its recipe's section, in the order of their files."""
+    """The prompts of the run's samples, from the recipe's validation section, in the order of their files."""
     prompts, count, seed = (validation.get(name) for name in ("prompts", "count", "seed"))
     texts = [str(prompt) for prompt in prompts] if isinstance(prompts, list) else []
     if not (isinstance(count, int) and isinstance(seed, int)):
-        return texts  # of a run from before there was a choice
+        return texts  # a run of a version without these settings
     return sampled_prompts(texts, count, seed)
 
 
 def form_of(config: Mapping[str, Any]) -> str | None:
-    """Return the form that a step's adapter is exported in, by a run's recipe; None where there is none to export."""
+    """The format in which a run's adapter is exported, from its recipe; None if there is nothing to export."""
     lora, train, model = (mapping(config.get(name)) for name in ("lora", "train", "model"))
     groups = mapping(mapping(config.get("optim")).get("groups"))
     if train.get("mode") == "full" or groups.get("adapter", True) is None:
         return None
-    # A checkpoint of one that began from the weights lacks what its matrices stand beside.
+    # A checkpoint of an adapter initialized from the weights lacks the modified base weights.
     if model.get("family") in CHAT_FAMILIES or lora.get("init") in FROM_WEIGHT:
         return None
     return "peft" if lora.get("kind") in WITHOUT_DIFFUSERS else "diffusers"
 
 
 def _public(run: RunFiles) -> RunFiles:
-    """Return the run's files as others may read them, for what is drawn in charts too."""
+    """The run's files with secrets and absolute paths redacted, for charts too."""
     clean = redactor()
     names = ("config", "events", "quarantine", *OBJECTS)
     return replace(run, **{name: clean(getattr(run, name)) for name in names})
 
 
 def _about(run: RunFiles) -> list[tuple[str, str]]:
-    """Return what was trained, on what, in one line each."""
+    """Rows on the trained model and data, one line each."""
     model, data = mapping(run.config.get("model")), mapping(run.config.get("data"))
     rows = [
         ("Model", _model(model)),
@@ -127,11 +130,11 @@ def _about(run: RunFiles) -> list[tuple[str, str]]:
         ("Trained", _trained(run.config)),
         ("Data", _data(data, run)),
     ]
-    return [(name, words) for name, words in rows if words]
+    return [(name, text) for name, text in rows if text]
 
 
 def _model(model: Mapping[str, Any]) -> str:
-    """Return where the base is, and which of two experts trained."""
+    """The base model's path, and which of two experts was trained."""
     expert = EXPERTS.get(str(model.get("part")))
     path = str(model.get("path", "unknown model"))
     return f"{path}, the expert for {expert.replace('_', ' ')}" if expert else path
@@ -144,22 +147,22 @@ def _trained(config: Mapping[str, Any]) -> str:
     groups = mapping(optim.get("groups"))
     base = [name for name in ("connector", "backbone") if groups.get(name)]
     name = KIND_NAMES.get(str(lora.get("kind", "lora")), str(lora.get("kind")))
-    words = f"{name} of rank {lora['rank']}" if lora.get("rank") else name
+    text = f"{name} of rank {lora['rank']}" if lora.get("rank") else name
     if lora.get("init", "kaiming") not in INITS:
-        words += f", continued from {lora['init']}"
+        text += f", continued from {lora['init']}"
     if groups.get("adapter", True) is None:
-        words = "no adapter"
-    return f"{words}; of the base {' and '.join(base)}" if base else words
+        text = "no adapter"
+    return f"{text}; of the base {' and '.join(base)}" if base else text
 
 
 def _data(data: Mapping[str, Any], run: RunFiles) -> str:
     sources = data.get("sources")
     paths = [str(data["path"])] if data.get("path") else []
     if isinstance(sources, list):
-        paths += [str(one["path"]) for one in sources if isinstance(one, dict) and "path" in one]
+        paths += [str(s["path"]) for s in sources if isinstance(s, dict) and "path" in s]
     shape = [str(data.get(name)) for name in ("frames", "height", "width")]
     count = run.data.get("samples")
-    words = [", ".join(paths[:4]) + (" and others" if paths[4:] else "")]
-    words += [f"{count:,} samples"] if isinstance(count, int) else []
-    words += [f"{'x'.join(shape)} (frames, height, width)"] if "None" not in shape else []
-    return "; ".join(word for word in words if word)
+    parts = [", ".join(paths[:4]) + (" and others" if paths[4:] else "")]
+    parts += [f"{count:,} samples"] if isinstance(count, int) else []
+    parts += [f"{'x'.join(shape)} (frames, height, width)"] if "None" not in shape else []
+    return "; ".join(word for word in parts if word)

@@ -1,4 +1,4 @@
-"""Show the time that a run took outside its steps, as bars: before the first step, between steps, after the last."""
+"""Show the time that a run spent outside its steps, as bars: before the first step, between steps, after the last."""
 
 import math
 from typing import Any
@@ -13,21 +13,26 @@ _TITLES = {
     "after": "After the last step",
 }
 _LEAST = 0.01
-"""Seconds below which a phase is not drawn."""
+"""Minimum seconds of a phase that is drawn."""
 
 
 def phase_charts(run: RunFiles) -> list[BarChart]:
-    """Return the stages of phases.json; what a phase is made of follows it. Nothing for a run without the file."""
+    """One chart per stage of phases.json, with parts listed after their phase; empty without the file."""
     listed = run.phases.get("phases")
-    phases = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    phases = (
+        [phase for phase in listed if isinstance(phase, dict)] if isinstance(listed, list) else []
+    )
     charts = []
     for stage, title in _TITLES.items():
         total = number_or_nan(mapping(run.phases.get("stages")).get(stage))
-        own = sorted((p for p in phases if p.get("stage") == stage), key=_place(phases))
-        bars = [_bar(p) for p in own if number_or_nan(p.get("seconds")) >= _LEAST]
+        stage_phases = sorted((p for p in phases if p.get("stage") == stage), key=_place(phases))
+        bars = [_bar(p) for p in stage_phases if number_or_nan(p.get("seconds")) >= _LEAST]
         if not math.isfinite(total) or not bars:
             continue
-        named = sum(number_or_nan(p.get("seconds")) for p in own if "/" not in str(p.get("name")))
+        named = sum(
+            number_or_nan(p.get("seconds")) for p in stage_phases if "/" not in str(p.get("name"))
+        )
+        # The time of a stage that no phase accounts for.
         if stage != "training" and total - named >= _LEAST:
             bars.append(Bar("other", total - named, _seconds(total - named)))
         charts.append(BarChart(f"{title}: {total:,.1f} s", bars, "seconds"))
@@ -35,26 +40,26 @@ def phase_charts(run: RunFiles) -> list[BarChart]:
 
 
 def _place(phases: list[dict[str, Any]]) -> Any:
-    """Return a key that puts the parts of a phase, which end before it, after it."""
+    """A sort key that places the parts of a phase, which end before it, after it."""
     names = [str(p.get("name")) for p in phases]
 
     def key(phase: dict[str, Any]) -> tuple[int, int]:
         name = str(phase.get("name"))
-        whole = name.partition("/")[0]
-        return (names.index(whole) if whole in names else len(names)), "/" in name
+        parent = name.partition("/")[0]
+        return (names.index(parent) if parent in names else len(names)), "/" in name
 
     return key
 
 
 def _bar(phase: dict[str, Any]) -> Bar:
     name, count = str(phase.get("name")), phase.get("count")
-    whole, _, part = name.partition("/")
+    parent, _, part = name.partition("/")
     seconds = number_or_nan(phase.get("seconds"))
     cpu = number_or_nan(phase.get("cpu_seconds"))
     detail = f"{_seconds(cpu)} of the processor" if math.isfinite(cpu) else ""
     if isinstance(count, int) and count > 1:
         detail += f", {count:,} times"
-    return Bar(f"of {whole}: {part}" if part else name, seconds, _seconds(seconds), detail)
+    return Bar(f"of {parent}: {part}" if part else name, seconds, _seconds(seconds), detail)
 
 
 def _seconds(value: float) -> str:

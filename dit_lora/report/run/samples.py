@@ -1,4 +1,4 @@
-"""Shows what a run's model made of the validation prompts: videos, images and answers, before, during and after."""
+"""Show a run's validation samples: videos, images and answers, before, during and after training."""
 
 import base64
 import re
@@ -13,13 +13,13 @@ from dit_lora.files import is_inside, read_inside
 from dit_lora.parsing import parse_json
 
 EMBED_LIMIT_BYTES = 64 * 2**20
-"""Videos beyond this many bytes of base64 stay beside the page and are linked."""
+"""Maximum bytes of embedded base64 media; further files are linked."""
 MAX_SAMPLE_BYTES = 2**28
-"""The largest sample that is shown."""
+"""Maximum bytes of a sample that is shown."""
 STEPS = 60
-"""Sampled steps that are shown of one prompt: of more, evenly spread ones with the first and the last."""
+"""Maximum number of steps shown for one prompt; more are sampled evenly, with the first and the last."""
 PROMPTS = 64
-"""Prompts that are shown."""
+"""Maximum number of prompts shown."""
 TYPES = {".mp4": "video/mp4", ".png": "image/png", ".jpg": "image/jpeg"}
 
 
@@ -35,7 +35,7 @@ class ShownClip:
 
 @dataclass(frozen=True)
 class ShownReference:
-    """Something that a prompt's samples are made from; `source` is a data URI or a link."""
+    """A reference that a prompt's samples are conditioned on; `source` is a data URI or a link."""
 
     label: str
     kind: str
@@ -46,7 +46,7 @@ class ShownReference:
 
 @dataclass(frozen=True)
 class PromptSamples:
-    """The samples for one prompt, the first step first."""
+    """The samples of one prompt, in the order of steps."""
 
     prompt: str
     kind: str
@@ -57,40 +57,44 @@ class PromptSamples:
 
 @dataclass(frozen=True)
 class Answered:
-    """A question and what was answered, the first step first."""
+    """A question and its answers, in the order of steps."""
 
     prompt: str
     media: str
-    """The file's name; empty where the question is about none."""
+    """Name of the media file; empty if the question has none."""
     answers: Sequence[tuple[str, str]]
-    """When it was asked, and the answer."""
+    """For each sampled step its label and the answer."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """All that was sampled; `linked` files stay beside the page, and `hidden` steps are not shown."""
+    """All samples of a run. `linked` files are not embedded, and `hidden` steps are not shown."""
 
     samples: Sequence[PromptSamples] = ()
     answers: Sequence[Answered] = ()
     linked: int = 0
     hidden: int = 0
     kept: Sequence[int] = ()
-    """Steps whose checkpoint is there, so that they can be taken."""
+    """Steps with a checkpoint, which can be exported."""
 
     @property
     def takeable(self) -> list[tuple[int, str]]:
-        """Return the steps that are shown and can be taken, with their names."""
+        """The shown steps that can be exported, with their labels."""
         return [(step, name) for step, name in self.steps if step in self.kept]
 
     @property
     def steps(self) -> list[tuple[int, str]]:
-        """Return the steps that can be chosen, with their names."""
-        shown = {clip.step: clip.label for one in self.samples for clip in one.clips}
-        return sorted(shown.items())
+        """The steps that can be chosen, with their labels."""
+        labels = {
+            clip.step: clip.label
+            for prompt_samples in self.samples
+            for clip in prompt_samples.clips
+        }
+        return sorted(labels.items())
 
 
 def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) -> Sampled:
-    """Return every prompt's samples; without `embed`, or where the page would be too big, they are linked."""
+    """Find the samples of every prompt. They are linked without `embed`, or if the page would be too large."""
     files: dict[int, dict[int, Path]] = {}
     for path in (folder / "samples").glob("step_*/prompt_*.*"):
         match = re.fullmatch(
@@ -101,17 +105,19 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     chosen = {index: _spread(by_step) for index, by_step in sorted(files.items())[:PROMPTS]}
     hidden = max((len(files[index]) - len(steps) for index, steps in chosen.items()), default=0)
     references = _find_references(folder)
-    # What shows the most is embedded first: both ends of every prompt, then the latest of the others.
-    wanted = [path for index in chosen for path in references.get(index, ())]
-    wanted += [files[i][step] for i, steps in chosen.items() for step in {steps[0], steps[-1]}]
-    wanted += [
+    # Embed the most informative files first: references, both ends of every prompt, then the latest steps.
+    ordered_paths = [path for index in chosen for path in references.get(index, ())]
+    ordered_paths += [
+        files[i][step] for i, steps in chosen.items() for step in {steps[0], steps[-1]}
+    ]
+    ordered_paths += [
         files[i][step]
         for step in sorted({s for steps in chosen.values() for s in steps}, reverse=True)
         for i, steps in chosen.items()
         if step in steps
     ]
-    room = EMBED_LIMIT_BYTES if embed else 0
-    embedded = _embedded(folder, wanted, room)
+    max_embedded_bytes = EMBED_LIMIT_BYTES if embed else 0
+    embedded = _embedded(folder, ordered_paths, max_embedded_bytes)
 
     def source(path: Path) -> str:
         return embedded.get(path) or path.relative_to(folder).as_posix()
@@ -129,47 +135,49 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
         )
         for index, steps in chosen.items()
     ]
-    shown = [clip.source for one in samples for clip in one.clips]
-    shown += [one.source for sample in samples for one in sample.references]
-    linked = sum(1 for one in shown if not one.startswith("data:"))
+    sources = [clip.source for entry in samples for clip in entry.clips]
+    sources += [entry.source for sample in samples for entry in sample.references]
+    linked = sum(1 for entry in sources if not entry.startswith("data:"))
     return Sampled(samples, _find_answers(folder), linked, hidden, _kept_steps(folder))
 
 
 def checkpoint_file(folder: Path, step: int) -> Path:
-    """Return where a run keeps what was trained at a step."""
+    """Path of a step's checkpoint of the trained weights."""
     return folder / "checkpoints" / f"step_{step:06d}" / "trainable.safetensors"
 
 
 def _kept_steps(folder: Path) -> list[int]:
-    """Return the steps whose checkpoints are there."""
-    found = (re.fullmatch(r"step_(\d{6,12})", p.name) for p in (folder / "checkpoints").glob("*"))
-    steps = (int(match[1]) for match in found if match)
+    """The steps that have a checkpoint."""
+    matches = (re.fullmatch(r"step_(\d{6,12})", p.name) for p in (folder / "checkpoints").glob("*"))
+    steps = (int(match[1]) for match in matches if match)
     return sorted(step for step in steps if is_inside(folder, checkpoint_file(folder, step)))
 
 
 def _has_sound(path: Path) -> bool:
-    """Return if a sample was written with its sound."""
+    """True if a sample file has an audio track."""
     try:
         return read_header(path).has_sound
-    except DitLoraError:  # it went away meanwhile, or is written no further
+    except DitLoraError:  # it was removed meanwhile, or is incomplete
         return False
 
 
 def _find_references(folder: Path) -> dict[int, list[Path]]:
-    """Return the small copies of what each prompt's samples are made from, in their order."""
-    found: dict[int, list[tuple[int, Path]]] = {}
+    """The small copies of each prompt's references, in order."""
+    numbered_paths: dict[int, list[tuple[int, Path]]] = {}
     for path in (folder / "samples" / "references").glob("prompt_*.*"):
         match = re.fullmatch(r"prompt_(\d{1,6})_(\d{1,6})\.(mp4|jpg)", path.name)
         if match and is_inside(folder, path, MAX_SAMPLE_BYTES):
-            found.setdefault(int(match[1]), []).append((int(match[2]), path))
-    return {index: [path for _, path in sorted(paths)] for index, paths in found.items()}
+            numbered_paths.setdefault(int(match[1]), []).append((int(match[2]), path))
+    return {index: [path for _, path in sorted(paths)] for index, paths in numbered_paths.items()}
 
 
 def _shown(references: Sequence[Path], source: Callable[[Path], str]) -> list[ShownReference]:
     several = len(references) > 1
     return [
-        ShownReference(f"reference {place}" if several else "reference", _kind(path), source(path))
-        for place, path in enumerate(references, start=1)
+        ShownReference(
+            f"reference {position}" if several else "reference", _kind(path), source(path)
+        )
+        for position, path in enumerate(references, start=1)
     ]
 
 
@@ -185,17 +193,18 @@ def _spread(steps: Iterable[int]) -> list[int]:
     ordered = sorted(steps)
     if len(ordered) <= STEPS:
         return ordered
+    # Evenly spaced, including the first and the last step.
     return [ordered[round(i * (len(ordered) - 1) / (STEPS - 1))] for i in range(STEPS)]
 
 
 def _embedded(folder: Path, paths: Iterable[Path], room: int) -> dict[Path, str]:
-    """Return data URIs of as many as there is room for; files that go away meanwhile are left out."""
+    """Data URIs of as many files as fit into `room` bytes; files removed meanwhile are left out."""
     uris: dict[Path, str] = {}
     for path in paths:
         if path in uris:
             continue
         try:
-            # Three bytes are four characters of base64.
+            # Three bytes become four characters of base64.
             text = base64.b64encode(read_inside(folder, path, room // 4 * 3)).decode()
         except OSError:
             continue
@@ -205,7 +214,7 @@ def _embedded(folder: Path, paths: Iterable[Path], room: int) -> dict[Path, str]
 
 
 def _find_answers(folder: Path) -> list[Answered]:
-    """Return the answers to every validation prompt of a chat model's run; files that are torn are left out."""
+    """The answers to every validation prompt of a chat model's run; damaged files are left out."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     paths = {
         int(match[1]): path
@@ -218,18 +227,18 @@ def _find_answers(folder: Path) -> list[Answered]:
         except (OSError, ValueError):
             continue
         if isinstance(records, list):
-            by_step[step] = [one if isinstance(one, dict) else {} for one in records]
+            by_step[step] = [record if isinstance(record, dict) else {} for record in records]
     if not by_step:
         return []
     return [
         Answered(
-            str(one.get("prompt", "")),
-            Path(str(one.get("media") or "")).name,
+            str(record.get("prompt", "")),
+            Path(str(record.get("media") or "")).name,
             [
                 (when(step), str(answers[index].get("answer", "")))
                 for step, answers in sorted(by_step.items())
                 if index < len(answers)
             ],
         )
-        for index, one in enumerate(by_step[max(by_step)][:PROMPTS])
+        for index, record in enumerate(by_step[max(by_step)][:PROMPTS])
     ]

@@ -1,4 +1,4 @@
-"""A run's report served to a browser on this machine, which it follows; samples by ranges, so that videos seek."""
+"""Serve a run's report to a browser on this machine, updated as the run proceeds, with byte ranges for videos."""
 
 import json
 import re
@@ -17,18 +17,20 @@ from dit_lora.report.run.files import RunReader
 from dit_lora.report.run.page import form_of, render_run
 from dit_lora.report.run.samples import TYPES, checkpoint_file
 
-_MOST = 2**12  # bytes of a request
+_MOST = 2**12  # maximum bytes of a request
 _SAMPLE = re.compile(
     r"samples/(step_[0-9]+/prompt_[0-9]+\.(mp4|png)|references/prompt_[0-9]+_[0-9]+\.(mp4|jpg))"
 )
 
 
 Export = Callable[[Path, str, Path], object]
-"""Writes a checkpoint's file, in a form, to a new folder; what it raises says why it did not."""
+"""Called with a checkpoint file, an export format and a new folder; an exception gives the reason for a failure."""
 
 
 class Pages:
-    """The page as the folder is now, rendered once for equal files; with `export`, steps can be taken from it."""
+    """The page of the folder's current state, rendered once per state; with `export`, steps can be exported
+    from it.
+    """
 
     def __init__(self, folder: Path, export: Export | None = None) -> None:
         self.folder = Path(folder)
@@ -42,7 +44,11 @@ class Pages:
         return self._reader.fingerprint()
 
     def page(self) -> str:
-        """Return the page; raises `DitLoraError` where the folder is no run any more."""
+        """The current page.
+
+        Raises:
+            DitLoraError: If the folder is no longer a run.
+        """
         with self._lock:
             now = self.fingerprint()
             if now != self._of:
@@ -52,20 +58,22 @@ class Pages:
             return self._page
 
     def take(self, step: int) -> str:
-        """Export a step's checkpoint into the run's folder; return where, below it.
+        """Export a step's checkpoint into the run's folder; returns the relative path.
 
-        Raises `DitLoraError` for a step without one, and for one that was exported before.
+        Raises:
+            DitLoraError: If the step has no checkpoint, or was exported before.
         """
         file, form = checkpoint_file(self.folder, step), form_of(self._reader.read().config)
         if self._export is None or form is None or not is_inside(self.folder, file):
             raise DitLoraError(f"there is no checkpoint of step {step} to export any more")
-        place = f"exports/step_{step:06d}"
-        for path in (self.folder / "exports", self.folder / place):
+        export_path = f"exports/step_{step:06d}"
+        # A link could redirect the export to a folder outside the run.
+        for path in (self.folder / "exports", self.folder / export_path):
             if path.is_symlink():
                 raise DitLoraError(f"{path} is a link, through which nothing is written; remove it")
         with self._exporting:
-            self._export(file, form, self.folder / place)
-        return place
+            self._export(file, form, self.folder / export_path)
+        return export_path
 
 
 class ReportServer(LocalServer):
@@ -73,14 +81,14 @@ class ReportServer(LocalServer):
 
     def __init__(self, folder: Path, port: int = 0, export: Export | None = None) -> None:
         pages = Pages(folder, export)
-        pages.page()  # refuses a folder that is no run before a port is taken
+        pages.page()  # raises for a folder that is not a run, before a port is opened
         super().__init__(partial(_Handler, pages), port, pages.token)
 
 
 def serve(
     folder: Path, port: int, tell: Callable[[str], None], export: Export | None = None
 ) -> None:
-    """Serve until Ctrl-C; `tell` gets the address, and the last word."""
+    """Serve until Ctrl-C; `tell` receives the address and the closing message."""
     serve_until_interrupted(ReportServer(folder, port, export), folder, tell)
 
 
@@ -92,7 +100,7 @@ class _Handler(PageHandler):
     def show(self) -> None:
         try:
             path = unquote(urlsplit(self.path).path).lstrip("/")
-        except ValueError:  # a bracket that begins no IPv6 address
+        except ValueError:  # a bracket that does not start an IPv6 address
             self.say(HTTPStatus.BAD_REQUEST, "this is no path")
             return
         if path not in ("", "state"):
@@ -127,7 +135,7 @@ class _Handler(PageHandler):
         self.send(json.dumps({"written": written}), "application/json")
 
     def _sample(self, path: str) -> None:
-        """Send a sample below the folder, and nothing else of it."""
+        """Send a sample file; no other file of the folder is served."""
         root = self.pages.folder
         sample = root / path if _SAMPLE.fullmatch(path) else root
         self.file(partial(open_inside, root, sample), TYPES.get(sample.suffix, ""))

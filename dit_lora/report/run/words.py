@@ -1,4 +1,4 @@
-"""A run's tables in words: headline, what the guard said and did, checks of the result, data, what is left out."""
+"""A run's tables as text: headline figures, guard events, checks of the result, and excluded samples."""
 
 import math
 from collections import Counter
@@ -17,9 +17,9 @@ from dit_lora.report.run.recipe_diff import in_words
 
 NONE = "\u2013"
 BARS = 16
-"""Modules whose update is drawn: the largest."""
+"""Maximum number of modules whose update is drawn, the largest first."""
 ROWS = 500
-"""Rows of one table."""
+"""Maximum number of rows of one table."""
 
 STATES: dict[State, tuple[str, str]] = {
     "running": ("running", "ok"),
@@ -29,7 +29,7 @@ STATES: dict[State, tuple[str, str]] = {
     "failed": ("ended with an error", "reject"),
     "silent": ("not finished, and nothing is written any more", "warn"),
 }
-"""A cell's words, with the class of their colour."""
+"""Text and color class of each state."""
 _CAUSES = {
     "data": "a sample\u2019s own data is bad",
     "labels": "labels that nothing can be learned from",
@@ -57,7 +57,7 @@ _PLACES = ("module", "op", "direction", "dtype", "timesteps", "switch")
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of the headline row."""
+    """A number in the headline row."""
 
     label: str
     value: str
@@ -66,7 +66,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class EventRow:
-    """One thing that the guard said, and the rows of its fold."""
+    """One event of the guard, with the rows of its expandable details."""
 
     step: str
     kind: str
@@ -79,26 +79,28 @@ class EventRow:
 class VerificationRows:
     passed: bool
     checks: Sequence[tuple[str, bool, str]]
-    """Names, whether they passed, and words."""
+    """Name of each check, whether it passed, and its message."""
     chart: BarChart | None
     modules: Sequence[tuple[str, str, str]]
     hidden: int
 
 
 def figures(run: RunFiles) -> list[Figure]:
-    """Return the headline row."""
-    metrics, window, asked = run.metrics, window_of(run), run.asked
+    """The figures of the headline row."""
+    metrics, window, num_steps = run.metrics, window_of(run), run.asked
     seconds, peaks = _finite(metrics.column("seconds")), _finite(metrics.column("peak_gib"))
     rates = _finite(samples_a_second(metrics))
     waiting = share_waiting(metrics)
-    short = asked is not None and run.done < asked and run.state != "running"
-    of = "" if asked is None else f"of {asked:,}{', not finished' if short else ''}"
+    short = num_steps is not None and run.done < num_steps and run.state != "running"
+    step_detail = (
+        "" if num_steps is None else f"of {num_steps:,}{', not finished' if short else ''}"
+    )
     median = number(float(np.median(seconds)), 3) if len(seconds) else NONE
     details = ["median" if len(seconds) else ""]
     if math.isfinite(waiting):
         details.append(f"{percent(waiting)} waiting for data")
     return [
-        Figure("Steps", f"{run.done:,}", of),
+        Figure("Steps", f"{run.done:,}", step_detail),
         Figure(
             "Training loss", _last_loss(run), f"mean of the last {window}" if window > 1 else ""
         ),
@@ -120,7 +122,7 @@ def _finite(values: Numbers) -> Values:
 
 
 def _last_loss(run: RunFiles) -> str:
-    """Return the mean of the finite losses in the window that ends with the last of them."""
+    """Mean of the finite losses in the window that ends with the last finite loss."""
     losses = np.asarray(run.metrics.column("loss"))
     finite = np.flatnonzero(np.isfinite(losses))
     if not finite.size:
@@ -133,29 +135,29 @@ def _held_out(held_out: Mapping[int, float]) -> Figure:
     label = "Held-out loss"
     if not held_out:
         return Figure(label, NONE, "not measured")
-    first, last = min(held_out), max(held_out)
-    before, after = held_out[first], held_out[last]
-    if first == last:
-        return Figure(label, number(before), f"at step {first:,} only")
-    steps = f"step {first:,} to {last:,}"
+    first_step, last_step = min(held_out), max(held_out)
+    before, after = held_out[first_step], held_out[last_step]
+    if first_step == last_step:
+        return Figure(label, number(before), f"at step {first_step:,} only")
+    steps = f"step {first_step:,} to {last_step:,}"
     comparable = math.isfinite(before) and math.isfinite(after) and before != 0
     change = f"{100 * (after / before - 1):+.1f}%, " if comparable else ""
     return Figure(label, f"{number(before)} \u2192 {number(after)}", change + steps)
 
 
 def _actions(events: Iterable[Mapping[str, Any]]) -> str:
-    acted = (one.get("action") for one in events)
+    acted = (event.get("action") for event in events)
     counts = Counter(str(action) for action in acted if action not in (None, "report"))
     return ", ".join(f"{count:,} {name}" for name, count in list(counts.items())[:4])
 
 
 def event_rows(run: RunFiles) -> list[EventRow]:
-    """Return the rows of the event table, in the order of events.jsonl."""
-    return [event_row(one) for one in run.events]
+    """The rows of the event table, in the order of events.jsonl."""
+    return [event_row(event) for event in run.events]
 
 
 def event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTIONS) -> EventRow:
-    """Return the row of one line of events.jsonl; `actions` says what was done by each name of an action."""
+    """The table row of one line of events.jsonl; `actions` describes each action by its name."""
     verdict = mapping(event.get("verdict"))
     cause, action = str(verdict.get("cause", "")), str(event.get("action", ""))
     rows = [
@@ -168,14 +170,23 @@ def event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTIONS) -
         ("Bundle", in_words(event.get("bundle"))),
         ("Seconds", _seconds(event.get("seconds"))),
     ]
-    told = {"cause", "words", "evidence", "step", "rank", "micro_step", "sample_ids", *_PLACES}
-    more = {key: value for key, value in verdict.items() if key not in told}
+    known_keys = {
+        "cause",
+        "words",
+        "evidence",
+        "step",
+        "rank",
+        "micro_step",
+        "sample_ids",
+        *_PLACES,
+    }
+    more = {key: value for key, value in verdict.items() if key not in known_keys}
     rows.append(("Verdict", in_words(more)))
-    words = in_words(verdict.get("words"))
+    message = in_words(verdict.get("words"))
     kind = in_words(event.get("kind")).replace("_", " ")
     step = event.get("step")
-    shown = f"{step:,}" if isinstance(step, int) else in_words(step) or NONE
-    return EventRow(shown, kind, action, words, [(name, text) for name, text in rows if text])
+    step_text = f"{step:,}" if isinstance(step, int) else in_words(step) or NONE
+    return EventRow(step_text, kind, action, message, [(name, text) for name, text in rows if text])
 
 
 def _place(event: Mapping[str, Any]) -> str:
@@ -189,26 +200,29 @@ def _seconds(value: Any) -> str:
 
 
 def verified(record: Mapping[str, Any]) -> VerificationRows | None:
-    """Return the checks of verification.json; None where there is none."""
+    """The checks of verification.json; None if there are none."""
     if not record:
         return None
     checks = [
-        (name, one.get("passed") is True, in_words(one.get("words")))
-        for name, one in mapping(record.get("checks")).items()
-        if isinstance(one, dict)
+        (name, entry.get("passed") is True, in_words(entry.get("words")))
+        for name, entry in mapping(record.get("checks")).items()
+        if isinstance(entry, dict)
     ]
     listed = record.get("modules")
-    modules = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    modules.sort(key=lambda one: -_rank(one))
-    relative = any(math.isfinite(number_or_nan(one.get("relative"))) for one in modules)
+    modules = (
+        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    )
+    modules.sort(key=lambda entry: -_rank(entry))
+    # Show norms relative to the weights if any is known, else absolute norms.
+    relative = any(math.isfinite(number_or_nan(entry.get("relative"))) for entry in modules)
     key = "relative" if relative else "norm"
     bars = []
-    for one in modules[:BARS]:
-        value = number_or_nan(one.get(key))
-        bars.append(Bar(_short(str(one.get("name", ""))), value, number(value)))
+    for entry in modules[:BARS]:
+        value = number_or_nan(entry.get(key))
+        bars.append(Bar(_short(str(entry.get("name", ""))), value, number(value)))
     rows = [
-        (str(one.get("name", "")), _number(one.get("norm")), _number(one.get("relative")))
-        for one in modules[:ROWS]
+        (str(entry.get("name", "")), _number(entry.get("norm")), _number(entry.get("relative")))
+        for entry in modules[:ROWS]
     ]
     title = "Largest updates" if len(modules) > BARS else "Updates by module"
     label = "norm of the update" + (" / norm of the weight" if relative else "")
@@ -227,7 +241,7 @@ def _rank(module: Mapping[str, Any]) -> float:
 
 
 def _short(name: str) -> str:
-    """Return the end of a module's name, which tells it from others."""
+    """The end of a module's name, from the first block number on."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[numbers[0] :]) if numbers else parts[-1]
@@ -239,13 +253,13 @@ def _number(value: Any) -> str:
 
 
 def left_out(run: RunFiles) -> list[tuple[str, str, str, str]]:
-    """Return the quarantine's rows: sample, epochs without it, cause and reason."""
+    """Rows of the quarantine table: sample, epochs without it, cause and reason."""
     rows = []
-    for one in run.quarantine:
-        first, last = one.get("from_epoch"), one.get("to_epoch")
-        epochs = f"{first}" if last == first else f"{first} to {last}"
-        if last is None:
-            epochs = f"from {first} on"
-        cause, reason = in_words(one.get("cause")), in_words(one.get("reason"))
-        rows.append((in_words(one.get("sample_id")), epochs, cause, reason))
+    for entry in run.quarantine:
+        first_epoch, last_epoch = entry.get("from_epoch"), entry.get("to_epoch")
+        epochs = f"{first_epoch}" if last_epoch == first_epoch else f"{first_epoch} to {last_epoch}"
+        if last_epoch is None:
+            epochs = f"from {first_epoch} on"
+        cause, reason = in_words(entry.get("cause")), in_words(entry.get("reason"))
+        rows.append((in_words(entry.get("sample_id")), epochs, cause, reason))
     return rows

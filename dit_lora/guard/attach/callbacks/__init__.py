@@ -1,1 +1,1 @@
-"""Callbacks that put the guard into trainers of other libraries."""
+"""Callbacks that attach the guard to the trainers of other libraries."""

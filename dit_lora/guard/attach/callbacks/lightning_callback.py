@@ -1,4 +1,4 @@
-"""The guard for Lightning's Trainer, of `lightning` and of `pytorch_lightning`."""
+"""The guard as a callback for Lightning's Trainer, from `lightning` or `pytorch_lightning`."""
 
 import sys
 from collections.abc import Callable, Collection
@@ -17,7 +17,7 @@ from dit_lora.guard.attach.loop_events import EVENTS
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
-    # The one that the script has imported: both may be installed, and each takes seconds.
+    # Use the package that the script has imported: both may be installed, and each takes seconds to import.
     _installed = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)]
     _package = next(
         (name for name in _installed if name in sys.modules), _installed[0] if _installed else None
@@ -37,11 +37,11 @@ class LightningGuard(Callback):
     """Guards a `Trainer`: `Trainer(callbacks=[LightningGuard()])`.
 
     Events go to `events.jsonl` in the trainer's log folder. A skipped step leaves weights, optimizers and schedules as
-    they were. Before each checkpoint what is trained is looked at, and put back where it is not finite.
+    they were. Before each checkpoint, the trained state is checked and restored if it is not finite.
 
     Args:
         config: A `LoopConfig` or `LadderConfig`, as in `Guard.attach`.
-        folder: Where events go in place of the log folder.
+        folder: Where events go instead of the log folder.
         checks: As in `Guard.attach`.
     """
 
@@ -57,19 +57,19 @@ class LightningGuard(Callback):
         self.folder = folder
         self.checks = checks
         self.guard: Guard | None = None
-        """The guard, from the start of training on."""
+        """The guard; None before training starts."""
         self._interceptions = Interceptions()
         self._is_following = False
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Follow the loaders, which Lightning makes and begins before training starts."""
+        """Follow the data loaders, which Lightning creates before `on_train_start`."""
         self._let_go()
         EVENTS.hold()
         self._is_following = True
         self._interceptions.method(trainer.strategy, "batch_to_device", self._moved)
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        # Of all ranks: the log folder is agreed upon.
+        # Read on every rank: Lightning broadcasts the log folder.
         log_folder = trainer.log_dir or trainer.default_root_dir
         self.guard = Guard.over(
             None,
@@ -98,11 +98,11 @@ class LightningGuard(Callback):
             self.guard.check_state()
 
     def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
-        """Leave the trainer as it was: its last checkpoints are written by now."""
+        """Detach from the trainer. Its last checkpoints are written by now."""
         self._let_go()
 
     def _saved(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Before the checkpoint is put together: `on_save_checkpoint` comes after that.
+        # Check before the checkpoint is assembled: `on_save_checkpoint` runs too late.
         if self.guard is not None:
             self.guard.check_state()
         return original(*args, **kwargs)

@@ -37,7 +37,7 @@ class GuardCallback(TrainerCallback):
         self.config = config
         self.checks = checks
         self.guard: Guard | None = None
-        """The guard, from the start of training on."""
+        """The guard; None before training starts."""
 
     def on_train_begin(
         self,
@@ -63,7 +63,7 @@ class GuardCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Check before a checkpoint: the trainer writes it after its callbacks, if they leave `should_save` set."""
+        """Check the state before a checkpoint: the trainer saves after its callbacks if `should_save` is still set."""
         if self.guard is not None and control.should_save:
             self.guard.check_state()
 

@@ -1,1 +1,1 @@
-"""Calls of models: recorded as a loop makes them, so that they can be run again."""
+"""Record the model calls of a loop so that they can be run again."""

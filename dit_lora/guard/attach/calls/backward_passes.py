@@ -1,4 +1,4 @@
-"""The losses that the gradients of now come from, and whether a backward adds to gradients or begins new ones."""
+"""Track the losses behind the current gradients, and whether a backward accumulates or starts new gradients."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -17,8 +17,8 @@ class BackwardPasses:
     """The backward passes of a loop.
 
     Args:
-        parameters: Called for all trained parameters that are checked.
-        keeps_gradients: False where an engine such as DeepSpeed's holds gradients itself, and `grad` shows nothing.
+        parameters: Returns all trained parameters that are checked.
+        keeps_gradients: False if an engine such as DeepSpeed holds the gradients, so that `grad` is None.
     """
 
     def __init__(
@@ -26,17 +26,17 @@ class BackwardPasses:
     ) -> None:
         self.losses: list[torch.Tensor] = []
         self.are_used = False
-        """True once a step was taken or skipped: the next backward begins a new list of losses."""
+        """True once a step was taken or skipped: the next backward starts a new list of losses."""
         self.is_idle = False
-        """True if no backward has come between the step under way and the one before it."""
+        """True if no backward ran between the previous step and the current one."""
         self.num_backwards = 0
         self._parameters = parameters
         self._keeps_gradients = keeps_gradients
         self._witness: weakref.ref[nn.Parameter] | None = None
-        """A parameter that had a gradient: whether it has one tells whether gradients were dropped."""
+        """A parameter that had a gradient. If it has none now, the loop has cleared its gradients."""
 
     def begin(self, tensors: Any) -> bool:
-        """Note the losses of a backward that begins; True if the loop has dropped the gradients of before."""
+        """Record the losses of a backward that begins. Returns True if the loop has cleared the earlier gradients."""
         if self.are_used:
             self.are_used = False
             self.losses.clear()
@@ -52,14 +52,14 @@ class BackwardPasses:
         return are_new
 
     def step_begins(self) -> None:
-        """Note whether the step that begins has gradients of its own."""
+        """Record whether any backward ran for the step that begins."""
         self.is_idle = self.are_used
 
     def has_bad_loss(self) -> bool:
         return not all(map(isfinite, [abs(loss.item()) for loss in self.losses]))
 
     def choose_witness(self) -> None:
-        """Choose a parameter whose gradient is not zero: where it is gone, the loop has dropped all of them."""
+        """Choose a parameter with a nonzero gradient. Once that is gone, the loop has cleared all gradients."""
         if self._witness is not None and self._witness() is not None:
             return
         for parameter in self._parameters():

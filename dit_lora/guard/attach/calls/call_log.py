@@ -1,4 +1,4 @@
-"""The calls that a loop has made of its models since gradients began anew, shared by all recorders of a guard."""
+"""The model calls since the loop last cleared its gradients, shared by all recorders of a guard."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,26 +15,26 @@ _MAX_OUTPUTS = 64
 
 
 class CallLog:
-    """Calls in the order in which they were made, until no gradient of now comes from them."""
+    """Model calls in order, kept until no current gradient comes from them."""
 
     def __init__(self, batches: LoadedBatches) -> None:
         self.calls: list[CapturedCall] = []
         self.generation = 0
-        """Number of times that gradients began anew."""
+        """Number of times that the loop has cleared its gradients and started new ones."""
         self.is_closed = False
-        """True once a step was taken or skipped: its calls are dropped when the next call begins."""
+        """True once a step was taken or skipped: its calls are dropped when the next call starts."""
         self.given_names: tuple[str, ...] = ()
-        """Names that the loop has given to the samples of the calls now under way."""
+        """Sample names that the loop has set for the calls that it makes now."""
         self.generator: torch.Generator | None = None
-        """A generator of the loop's own, whose state is noted with each call."""
+        """The loop's random generator, whose state is recorded with each call; None if it uses torch's."""
         self.on_begin: Callable[[], None] = lambda: None
         """Called when a call begins."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when a call has ended."""
         self.batch_of_call: Callable[[], int | None] = batches.batch_of_call
-        """Returns the number of the batch that a call which begins now was made for; None where it is not certain."""
+        """Returns the number of the batch that a call starting now belongs to; None if that is not certain."""
         self._outputs: deque[tuple[StorageWeakRef, int]] = deque(maxlen=_MAX_OUTPUTS)
-        """Memory of recent model outputs, each with its step. Weak references: a freed address can be reused."""
+        """Storages of recent model outputs, each with its step. Weak: a freed address can be reused."""
         self._num_steps = 0
 
     def begin(self, call: CapturedCall) -> None:
@@ -42,24 +42,28 @@ class CallLog:
         self.on_begin()
 
     def end(self, output: Any) -> None:
-        found = [output] if type(output) is torch.Tensor else [t for _, t in iter_tensors(output)]
-        for tensor in found:
+        tensors = [output] if type(output) is torch.Tensor else [t for _, t in iter_tensors(output)]
+        for tensor in tensors:
             if tensor.layout is torch.strided:
                 self._outputs.append((StorageWeakRef(tensor.untyped_storage()), self._num_steps))
         self.on_end()
 
     def renew_gradients(self) -> None:
-        """Gradients begin anew. Calls whose gradient the loop differentiates itself are part of the new ones' loss."""
+        """Start a new generation of gradients.
+
+        Calls that the loop differentiates twice (create_graph=True) move to the new generation, since they are part of
+        its loss.
+        """
         for call in self.calls:
             if call.is_differentiated_twice and call.generation == self.generation:
                 call.generation += 1
         self.generation += 1
 
     def drop(self, call: CapturedCall) -> None:
-        self.calls[:] = [other for other in self.calls if other is not call]
+        self.calls[:] = [logged for logged in self.calls if logged is not call]
 
     def drop_old(self) -> None:
-        """Drop calls that no gradient of now comes from or will come from, before another one takes memory."""
+        """Drop calls that no current or future gradient comes from, before the next call takes memory."""
         live_generation: int | None = self.generation
         if self.is_closed:
             self.is_closed = False
@@ -77,13 +81,13 @@ class CallLog:
             ]
 
     def current(self) -> list[CapturedCall]:
-        """Calls that the gradients of now come from; where there are none, those that no gradient came back to."""
+        """Calls that the current gradients come from; if there are none, those that no gradient has reached yet."""
         current = [call for call in self.calls if call.generation == self.generation]
         calls = current or [call for call in self.calls if call.generation < 0]
-        # Numbered from the first whose gradients the loop has kept.
-        if calls and (first := calls[0].micro_step):
+        # Renumber micro-steps from the first call whose gradients the loop has kept.
+        if calls and (start := calls[0].micro_step):
             for call in calls:
-                call.micro_step -= first
+                call.micro_step -= start
         return calls
 
     def is_earlier_output(self, tensor: torch.Tensor) -> bool:

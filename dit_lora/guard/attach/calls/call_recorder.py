@@ -1,4 +1,4 @@
-"""Record the calls of a model in somebody else's loop, so that they can be run again."""
+"""Record the calls of a model in a training loop, so that they can be run again."""
 
 import logging
 import weakref
@@ -20,7 +20,7 @@ _LOG = logging.getLogger("dit_lora")
 
 @dataclass
 class Recorder:
-    """Captures every training call of a model into a log."""
+    """Records every training call of a model in a log."""
 
     model: nn.Module
     log: CallLog
@@ -59,7 +59,7 @@ class Recorder:
         log.drop_old()
         versions: list[tuple[torch.Tensor, int]] = []
 
-        # Detached: what is kept must not hold a graph in memory.
+        # Detach the recorded tensors, so that they do not keep an autograd graph in memory.
         def detach(tensor: torch.Tensor) -> torch.Tensor:
             detached = tensor.detach()
             versions.append((detached, detached._version))
@@ -77,7 +77,7 @@ class Recorder:
             kept_kwargs,
             log.given_names,
             torch.get_rng_state(),
-            # Asking CUDA's generator would start CUDA in a loop that runs on the CPU.
+            # Reading CUDA's generator state would initialize CUDA in a CPU loop.
             torch.cuda.get_rng_state() if has_cuda else None,
             (log.generator, log.generator.get_state()) if log.generator else None,
             owner=self.model,
@@ -93,7 +93,7 @@ class Recorder:
         return call
 
     def end(self, call: CapturedCall, output: Any) -> None:
-        """End a call with what the model returned."""
+        """Complete a call with the model's output."""
         self.log.end(output)
         tensors = main_outputs(output)
         if not tensors:  # no tensor in the output: there is nothing to replay
@@ -101,28 +101,28 @@ class Recorder:
             return
         call.outputs = tuple([tensor.detach() for tensor in tensors])
         call.output_gradients = [None] * len(tensors)
-        # Weak, so that a graph which the loop keeps does not keep the call.
+        # A weak reference, so that a graph which the loop keeps alive does not keep the call alive.
         ref = weakref.ref(call)
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 keep = _GradientHook(self, ref, number)
-                # The gradient comes with the loop's own backward, long after this call.
+                # The gradient arrives in the loop's backward, long after this call.
                 tensor.register_hook(keep)
                 call.graph = weakref.ref(keep)
 
     @property
     def may_get_gradient(self) -> bool:
         """True while a graph of one of the model's outputs lives."""
-        own = [call for call in self.log.calls if call.owner is self.model]
-        return any(call.may_get_gradient for call in own)
+        calls = [call for call in self.log.calls if call.owner is self.model]
+        return any(call.may_get_gradient for call in calls)
 
     def drop(self) -> None:
-        """Forget the model's calls."""
+        """Drop the model's calls from the log."""
         calls = self.log.calls
         calls[:] = [call for call in calls if call.owner is not self.model]
 
     def find_out_of_range(self) -> list[str]:
-        """Describe samples of the last call whose integers no embedding table of the model has."""
+        """Describe the samples of the last call whose token ids exceed every embedding table that they might index."""
         if not self.log.calls:
             return []
         call = self.log.calls[-1]
@@ -150,14 +150,14 @@ class Recorder:
 
     def _micro_step(self) -> int:
         calls = self.log.calls
-        # Several models may be called for one micro-batch, each of them once.
-        last = calls[-1].micro_step
-        owners = [call.owner for call in calls if call.micro_step == last]
-        return last + any(owner is self.model for owner in owners)
+        # Several models may be called once each for one micro-batch; a second call of a model starts the next.
+        newest = calls[-1].micro_step
+        owners = [call.owner for call in calls if call.micro_step == newest]
+        return newest + any(owner is self.model for owner in owners)
 
 
 class _GradientHook:
-    """Notes the gradient of one output of a call; lives as long as the graph of the output."""
+    """Records the gradient of one output of a call. Lives as long as the output's graph."""
 
     def __init__(self, recorder: Recorder, call: "weakref.ref[CapturedCall]", number: int) -> None:
         self._recorder = recorder
@@ -170,7 +170,7 @@ class _GradientHook:
             return
         self._recorder.has_gradient = True
         generation = self._recorder.log.generation
-        # Gradients are computed with grad mode on only where they are to be differentiated themselves.
+        # Grad mode is on during a backward only with create_graph=True, when gradients are differentiated again.
         call.is_differentiated_twice |= torch.is_grad_enabled()
         gradient, earlier = gradient.detach(), call.output_gradients[self._number]
         if call.generation == generation and earlier is not None:
@@ -187,21 +187,21 @@ def _open_autocasts(has_cuda: bool) -> Autocasts:
 
 
 def is_recorded() -> bool:
-    """True where a call of a model may be part of a training step."""
-    # Within a backward, checkpointing computes parts of a model again: those are not the loop's calls.
+    """True if a model call made now may be part of a training step."""
+    # Inside a backward, activation checkpointing recomputes parts of a model: those are not calls of the loop.
     return (
         torch.is_grad_enabled()
         and torch._C._current_graph_task_id() == -1
         and torch._C._get_tracing_state() is None
-        # Tensors within torch.func's transforms have no storage, and nothing of them can be kept.
+        # Tensors inside torch.func transforms have no storage, so they cannot be recorded.
         and torch._C._functorch.maybe_current_level() is None
     )
 
 
 def is_redirected(module: nn.Module) -> bool:
-    """True if `forward` stands for another method: Lightning's training step under DDP.
+    """True if Lightning has replaced `forward` by its training step under DDP.
 
-    That one holds the loop's logging and losses; the models are called inside it.
+    The training step contains the logging and the loss; the models are called inside it.
     """
     forward = vars(module).get("forward")
     return forward is not None and getattr(forward, "__qualname__", "").startswith(

@@ -1,4 +1,4 @@
-"""Which tensors of a model's call have a row for each sample, and how one sample's part of the call is cut out."""
+"""Find which tensors of a model call have a row for each sample, and cut single samples out of the call."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from dit_lora.guard.attach.samples.tensors import has_rows, iter_tensors, map_te
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-# Transformers' names of pictures and clips whose patches lie in one tensor, with the grid that says which are whose.
+# Transformers' argument names for images and videos whose patches are packed into one tensor, with the grid that says
+# which patches belong to which image.
 _PATCHES = (
     ("pixel_values", "image_grid_thw", "image_token_id", 1),
     ("pixel_values_videos", "video_grid_thw", "video_token_id", 2),
@@ -19,7 +20,7 @@ _BATCH_FIRST = ("input_ids", "inputs_embeds", "hidden_states")
 
 
 def named_tensors(arguments: Arguments) -> dict[str, torch.Tensor]:
-    """Every tensor that a model was called with: `argument 0`, `argument 1['mask']`, `hidden_states`."""
+    """Every tensor argument of a model call, by name: `argument 0`, `argument 1['mask']`, `hidden_states`."""
     args, kwargs = arguments
     named = {f"argument {number}": value for number, value in enumerate(args)} | kwargs
     return {
@@ -28,9 +29,9 @@ def named_tensors(arguments: Arguments) -> dict[str, torch.Tensor]:
 
 
 def count_samples(arguments: Arguments) -> int:
-    """Number of samples in a call: rows of its text or hidden states, else of its first argument that has any.
+    """Number of samples in a call: rows of its text or hidden states, else of the first argument that has rows.
 
-    A list of tensors, as Z-Image takes, has an element for each sample.
+    A list of tensors, as Z-Image takes, has one element per sample.
     """
     args, kwargs = arguments
     for name in _BATCH_FIRST:
@@ -48,7 +49,7 @@ def count_samples(arguments: Arguments) -> int:
 
 def is_tensor_list(value: Any) -> bool:
     """True for a list of tensors; a tuple, such as a pair of rotary tables, is one value for all samples."""
-    return type(value) is list and bool(value) and all(torch.is_tensor(each) for each in value)
+    return type(value) is list and bool(value) and all(torch.is_tensor(tensor) for tensor in value)
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,13 @@ class SamplePart:
 
 
 def iter_parts(arguments: Arguments) -> Iterator[list[SamplePart]]:
-    """For each floating-point argument its parts, by sample where it has a part for each."""
+    """Yield the parts of each floating-point argument: one per sample if the argument is split by sample."""
     count = count_samples(arguments)
     args, kwargs = arguments
     named = {f"argument {number}": value for number, value in enumerate(args)} | kwargs
     for name, value in named.items():
         if is_tensor_list(value) and len(value) == count and not _holds_rows(value, count):
-            yield [SamplePart(name, each, row, count) for row, each in enumerate(value)]
+            yield [SamplePart(name, element, row, count) for row, element in enumerate(value)]
             continue
         for path, tensor in iter_tensors(value, name):
             if not tensor.is_floating_point():
@@ -77,7 +78,7 @@ def iter_parts(arguments: Arguments) -> Iterator[list[SamplePart]]:
             if has_rows(tensor, count):
                 yield [SamplePart(path, tensor[row], row, count) for row in range(count)]
             elif tensor.ndim and tensor.layout is torch.strided:
-                yield [SamplePart(path, each, None, len(tensor)) for each in tensor]
+                yield [SamplePart(path, element, None, len(tensor)) for element in tensor]
             else:
                 yield [SamplePart(path, tensor, None, 1)]
 
@@ -89,14 +90,14 @@ def _holds_rows(values: list[torch.Tensor], count: int) -> bool:
 
 @dataclass(frozen=True)
 class RowCutter:
-    """Cuts one sample out of a call, or anything that has a part for each of its samples."""
+    """Cuts one sample out of a call, or out of any value that has a part for each sample."""
 
     count: int
     patches: Mapping[str, tuple[tuple[int, int], ...]]
-    """For each keyword argument of patches, or of their grids, the bounds of each sample's part."""
+    """Start and end of each sample's part, by keyword argument, for packed patches and their grids."""
 
     def cut(self, arguments: Arguments, row: int) -> Arguments:
-        """The arguments of one sample; what has no part for each sample is shared by all."""
+        """The arguments of one sample. Arguments without a part for each sample are shared by all samples."""
         args, kwargs = arguments
         parts = {}
         for name, value in kwargs.items():
@@ -117,7 +118,7 @@ class RowCutter:
         return map_tensors(part, value)
 
     def replace_row(self, arguments: Arguments, row: int, source: int) -> Arguments | None:
-        """The arguments with one sample's part replaced by another's; None where samples differ in size."""
+        """The arguments with sample `row` replaced by sample `source`; None if the samples differ in size."""
         if self.patches:
             return None
         args, kwargs = arguments
@@ -125,7 +126,7 @@ class RowCutter:
         def exchange(value: Any) -> Any:
             is_list = is_tensor_list(value) and len(value) == self.count
             if is_list and not _holds_rows(value, self.count):
-                return [value[source] if n == row else each for n, each in enumerate(value)]
+                return [value[source] if n == row else element for n, element in enumerate(value)]
             return map_tensors(exchange_rows, value)
 
         def exchange_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,18 +142,18 @@ class RowCutter:
         )
 
     def cut_outputs(self, outputs: Sequence[Any], row: int) -> tuple[Any, ...]:
-        """One sample's part of what a model returned, or of the gradients that came back to it."""
+        """One sample's part of a model's outputs, or of the gradients of these outputs."""
         if len(outputs) == self.count > 1:
             return tuple(outputs[row : row + 1])
         return tuple(self.cut_value(value, row) for value in outputs)
 
 
 def row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
-    """Return a cutter of samples out of a call; None where patches of several samples cannot be told apart.
+    """Make a cutter of single samples; None if the packed patches of several samples cannot be told apart.
 
     Args:
         arguments: Positional and keyword arguments of the call.
-        config: The model's configuration, which names the tokens that stand for picture patches; None if it has none.
+        config: The model's configuration, which names the tokens that stand for image patches; None if it has none.
     """
     _, kwargs = arguments
     count = count_samples(arguments)
@@ -175,7 +176,7 @@ def row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
 
 
 def _patch_tokens(kwargs: Mapping[str, Any], token: Any, token_type: int) -> list[int] | None:
-    """Count the tokens of each sample that stand for patches."""
+    """Count the tokens of each sample that stand for patches. None if the call has no ids or token types."""
     ids, types = kwargs.get("input_ids"), kwargs.get("mm_token_type_ids")
     if isinstance(token, int) and isinstance(ids, torch.Tensor) and ids.ndim == 2:
         return (ids == token).sum(1).tolist()
@@ -187,10 +188,10 @@ def _patch_tokens(kwargs: Mapping[str, Any], token: Any, token_type: int) -> lis
 def _split_grid(
     grid: torch.Tensor, tokens: list[int]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] | None:
-    """Bounds of each sample's pictures, and of their patches; None if tokens and grids do not add up.
+    """Start and end of each sample's images, and of their patches; None if tokens and grids do not add up.
 
     Args:
-        grid: Patches in time, height and width of each picture, (P, 3).
+        grid: Patches in time, height and width of each image, (P, 3).
         tokens: Tokens that stand for patches in each sample; several patches are merged into one token.
     """
     sizes = grid.prod(1).tolist()
@@ -200,13 +201,13 @@ def _split_grid(
     images: list[tuple[int, int]] = []
     patches: list[tuple[int, int]] = []
     picture = patch = 0
-    for wanted in tokens:
-        first_picture, first_patch, held = picture, patch, 0
-        while held < wanted * merged and picture < len(sizes):
-            held += sizes[picture]
+    for num_tokens in tokens:
+        first_picture, first_patch, num_patches = picture, patch, 0
+        while num_patches < num_tokens * merged and picture < len(sizes):
+            num_patches += sizes[picture]
             patch += sizes[picture]
             picture += 1
-        if held != wanted * merged:
+        if num_patches != num_tokens * merged:
             return None
         images.append((first_picture, picture))
         patches.append((first_patch, patch))

@@ -1,7 +1,7 @@
-"""Turns what a model was called with into a tree of plain JSON beside named tensors, and back: no pickle, no code.
+"""Convert the arguments of a model call to plain JSON plus named tensors, and back, without pickle.
 
-Tensors are told by a number. Lists, tuples and dicts keep their kind; of a generator that is the loop's own, the state
-of then is kept. Anything else is left out, and said: without it the call cannot be made again.
+Tensors are referred to by number. Lists, tuples and dicts keep their type. For the loop's random generator, its state
+at the call is kept. Any other value is left out and reported, and the call cannot be repeated without it.
 """
 
 import math
@@ -18,7 +18,7 @@ Node = dict[str, Any]
 
 _PLAIN = (type(None), bool, int, str)
 _DICTS = (dict, OrderedDict)
-# safetensors has no name for the others.
+# The dtypes that safetensors can store.
 _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8),
@@ -29,32 +29,32 @@ _DTYPES = (
 
 
 class CallWriter:
-    """Turns values into nodes; tensors and what could not be kept gather in it."""
+    """Converts values to JSON nodes, and collects their tensors and the values that cannot be stored."""
 
     def __init__(self, generator: tuple[torch.Generator, torch.Tensor] | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        """The tensors by their number, each once."""
+        """Tensors by number; each tensor is stored once."""
         self.left_out: list[str] = []
-        """Values that are neither a tensor nor a plain value, in words."""
+        """Descriptions of values that are neither tensors nor plain values."""
         self._generator = generator
         self._numbers: dict[int, str] = {}
 
     def node(self, value: Any, where: str) -> Node:
-        """Return a value as plain JSON; `where` says which it is."""
+        """Convert a value to a JSON node; `where` names it in messages."""
         kind = type(value)
         if kind in (torch.Tensor, nn.Parameter):
             return self._tensor(value, where)
         if kind is float:
-            # JSON has no NaN and no infinity.
+            # JSON has no NaN or infinity.
             return {"value": value} if math.isfinite(value) else {"float": str(value)}
         if kind in _PLAIN:
             return {"value": value}
         if kind in (list, tuple, torch.Size):
-            nodes = [self.node(one, f"{where}[{index}]") for index, one in enumerate(value)]
+            nodes = [self.node(item, f"{where}[{index}]") for index, item in enumerate(value)]
             return {"list" if kind is list else "tuple": nodes}
         if kind in _DICTS and all(type(key) in (str, int) for key in value):
-            # Pairs: JSON would make a string of a number that is a key.
-            pairs = [[key, self.node(one, f"{where}[{key!r}]")] for key, one in value.items()]
+            # Store pairs: as JSON keys, integers would become strings.
+            pairs = [[key, self.node(item, f"{where}[{key!r}]")] for key, item in value.items()]
             return {"dict": pairs}
         if kind is torch.dtype:
             return {"dtype": str(value).removeprefix("torch.")}
@@ -79,7 +79,7 @@ class CallWriter:
 
 
 class CallReader:
-    """Turns nodes into values again, on a device."""
+    """Converts JSON nodes back to values, with tensors on a device."""
 
     def __init__(
         self,
@@ -92,14 +92,18 @@ class CallReader:
         self._generator = generator
 
     def value(self, node: Node) -> Any:
-        """Return the value of a node. Raises `DitLoraError` for one that no bundle of this version has."""
+        """The value of a node.
+
+        Raises:
+            DitLoraError: If this version does not know the node's kind.
+        """
         kinds: dict[str, Callable[[Any], Any]] = {
             "tensor": lambda number: self._tensors[number].to(self._device),
             "value": lambda value: value,
             "float": float,
-            "list": lambda nodes: [self.value(one) for one in nodes],
-            "tuple": lambda nodes: tuple(self.value(one) for one in nodes),
-            "dict": lambda pairs: {key: self.value(one) for key, one in pairs},
+            "list": lambda nodes: [self.value(child) for child in nodes],
+            "tuple": lambda nodes: tuple(self.value(child) for child in nodes),
+            "dict": lambda pairs: {key: self.value(child) for key, child in pairs},
             "dtype": lambda name: getattr(torch, name),
             "device": lambda _: self._device,
             "generator": lambda _: self._generator,

@@ -1,7 +1,7 @@
-"""One recorded call of a model in somebody else's loop, which can be run again.
+"""One recorded model call of a training loop, which can be run again.
 
-Recorded are the arguments, the state of the random generators and the gradient that came back to the output. Running
-the model on these gives the same activations and parameter gradients without knowing the loss.
+The record holds the arguments, the random generator states and the gradient of the output. Running the model on these
+gives the same activations and parameter gradients without knowing the loss.
 """
 
 import logging
@@ -35,38 +35,38 @@ _LOG = logging.getLogger("dit_lora")
 
 @dataclass
 class CapturedCall:
-    """One forward of a model, and the gradient that came back to its output."""
+    """One forward call of a model, and the gradient of its output."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     names: tuple[str, ...]
-    """Names of the samples as the loop gave them; empty where it gave none."""
+    """Sample names set by the loop; empty if it set none."""
     random_state: torch.Tensor
     cuda_random_state: torch.Tensor | None
     generator: tuple[torch.Generator, torch.Tensor] | None = None
-    """The loop's own generator and its state before the call."""
+    """The loop's random generator and its state before the call; None if it uses torch's."""
     outputs: tuple[torch.Tensor, ...] = ()
-    """The tensor that the loss is made of; of a model that returns a list, one for each sample."""
+    """The tensor that the loss is computed from; one tensor per sample for a model that returns a list."""
     output_gradients: list[torch.Tensor | None] = field(default_factory=list)
-    """The gradients that came back to the outputs."""
+    """Gradients of the outputs; None where none has arrived."""
     owner: nn.Module | None = None
     """The model that was called."""
     autocasts: Autocasts = ()
-    """Autocast that the loop had around the call."""
+    """Autocast contexts that were active around the call."""
     micro_step: int = 0
-    """Number of the micro-batch in its step, from 0: a model that is called again begins the next."""
+    """Number of the micro-batch in its step, from 0. A second call of a model starts the next micro-batch."""
     generation: int = -1
-    """The generation of gradients that this call's backward went into; -1 before its backward."""
+    """The generation of gradients that this call contributed to; -1 before its backward."""
     is_differentiated_twice: bool = False
-    """True if a backward with create_graph=True came through: its gradient is part of another loss."""
+    """True after a backward with create_graph=True: the gradient is part of another loss."""
     batch_number: int | None = None
-    """Number of the batch, in the order in which the loop took them, of this call; None if it is not certain."""
+    """Number of the call's batch, in the order in which the loop took batches; None if it is not certain."""
     argument_ids: tuple[int, ...] = ()
-    """Ids of the arguments themselves, as the loop passed them."""
+    """`id()` of each argument object that the loop passed."""
     graph: weakref.ref[Any] | None = None
-    """Alive as long as the graph of the output: without it no gradient will come."""
+    """Alive as long as the output's graph; once it is gone, no gradient will arrive."""
     versions: tuple[tuple[torch.Tensor, int], ...] = ()
-    """Argument tensors with torch's count of writes to them at the time of the call."""
+    """Argument tensors with their version counters at the time of the call."""
 
     @property
     def arguments(self) -> Arguments:
@@ -78,14 +78,14 @@ class CapturedCall:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The loop's names of the samples, else the numbers of their rows."""
+        """The loop's sample names, else names made from row numbers."""
         count = self.num_samples
         if len(self.names) == count:
             return self.names
         return tuple(row_name(row, self.micro_step) for row in range(count))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Argument tensors by name that have a row for each sample."""
+        """Tensor arguments that have a row for each sample, by name."""
         count = self.num_samples
         return {n: t for n, t in named_tensors(self.arguments).items() if has_rows(t, count)}
 
@@ -99,43 +99,47 @@ class CapturedCall:
 
     @property
     def has_bad_gradient(self) -> bool:
-        """True if a gradient that came back is not finite, or its square overflows fp32."""
-        found = [g for g in self.output_gradients if g is not None and g.is_floating_point()]
-        return any(bool(bad_rows(g.reshape(1, -1))) for g in found if g.numel())
+        """True if a gradient of an output is not finite, or its square overflows fp32."""
+        gradients = [g for g in self.output_gradients if g is not None and g.is_floating_point()]
+        return any(bool(bad_rows(g.reshape(1, -1))) for g in gradients if g.numel())
 
     @property
     def bad_gradient_rows(self) -> list[int]:
-        """Numbers of the samples whose gradient came back bad."""
-        found = self.output_gradients
-        if len(found) > 1:
-            bad = [g is not None and bool(bad_rows(g.reshape(1, -1))) for g in found]
+        """Numbers of the samples whose output gradient is bad."""
+        gradients = self.output_gradients
+        if len(gradients) > 1:
+            bad = [g is not None and bool(bad_rows(g.reshape(1, -1))) for g in gradients]
             return [row for row, is_bad in enumerate(bad) if is_bad]
-        return bad_rows(found[0]) if found and found[0] is not None and found[0].ndim else []
+        return (
+            bad_rows(gradients[0])
+            if gradients and gradients[0] is not None and gradients[0].ndim
+            else []
+        )
 
     @property
     def gradient_peak(self) -> float:
-        """Largest magnitude of the gradients that came back."""
-        found = [g for g in self.output_gradients if g is not None and g.numel()]
-        return max((float(g.float().abs().max()) for g in found), default=0.0)
+        """Largest magnitude of the output gradients; 0.0 if there are none."""
+        gradients = [g for g in self.output_gradients if g is not None and g.numel()]
+        return max((float(g.float().abs().max()) for g in gradients), default=0.0)
 
     @property
     def may_get_gradient(self) -> bool:
-        """True while the call is under way, and as long as the graph of its output lives."""
+        """True while the call runs, and as long as its output's graph lives."""
         if self.graph is None:
             return not self.outputs
         return self.graph() is not None
 
     @property
     def is_intact(self) -> bool:
-        """False if the model or the loop has overwritten an argument since the call: then a replay proves nothing."""
+        """False if an argument has been overwritten since the call, so that a replay proves nothing."""
         return all(tensor._version == version for tensor, version in self.versions)
 
     def cutter(self) -> RowCutter | None:
-        """Cutter of single samples out of the call; None where they cannot be told apart."""
+        """A cutter of single samples; None if samples cannot be told apart."""
         return row_cutter(self.arguments, getattr(self.owner, "config", None))
 
     def single(self, row: int, cutter: RowCutter) -> "CapturedCall":
-        """The call of one sample."""
+        """The same call with one sample."""
         args, kwargs = cutter.cut(self.arguments, row)
         return replace(
             self,
@@ -149,15 +153,15 @@ class CapturedCall:
     def run(self, model: nn.Module) -> LossOutput:
         """Run the call again.
 
-        Returns per-sample sums of output times recorded gradient, whose backward is the recorded one.
+        Returns per-sample sums of output times recorded gradient, so that their backward repeats the recorded one.
         """
-        # Dropout draws from these generators: the same masks need the same state.
+        # Dropout draws from these generators, so the same masks need the same state.
         torch.set_rng_state(self.random_state)
         if self.cuda_random_state is not None:
             torch.cuda.set_rng_state(self.cuda_random_state)
         with self._restored_generator(), opened_again(self.autocasts):
             outputs = main_outputs(model(*self.args, **self.kwargs))
-        # The gradient that came back to a bad output is bad whatever the model does now.
+        # The recorded gradient of a bad output is bad, even if the output is finite this time.
         gradients = self.output_gradients if self.output_is_finite else []
         weighted = [
             output.float()
@@ -166,16 +170,16 @@ class CapturedCall:
             for number, output in enumerate(outputs)
         ]
         if len(weighted) > 1:
-            losses = torch.stack([each.sum() for each in weighted])
+            losses = torch.stack([product.sum() for product in weighted])
         else:
             only = weighted[0]
             losses = only.reshape(len(only), -1).sum(1) if only.ndim else only[None]
-        # A model that returns one loss, as Transformers' do, has as many samples all the same.
+        # A model that returns a single loss, as Transformers' do, may still have several samples.
         return LossOutput(losses, self._timesteps(max(len(losses), self.num_samples)))
 
     @contextmanager
     def _restored_generator(self) -> Iterator[None]:
-        """Put the loop's generator into its state of the call, and afterwards back to where it is now."""
+        """Set the loop's generator to its state at the call, and restore its current state on exit."""
         if self.generator is None:
             yield
             return
@@ -198,8 +202,8 @@ class CapturedCall:
     ) -> MicroBatch:
         """The call as a micro-batch that can be run again; `position` is the call that failed in a step.
 
-        A healthy call is run with the failed one's random state. A call's noise is the loop's own and cannot be drawn
-        again.
+        A healthy call is run with the random state of the failed one. The call's noise comes from the loop and cannot
+        be drawn again.
         """
 
         def make(call: CapturedCall) -> MicroBatch:
@@ -225,7 +229,7 @@ class CapturedCall:
             step=step,
             micro_step=micro_step,
             rank=rank,
-            # Only labels: what else the model was given is judged by the caller, who knows what is a sample's.
+            # Only labels: the caller checks the other inputs, since it knows which of them belong to a sample.
             tensors={"labels": labels} if labels is not None and cutter is not None else {},
             forward=lambda: self.run(model),
             single=lambda row: make(self.single(row, cutter)) if cutter is not None else make(self),
@@ -235,7 +239,7 @@ class CapturedCall:
         )
 
     def _timesteps(self, count: int) -> torch.Tensor:
-        """The call's `timestep` (Diffusers' name), one for each sample; -1 for a model that has none."""
+        """The call's `timestep` (Diffusers' name), (B,); -1 for a model without timesteps."""
         timesteps = self.kwargs.get("timestep")
         if isinstance(timesteps, torch.Tensor) and timesteps.numel() == count:
             return timesteps.detach().flatten()
@@ -243,9 +247,9 @@ class CapturedCall:
 
 
 def main_outputs(output: Any) -> list[torch.Tensor]:
-    """The tensors that the loss is made of: the first with a gradient, in a tuple, a ModelOutput or an object.
+    """The tensors that the loss is computed from: the first with a gradient, in a tuple, a ModelOutput or an object.
 
-    Where that is in a list of tensors, as Z-Image returns one for each sample, all of the list.
+    If that tensor is in a list of tensors, as Z-Image returns one per sample, the whole list.
     """
     if isinstance(output, torch.Tensor):
         return [output] if _is_differentiable(output) else []

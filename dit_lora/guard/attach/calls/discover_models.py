@@ -1,4 +1,4 @@
-"""Find the models that a loss comes through, in a loop that does not name them."""
+"""Find the models behind a loss in a loop that does not name its models."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ from dit_lora.guard.attach.containment import contain_error
 
 
 class ModelDiscovery:
-    """Records the calls of models as they turn up, so that the step in which they do can be diagnosed too.
+    """Records calls of unknown models, so that the step in which they first appear can be diagnosed too.
 
-    It may begin before there is a guard.
+    It may start before the guard exists.
     """
 
     def __init__(
@@ -24,12 +24,12 @@ class ModelDiscovery:
     ) -> None:
         self.log = log
         self.known = known
-        """Recorders of the models that are watched already, by the model's id."""
+        """Returns the recorders of the models that are watched already, by the model's id."""
         self._found: dict[int, Recorder] = {}
         self.is_looking = False
 
     def look(self) -> None:
-        """Begin to look for models."""
+        """Start looking for models."""
         self.is_looking = True
         listen(self._around)
 
@@ -39,10 +39,10 @@ class ModelDiscovery:
         leave(self._around)
 
     def take_found(self) -> list[nn.Module]:
-        """End the search; returns the models with weights whose output got a gradient.
+        """End the search and return the models with weights whose output received a gradient.
 
-        A model whose output may still get one, as a generator's does after the discriminator's step, is kept for the
-        next search. Other models, such as a frozen encoder or a collator's table, take no part in training.
+        A model whose output may still receive one, as a generator's does after the discriminator's step, stays for the
+        next search. Other models, such as a frozen encoder or a collator's table, are not trained.
         """
         self.stop()
         models = []
@@ -55,10 +55,10 @@ class ModelDiscovery:
 
     @contextmanager
     def _around(self, call: OutermostCall) -> Iterator[None]:
-        module, known = call.module, self.known()
-        recorder = known.get(id(module)) or self._found.get(id(module))
+        module, recorders = call.module, self.known()
+        recorder = recorders.get(id(module)) or self._found.get(id(module))
         if recorder is not None and recorder.is_open:
-            yield  # the recorder stands in for the model's own call already
+            yield  # the recorder already wraps this model's call
             return
         if recorder is None and next(module.parameters(), None) is None:
             yield
@@ -74,11 +74,11 @@ class ModelDiscovery:
             recorder.is_open = False
         if begun is not None:
             contain_error(lambda: recorder.end(begun, call.output), "recording an output")
-        # The guard may have begun with this very call.
+        # The guard may have started with this call.
         if id(module) not in self.known() and self._num_known_calls() > before:
-            # A model that is known was called inside it, and is the one to look at.
+            # A known model was called inside this module, and that model is the one to record.
             self._found.pop(id(module)).drop()
 
     def _num_known_calls(self) -> int:
-        known = self.known()
-        return sum(id(call.owner) in known for call in self.log.calls)
+        recorders = self.known()
+        return sum(id(call.owner) in recorders for call in self.log.calls)

@@ -1,4 +1,4 @@
-"""Shares calls among ranks whose models are sharded: no rank can run one alone, so all run each together."""
+"""Share recorded calls among the ranks of sharded models: no rank can run such a model without the others."""
 
 import pickle
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from dit_lora.numerics.ranks import gather_object, process_index
 
 @dataclass(frozen=True)
 class RankCalls:
-    """The calls of one rank in the step that tripped."""
+    """The calls of one rank in the failed step."""
 
     rank: int
     calls: Sequence[CapturedCall]
@@ -29,32 +29,32 @@ def shared_calls(
     models: Sequence[nn.Module],
     device: torch.device,
 ) -> list[RankCalls] | None:
-    """Return the calls of every rank on which something is not finite, equal on all ranks; of all ranks where none is.
+    """The calls of every rank that has a non-finite value, or of all ranks if none has. Equal on all ranks.
 
-    None where what a model was given cannot be sent to another rank. Collective.
+    None if an argument of a call cannot be sent to another rank. Collective.
     """
     numbers = {id(model): number for number, model in enumerate(models)}
     bad = _micro_batches_with_bad_values(calls)
-    wanted = list(calls)
+    selected = list(calls)
     if any(gather_object([bool(bad)])):
-        wanted = [call for call in calls if call.micro_step in bad]
-    # Controls stand beside calls alone.
-    beside = [controls[id(call.owner)] for call in wanted if id(call.owner) in controls]
+        selected = [call for call in calls if call.micro_step in bad]
+    # Send a control only for a model that has a selected call.
+    healthy_calls = [controls[id(call.owner)] for call in selected if id(call.owner) in controls]
     try:
         packed = pickle.dumps(
-            [[_packed(call, numbers) for call in part] for part in (wanted, beside)]
+            [[_packed(call, numbers) for call in part] for part in (selected, healthy_calls)]
         )
     except (AttributeError, TypeError, pickle.PicklingError):
         packed = None
-    every = gather_object([(process_index(), packed)])
-    contents = {rank: content for rank, content in every if content is not None}
-    if len(contents) < len(every):
+    gathered = gather_object([(process_index(), packed)])
+    contents = {rank: content for rank, content in gathered if content is not None}
+    if len(contents) < len(gathered):
         return None
     shared = []
     for rank, content in contents.items():
-        theirs, others = pickle.loads(content)  # made by the ranks of this very run
+        theirs, controls_packed = pickle.loads(content)  # safe: written by the ranks of this run
         unpacked = [_unpacked(call, number, models, device) for call, number in theirs]
-        healthy = [_unpacked(call, number, models, device) for call, number in others]
+        healthy = [_unpacked(call, number, models, device) for call, number in controls_packed]
         if unpacked:
             by_model = {id(call.owner): call for call in healthy}
             shared.append(RankCalls(rank, unpacked, by_model))
@@ -71,7 +71,7 @@ def _micro_batches_with_bad_values(calls: Sequence[CapturedCall]) -> set[int]:
 
 
 def _packed(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:
-    """Return the call on the host, without the model (every rank has it) and without the loop's generators."""
+    """Move a call to the host, without the model, which every rank has, and without the loop's generators."""
     sent = _moved(call, torch.device("cpu"))
     return replace(sent, owner=None, generator=None, versions=(), graph=None), numbers[
         id(call.owner)

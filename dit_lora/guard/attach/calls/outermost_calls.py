@@ -1,6 +1,6 @@
-"""Tell listeners of the outermost calls of modules: calls from the loop, not calls from another module.
+"""Notify listeners of the outermost module calls: calls from the loop, not from another module.
 
-While anybody listens, `nn.Module.__call__` is replaced; while nobody does, it is torch's own.
+While there are listeners, `nn.Module.__call__` is replaced; otherwise it is torch's.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from dit_lora.guard.attach.calls.call_recorder import is_recorded, is_redirected
 
 @dataclass
 class OutermostCall:
-    """One call of a module by the loop; `output` is there once the module has run."""
+    """One call of a module by the loop; `output` is set once the module has run."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -26,17 +26,17 @@ class OutermostCall:
 
 
 Listener = Callable[[OutermostCall], AbstractContextManager[None]]
-"""Gives what holds around a call that may be part of a training step."""
+"""Returns a context manager to enter around a call that may be part of a training step."""
 
 _CALL = nn.Module.__call__
 _listeners: list["weakref.WeakMethod[Listener]"] = []
-"""Bound methods of listeners; one whose owner is gone has left."""
+"""Weak references to bound methods; a listener whose owner was deleted is ignored."""
 _inside: list[nn.Module] = []
-"""The module whose outermost call is under way."""
+"""The module whose outermost call is running; empty outside a call."""
 
 
 def listen(listener: Listener) -> None:
-    """Tell the listener of every outermost call from now on."""
+    """Notify the listener of every outermost call from now on."""
     if listener not in _present():
         _listeners.append(weakref.WeakMethod(listener))
     if not _inside:
@@ -44,7 +44,7 @@ def listen(listener: Listener) -> None:
 
 
 def leave(listener: Listener) -> None:
-    """Tell the listener of no further call."""
+    """Stop notifying the listener."""
     _listeners[:] = [ref for ref in _listeners if ref() not in (None, listener)]
     if not _listeners:
         _set_call(_CALL)
@@ -55,20 +55,20 @@ def _present() -> list[Listener]:
 
 
 def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Wrappers such as DDP are entered: a replay calls the module that they hold.
+    # Look inside wrappers such as DDP: a replay calls the module that they hold.
     if not is_recorded() or bare_model(module) is not module or is_redirected(module):
         return _CALL(module, *args, **kwargs)
-    # Calls of modules inside this one are not looked at, and a compiler that reads them meets torch's own method.
+    # Restore torch's method for the modules inside: their calls are not outermost, and torch.compile must see it.
     _set_call(_CALL)
     _inside.append(module)
     call = OutermostCall(module, args, kwargs)
-    told: list[Listener] = []
+    notified: list[Listener] = []
     try:
         with ExitStack() as around:
-            # A listener may add another one, which is told of this call too.
-            while news := [listener for listener in _present() if listener not in told]:
+            # A listener may register another one, which is notified of this call too.
+            while news := [listener for listener in _present() if listener not in notified]:
                 for listener in news:
-                    told.append(listener)
+                    notified.append(listener)
                     around.enter_context(listener(call))
             call.output = _CALL(module, *args, **kwargs)
             return call.output

@@ -1,1 +1,1 @@
-"""Which dataset item a row of a model's input is, as far as that can be proven."""
+"""Find which dataset item a row of a model's input is, where that can be proven."""

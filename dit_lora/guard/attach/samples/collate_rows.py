@@ -1,7 +1,7 @@
-"""Find out which row of a collated batch is which dataset item, where the items are still there: in `collate_fn`.
+"""Find out which row of a collated batch is which dataset item, inside `collate_fn`, where the items still exist.
 
-torch's own `default_collate` keeps the order. Any other may sort, drop, replace or pack items, so each row is compared
-with the items by content. What is not matched by exactly one item stays unknown.
+torch's `default_collate` keeps the order. Any other function may sort, drop, replace or pack items, so each row is
+compared with the items by content. A row that does not match exactly one item stays unknown.
 """
 
 import sys
@@ -17,43 +17,50 @@ from dit_lora.guard.attach.containment import contain
 from dit_lora.guard.attach.samples.tensors import iter_tensors
 
 Rows = tuple[int | None, ...]
-"""For each row of a tensor the position of its item in the batch, or None."""
+"""For each row of a tensor, the position of its item in the batch, or None."""
 
 _MAX_COMPARED = 4096
-"""Elements of a row that are compared; of a longer row so many, evenly spread."""
+"""Maximum number of elements compared per row; evenly spaced in longer rows."""
 _MAX_VECTORS = 16
 
 
 @dataclass
 class TaggedBatch:
-    """A batch on its way from `collate_fn`, perhaps in a worker process, to the loop; the loop never sees this."""
+    """A batch with its row information, on its way from `collate_fn`, perhaps in a worker, to the loop.
+
+    It is unwrapped before the loop receives the batch.
+    """
 
     batch: Any
     rows: tuple[Rows | None, ...] | None
-    """For each tensor of the batch, in the order of `iter_tensors`, its rows' items; None where nothing is known."""
+    """Items of the rows of each tensor, in the order of `iter_tensors`; None if unknown."""
     is_ready: bool = False
-    """True if the dataset's one item is the batch."""
+    """True if the dataset returns ready batches, so that its single item is the batch."""
     files: tuple[tuple[str, ...], ...] = ()
     """Files that the dataset opened for each item."""
 
     def pin_memory(self, device: Any = None) -> "TaggedBatch":
-        """Called by DataLoader's pinning thread in place of the batch's own."""
+        """Called by the DataLoader's pinning thread instead of the batch's `pin_memory`."""
         return replace(self, batch=pin_memory(self.batch, device))
 
 
 class TaggingCollate:
-    """Calls a loader's `collate_fn` and notes which row is which item. Pickled for workers that are spawned."""
+    """Calls a loader's `collate_fn` and records which row is which item. Can be pickled for spawned workers."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
         self.collate_fn = collate_fn
         self.is_batched = is_batched
 
     def __call__(self, items: Any) -> TaggedBatch:
-        # A collate function may sort or empty its argument, so keep a list of one's own.
-        kept = list(items) if isinstance(items, list) else items
+        # A collate function may sort or empty its argument, so copy the list first.
+        original_items = list(items) if isinstance(items, list) else items
         batch = self.collate_fn(items)
-        is_ready = isinstance(kept, list) and len(kept) == 1 and batch is kept[0]
-        return TaggedBatch(batch, contain(lambda: self._match(kept, batch)), is_ready)
+        is_ready = (
+            isinstance(original_items, list)
+            and len(original_items) == 1
+            and batch is original_items[0]
+        )
+        return TaggedBatch(batch, contain(lambda: self._match(original_items, batch)), is_ready)
 
     def _match(self, items: Any, batch: Any) -> tuple[Rows | None, ...] | None:
         if not isinstance(items, list):
@@ -64,7 +71,7 @@ class TaggingCollate:
         if not items:
             return None
         if len(items) == 1 and (batch is items[0]):
-            # A dataset of ready batches: each row is a part of the item.
+            # The dataset returns ready batches: each row is a part of the single item.
             return tuple((0,) * len(tensor) if tensor.ndim else None for tensor in tensors)
         if self.collate_fn is default_collate:
             order = tuple(range(len(items)))
@@ -75,9 +82,9 @@ class TaggingCollate:
 
 
 def match_rows(items: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[Rows | None, ...]:
-    """Match rows of tensors with items by content; rows may be padded at the end of each dimension, or in front.
+    """Match rows of tensors with items by content; rows may be padded at the start or end of each dimension.
 
-    Returns for each tensor the items' positions, or None where no row is matched by exactly one item.
+    Returns for each tensor the positions of the rows' items, or None if no row matches exactly one item.
     """
     vectors = [_vectors(item) for item in items]
     owners = {id(t): n for n, item in enumerate(items) for _, t in iter_tensors(item)}
@@ -94,12 +101,16 @@ def _match_tensor(tensor: torch.Tensor, vectors: Sequence[Sequence[torch.Tensor]
         return None
     rows = tensor.detach().cpu()
     for number in range(max(map(len, vectors), default=0)):
-        joined = [held[number] if number < len(held) else None for held in vectors]
+        joined = [
+            item_vectors[number] if number < len(item_vectors) else None for item_vectors in vectors
+        ]
         matched = _match_joined(rows, joined)
         if matched is not None:
             return matched
     for number in range(max(map(len, vectors), default=0)):
-        candidates = [held[number] if number < len(held) else None for held in vectors]
+        candidates = [
+            item_vectors[number] if number < len(item_vectors) else None for item_vectors in vectors
+        ]
         matched = _match_vectors(rows, candidates)
         if matched is not None:
             return matched
@@ -107,7 +118,7 @@ def _match_tensor(tensor: torch.Tensor, vectors: Sequence[Sequence[torch.Tensor]
 
 
 def _match_joined(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) -> Rows | None:
-    """Match a tensor that joins one of each item, one after the other, as patches, tokens and graphs are joined."""
+    """Match a tensor that concatenates one vector of each item, as patches, tokens and graphs are concatenated."""
     matched: list[int] = []
     for position, vector in enumerate(vectors):
         if vector is None or vector.ndim != rows.ndim or vector.shape[1:] != rows.shape[1:]:
@@ -120,7 +131,7 @@ def _match_joined(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) ->
 
 
 def _match_vectors(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) -> Rows | None:
-    """Match each row with the one vector that has its content, in any order; None if no row is."""
+    """Match each row with the only vector that has its content, in any order; None if no row matches."""
     if len(rows) > 4 * len(vectors):
         return None
     by_digest: dict[tuple[torch.Size, bytes], list[int]] = {}
@@ -128,7 +139,7 @@ def _match_vectors(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) -
         if vector is not None and _fits(vector, rows):
             key = (vector.shape, _digest(vector.to(rows.dtype)))
             by_digest.setdefault(key, []).append(position)
-    # Longest first: a short item may be the beginning of a longer one.
+    # Try the longest first: a short item may be a prefix of a longer one.
     shapes = sorted(
         {shape for shape, _ in by_digest}, key=lambda shape: shape.numel(), reverse=True
     )
@@ -155,7 +166,7 @@ def _match_row(
 def _fits(vector: torch.Tensor, rows: torch.Tensor) -> bool:
     if vector.ndim != rows.ndim - 1 or vector.numel() == 0:
         return False
-    # One number says too little: labels repeat.
+    # A single integer is too little to match on: labels repeat.
     if vector.numel() == 1 and not vector.is_floating_point():
         return False
     return all(size <= limit for size, limit in zip(vector.shape, rows.shape[1:], strict=True))
@@ -166,7 +177,7 @@ def _digest(values: torch.Tensor) -> bytes:
     if flat.numel() > _MAX_COMPARED:
         flat = flat[:: -(-flat.numel() // _MAX_COMPARED)]
     content = flat.contiguous().view(torch.uint8)
-    # torch runs without NumPy too, then more slowly.
+    # Without NumPy, which torch does not need, this is slower.
     return bytes(content.numpy()) if "numpy" in sys.modules else bytes(content.tolist())
 
 
@@ -176,10 +187,10 @@ def _is_array(value: Any) -> bool:
 
 
 def _vectors(item: Any) -> list[torch.Tensor]:
-    """The tensors, arrays and lists of numbers in an item, at most 16."""
-    found: list[torch.Tensor] = []
-    _collect_vectors(item, found, 0)
-    return found[:_MAX_VECTORS]
+    """The first 16 tensors, arrays and lists of numbers in an item."""
+    vectors: list[torch.Tensor] = []
+    _collect_vectors(item, vectors, 0)
+    return vectors[:_MAX_VECTORS]
 
 
 def _collect_vectors(value: Any, found: list[torch.Tensor], depth: int) -> None:

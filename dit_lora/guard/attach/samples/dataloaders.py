@@ -1,7 +1,7 @@
-"""Follow every DataLoader of a process: which dataset indices each batch that it hands out was made of.
+"""Follow every DataLoader of a process: find which dataset indices each returned batch consists of.
 
-torch hands batches out in the order of its sampler, also from workers that read ahead; each iterator is followed by
-itself, from its first index. Wrappers such as Accelerate's iterate a torch loader and so are followed too.
+torch returns batches in the order of its sampler, even from workers that prefetch. Each iterator is followed
+separately, from its first index. Wrappers such as Accelerate's iterate a torch loader, so they are followed too.
 """
 
 import functools
@@ -27,9 +27,9 @@ _has_unwrapping = False
 
 
 def _unwrap_always() -> None:
-    """Let iterators hand out batches without their tags, from now on.
+    """Make iterators return batches without their tags, from now on.
 
-    This stays: an iterator that was followed hands out tagged batches also after the guard is gone.
+    This is never undone: an iterator that was followed returns tagged batches even after the guard is gone.
     """
     global _has_unwrapping
     if _has_unwrapping:
@@ -56,7 +56,7 @@ def _unwrap_always() -> None:
 
 
 class _ObservedDataset:
-    """Stands in for a dataset while a batch is fetched, and notes the files that each item was read from."""
+    """Wraps a dataset while a batch is fetched, and records the files that each item was read from."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -71,35 +71,35 @@ class _ObservedDataset:
         return item
 
     def _items(self, indices: Any) -> Any:
-        # Read at once: which file is which item's is not known.
+        # All items are read in one call, so files cannot be matched with items.
         return self._dataset.__getitems__(indices)
 
 
 class DataLoaders:
-    """Notes every batch that a DataLoader hands out while it follows them."""
+    """Records every batch that the followed DataLoaders return."""
 
     def __init__(self, batches: LoadedBatches) -> None:
         self.batches = batches
         self._follows_accelerate = False
         self._indices: MutableMapping[Any, deque[Any]] = weakref.WeakKeyDictionary()
-        """Indices, by iterator, that its sampler gave and no batch has come for yet."""
+        """Sampled indices that no batch has been returned for yet, by iterator."""
         self._depth = 0
-        """Number of wrappers of Accelerate's that are fetching: they give the loop a batch later, or a copy."""
+        """Number of Accelerate wrappers that are fetching. They pass the batch, or a copy, to the loop later."""
 
     def follow(self, interceptions: Interceptions) -> None:
-        """Follow all loaders; iterators that exist already are not followed."""
+        """Follow all loaders. Iterators that already exist are not followed."""
         _following.add(self)
         self._follows_accelerate = False
         interceptions.class_method(_BaseDataLoaderIter, "__init__", self._started)
         interceptions.class_method(_BaseDataLoaderIter, "_reset", self._reset)
         interceptions.class_method(_BaseDataLoaderIter, "_next_index", self._next_index)
         _unwrap_always()
-        # Also in worker processes that are forked from here.
+        # This also applies to worker processes that are forked later.
         interceptions.class_method(_MapDatasetFetcher, "fetch", self._fetch)
         self.follow_accelerate(interceptions)
 
     def follow_accelerate(self, interceptions: Interceptions) -> None:
-        """Follow Accelerate's loaders, once it is imported: they fetch a batch ahead of the loop."""
+        """Follow Accelerate's loaders, once Accelerate is imported: they fetch a batch ahead of the loop."""
         module = sys.modules.get("accelerate.data_loader")
         if module is not None and not self._follows_accelerate:
             self._follows_accelerate = True
@@ -131,13 +131,13 @@ class DataLoaders:
     ) -> None:
         original(iterator, loader, *args, **kwargs)
         self._indices[iterator] = deque()
-        # The iterator's own reference: the loader keeps the function that it was given.
+        # Replace only the iterator's reference: the loader keeps its original function.
         iterator._collate_fn = TaggingCollate(
             iterator._collate_fn, is_batched=iterator._auto_collation
         )
 
     def _fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
-        """Note which files the dataset opens for each item."""
+        """Record which files the dataset opens for each item."""
         if not isinstance(fetcher.collate_fn, TaggingCollate):
             return original(fetcher, index)
         dataset = fetcher.dataset
@@ -154,7 +154,7 @@ class DataLoaders:
     def _reset(
         self, original: Callable[..., None], iterator: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """A new epoch of persistent workers: indices of the last one are over."""
+        """Handle a new epoch of persistent workers: the indices of the last epoch no longer apply."""
         if iterator in self._indices:
             self._indices[iterator].clear()
         original(iterator, *args, **kwargs)
@@ -166,18 +166,18 @@ class DataLoaders:
         return index
 
     def dropped(self, iterator: Any) -> None:
-        """A batch that a dataset or a worker failed to make had the oldest index."""
+        """Drop the oldest index, after the dataset or a worker failed to produce its batch."""
         if self._indices.get(iterator):
             self._indices[iterator].popleft()
 
     @contained("following a DataLoader")
     def note(self, iterator: Any, batch: TaggedBatch) -> None:
-        """Note a batch that an iterator hands out."""
+        """Record a batch that an iterator returns."""
         self._note(iterator, batch)
 
     def _note(self, iterator: Any, tagged: TaggedBatch) -> None:
         if iterator not in self._indices:
-            return  # another guard's, which has begun before
+            return  # the iterator started before this guard
         waiting = self._indices[iterator]
         index = waiting.popleft() if waiting else None
         is_map = iterator._dataset_kind == _DatasetKind.Map
@@ -187,7 +187,7 @@ class DataLoaders:
         if is_known and isinstance(index, (list, tuple)) and iterator._auto_collation:
             indices = tuple(index)
         elif is_known and not iterator._auto_collation and isinstance(index, int):
-            # The item is a batch that the dataset made: every row is of it.
+            # The dataset returned a whole batch as one item: every row belongs to it.
             indices = (index,)
             tensors = [tensor for _, tensor in iter_tensors(tagged.batch)]
             rows = tuple((0,) * len(tensor) if tensor.ndim else None for tensor in tensors)

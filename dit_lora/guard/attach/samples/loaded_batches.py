@@ -1,7 +1,7 @@
-"""The batches that a loop's loaders have handed out, and the proof that a row of some tensor is one of their items.
+"""The batches that a loop's loaders have returned, and the proof that a row of some tensor is one of their items.
 
 Nothing is concluded from order. A row is an item's if it lies in the memory of the batch's tensor, unchanged since the
-loader handed it out, or if it has the content of exactly one item that was handed out.
+loader returned it, or if its content matches exactly one returned item.
 """
 
 import re
@@ -21,7 +21,7 @@ from dit_lora.guard.attach.samples.opened_files import data_files, find_bad_file
 from dit_lora.guard.attach.samples.tensors import iter_tensors
 from dit_lora.numerics.finite import describe_bad
 
-# Columns of a batch by which people know their samples; `__key__` is WebDataset's.
+# Batch columns that identify a sample to its user; `__key__` is WebDataset's.
 _NAME_COLUMNS = (
     *("id", "ids", "path", "paths", "file_name", "file_names", "filename", "filenames"),
     *("image_path", "image_paths", "video_path", "video_paths", "img_path", "__key__"),
@@ -35,17 +35,17 @@ _OF_ITEM = re.compile(r"row \d+ of dataset index ")
 
 
 def is_sample_name(name: str) -> bool:
-    """True for a name that stays with a sample, False for the number of a row in one micro-batch."""
+    """True for a name that stays with a sample, False for a row number in one micro-batch."""
     return _NUMBERED.fullmatch(name) is None
 
 
 def is_row_of_micro_batch(name: str) -> bool:
-    """True for the number of a row in one micro-batch, which nothing more is known of."""
+    """True for a row number in one micro-batch about which nothing else is known."""
     return not is_sample_name(name) and not is_row_of_item(name)
 
 
 def is_row_of_item(name: str) -> bool:
-    """True for a row of a dataset's ready batch, whose number says little to its user."""
+    """True for a row of a ready batch from a dataset, whose number says little to its user."""
     return _OF_ITEM.match(name) is not None
 
 
@@ -54,7 +54,7 @@ def row_name(row: int, micro_step: int) -> str:
 
 
 def index_name(dataset: Any, index: object) -> str | None:
-    """The name of what `dataset[index]` returned; None for a stream, whose items have no index."""
+    """Name of the item `dataset[index]`; None for a stream, whose items have no index."""
     if isinstance(index, Mapping):  # a sampler may give descriptions of samples
         names = [f"{column} {index[column]}" for column in _NAME_COLUMNS if column in index]
         return names[0] if names else None
@@ -71,40 +71,40 @@ def index_name(dataset: Any, index: object) -> str | None:
 
 @dataclass
 class _LoadedTensor:
-    """One tensor of a batch as it was handed out."""
+    """One tensor of a batch as the loader returned it."""
 
     path: str
     tensor: weakref.ref[torch.Tensor]
     version: int
     rows: Rows | None
-    """The item of each row; None where that is not known."""
+    """The item of each row; None if unknown."""
 
     def unchanged_tensor(self) -> torch.Tensor | None:
-        """The tensor, if it is still there and nothing was written to it: else its rows prove nothing."""
+        """The tensor, if it is alive and nothing was written to it; otherwise None, since its rows prove nothing."""
         tensor = self.tensor()
         return tensor if tensor is not None and tensor._version == self.version else None
 
 
 @dataclass
 class LoadedBatch:
-    """One batch as a loader handed it out."""
+    """One batch as a loader returned it."""
 
     item_names: tuple[str | None, ...]
-    """Names of its items; empty where the loader knows none."""
+    """Names of its items; empty if they are unknown."""
     column_names: tuple[str, ...]
-    """Names of its rows from a column such as `id` or `path`; empty where there is none."""
+    """Names of its rows from a column such as `id` or `path`; empty without such a column."""
     item_files: tuple[tuple[str, ...], ...]
-    """Files that the dataset opened for each item, as far as they were seen."""
+    """Files that the dataset was seen to open for each item."""
     is_ready: bool
-    """True if the dataset hands out ready batches: its one item has several samples."""
+    """True if the dataset returns ready batches: its single item has several samples."""
     tensors: list[_LoadedTensor]
     objects: list[Any] = field(default_factory=list)
-    """The batch as the loop was given it, while it is one of the newest and has one item only."""
+    """The batch as the loop received it, kept only for recent batches with a single item."""
     number: int = -1
     """Number of batches that the loop took before it; -1 until the loop takes it."""
 
     def row_name(self, loaded: _LoadedTensor, row: int) -> str | None:
-        """The name of a row of one of the batch's tensors, or None."""
+        """Name of a row of one of the batch's tensors, or None."""
         tensor = loaded.tensor()
         if self.column_names and tensor is not None and len(tensor) == len(self.column_names):
             return self.column_names[row]
@@ -116,18 +116,20 @@ class LoadedBatch:
         return self.name_of_item(item)
 
     def name_of_item(self, item: int) -> str | None:
-        """The name of an item, with the file that it was read from if that was only one."""
+        """Name of an item, with its file if it was read from exactly one."""
         name = self.item_names[item]
         files = data_files(self.item_files[item]) if item < len(self.item_files) else ()
         return f"{name} ({Path(files[0]).name})" if name and len(files) == 1 else name
 
     def _is_batch(self, tensor: torch.Tensor) -> bool:
-        """True if the batch has another tensor with as many rows: then they are samples, and no channels, say."""
-        others = [t for ref in self.tensors if (t := ref.tensor()) is not None and t.ndim]
-        return len(tensor) > 1 and sum(len(other) == len(tensor) for other in others) > 1
+        """True if another tensor of the batch has as many rows, so that they are samples and not channels, for
+        example.
+        """
+        tensors = [t for ref in self.tensors if (t := ref.tensor()) is not None and t.ndim]
+        return len(tensor) > 1 and sum(len(candidate) == len(tensor) for candidate in tensors) > 1
 
     def bad_files(self) -> list[str]:
-        """Names of the files of tensors that the batch was made of and that hold a value which is not finite."""
+        """Names of the batch's tensor files that hold a value which is not finite."""
         files = [path for of_item in self.item_files for path in data_files(of_item)]
         return [f"file {Path(path).name}" for path in find_bad_files(files)]
 
@@ -142,16 +144,16 @@ class BadItem:
 
 @dataclass
 class LoadedBatches:
-    """Remembers handed-out batches by weak references; of the newest, tensors in host memory are held."""
+    """Remembers returned batches by weak references. Tensors of the newest batches in host memory are kept alive."""
 
     _batches: deque[LoadedBatch] = field(default_factory=lambda: deque(maxlen=_MAX_BATCHES))
     _held: deque[tuple[list[torch.Tensor], int]] = field(default_factory=deque)
     _num_taken: int = 0
     _num_taken_at_call: int = 0
     _reads_ahead: bool = False
-    """True once the loop took several batches before a call: it reads ahead, or drops some."""
+    """True once the loop took several batches before a call, because it prefetches or drops batches."""
     _begun: int | None = None
-    """Number of the batch that a trainer said it begins with."""
+    """Number of the batch that a trainer has announced as the current one; -1 if it is not known here."""
 
     def add(
         self,
@@ -165,26 +167,26 @@ class LoadedBatches:
         """Remember a batch.
 
         Args:
-            batch: What the loader hands out.
+            batch: The batch that the loader returns.
             dataset: Its dataset.
-            indices: The items' indices in the dataset; empty where there are none.
+            indices: The items' indices in the dataset; empty if there are none.
             rows: The items of each tensor's rows.
             files: Files that the dataset opened for each item.
-            is_ready: Whether the dataset itself hands out batches, so that its item has several samples.
+            is_ready: Whether the dataset itself returns batches, so that its item has several samples.
         """
-        found = list(iter_tensors(batch))
+        named_tensors = list(iter_tensors(batch))
         names = tuple(index_name(dataset, index) for index in indices)
-        tensors = _noted(found, rows)
+        tensors = _noted(named_tensors, rows)
         opened = tuple(tuple(paths) for paths in files)
         loaded = LoadedBatch(names, _names_in(batch), opened, is_ready, tensors)
         if len(names) == 1:
             loaded.objects.append(batch)
         self._batches.append(loaded)
-        self._hold([tensor for _, tensor in found if tensor.device.type == "cpu"])
+        self._hold([tensor for _, tensor in named_tensors if tensor.device.type == "cpu"])
         return loaded
 
     def take(self, loaded: LoadedBatch) -> None:
-        """Note that the loop was given this batch."""
+        """Record that the loop received this batch."""
         loaded.number = self._num_taken
         self._num_taken += 1
         for older in self._batches:
@@ -192,15 +194,17 @@ class LoadedBatches:
                 older.objects.clear()
 
     def single_item(self, arguments: Iterable[int]) -> str | None:
-        """The name of the only item of the batch that is itself one of these arguments, given by their ids."""
-        wanted = set(arguments)
+        """Name of a batch's only item that is itself one of these arguments, which are given by `id()`; else None."""
+        argument_ids = set(arguments)
         for batch in reversed(self._batches):
-            if len(batch.item_names) == 1 and any(id(held) in wanted for held in batch.objects):
+            if len(batch.item_names) == 1 and any(
+                id(batch_object) in argument_ids for batch_object in batch.objects
+            ):
                 return batch.name_of_item(0)
         return None
 
     def take_given(self, batch: Any) -> None:
-        """Note that a wrapper, which may fetch batches ahead and drop some, has given this one to the loop."""
+        """Record that a wrapper, which may prefetch or drop batches, passed this batch to the loop."""
         loaded = self.find_batch(batch)
         if loaded is None:
             self._num_taken += 1
@@ -208,23 +212,25 @@ class LoadedBatches:
             self.take(loaded)
 
     def add_copy(self, loaded: LoadedBatch, copy: Any) -> None:
-        """Note that a batch goes on as a copy with the same structure."""
-        found = list(iter_tensors(copy))
+        """Record a copy of a batch with the same structure."""
+        named_tensors = list(iter_tensors(copy))
         if loaded.objects:
             loaded.objects.append(copy)
-        known = {id(tensor.tensor()) for tensor in loaded.tensors}
-        if len(found) == len(loaded.tensors) and any(id(t) not in known for _, t in found):
+        known_ids = {id(tensor.tensor()) for tensor in loaded.tensors}
+        if len(named_tensors) == len(loaded.tensors) and any(
+            id(t) not in known_ids for _, t in named_tensors
+        ):
             rows = tuple(tensor.rows for tensor in loaded.tensors)
-            loaded.tensors += _noted(found, rows)
+            loaded.tensors += _noted(named_tensors, rows)
 
     def note_copy(self, batch: Any, copy: Any) -> None:
-        """Note that a batch goes on as a copy, on a device say."""
+        """Record a copy of a batch, for example on a device."""
         loaded = self.find_batch(batch)
         if loaded is not None:
             self.add_copy(loaded, copy)
 
     def forget(self) -> None:
-        """Let go of all batches."""
+        """Drop all batches."""
         self._batches.clear()
         self._held.clear()
 
@@ -233,24 +239,26 @@ class LoadedBatches:
         return bool(self._batches)
 
     def find_batch(self, batch: Any) -> LoadedBatch | None:
-        """The batch that one of these tensors is part of."""
-        wanted = {id(tensor) for _, tensor in iter_tensors(batch)}
+        """The batch that one of these tensors belongs to; None if there is none."""
+        tensor_ids = {id(tensor) for _, tensor in iter_tensors(batch)}
         for loaded in reversed(self._batches):
             if any(
-                id(ref.tensor()) in wanted for ref in loaded.tensors if ref.tensor() is not None
+                id(ref.tensor()) in tensor_ids for ref in loaded.tensors if ref.tensor() is not None
             ):
                 return loaded
         return None
 
     def begin(self, batch: Any) -> None:
-        """Note which batch a trainer begins with, where it says so; all calls are of that batch until the next."""
+        """Record the current batch for trainers that announce it; all calls until the next announcement
+        belong to it.
+        """
         loaded = self.find_batch(batch)
         self._begun = loaded.number if loaded is not None else -1
 
     def batch_of_call(self) -> int | None:
-        """Number of the batch that a call which begins now was made for, None where that is not certain.
+        """Number of the batch of a call that starts now; None if it is not certain.
 
-        It is the one that the loop took last, if the loop takes one batch for each micro-batch and never reads ahead.
+        It is the batch that the loop took last, if the loop takes one batch per micro-batch and never prefetches.
         """
         if self._begun is not None:
             return self._begun if self._begun >= 0 else None
@@ -259,36 +267,36 @@ class LoadedBatches:
         return None if self._reads_ahead or not self._num_taken else self._num_taken - 1
 
     def find(self, values: torch.Tensor) -> str | None:
-        """The name of the item that these values, one sample's part of some tensor, are proven to be."""
+        """Name of the item that these values, one sample's part of a tensor, are proven to be; else None."""
         name = self._by_memory(values)
         return name if name is not None else self._by_content(values)
 
     def bad_items(self, number: int | None) -> list[BadItem]:
-        """Items with bad values in the batch of this number."""
+        """Items with bad values in the batch with this number."""
         batches = [b for b in self._batches if number is not None and b.number == number]
         return _bad_items(batches[0]) if batches else []
 
     def batch_of(self, values: torch.Tensor) -> int | None:
         """Number of the batch in whose memory these values lie, unchanged; None if there is none."""
-        found = self._place(values)
-        return found[0].number if found is not None and found[0].number >= 0 else None
+        match = self._place(values)
+        return match[0].number if match is not None and match[0].number >= 0 else None
 
     def bad_files_of(self, values: torch.Tensor) -> list[str]:
         """Names of the bad files of the batch in whose memory these values lie; empty if there is none."""
-        found = self._place(values)
-        return found[0].bad_files() if found is not None else []
+        match = self._place(values)
+        return match[0].bad_files() if match is not None else []
 
     def _by_memory(self, values: torch.Tensor) -> str | None:
-        """The name of the item whose row, or rows, these values are in the batch's own memory."""
-        found = self._place(values)
-        if found is None:
+        """Name of the item whose rows these values share memory with; None unless exactly one item matches."""
+        match = self._place(values)
+        if match is None:
             return None
-        batch, loaded, rows = found
+        batch, loaded, rows = match
         names = {batch.row_name(loaded, row) for row in rows}
         return names.pop() if len(names) == 1 else None
 
     def _place(self, values: torch.Tensor) -> tuple[LoadedBatch, _LoadedTensor, range] | None:
-        """The rows of a batch's tensor that these values are; the tensor is as the loader handed it out."""
+        """The batch, tensor and rows that these values are a view of, if the tensor is unchanged; else None."""
         if values.numel() == 0 or values.layout is not torch.strided:
             return None
         storage = values.untyped_storage().data_ptr()
@@ -307,7 +315,7 @@ class LoadedBatches:
         return None
 
     def _by_content(self, row: torch.Tensor) -> str | None:
-        """The name of the only item that was handed out and has this content."""
+        """Name of the only returned item with this content; None unless exactly one matches."""
         if row.numel() < 2 or row.layout is not torch.strided:
             return None
         names: set[str | None] = set()
@@ -323,7 +331,8 @@ class LoadedBatches:
         size = sum(tensor.nbytes for tensor in tensors)
         self._held.append((tensors, size))
         while len(self._held) > 1 and (
-            len(self._held) > _MAX_HELD or sum(held for _, held in self._held) > _MAX_HELD_BYTES
+            len(self._held) > _MAX_HELD
+            or sum(num_bytes for _, num_bytes in self._held) > _MAX_HELD_BYTES
         ):
             self._held.popleft()
 
@@ -331,40 +340,40 @@ class LoadedBatches:
 def _noted(
     found: Sequence[tuple[str, torch.Tensor]], rows: tuple[Rows | None, ...] | None
 ) -> list[_LoadedTensor]:
-    known = rows if rows is not None and len(rows) == len(found) else (None,) * len(found)
+    tensor_rows = rows if rows is not None and len(rows) == len(found) else (None,) * len(found)
     return [
         _LoadedTensor(path, weakref.ref(tensor), tensor._version, row_map)
-        for (path, tensor), row_map in zip(found, known, strict=True)
+        for (path, tensor), row_map in zip(found, tensor_rows, strict=True)
     ]
 
 
 def _rows_covered(tensor: torch.Tensor, values: torch.Tensor) -> range | None:
-    """The rows of a tensor that values in its memory are: one row, or several, or all; None for any other part."""
+    """The rows of a tensor that the values in its memory cover: one, several or all; None for any other part."""
     if tensor.shape == values.shape and tensor.data_ptr() == values.data_ptr():
         return range(len(tensor))
     if tensor.stride(0) == 0:
         return None
     distance = (values.data_ptr() - tensor.data_ptr()) // tensor.element_size()
-    start, rest = divmod(distance, tensor.stride(0))
+    start, remainder = divmod(distance, tensor.stride(0))
     is_row = values.shape == tensor.shape[1:] and values.stride() == tensor.stride()[1:]
     is_slice = values.shape[1:] == tensor.shape[1:] and values.stride() == tensor.stride()
     count = 1 if is_row else len(values) if is_slice and values.ndim else 0
-    if rest or not count or not 0 <= start <= len(tensor) - count:
+    if remainder or not count or not 0 <= start <= len(tensor) - count:
         return None
     return range(start, start + count)
 
 
 def _equal_rows(tensor: torch.Tensor, row: torch.Tensor) -> list[int]:
-    """The rows of a tensor with the same content, NaN equal to NaN."""
+    """Numbers of the rows of a tensor with the same content; NaN equals NaN."""
     if tensor.layout is not torch.strided:
         return []
     values = tensor.detach()
     if values.is_floating_point() != row.is_floating_point():
         return []
-    wanted = row.detach().to(values.device)
-    values = values.to(wanted.dtype)
-    same = (values == wanted) | ((values != values) & (wanted != wanted))
-    return same.reshape(len(values), -1).all(1).nonzero().flatten().tolist()
+    expected = row.detach().to(values.device)
+    values = values.to(expected.dtype)
+    is_equal = (values == expected) | ((values != values) & (expected != expected))
+    return is_equal.reshape(len(values), -1).all(1).nonzero().flatten().tolist()
 
 
 def _bad_items(batch: LoadedBatch) -> list[BadItem]:
@@ -389,7 +398,7 @@ def _bad_items(batch: LoadedBatch) -> list[BadItem]:
 
 
 def bad_rows(tensor: torch.Tensor) -> list[int]:
-    """Rows with a value that is not finite or whose square overflows fp32, ascending."""
+    """Numbers of the rows with a value that is not finite or whose square overflows fp32, ascending."""
     if tensor.ndim == 0 or tensor.layout is not torch.strided or not tensor.numel():
         return []
     if not tensor.is_floating_point():
@@ -400,7 +409,7 @@ def bad_rows(tensor: torch.Tensor) -> list[int]:
 
 
 def describe_values(name: str, values: torch.Tensor) -> str:
-    """`x has 1 NaN among 3 values`, or that it reaches a magnitude whose square overflows fp32."""
+    """Text such as `x has 1 NaN among 3 values`, or that a value's square overflows fp32."""
     description = describe_bad(name, values)
     if description is not None:
         return description
@@ -409,7 +418,7 @@ def describe_values(name: str, values: torch.Tensor) -> str:
 
 
 def _names_in(batch: Any) -> tuple[str, ...]:
-    """Names of the rows from the first column of the batch that holds such, also of a batch inside a list."""
+    """Names of the rows from the batch's first column that holds names; also searches dicts inside a list."""
     parts = [batch, *batch] if isinstance(batch, (list, tuple)) and len(batch) <= 8 else [batch]
     for columns in parts:
         if not isinstance(columns, Mapping):

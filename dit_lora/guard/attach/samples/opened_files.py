@@ -1,7 +1,7 @@
-"""Which files a dataset opened to make an item, and which of them hold values that are not finite.
+"""Record which files a dataset opens for an item, and find those with values that are not finite.
 
-Many trainers keep latents and embeddings in a file for each picture and hand out ready batches: an index of such a
-dataset is no sample, but a file is.
+Many trainers store latents and embeddings in one file per picture and return ready batches. A dataset index then
+stands for several samples, but a file stands for one.
 """
 
 import builtins
@@ -30,7 +30,7 @@ _depth = 0
 
 @contextmanager
 def opened_files() -> Iterator[list[str]]:
-    """The paths of files that this thread opens for reading inside the context, by Python's `open`."""
+    """Collect the paths of files that this thread opens for reading inside the context, with Python's `open`."""
     outer = getattr(_local, "paths", None)
     paths: list[str] = []
     _local.paths = paths
@@ -60,7 +60,7 @@ def _leave() -> None:
 
 
 def note_path(path: Any) -> None:
-    """Note a file that is opened in another way than by Python's `open`."""
+    """Record a file that is opened in another way than with Python's `open`."""
     paths = getattr(_local, "paths", None)
     if paths is not None and isinstance(path, (str, os.PathLike)) and len(paths) < _MAX_FILES:
         paths.append(os.fsdecode(path))
@@ -73,12 +73,12 @@ def _open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
 
 
 def data_files(paths: Sequence[str]) -> tuple[str, ...]:
-    """Each path once, without captions and other texts."""
+    """Each path once, without captions and other text files."""
     return tuple(dict.fromkeys(p for p in paths if Path(p).suffix.lower() not in _TEXTS))
 
 
 def find_bad_files(paths: Sequence[str]) -> list[str]:
-    """The files of tensors among these that hold a value which is not finite. Reads them again."""
+    """Paths of the tensor files that hold a value which is not finite. Reads the files again."""
     return [path for path in paths if contain(lambda path=path: _is_bad(Path(path)))]  # type: ignore[misc]
 
 

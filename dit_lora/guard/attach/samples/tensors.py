@@ -1,4 +1,4 @@
-"""Tensors inside the nested values that loops pass around: batches, arguments of a model, objects to save."""
+"""Find tensors inside the nested values that loops pass around: batches, model arguments, objects to save."""
 
 import sys
 from collections import UserDict
@@ -16,12 +16,12 @@ _MAX_TENSORS = 100_000
 
 
 def iter_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a value with the path that leads to each: `batch['x']`, `0.weight`.
+    """Yield the tensors in a value with their paths: `batch['x']`, `0.weight`.
 
-    Looks into mappings, sequences, modules' state dicts, dataclasses and plain objects such as a graph batch.
+    Searches mappings, sequences, modules' state dicts, dataclasses and plain objects such as a graph batch.
     """
-    seen: set[int] = set()
-    for number, item in enumerate(_walk(value, name, 0, seen)):
+    visited: set[int] = set()
+    for number, item in enumerate(_walk(value, name, 0, visited)):
         if number >= _MAX_TENSORS:
             return
         yield item
@@ -62,7 +62,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """A copy of a value with the function applied to each tensor; what is no container stays the same object."""
+    """Copy a value with the function applied to each tensor. Values that are no containers stay the same objects."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -79,7 +79,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         return copy
     if kind in _LEAVES:
         return value
-    # Named tuples, ordered dicts and what libraries have registered as containers.
+    # Named tuples, ordered dicts and container types that libraries have registered with torch's pytree.
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
