@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from dit_lora.adapters.lora_file import require_few_tensors
 from dit_lora.errors import CheckFailedError
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -14,10 +15,14 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 def header_of(file: Path) -> dict[str, str]:
-    """Metadata in the file's header. Raises `CheckFailedError` if it is not a complete safetensors file."""
+    """Metadata in the file's header.
+
+    Raises `CheckFailedError` if it is not a complete safetensors file, and `DitLoraError` if it has too many tensors.
+    """
     try:
         # Opening reads the header and checks the file's length against it.
         with safe_open(file, framework="pt") as opened:
+            require_few_tensors(file, opened.keys())
             return dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise unreadable(file, error) from error
