@@ -13,6 +13,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.config.remedies import recipe_remedy
 from dit_lora.config.yaml_parsing import parse_yaml, read_yaml
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.terminal import one_line
 
 _SHOWN = 200  # characters of a value in a message
 
@@ -108,7 +109,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 def _problems(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
-        name = ".".join(str(part) for part in problem["loc"])
+        name = ".".join(one_line(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             yield f"{name}: unknown key{_suggestion(problem['loc'])}"
         elif problem["type"] == "missing":

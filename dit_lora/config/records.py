@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 
 from dit_lora.files import read_regular
 from dit_lora.parsing import ParseError, parse_json
+from dit_lora.terminal import one_line
 
 T = TypeVar("T")
 
@@ -326,6 +327,6 @@ def checked(value: Any, kind: type[T], what: str) -> T:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        field = ".".join(str(part)[:80] for part in problem["loc"]) or "the whole"
+        field = ".".join(one_line(part)[:80] for part in problem["loc"]) or "the whole"
         got = repr(problem["input"])[:80] if problem["type"] != "missing" else "nothing"
         raise ParseError(f"{what} is damaged: {field}: {problem['msg']}; got {got}") from error

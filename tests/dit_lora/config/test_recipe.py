@@ -24,6 +24,7 @@ def values() -> dict[str, Any]:
 def test_every_mistake_is_listed_with_the_nearest_known_key(values: dict[str, Any]) -> None:
     values["train"] = {"steps": "many", "batchsize": 2, "lr": 1}
     values["lorra"] = {}
+    values["x\nerror: y"] = 1
     values["optim"] = {"groups": {"adaptr": {"lr": 1e-4}}}
     del values["run"]
     with pytest.raises(DitLoraError) as error:
@@ -32,6 +33,7 @@ def test_every_mistake_is_listed_with_the_nearest_known_key(values: dict[str, An
     assert "train.batchsize: unknown key; did you mean train.batch_size?" in message
     assert "train.lr: unknown key; did you mean optim.groups.adapter.lr?" in message
     assert "lorra: unknown key; did you mean lora?" in message
+    assert r"x\nerror: y: unknown key" in message
     assert "optim.groups.adaptr: unknown key; did you mean optim.groups.adapter?" in message
     assert "train.steps" in message
     assert "got 'many'" in message
