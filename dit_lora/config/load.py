@@ -115,7 +115,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
         elif problem["type"] == "missing":
             yield f"{name}: missing"
         else:
-            message = problem["msg"].removeprefix("Value error, ")
+            message = one_line(problem["msg"]).removeprefix("Value error, ")
             # Our own checks of a whole section name the values in their message.
             says_input = problem["type"] == "value_error" and isinstance(problem["input"], dict)
             message = message if says_input else f"{message}; got {problem['input']!r}"

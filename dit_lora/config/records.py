@@ -329,4 +329,6 @@ def checked(value: Any, kind: type[T], what: str) -> T:
         problem = error.errors(include_url=False)[0]
         field = ".".join(one_line(part)[:80] for part in problem["loc"]) or "the whole"
         got = repr(problem["input"])[:80] if problem["type"] != "missing" else "nothing"
-        raise ParseError(f"{what} is damaged: {field}: {problem['msg']}; got {got}") from error
+        raise ParseError(
+            f"{what} is damaged: {field}: {one_line(problem['msg'])}; got {got}"
+        ) from error

@@ -26,6 +26,7 @@ CODE = "x; import os; os.system('touch ran')"
         ("[1]", Manifest, "the whole: Input should be a valid dictionary"),
         ('{"sha256": {"a": 1}}', Manifest, "sha256.a: Input should be a valid string; got 1"),
         (r'{"sha256": {"a\nerror: b": 1}}', Manifest, r"sha256.a\nerror: b: Input should"),
+        (r'{"data": {"kind": "a\nerror: b"}}', Facts, r"Input tag 'a\nerror: b'"),
         ('{"sha256": {}, "sha256": {"a": "b"}}', Manifest, "it holds 'sha256' twice"),
         ('{"sha256": ' + "[" * 2000, Manifest, "nested deeper"),
         ('{"sha256": ' + "9" * 5000 + "}", Manifest, "more than 100 digits"),
