@@ -33,6 +33,7 @@ from dit_lora.data.sources.clips import Clip
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
 
+ROOT = Path(__file__).parents[4]
 DATA = DataConfig(path="clips", frames=9, height=HEIGHT, width=WIDTH, fps=8)
 
 
@@ -211,7 +212,7 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_is_done(
 import signal, sys, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs ignore it
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(ROOT)!r}]
 if __name__ == "__main__":
     from test_media_audit import *
     folder = Path({str(tmp_path)!r})
