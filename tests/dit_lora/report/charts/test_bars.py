@@ -65,8 +65,8 @@ def test_the_files_of_others_are_as_they_were_published() -> None:
     digests = re.findall(
         r"^([0-9a-f]{64})  (\S+)$", (folder / "README.md").read_text(), re.MULTILINE
     )
-    found = {path.name for path in folder.iterdir()}
-    assert {name for _, name in digests} == found - {"README.md"}
+    filenames = {path.name for path in folder.iterdir()}
+    assert {name for _, name in digests} == filenames - {"README.md"}
     for digest, name in digests:
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
 
