@@ -94,17 +94,21 @@ def test_a_file_that_does_not_say_its_noise_level_is_judged_by_the_bases_digest(
 ) -> None:
     checkpoint, model, noted = noted_at_other_levels
     stock = DiffusionStock(checkpoint)
-    sizes = {k: one for k, one in noted["inputs"].items() if not k.startswith("draw/")}
+    sizes = {k: value for k, value in noted["inputs"].items() if not k.startswith("draw/")}
     earlier = {**noted, "inputs": sizes}
-    same = compare_output(stock, model, earlier, torch.float32, "the base", digest=stock.digest())
-    assert same.passed
-    assert same.words.startswith("not compared: its file is of an earlier version")
-    other = compare_output(stock, model, earlier, torch.float32, "the base", digest="0" * 64)
-    assert not other.passed
-    assert "the base differs" in other.words
-    assert "did not record the noise level" in other.words
+    same_base = compare_output(
+        stock, model, earlier, torch.float32, "the base", digest=stock.digest()
+    )
+    assert same_base.passed
+    assert same_base.words.startswith("not compared: its file is of an earlier version")
+    other_base = compare_output(stock, model, earlier, torch.float32, "the base", digest="0" * 64)
+    assert not other_base.passed
+    assert "the base differs" in other_base.words
+    assert "did not record the noise level" in other_base.words
     # A file that says it has no such excuse.
     inputs = {**noted["inputs"], "draw/timestep": {"values": [0.01], "dtype": "float32"}}
     moved = {**noted, "inputs": inputs}
-    wrong = compare_output(stock, model, moved, torch.float32, "the base", digest=stock.digest())
-    assert not wrong.passed
+    moved_result = compare_output(
+        stock, model, moved, torch.float32, "the base", digest=stock.digest()
+    )
+    assert not moved_result.passed
