@@ -128,8 +128,8 @@ def test_a_bad_micro_batch_is_seen_though_each_of_them_is_clipped(accelerated: b
         loop.drop_gradients()
         assert same(everything([loop.model], []), before) is (spoiled is not None)
     assert loop.guard is not None
-    found = [(event["verdict"]["cause"], event["sample_ids"]) for event in loop.guard.events]
-    assert found == [("inputs", [f"row 1 of micro-batch {number}"]) for number in (0, 1)]
+    actual = [(event["verdict"]["cause"], event["sample_ids"]) for event in loop.guard.events]
+    assert actual == [("inputs", [f"row 1 of micro-batch {number}"]) for number in (0, 1)]
 
 
 @BOTH
@@ -278,10 +278,10 @@ def test_an_index_out_of_range_keeps_its_type_and_message(
         run()
     assert type(guarded.value) is type(bare.value)
     assert str(guarded.value) == str(bare.value)
-    said = [
+    messages = [
         "guard: no table of the model has these indices\n  - b.txt: argument 0 has 9, 0 has 0..6"
     ]
-    assert caplog.messages == (said if named else [])
+    assert caplog.messages == (messages if named else [])
 
 
 class OptimizersInTheBackward:
