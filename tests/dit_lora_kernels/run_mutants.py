@@ -1,6 +1,6 @@
 """Break a kernel in every way of its list and see that its tests fail: `run_mutants.py OP [NUMBER...]`.
 
-The sources are copied, each mutant is applied to the copy alone, and the op's tests run against it. Exit code 1
+The sources are copied, each mutant is applied only to the copy, and the op's tests run against it. Exit code 1
 if any survives. Not part of the test command: a mutant takes as long as the tests up to their first failure.
 """
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def survives(op: str, old: str, new: str) -> bool:
-    """Return whether the op's tests pass with `old` replaced by `new` in the op's files, or in support.py."""
+    """Whether the op's tests pass with `old` replaced by `new` in the op's files, or in support.py."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = Path(folder) / "kernels"
         shutil.copytree(ROOT / "kernels", kernels)

@@ -267,7 +267,7 @@ def test_opcheck(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_saved_bytes() -> None:
-    """x' and a mean and rstd a row, and nothing of a row where there is no y; eager keeps the normalised rows too."""
+    """x' plus mean and rstd per row, and nothing for a row without y; eager keeps the normalised rows too."""
     B, T, D = shape = (2, 7, 1152)
     full, bare = (
         make(Case("layer", shape), torch.bfloat16),

@@ -32,7 +32,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
 
 def random(size: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Normal numbers in the middle of a NaN arena: whatever is read beyond them shows."""
+    """Normal numbers in the middle of a NaN arena: any out-of-bounds read shows."""
     generator = torch.Generator().manual_seed(seed)
     count = math.prod(size)
     arena = torch.full((count + 64,), float("nan"), dtype=dtype)
@@ -184,7 +184,7 @@ def test_not_differentiable_and_the_same_under_autocast(kernel: bool) -> None:
 
 
 def test_tables_are_made_once_and_never_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of address, size, dtype, group and count is looked at, and values are read anew."""
+    """Address, size, dtype, group and count are all compared, and values are read again."""
     tables_built: list[Any] = []
     build_table = module._table
     monkeypatch.setattr(

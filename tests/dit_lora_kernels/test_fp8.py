@@ -1,6 +1,6 @@
 """Products in fp8 and adapted layers on them: within the stated bounds of fp64, and no NaN or Inf is lost.
 
-On a CPU the codes are multiplied in fp32, as a GPU's sums are; what is rounded, and how, is the same.
+On a CPU the codes are multiplied in fp32, as a GPU's sums are; the rounding is the same.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def operand(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def bound(x: Tensor, w: Tensor) -> Tensor:
-    """What is stated of x w^T, (N, M)."""
+    """The stated bound on x w^T, (N, M)."""
     sizes, weight_sizes = x.double().abs(), w.double().abs()
     scales = [t.amax(1, keepdim=True) / 448 for t in (sizes, weight_sizes)]
     far_below = scales[0] * weight_sizes.sum(1) + (scales[1] * sizes.sum(1)).t()
@@ -185,7 +185,7 @@ def test_a_gpu_without_fp8_is_named(
 
 
 def test_a_gpu_is_asked_for_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has none, or a wrong one, is no error but a reason."""
+    """A library with none, or a wrong one, gives a reason and not an error."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(Tensor, "cuda", lambda self: self)

@@ -193,7 +193,7 @@ def test_a_bad_row_stays_in_its_row(bad: float) -> None:
 
 
 def test_hard_values_stay_finite() -> None:
-    """1e4 in fp16 with a small adapter, beside rows of zeros, where PEFT's own path is finite too."""
+    """1e4 in fp16 with a small adapter, next to rows of zeros, where PEFT's own path is finite too."""
     p = projection(64, 32, 4, 16.0, torch.float16)
     p.weight.mul_(0.1)
     p.adapter.a.data.mul_(0.1)

@@ -57,7 +57,7 @@ def test_masters_of_any_dtype_get_gradients_of_theirs() -> None:
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_a_quantized_base(dtype: torch.dtype) -> None:
-    """Its product is its library's, its weight is made for the backward pass alone and not kept."""
+    """Its product is its library's; its weight is built only for the backward pass and not kept."""
     exact = projection(64, 32, 4, 2.0, torch.float64)
     codes = (exact.weight * 100).round().to(torch.int8)
     calls = []

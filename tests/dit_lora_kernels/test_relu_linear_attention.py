@@ -291,7 +291,7 @@ def test_a_bad_value_stays_in_its_head(name: str) -> None:
 
 
 def test_offsets_beyond_int32() -> None:
-    """Rows 2^30 elements apart, of which three are touched; an offset that wrapped would land in the first half."""
+    """Rows 2^30 elements apart; three are touched. A wrapped offset would land in the first half."""
     memory = torch.empty(2**32 + 256, dtype=torch.float16, device=DEVICE)
     q, k, v, grad = inputs((1, 3, 1, 16), torch.float16)
     far = []

@@ -215,7 +215,7 @@ def test_strides() -> None:
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_hard_values(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sample of its own kind: far from zero, tiny, zero, and far below zero, where SiLU vanishes."""
+    """Samples of four kinds: far from zero, tiny, zero, and far below zero, where SiLU vanishes."""
     if not kernel:
         without_kernel(monkeypatch)
     h, weight, bias = operands((4, 2, 2, 3))

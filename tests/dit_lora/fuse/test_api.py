@@ -1,4 +1,4 @@
-"""`fuse` and `unfuse` as users call them: what is on, what is said, what is refused, what is found wrong."""
+"""`fuse` and `unfuse` as users call them: active kernels, messages, refusals and detected faults."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -161,7 +161,7 @@ def test_a_dropout_that_drops_nothing_is_called_for_whoever_looks(
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_a_blocks_mask_is_kept_once_where_all_heads_share_it(per_head: bool, queries: int) -> None:
-    """Stock processors repeat it for each head; what is attended to is the same."""
+    """Stock processors repeat it for each head; the attended tokens are the same."""
     attn = Attention(query_dim=24, heads=3, dim_head=8)
     generator = torch.Generator().manual_seed(0)
     mask = torch.where(torch.rand(2, queries, 7, generator=generator) < 0.6, 0.0, -1e4)
@@ -269,7 +269,7 @@ def test_a_mask_for_a_backend_that_takes_none_is_refused_in_one_line(name: str) 
 
 
 class Scale(torch.autograd.Function):
-    """Multiplies by a weight, and saves its input in a shape of its own."""
+    """Multiplies by a weight, and saves its input in another shape."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -309,7 +309,7 @@ def test_what_is_computed_again_is_freed_and_has_the_same_gradient() -> None:
 
 
 def test_under_checkpointing_nothing_is_computed_twice_for_it() -> None:
-    """It decides what is kept; a closure of ours would hold its inputs beyond that."""
+    """It decides which tensors stay alive; a closure of ours would hold its inputs longer."""
     source, weight = torch.randn(2, 3, 4, requires_grad=True), torch.ones(4, requires_grad=True)
     calls = []
 

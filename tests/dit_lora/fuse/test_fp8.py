@@ -1,4 +1,4 @@
-"""`kernels.fp8`: asked for or off, refused by name, in the bounds stated of whole models, and a switch of its own."""
+"""`kernels.fp8`: requested or off, refused by name, within the stated bounds on full models, with its own switch."""
 
 from collections.abc import Iterator
 from pathlib import Path

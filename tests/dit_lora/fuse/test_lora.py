@@ -1,4 +1,4 @@
-"""LoRA layers of real PEFT models through lora_linear: the same model, whatever is done to its adapters."""
+"""LoRA layers of real PEFT models through lora_linear: the same model after every change of its adapters."""
 
 import copy
 import warnings
@@ -174,7 +174,7 @@ REASONS: list[tuple[str, Callable[[], Attention]]] = [
 def test_what_is_not_the_plain_case_runs_pefts_own_forward(
     reason: str, make: Callable[[], Attention], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone and as one of three; the others are fused as before."""
+    """As a single layer and as one of three; the other layers are fused as before."""
     model = make()
     model.shared = False
     assert lora.why_not(model.q) == reason

@@ -1,4 +1,4 @@
-"""Layers with a frozen adapter under the one that trains: `lora_linear` for that one, and PEFT's modules beside it."""
+"""Layers with a frozen adapter under the trained one: `lora_linear` for that one, PEFT's modules for the rest."""
 
 import copy
 import warnings

@@ -111,7 +111,7 @@ def test_eager_in_fp32_is_taken_switched_and_given_back(name: str) -> None:
 
 
 def test_the_first_training_forward_compares_it() -> None:
-    """With answers, the model gives losses alone."""
+    """With answers, the model gives only losses."""
     model = with_answer_losses(tiny.mistral())
     fuse(model, OFF, attention="eager")
     model(**tiny.batch(tiny.samples("mistral"))).sum().backward()
@@ -198,7 +198,7 @@ def together(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_prompts_that_are_answered_together_are_padded_on_the_left(attention: str) -> None:
-    """And not on the right: what is said next then follows a pad. One at a time there is no pad."""
+    """Not on the right: the next token would follow a pad. One at a time needs no pad."""
     model = tiny.mistral(initializer_range=0.5).eval()
     model.generation_config.eos_token_id = None
     fuse(model, OFF, attention=attention, check=False)

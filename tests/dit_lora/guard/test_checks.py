@@ -1,4 +1,4 @@
-"""Each check passes a sound model and names what is wrong with a broken one."""
+"""Each check passes a sound model and names the fault of a broken one."""
 
 import json
 from collections.abc import Callable
@@ -115,7 +115,7 @@ def test_a_policy_that_nothing_leaves_passes(
 
 
 class Nested(nn.Module):
-    """A block that opens an autocast of its own around one of its two layers."""
+    """A block that opens its own autocast around one of its two layers."""
 
     def __init__(self, dtype: torch.dtype, enabled: bool = True) -> None:
         super().__init__()

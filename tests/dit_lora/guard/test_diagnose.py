@@ -1,4 +1,4 @@
-"""Each fault is told by its own cause, from facts to experiments, with the samples and the module at fault."""
+"""Each fault gets its cause, from facts to experiments, with the samples and the module at fault."""
 
 import itertools
 from types import SimpleNamespace
@@ -301,7 +301,7 @@ def test_a_gradient_of_zero_is_cured_by_its_switch_or_else_is_nobodys_sample(mod
 
 
 def test_facts_come_before_experiments_and_the_smaller_change_before_the_larger() -> None:
-    """One fault after another is taken away; what is left is found."""
+    """Faults are removed one by one; the remaining ones are found."""
     model, tensors = Net(torch.float16), rows()
     model.block.fault = grow
     moment = torch.full((6, 2), torch.nan)

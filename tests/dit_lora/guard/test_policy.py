@@ -121,7 +121,7 @@ def test_a_ladder_that_has_nothing_to_offer_stops_and_says_so() -> None:
 def test_a_sample_that_fails_again_with_draws_that_others_are_healthy_with_is_quarantined(
     ladder: Ladder,
 ) -> None:
-    """Nothing else that fails twice is left out for good: it may be the draw, the step or the machine."""
+    """No other sample that fails twice is dropped permanently: the cause may be the draw, the step or the machine."""
     diagnosis = verdict("inputs", "a", "b", evidence={"control_with_the_same_draws": "healthy"})
     assert chosen([diagnosis], ladder, skipped=["c", "d"]) == Action("skip", samples=("a", "b"))
     assert chosen([diagnosis], ladder, skipped=["c", "b"]) == Action("quarantine", samples=("b",))

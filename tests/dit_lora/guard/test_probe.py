@@ -314,7 +314,7 @@ def test_memory_that_nothing_was_written_to_is_no_origin() -> None:
 
 
 def test_a_cast_into_new_memory_that_overflows_is_named() -> None:
-    """Whatever was in that memory before."""
+    """Independent of the previous contents of that memory."""
     nan_input = torch.full((3, 5), torch.nan, dtype=torch.float16)
     with Probe(nn.Identity()).watching() as trace:
         nan_input.copy_(rows(3, 5) * 1e30)

@@ -42,7 +42,7 @@ def micro_batch(
     *,
     seed: int = 23,
 ) -> MicroBatch:
-    """Three different rows; `change` is what is done to their losses."""
+    """Three different rows; `change` is applied to their losses."""
     latents = torch.randn(3, 7, generator=torch.Generator().manual_seed(2))
 
     def forward() -> LossOutput:

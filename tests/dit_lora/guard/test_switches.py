@@ -1,4 +1,4 @@
-"""What is switched off for a while is on again afterwards, and the model in fp32 gets its own tensors back."""
+"""Components switched off temporarily are on again afterwards, and the model in fp32 gets its own tensors back."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -194,7 +194,7 @@ def test_a_switch_is_found_by_its_name_and_an_unknown_one_lists_those_there_are(
 
 
 class Block(nn.Module):
-    """torch.compile leaves torch's own modules alone."""
+    """torch.compile does not change torch's own modules."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is changed in a replay is the cause only if it comes out so each time; samples are blamed by evidence alone."""
+"""A change in a replay is the cause only if every repetition agrees; samples are named only with evidence."""
 
 import random
 from dataclasses import replace
@@ -127,7 +127,7 @@ def test_where_every_sample_fails_none_is_named(model: Net) -> None:
 
 
 def test_a_control_whose_own_draw_fails_is_tried_with_others(model: Net) -> None:
-    """A range of timesteps fails, of which the control happens to have one; a step ago it did not fail yet."""
+    """A range of timesteps fails, and the control has one of them; one step earlier it did not fail yet."""
     healthy = batch(model, ids=("c.mp4",))
     control = batch(model, ids=("c.mp4",), loss=fails, redrawn=lambda _number: healthy)
     failing_batch = batch(
@@ -240,7 +240,7 @@ def test_moments_that_overflow_under_lost_weights_are_the_rates_and_one_alone_is
 
 
 def test_a_sample_whose_new_draws_all_fail_is_tried_with_the_controls(model: Net) -> None:
-    """A wide range of timesteps fails, whatever the sample: all its draws may lie in it, and the control's do not."""
+    """A wide range of timesteps fails for every sample: all its draws may lie in it, and the control's do not."""
 
     def given(with_controls: Change) -> MicroBatch:
         def at(other: MicroBatch, draws: bool) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""A run that pushes when it ends: refused before it trains, whole whatever the push does, and loaded from the Hub."""
+"""A run that pushes at its end: refused before it trains, complete if the push fails, and loaded from the Hub."""
 
 import re
 import shutil
@@ -280,7 +280,7 @@ def test_a_push_that_fails_loses_nothing_of_the_run(
 def test_both_of_two_ranks_are_refused_before_they_train(
     launch: Any, tiny_checkpoints: dict[str, Path], tmp_path: Path, shape_clips: Path
 ) -> None:
-    """The main process alone asks; the other ends with it, and not by a time-out."""
+    """Only the main process asks the Hub; the other ends with it, not with a time-out."""
     base = tiny_checkpoints["cogvideox-2b"]
     result = launch(
         [

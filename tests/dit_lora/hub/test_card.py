@@ -1,4 +1,4 @@
-"""The model card: metadata that the Hub takes, of what is known, and captions that are no markup."""
+"""The model card: metadata that the Hub accepts, and captions that cannot act as markup."""
 
 import ast
 import json

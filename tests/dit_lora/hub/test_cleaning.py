@@ -1,4 +1,4 @@
-"""A published recipe names no place of the machine that trained, and keeps what is on the Hub."""
+"""A published recipe has no local paths of the training machine, and keeps names from the Hub."""
 
 from pathlib import Path
 from typing import Any

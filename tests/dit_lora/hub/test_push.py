@@ -40,7 +40,7 @@ def pushed(run_dir: Path, *, private: bool = True) -> tuple[str, list[str]]:
 
 
 def told(said: list[str]) -> list[str]:
-    """What was said beside the list of files."""
+    """Messages other than the list of files."""
     return [line for line in said if line.startswith("hub: ")]
 
 
@@ -112,7 +112,7 @@ def test_what_others_put_there_stays(hub: FakeHub, run_dir: Path) -> None:
 def test_a_cut_connection_is_gone_on_with_where_it_broke(
     hub: FakeHub, run_dir: Path, waits: list[float]
 ) -> None:
-    """The first push loses its connection in an upload for good; the second sends the missing blobs alone."""
+    """The first push loses its connection during an upload and fails; the second sends only the missing blobs."""
     hub.faults = [Fault(rf"PUT /lfs/{digest(run_dir)}", cut="before", times=1000)]
     with pytest.raises(DitLoraError) as failed:
         pushed(run_dir)

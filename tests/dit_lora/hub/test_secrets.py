@@ -1,4 +1,4 @@
-"""What is pushed of a run that is full of tokens and paths has none, and neither do its card and its report."""
+"""A run full of tokens and paths is pushed without any of them; so are its card and its report."""
 
 import json
 import shutil

@@ -281,7 +281,7 @@ def test_saved_and_loaded_it_is_the_same_model(tmp_path: Path) -> None:
 
 
 def test_modulation_in_bf16_is_rounded_once() -> None:
-    """Against fp64 no entry is off by more than one rounding of its own size."""
+    """Against fp64, every entry is within one rounding step at its magnitude."""
     generator = torch.Generator().manual_seed(0)
     model: Any = VideoDiTTransformer3DModel.from_config(config())
     tokens = (3 + torch.randn(2, 15, WIDTH, generator=generator)).bfloat16()

@@ -28,7 +28,7 @@ def drawn(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, nn.Linear]:
 
 
 def in_fp64(hidden: torch.Tensor, labels: torch.Tensor, head: nn.Linear) -> list[torch.Tensor]:
-    """Losses of each sample alone, and the gradients of their weighted sum, of the same numbers."""
+    """Per-sample losses, and the gradients of their weighted sum, from the same numbers in fp64."""
     states = hidden.detach().double().requires_grad_()
     weight, bias = (p.detach().double().requires_grad_() for p in (head.weight, head.bias))
     losses = torch.stack(

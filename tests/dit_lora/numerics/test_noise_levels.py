@@ -110,7 +110,7 @@ def test_draws_are_of_the_density_cut_to_the_range(name: str, t_min: float, t_ma
 
 
 def test_levels_rise_with_the_normal_number_and_its_halves_are_the_distributions() -> None:
-    """One number draws one level whatever the range: a quantile of the density."""
+    """One number draws one level for every range: a quantile of the density."""
     gaussian = torch.linspace(-4, 4, 81)
     for levels, shift, _ in CASES.values():
         cut = NoiseLevels(**{**vars(levels), "t_min": 0.2, "t_max": 0.8})

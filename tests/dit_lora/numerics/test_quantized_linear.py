@@ -1,4 +1,4 @@
-"""Weights in 4 and 8 bits: the product and its gradient, what is saved for it, and what a guard sees."""
+"""Weights in 4 and 8 bits: the product, its gradient, the tensors saved for backward, and the guard's checks."""
 
 from typing import Any
 
@@ -142,7 +142,7 @@ def bitsandbytes_layer(kind: str) -> Any:
 
 
 def test_the_scales_of_bitsandbytes_layers_are_found_too() -> None:
-    """Which keep them beside their parameters; those of int8 move when it is first called."""
+    """bitsandbytes keeps scales next to the parameters; int8 scales move at the first call."""
     four, double, eight = (bitsandbytes_layer(kind) for kind in ("single", "double", "int8"))
     four.weight.quant_state.absmax[2] = torch.nan
     double.weight.quant_state.state2.absmax[0] = torch.inf

@@ -218,7 +218,7 @@ def test_samples_are_what_encoders_make_of_them(
 
 @pytest.fixture(scope="module")
 def bare(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of configs alone."""
+    """A checkpoint that has only configs."""
     folder = tmp_path_factory.mktemp("bare") / "cogvideox-5b"
     ignored = shutil.ignore_patterns("*.safetensors")
     return Path(shutil.copytree(tiny_checkpoints["cogvideox-5b"], folder, ignore=ignored))

@@ -1,4 +1,4 @@
-"""Phases of a run beside training."""
+"""Phases of a run other than training."""
 
 from pathlib import Path
 

@@ -26,7 +26,7 @@ def test_a_forward_of_the_instances_own_is_there_again_after_autocast() -> None:
 
 
 def test_what_is_computed_in_fp32_is_what_pytorch_lists_for_cuda() -> None:
-    """In its header; beside the list's own names, what Python calls the same ops by."""
+    """The list is in a header; Python calls some of its ops by other names."""
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     lists = re.findall(
         r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)(.*?)\n\n", header.read_text(), re.DOTALL

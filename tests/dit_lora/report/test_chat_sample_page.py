@@ -32,7 +32,7 @@ def rendered(
 
 
 def frames(count: int, height: int = 30, width: int = 50) -> torch.Tensor:
-    """Each of its own grey."""
+    """Each in another grey."""
     levels = torch.arange(count, dtype=torch.uint8).view(count, 1, 1, 1) * 5
     return levels.expand(count, 3, height, width)
 

@@ -1,4 +1,4 @@
-"""The page of a guard's folder: what is in it is on it, and what a stranger wrote is text."""
+"""The page of a guard's folder shows its contents, and escapes text from other people."""
 
 import json
 from pathlib import Path

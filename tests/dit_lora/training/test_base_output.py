@@ -45,7 +45,7 @@ def start(
     cache: Path,
     tmp_path: Path,
 ) -> Callable[..., str]:
-    """Run the smoke recipe below a folder of its own; what it said, or the error with which it ended."""
+    """Run the smoke recipe in its own folder; gives its messages, or the error with which it ended."""
 
     def started(*more: str, run: str = "run") -> str:
         args = quick(shape_clips, tmp_path, f"model.path={tiny_checkpoints['cogvideox-2b']}", *more)
@@ -116,7 +116,7 @@ def test_a_frozen_weight_that_changes_is_not_certified(
 def test_an_output_that_is_not_finite_is_not_certified(
     start: Callable[..., str], at_step: Any, tmp_path: Path
 ) -> None:
-    """NaN outside of training alone, by a hook: no loss shows it, and the weights are whole."""
+    """NaN only outside of training, from a hook: no loss shows it, and the weights are finite."""
 
     def spoil(run: Run) -> None:
         frozen_module = run.setup.transformer.get_submodule(FROZEN.rpartition(".")[0])

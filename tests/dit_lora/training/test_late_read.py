@@ -1,4 +1,4 @@
-"""A step's row is read a step late: what is in flight then, who finds what, and what becomes of errors and trips."""
+"""A step's metrics are read one step late: work in flight, which rank finds a fault, and handling of errors."""
 
 import os
 import time
@@ -87,7 +87,7 @@ def test_an_error_in_the_next_step_comes_after_the_step_that_was_taken() -> None
 
 
 def failing_on(rank: int, faults: dict[str, Any]) -> tuple[str, list[int], list[int]]:
-    """How a run of four steps ended, and which steps were followed and which noted alone; faults are of one rank."""
+    """The end of a run of four steps, and which steps were followed or only recorded; faults are on one rank."""
     is_failing_rank = int(os.environ["RANK"]) == rank
     noted: list[int] = []
     followed: list[int] = []

@@ -38,7 +38,7 @@ def fake(loop: Loop) -> FakeRecovery:
 
 
 def spoiled_at(calls: Mapping[int, float], seen: list[int]) -> Callable:
-    """Losses of which those of some calls, counted from 1, are multiplied by a value."""
+    """Losses; those of some calls, counted from 1, are multiplied by a value."""
 
     def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
         seen.append(len(seen) + 1)

@@ -1,6 +1,6 @@
 """The host waits in a healthy step for one copy of one row, a step late. Counted on the CPU, where nothing waits.
 
-So do copies to the device that are not queued. Of models of Transformers the code of this project is counted alone.
+So do copies to the device that are not queued. Of models of Transformers only the code of this project is counted.
 """
 
 import json
@@ -277,7 +277,7 @@ def test_a_healthy_step_of_a_chat_model_is_read_once(
 def test_the_host_waits_for_the_gpu_by_the_event_of_the_row_alone(
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch itself counts what waits for a whole stream; the first step makes what is kept."""
+    """PyTorch itself counts waits for a stream; the first step creates the tensors that stay."""
     waits: list[list[str]] = []
 
     def warned(name: str) -> Callable[..., Any]:

@@ -66,7 +66,7 @@ def frozen(found: Verdict) -> Verdict:
 
 
 def test_a_bad_frozen_weight_costs_no_trained_one(guarded: Guarded) -> None:
-    """The step was not taken: what is trained is that of the step before, which is saved."""
+    """The step was not taken: the trained weights are those of the previous step, which are saved."""
     guarded.recovery.snapshots.take(2)
     guarded.train(3, 4)
     expected = guarded.copy()

@@ -67,7 +67,7 @@ class Table:
         return self.run(name) / "checkpoints" / f"step_{step:06d}"
 
     def poisoned(self, tag: str) -> Path:
-        """The cache with one NaN in a clip's latent; a run of its own each, which sets the entry aside."""
+        """A copy of the cache with one NaN in a clip's latent; one copy per run, since a run marks the entry bad."""
         cache = self.folder / f"poisoned_{tag}"
         shutil.rmtree(cache, ignore_errors=True)
         shutil.copytree(self.cache, cache)
@@ -171,9 +171,9 @@ def require_whole(table: Table, name: str, ranks: int) -> None:
 
 
 def require_faults_named(table: Table, tag: str, ranks: int, block: int = 0) -> None:
-    """The sample, the weight's module, the moment's; on the rank whose it is; and recovered, to the last bit.
+    """Names the sample, the weight's module or the moment's, on the rank that has it; recovery is bit-exact.
 
-    `block` has the first moment of which the last rank holds anything.
+    `block` has the first moment with values on the last rank.
     """
     last_rank = ranks - 1
     (event,) = lines(table.run(f"{tag}_nan_latent"), "events.jsonl")
@@ -212,7 +212,7 @@ def require_same_state(table: Table, name: str, other: str) -> None:
 def test_two_ranks_with_sharded_weights_train_recover_and_resume_as_one_process(
     table: Table,
 ) -> None:
-    """DDP beside them; one launch."""
+    """DDP runs in the same launch."""
     common_overrides = {
         **healthy(table, "ddp", 2, [1]),
         **healthy(table, "fsdp2", 2, [1, 4]),
@@ -280,7 +280,7 @@ def sharing(table: Table, ranks: int) -> dict[str, Case]:
 def test_ranks_that_share_each_samples_tokens_train_and_recover_as_one_process(
     table: Table, ranks: int
 ) -> None:
-    """Context parallelism, alone and beside data parallelism."""
+    """Context parallelism, with and without data parallelism."""
     table.launch(ranks, sharing(table, ranks))
     tag = f"context_{ranks}"
     for name in (f"{tag}_1", f"{tag}_4", f"{tag}_from_one"):

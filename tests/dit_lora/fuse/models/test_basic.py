@@ -226,7 +226,7 @@ def test_calls_that_run_the_stock_block(how: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("text", [True, False])
 def test_fp32_tables_make_the_residual_stream_fp32(text: bool) -> None:
-    """As in the stock block: what is added to large tokens is not rounded away."""
+    """As in the stock block, small values added to large tokens are not rounded away."""
     block = block_of(norm_type="ada_norm_single", cross_attention_dim=32 if text else None)
     tokens, source = (100 * draw(2, 6, 32)).bfloat16(), draw(2, 5, 32).bfloat16()
     rows = draw(2, 6 * 32, seed=4).bfloat16()

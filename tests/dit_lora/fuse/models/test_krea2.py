@@ -116,7 +116,7 @@ class TestKrea2(Contract):
         assert sorted(outputs) == ["_hidden"] * 4 + ["_norm_again"] * 5
 
     def test_padding_in_the_middle_is_left_out(self) -> None:
-        """Pads change nothing, whatever they hold, by the fused processors as by the stock ones."""
+        """Values of padding tokens change nothing, with fused processors as with stock ones."""
         model, model_inputs = fuse_all(self.build()), self.inputs("masked")
         expected = self.run(model, model_inputs)["output 0"]
         text = model_inputs["encoder_hidden_states"].detach().clone()

@@ -17,7 +17,7 @@ TOKENS = 9
 
 
 def build(**config: Any) -> Any:
-    """Width 32 is no multiple of 6: its first two channels are not rotated."""
+    """Width 32 is not a multiple of 6: its first two channels are not rotated."""
     return LTXVideoTransformer3DModel(
         in_channels=8,
         out_channels=8,

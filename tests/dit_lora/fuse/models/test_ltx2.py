@@ -90,7 +90,7 @@ class Joint(Contract):
         assert_equal(self.run(fuse_all(model), model_inputs), expected)
 
     def kind(self, name: str) -> str:
-        """A layer of all twelve attentions, of which each has few numbers."""
+        """One layer in all twelve attentions; each has few numbers."""
         *parent_path, layer = name.split(".", 3)
         return layer if len(parent_path) == 3 and "attn" in parent_path[2] else name
 
@@ -149,7 +149,7 @@ class TestFirst(Joint):
 
 
 class TestSecond(Joint):
-    """2.3: text is modulated, and attention has a gate a head and a processor of its own."""
+    """2.3: text is modulated, and attention has a gate per head and its own processor."""
 
     targets: ClassVar = [*ATTENTION, "to_gate_logits", "audio_ff.net.2", "prompt_adaln.linear"]
     widths = (32, 32)

@@ -99,7 +99,7 @@ class TestZImage(Contract):
     def test_tables_are_made_once_for_each_sequence_and_kept_no_longer(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of the pictures, of the captions and of both, whatever the number of blocks."""
+        """One table each for images, captions and both, for every number of blocks."""
         model, tables_built = fuse_all(self.build()), []
         tables = complex_rotary._tables
 
@@ -116,7 +116,7 @@ class TestZImage(Contract):
         assert len(complex_rotary._TABLES) == before
 
     def test_modulation_of_each_token_runs_the_stock_block(self) -> None:
-        """Z-Image-Omni has clean tokens beside noisy ones."""
+        """Z-Image-Omni has clean and noisy tokens."""
         model = self.build().requires_grad_(False)
         block, x = model.layers[0], draw(2, 6, 32)
         rotations = model.rope_embedder(torch.arange(18).view(6, 3) % 8).expand(2, -1, -1)

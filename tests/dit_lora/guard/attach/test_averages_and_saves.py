@@ -1,4 +1,4 @@
-"""Averages of weights stay finite, and whatever is not finite in a file is said when it is saved."""
+"""Averages of weights stay finite, and saving a file reports its non-finite values."""
 
 import copy
 import io

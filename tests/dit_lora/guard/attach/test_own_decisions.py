@@ -141,7 +141,7 @@ def test_gradients_of_a_skipped_step_are_left_as_they_are(accelerated: bool) -> 
 
 
 def test_zeros_that_clipping_makes_of_an_infinite_norm_are_no_lost_gradient() -> None:
-    """They are those of another optimizer: its step is taken, and only the bad gradient is told."""
+    """They belong to another optimizer: its step is taken, and only the bad gradient is reported."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 3), nn.Linear(3, 1)]
     model = nn.Sequential(*layers)
@@ -168,7 +168,7 @@ def test_a_step_without_a_backward_of_its_own_lacks_no_gradient() -> None:
 
 
 def test_the_loss_of_a_model_that_is_not_watched_is_not_the_loops() -> None:
-    """A probe, say, that is trained beside the model in the same process."""
+    """For example a probe that trains in the same process as the model."""
     torch.manual_seed(0)
     model, probe = nn.Linear(4, 2), nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

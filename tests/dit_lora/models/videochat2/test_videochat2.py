@@ -1,4 +1,4 @@
-"""VideoChat2 computes what the original computes, values and gradients, whatever else is in the batch."""
+"""VideoChat2 computes the values and gradients of the original, independent of the rest of the batch."""
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_without_text_the_qformer_has_no_words() -> None:
 
 
 def test_batch_neighbours_and_padding_change_nothing() -> None:
-    """A row alone, without its padding, gives the logits that it gives in the batch."""
+    """A single row without padding gives the same logits as in the batch."""
     config = tiny_config()
     model = tiny_model(config)
     batch = tiny_batch(config)

@@ -1,4 +1,4 @@
-"""What is no release of VideoChat2: refused with all that is wrong, no code run, nothing left behind."""
+"""Files that are not a VideoChat2 release are refused with every problem listed; no code runs, no file remains."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""VideoChat2's released files to a folder that opens and computes; all that does not fit is said."""
+"""VideoChat2's released files become a folder that loads and runs; every tensor that does not fit is reported."""
 
 import json
 import re

@@ -164,7 +164,7 @@ def test_stochastic_depth_drops_every_branch_and_no_residual() -> None:
 
 
 def test_stochastic_depth_grows_with_depth() -> None:
-    """Over all blocks of the pretrained encoder, the last of which is not built; over the Q-Former's layers."""
+    """Over all blocks of the pretrained encoder (the last block is not built) and over the Q-Former's layers."""
     model = VideoChat2ForConditionalGeneration(tiny_config(**DROPOUT)).model
     blocks = [block.drop_path.rate for block in model.vision_encoder.encoder.blocks]
     assert blocks == pytest.approx([0.0, 0.1, 0.2])

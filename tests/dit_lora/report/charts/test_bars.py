@@ -20,7 +20,7 @@ def test_a_short_line_is_held_as_it_is() -> None:
 
 
 def test_a_long_line_is_held_by_means_and_extremes() -> None:
-    """A point stands for 50 of 100,000 values; a spike is among the highest, and what is not finite leaves a gap."""
+    """A point stands for 50 of 100,000 values; a spike is among the highest, and non-finite values leave a gap."""
     values = [float(step) for step in range(100_000)]
     values[31_234], values[70] = 1e9, math.nan
     assert joined(range(100_000))[:2, -1].tolist() == [49, 99]

@@ -1,4 +1,4 @@
-"""Files that grow, are torn or are written anew are read on from where reading ended, as if read whole."""
+"""Files that grow, are truncated or are rewritten continue from the last position, with the result of a full read."""
 
 import json
 import math

@@ -247,7 +247,7 @@ def test_events_are_listed_in_words(run_dir: Path) -> None:
 
 
 def test_what_is_missing_is_said_where_it_is_expected(tmp_path: Path) -> None:
-    """A folder with a recipe alone gives a page."""
+    """A folder with only a recipe gives a page."""
     (tmp_path / "config.yaml").write_text(
         "model: {family: cogvideox, path: x}\ntrain: {steps: 5}\n"
     )
@@ -286,7 +286,7 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(
 def test_the_report_appears_whole_or_not_at_all(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old page stays until the rename, and nothing is left beside the new one."""
+    """The old page stays until the rename, and no temporary file remains."""
     (run_dir / "report.html").write_text("old")
     observed = []
 

@@ -92,7 +92,7 @@ class Opened:
             self.page.wait_for_timeout(30)
 
     def is_quiet(self, own: str) -> bool:
-        """Whether it said nothing and asked its own address alone."""
+        """Whether it printed nothing and requested only its own address."""
         foreign = [url for url in self.asked if not url.startswith((own, "data:"))]
         assert self.said == []
         assert foreign == []
@@ -198,7 +198,7 @@ def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(
 
 
 def legend(locator: Any) -> str:
-    """What is read under a chart, in the order that is seen."""
+    """The legend text under a chart, in visual order."""
     script = """(legend) => [...legend.querySelectorAll('tr')]
       .sort((a, b) => getComputedStyle(a).order - getComputedStyle(b).order)
       .map((row) => [...row.children].map((cell) => cell.innerText).join(' ')).join(' ')"""

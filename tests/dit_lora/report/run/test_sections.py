@@ -1,4 +1,4 @@
-"""What the guard, the checks, the data and the modules said is told in words, however odd the files."""
+"""Sections of the guard, the checks, the data and the modules as text, also for malformed files."""
 
 import json
 import time
@@ -169,7 +169,7 @@ def test_the_recipes_own_file_is_compared_with_first_and_none_is_said() -> None:
 
 
 def test_a_long_run_is_bounded_in_size_and_time(run_dir: Path) -> None:
-    """Once read, a run of 10,000 steps is written anew in a fraction of a second, as large as one of 2,000."""
+    """Once read, a run of 10,000 steps is rewritten in a fraction of a second, and is as large as one of 2,000."""
     reader, sizes = RunReader(run_dir), []
     path = run_dir / "metrics.jsonl"
     for count in (2_000, 10_000):

@@ -1,4 +1,4 @@
-"""The served report answers to this machine alone, with the page and its samples, and nothing else of the disk."""
+"""The served report answers only this machine, with the page and its samples and no other file of the disk."""
 
 import http.client
 import json
@@ -218,7 +218,7 @@ def test_a_client_that_hangs_up_leaves_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
     request_line: bytes,
 ) -> None:
-    """Whatever it is refused with; writing to it fails."""
+    """For every refusal: writing the reply fails."""
     failed = threading.Event()
 
     def broken(self: object, data: bytes) -> int:

@@ -1,4 +1,4 @@
-"""A merged pipeline is base plus adapter for anybody who has Diffusers alone."""
+"""A merged pipeline is base plus adapter, and needs only Diffusers."""
 
 import json
 import shutil
@@ -115,7 +115,7 @@ def test_stock_diffusers_loads_base_plus_adapter(
 def test_half_precision_in_several_files_is_rounded_once(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Of W + s B A in fp64, not of W + the rounded product; what is not adapted keeps its bytes."""
+    """W + s B A is summed in fp64 and rounded once; weights without an adapter keep their bytes."""
     base = copied(tiny_checkpoints["cogvideox-2b"], tmp_path / "base", torch.bfloat16, shards=2)
     save_file({}, base / "transformer" / "diffusion_pytorch_model.fp16.safetensors")  # a variant
     trained_adapter = trained("cogvideox", base, tmp_path / "adapter", scale=0.05)

@@ -1,4 +1,4 @@
-"""A LoRA in a lower rank is the best one of that rank, whatever form it came in."""
+"""A LoRA in a lower rank is the best one of that rank, for every input format."""
 
 import json
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: 
 def test_forms_of_other_trainers_and_base_weights(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """ComfyUI's, kohya's and PEFT's forms all give the file of Diffusers' form; what trained beside it stays."""
+    """ComfyUI's, kohya's and PEFT's formats all give the file of Diffusers' format; other trained weights stay."""
     base = tiny_checkpoints["cogvideox-2b"]
     trained_adapter = trained("cogvideox", base, tmp_path / "adapter", rank=6)
     lowered(trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(2))

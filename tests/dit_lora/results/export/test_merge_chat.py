@@ -1,4 +1,4 @@
-"""A merged checkpoint is the adapted model, for anybody who has Transformers alone."""
+"""A merged checkpoint is the adapted model, and needs only Transformers."""
 
 import json
 from pathlib import Path

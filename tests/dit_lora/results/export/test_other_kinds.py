@@ -1,4 +1,4 @@
-"""Adapters of other kinds than LoRA in every form that reads them; what is merged is what PEFT computes."""
+"""Adapters of other kinds than LoRA in every format that reads them; merged weights equal PEFT's."""
 
 from pathlib import Path
 from typing import Any

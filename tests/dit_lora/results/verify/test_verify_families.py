@@ -1,4 +1,4 @@
-"""What every family saves verifies, on one process and on ranks, whatever lever is on."""
+"""Adapters of every family verify, on one process and on ranks, with every option on."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def test_every_diffusion_family_verifies_what_it_saves(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A base of another seed is told apart, whatever the model is conditioned on."""
+    """A base of another seed is detected for every kind of conditioning."""
     small_references(monkeypatch)
     classes = ("--frames=9",) if variant == "video-dit-text" else DATA.get(family, ())
     classes = ("--pairs",) if variant in PAIRS else classes
@@ -110,7 +110,7 @@ def test_levers_change_nothing_of_what_is_verified(
 def test_ranks_note_together_and_the_command_compares(
     tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path
 ) -> None:
-    """Sharded weights are in no one place to be compared at the run's end, and that is said."""
+    """Sharded weights are not compared when the run ends, and the record says so."""
     base = f"model.path={tiny_checkpoints['cogvideox-5b']}"
     more = {"fsdp2": ["train.ema=0.9"], "context": ["train.context_parallel=2"]}
     cases = []

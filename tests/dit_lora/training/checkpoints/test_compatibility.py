@@ -1,4 +1,4 @@
-"""Continuing elsewhere is said in one line, and a step of other samples is refused with its remedy."""
+"""Resuming on another topology prints one line; a step with other samples is refused with its remedy."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints are written beside the loop, from a copy of their step, and their errors are not lost."""
+"""Checkpoints are written in the background, from a copy of their step, and their errors are not lost."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The loop over parts that DeepSpeed's ZeRO-2 keeps, on gloo ranks: DDP's trajectory, the gate, and what is saved."""
+"""The loop over DeepSpeed ZeRO-2 shards on gloo ranks: DDP's trajectory, the gate, and saved files."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ def sample(number: int) -> Batch:
 
 
 class Recorder:
-    """Recovery that replays what tripped on this rank alone, and takes the step again."""
+    """Recovery that replays the failed batches of this rank only, and repeats the step."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -60,7 +60,7 @@ def saved_bytes(step: TinyStep) -> int:
 def test_the_count_is_exactly_what_a_real_step_saves(
     tiny_checkpoints: dict[str, Path], variant: str, mixed: str
 ) -> None:
-    """By autograd's own word, and by what is alive after the forward pass: that and the scalar loss."""
+    """Counted from autograd's saved tensors, and from tensors alive after forward (these and the scalar loss)."""
     step = tiny_step(tiny_checkpoints, variant, mixed=mixed, dropout=0.3)
     needs = measure(step.transformer, step.losses, step.spec, CPU)
     assert needs["none"] == saved_bytes(step)

@@ -280,7 +280,7 @@ def test_real_peaks_are_in_the_order_of_the_count(step: ChatStep) -> None:
 
 
 class Held(nn.Module):
-    """As a block of Transformers, with a table of its own by name."""
+    """Like a block of Transformers, with its own named table."""
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return x * table

@@ -21,7 +21,7 @@ FAMILIES = ("cogvideox-5b", "sana-1.5", "dit-tiny")
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What was traced is dropped before and after; ops run their references, as what is traced is the same."""
+    """Traced graphs are dropped before and after; ops run their references, since the traced graph is the same."""
     torch._dynamo.reset()
     counters.clear()
     with by("reference", monkeypatch):

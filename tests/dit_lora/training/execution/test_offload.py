@@ -318,7 +318,7 @@ def test_a_recipe_trains_samples_and_resumes_with_the_same_bits(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_on_cuda_holds_two_blocks_of_the_base(tiny_checkpoints: dict[str, Path]) -> None:
-    """Blocks of 100 MiB and more each, so that what a step computes with is small beside them."""
+    """Blocks of 100 MiB and more each, so that activations of a step are small in comparison."""
     wide = {"num_layers": 8, "num_attention_heads": 32, "attention_head_dim": 64}
     gpu, peaks, results = torch.device("cuda"), {}, {}
     for mode in ("none", "group"):

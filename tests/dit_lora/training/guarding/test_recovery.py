@@ -1,4 +1,4 @@
-"""What is done about a tripped step: each action's effect, and what is written of it. Diagnosis is faked."""
+"""Handling of a failed step: the effect of each action and its record. Diagnosis is faked."""
 
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ def test_an_event_has_the_contracts_keys_and_no_other(tmp_path: Path, action: st
 
 
 def joined_by(patch: pytest.MonkeyPatch, *theirs: Verdict, **bundles: str) -> None:
-    """Another rank's verdicts on the next trip and its bundle, gathered beside our own."""
+    """Another rank's verdicts on the next failed step and its bundle, gathered with the local ones."""
     waiting = [list(theirs), [{(1, 0): name} for name in bundles.values()]]
 
     def gathered(own: list[Any]) -> list[Any]:

@@ -126,7 +126,7 @@ def test_statistics_of_modules_are_in_metrics_at_the_asked_steps(
 
 
 def spiking(patch: pytest.MonkeyPatch, at: int, factor: float) -> None:
-    """The loss of one call, counted from 1, multiplied; what counts memory or notes the base's output is no call."""
+    """The loss of one call, counted from 1, multiplied; memory counting and base fingerprints are not calls."""
     losses, calls = CogVideoXCheckpoint.losses, []
 
     def changed(self: Any, transformer: Any, batch: Any, streams: Streams) -> LossOutput:

@@ -147,7 +147,7 @@ def test_one_bad_element_makes_its_groups_norm_bad_and_no_other(value: float) ->
 
 
 def test_groups_decay_and_step_at_their_own_rates() -> None:
-    """AdamW's first step moves by lr whatever the gradient, and decays by lr * weight_decay."""
+    """AdamW's first step moves by lr for every gradient, and decays by lr * weight_decay."""
     groups = groups_with([3.0], [-0.1])
     for group in groups:
         group["params"][0].data.fill_(1.0)

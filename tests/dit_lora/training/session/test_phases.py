@@ -1,4 +1,4 @@
-"""Phases of a run: what is timed counts once, where it belongs, and is said and written."""
+"""Phases of a run: each timed part counts once, in the right phase, and is printed and written."""
 
 import json
 import os

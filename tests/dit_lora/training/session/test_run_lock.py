@@ -167,7 +167,7 @@ def test_a_job_that_slurm_requeued_on_another_node_goes_on_at_once(
     restarts: str,
     waits: bool,
 ) -> None:
-    """Another step of the same job, which is no restart, may live beside it."""
+    """Another step of the same job, which is not a restart, may run at the same time."""
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     monkeypatch.setattr(run_lock, "STALE", 1.0)

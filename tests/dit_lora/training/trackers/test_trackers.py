@@ -60,7 +60,7 @@ class World:
 
 @pytest.fixture(scope="module", autouse=True)
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """W&B logs to the run's folder, Trackio (which reads it when imported) to one of its own."""
+    """W&B logs to the run's folder, Trackio (which reads it when imported) to a separate folder."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")

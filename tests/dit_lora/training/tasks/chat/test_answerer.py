@@ -104,7 +104,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 @pytest.fixture
 def trained(tmp_path: Path, family: list[ModelConfig]) -> Trained:
-    """An adapter with base weights beside it, and its base."""
+    """An adapter with base weights next to it, and its base."""
     base = tmp_path / "base"
     base.mkdir()
     (base / "fake").touch()

@@ -1,4 +1,4 @@
-"""What is special about training a chat model: its LoRA targets, what has no effect, what identifies a run."""
+"""Specifics of training a chat model: its LoRA targets, options without effect, the identity of a run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def recipe(tiny_checkpoints: dict[str, Path], media: Path, tmp_path: Path) -> An
 def test_every_linear_layer_of_the_language_model_is_adapted(
     variant: str, tiny_checkpoints: dict[str, Path]
 ) -> None:
-    """Whatever it calls them; of the vision encoder none."""
+    """Under all names of the layers; none of the vision encoder."""
     subject = open_chat(variant, tiny_checkpoints[variant])
     model = subject.model()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -29,7 +29,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tiny_checkpoints: dict[str, Path], media: Path, tmp_path: Path) -> Any:
-    """What is needed of one, with the model of the checkpoint."""
+    """The attributes that validation needs, with the model of the checkpoint."""
     base = tiny_checkpoints["videochat2-mistral"]
     recipe = recipe_of(base, write_records(media, records()), tmp_path)
     clips = set_of(recipe)
@@ -61,7 +61,7 @@ def validating(run: Any, **values: Any) -> Any:
 
 
 def test_the_held_out_loss_is_the_mean_over_answer_tokens(run: Any) -> None:
-    """By the stock model, of each sample alone."""
+    """Computed with the stock model, one sample at a time."""
     total, count = 0.0, 0
     for entry in run.clips.entries:
         tensors = run.clips.sample(entry, 0).tensors

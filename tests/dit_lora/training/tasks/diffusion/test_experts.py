@@ -66,7 +66,7 @@ def test_one_expert_is_on_the_device_at_a_time(
 
 
 def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> None:
-    """Under `train.offload` the other expert alone moves, and stays beside it."""
+    """With `train.offload` only the other expert moves, and both are on the device."""
     trained, other_expert = pair
     trained.register_buffer("elsewhere", torch.zeros(1))
     pipeline = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Encoding on the fly: what cannot be decoded, or comes out bad, is told as a cache tells it."""
+"""Encoding on the fly: undecodable or bad samples are reported as a cache reports them."""
 
 from pathlib import Path
 from typing import Any, cast

@@ -32,7 +32,7 @@ def full_values(recipe_values: dict[str, Any]) -> dict[str, Any]:
 def test_mode_full_trains_every_weight_from_its_fp32_value(
     full_values: dict[str, Any], tiny_checkpoints: dict[str, Path]
 ) -> None:
-    """Whatever the run computes in: a value that was rounded to bf16 on its way would stay so."""
+    """Weights are fp32 for every compute dtype: a value rounded to bf16 while loading would stay rounded."""
     model, groups, message = load(full_values, torch.bfloat16)
     stored = tiny_checkpoints["cogvideox-2b"] / "transformer"
     weights = load_file(stored / "diffusion_pytorch_model.safetensors")

@@ -68,7 +68,7 @@ def contents(paths: list[Path]) -> dict[str, bytes]:
 def test_the_folder_is_filled_and_can_be_trained_on(
     fill: Fill, recipe_values: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each sample has a seed of its own; the folder's clips have the source's caption and weight."""
+    """Each sample has its own seed; the folder's clips have the source's caption and weight."""
     generated = fill(3)  # the tiny model's own
     assert [path.name for path in generated] == [f"prior_00000{n}.png" for n in range(3)]
     assert len(set(contents(generated).values())) == 3
@@ -83,7 +83,7 @@ def test_the_folder_is_filled_and_can_be_trained_on(
 def test_a_killed_run_goes_on_with_the_next_and_makes_the_same(
     fill: Fill, noise: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is half written does not count; media that were there do; a full folder loads no model."""
+    """Partly written media do not count; existing media do; a full folder loads no model."""
     expected = contents(fill(3))
     for path in (tmp_path / "prior").iterdir():
         path.unlink()

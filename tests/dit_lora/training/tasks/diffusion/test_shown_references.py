@@ -32,14 +32,14 @@ def files(tmp_path: Path) -> list[Path]:
 def test_pictures_are_scaled_down_and_in_order(tmp_path: Path, files: list[Path]) -> None:
     red, lime, blue = files
     keep_references(tmp_path, takes(), [how(red), how(), how(blue, lime)])
-    saved = {path.name: Image.open(path) for path in sorted((tmp_path / "references").iterdir())}
-    assert {name: image.size for name, image in saved.items()} == {
+    refs = {path.name: Image.open(path) for path in sorted((tmp_path / "references").iterdir())}
+    assert {name: image.size for name, image in refs.items()} == {
         "prompt_00_1.jpg": (512, 256),
         "prompt_02_1.jpg": (40, 20),
         "prompt_02_2.jpg": (512, 256),
     }
-    brightest = [max(range(3), key=image.getpixel((9, 9)).__getitem__) for image in saved.values()]  # type: ignore[union-attr]
-    assert brightest == [0, 2, 1]
+    channels = [max(range(3), key=im.getpixel((9, 9)).__getitem__) for im in refs.values()]  # type: ignore[union-attr]
+    assert channels == [0, 2, 1]
     keep_references(tmp_path, takes(), [how(lime)])
     assert [path.name for path in (tmp_path / "references").iterdir()] == ["prompt_00_1.jpg"]
     keep_references(tmp_path, None, [how()])

@@ -1,4 +1,4 @@
-"""Samples with sound: what is cached of them, under which key, and which are refused before a run."""
+"""Samples with sound: cached tensors, cache keys, and samples refused before a run."""
 
 import json
 from collections.abc import Callable
