@@ -26,15 +26,15 @@ def sm90() -> Callable[[str], list[dict[str, Any]]]:
     def compiled(op: str) -> list[dict[str, Any]]:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment["PYTHONPATH"] = os.path.dirname(dit_lora_kernels.__path__[0])
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, str(SCRIPT), "--json", "--op", op],
             env=environment,
             capture_output=True,
             text=True,
             timeout=1200,
         )
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        assert result.returncode == 0, result.stderr
+        return [json.loads(line) for line in result.stdout.splitlines()]
 
     return compiled
 

@@ -1,6 +1,6 @@
 """Break a kernel in every way of its list and see that its tests fail: `run_mutants.py OP [NUMBER...]`.
 
-The sources are copied, each mutant is applied to the copy alone, and the op's tests run against it. Exit code 1
+The sources are copied, each mutant is applied only to the copy, and the op's tests run against it. Exit code 1
 if any survives. Not part of the test command: a mutant takes as long as the tests up to their first failure.
 """
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def survives(op: str, old: str, new: str) -> bool:
-    """Return whether the op's tests pass with `old` replaced by `new` in the op's files, or in support.py."""
+    """Whether the op's tests pass with `old` replaced by `new` in the op's files, or in support.py."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = Path(folder) / "kernels"
         shutil.copytree(ROOT / "kernels", kernels)
@@ -35,20 +35,20 @@ def survives(op: str, old: str, new: str) -> bool:
             *map(str, tests),
         ]  # our kernels come from PYTHONPATH
         environment = {**os.environ, "PYTHONPATH": str(kernels)}
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
         # Killed by a signal: it read or wrote where nothing is.
-        assert done.returncode in (0, 1) or done.returncode < 0, done.stdout + done.stderr
-        return done.returncode == 0
+        assert result.returncode in (0, 1) or result.returncode < 0, result.stdout + result.stderr
+        return result.returncode == 0
 
 
 def main(op: str, numbers: list[int]) -> int:
     mutants = runpy.run_path(str(Path(__file__).parent / "mutants" / f"{op}.py"))["MUTANTS"]
     alive = 0
-    for number, (what, old, new) in enumerate(mutants):
+    for number, (description, old, new) in enumerate(mutants):
         if numbers and number not in numbers:
             continue
         alive += (lives := survives(op, old, new))
-        print(f"{number:3} {'SURVIVES' if lives else 'caught  '} {what}", flush=True)  # noqa: T201
+        print(f"{number:3} {'SURVIVES' if lives else 'caught  '} {description}", flush=True)  # noqa: T201
     return 1 if alive else 0
 
 

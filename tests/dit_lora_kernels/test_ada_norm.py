@@ -39,9 +39,9 @@ def test_as_good_as_eager(case: Case, dtype: torch.dtype) -> None:
 
 def test_the_norm_is_that_of_the_row_as_it_is_stored() -> None:
     tensors = make(CASE, torch.bfloat16)
-    out, residual = ours("layer", **tensors)
+    output, residual = ours("layer", **tensors)
     tables = {k: v for k, v in tensors.items() if k not in ("x", "y", "gate")}
-    assert torch.equal(out, ours("layer", x=residual.detach(), **tables)[0])
+    assert torch.equal(output, ours("layer", x=residual.detach(), **tables)[0])
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -61,18 +61,18 @@ def test_streams_write_into_one_buffer_in_their_order() -> None:
     text = make(Case("layer", (2, 3, 40), without="weight bias y gate"), torch.float64)
     affine = {k: tensors[k] for k in ("weight", "bias")}
     outputs = joint(tensors, text)
-    first, second = eager("layer", **text, **affine), eager("layer", **tensors)
-    expected = (torch.cat([first[0], second[0]], 1), first[1], second[1])
+    text_result, second = eager("layer", **text, **affine), eager("layer", **tensors)
+    expected = (torch.cat([text_result[0], second[0]], 1), text_result[1], second[1])
     leaves = [*tensors.values(), *text.values()]
     weights = cotangents(expected)
-    for value, other in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(value, other)
-    for value, other in zip(
+    for value, expected_value in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(value, expected_value)
+    for value, expected_value in zip(
         torch.autograd.grad(outputs, leaves, weights),
         torch.autograd.grad(expected, leaves, weights),
         strict=True,
     ):
-        torch.testing.assert_close(value, other)
+        torch.testing.assert_close(value, expected_value)
 
 
 def test_x_without_y_is_handed_on_in_place_and_its_other_gradient_costs_no_pass() -> None:
@@ -91,9 +91,9 @@ def test_one_output_alone(used: int) -> None:
     weight = cotangents(eager("layer", **tensors))[used]
     grads = torch.autograd.grad(ours("layer", **tensors)[used], leaves, weight, allow_unused=True)
     exact = torch.autograd.grad(eager("layer", **tensors)[used], leaves, weight, allow_unused=True)
-    for name, grad, other in zip(tensors, grads, exact, strict=True):
+    for name, grad, expected_value in zip(tensors, grads, exact, strict=True):
         torch.testing.assert_close(
-            grad, torch.zeros_like(grad) if other is None else other, msg=name
+            grad, torch.zeros_like(grad) if expected_value is None else expected_value, msg=name
         )
 
 
@@ -104,18 +104,18 @@ def test_each_gradient_alone(name: str, kernel: bool, monkeypatch: pytest.Monkey
         monkeypatch.setattr(op, "launches", lambda tensor: False)
     tensors = make(CASE)
     everything = results(ours, "layer", tensors)
-    alone = {k: v.detach().requires_grad_(k == name) for k, v in tensors.items()}
+    leaves = {k: v.detach().requires_grad_(k == name) for k, v in tensors.items()}
     assert_same(
-        results(ours, "layer", alone), {k: everything[k] for k in ("out", "residual", f"d_{name}")}
+        results(ours, "layer", leaves), {k: everything[k] for k in ("out", "residual", f"d_{name}")}
     )
 
 
 def test_an_ungated_y_of_another_dtype_has_its_own_gradient() -> None:
     tensors = make(Case("layer", (2, 7, 40), without="gate"))
     tensors["y"] = tensors["y"].detach().bfloat16().requires_grad_()
-    made = results(ours, "layer", tensors)
-    assert torch.equal(made["d_y"], made["d_x"].bfloat16()) or DEVICE == "cpu"
-    torch.testing.assert_close(made["d_y"].float(), made["d_x"], rtol=2**-7, atol=1e-6)
+    actual = results(ours, "layer", tensors)
+    assert torch.equal(actual["d_y"], actual["d_x"].bfloat16()) or DEVICE == "cpu"
+    torch.testing.assert_close(actual["d_y"].float(), actual["d_x"], rtol=2**-7, atol=1e-6)
 
 
 def test_fp32_tables_and_bf16_rows() -> None:
@@ -146,8 +146,8 @@ def test_nothing_is_read_from_elsewhere(case: Case) -> None:
     apart = {k: in_nan_arena(v).detach().requires_grad_() for k, v in tensors.items()}
 
     def run(norm: str, **values: Tensor) -> tuple[Tensor, Tensor]:
-        out, residual = ours(norm, **values)
-        return Apart.apply(out), Apart.apply(residual)
+        output, residual = ours(norm, **values)
+        return Apart.apply(output), Apart.apply(residual)
 
     assert_same(results(run, case.norm, apart), results(ours, case.norm, tensors))
 
@@ -183,9 +183,9 @@ def test_one_row_for_all_tokens_beside_a_row_for_each() -> None:
     wide = {k: v.detach().clone().requires_grad_() for k, v in tensors.items()}
     tensors["gate"] = tensors["gate"].detach()[:, 1].requires_grad_()
     wide["gate"] = tensors["gate"].detach()[:, None].repeat(1, 3, 1).requires_grad_()
-    one, three = results(ours, "layer", tensors), results(ours, "layer", wide)
+    single, three = results(ours, "layer", tensors), results(ours, "layer", wide)
     three["d_gate"] = three["d_gate"].sum(1)
-    assert_same(one, three)
+    assert_same(single, three)
 
 
 @pytest.mark.parametrize("kind", ["fused rows", "transposed", "expanded"])
@@ -210,9 +210,9 @@ def test_expanded_gradients() -> None:
     leaves = list(tensors.values())
     for weights in (torch.ones(()), cotangents((torch.empty(2, 1, 40, device=DEVICE),))[0]):
         expanded = weights.to(DEVICE).expand(CASE.shape)
-        made = torch.autograd.grad(ours("layer", **tensors), leaves, [expanded, expanded])
-        whole = [expanded.contiguous()] * 2
-        for grad, other in zip(
-            made, torch.autograd.grad(ours("layer", **tensors), leaves, whole), strict=True
+        grads = torch.autograd.grad(ours("layer", **tensors), leaves, [expanded, expanded])
+        contiguous = [expanded.contiguous()] * 2
+        for grad, expected_value in zip(
+            grads, torch.autograd.grad(ours("layer", **tensors), leaves, contiguous), strict=True
         ):
-            assert torch.equal(grad, other)
+            assert torch.equal(grad, expected_value)

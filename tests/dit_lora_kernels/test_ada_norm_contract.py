@@ -74,9 +74,9 @@ def test_a_bad_row_stays_in_its_row(bad: float, norm: str) -> None:
 def test_a_gate_of_zero_passes_x() -> None:
     tensors = make(CASE)
     tensors["gate"] = torch.zeros_like(tensors["gate"])
-    made = results(ours, "layer", tensors)
-    assert torch.equal(made["residual"], tensors["x"])
-    assert not made["d_y"].any()
+    actual = results(ours, "layer", tensors)
+    assert torch.equal(actual["residual"], tensors["x"])
+    assert not actual["d_y"].any()
 
 
 def test_repeats_to_the_bit() -> None:
@@ -110,15 +110,15 @@ def test_offsets_beyond_two_to_the_31() -> None:
     weights = cotangents((plain["x"], plain["x"]))
     far["grad"].copy_(weights[0])
     far["grad_residual"].copy_(weights[1])
-    known = op.BackwardOperands(
+    operands = op.BackwardOperands(
         far["grad"], far["grad_residual"], far["x"].copy_(residual), stats[..., :T], far["y"],
         plain["gate"], plain["scale"], plain["weight"],
     )  # fmt: skip
     dx, dy = torch.empty_like(residual), torch.empty_like(residual)
-    *_, dgate = op.launch_backward(known, (dx, dy), 1, [True, True, True])
+    *_, dgate = op.launch_backward(operands, (dx, dy), 1, [True, True, True])
     assert dgate is not None
-    made = {"d_x": dx, "d_y": dy, "d_gate": dgate.bfloat16()}
-    assert_same(made, {k: expected[k] for k in made})
+    actual = {"d_x": dx, "d_y": dy, "d_gate": dgate.bfloat16()}
+    assert_same(actual, {k: expected[k] for k in actual})
 
 
 PLANNED = {
@@ -160,10 +160,10 @@ def test_a_plan_comes_to_the_same_bits(
         return planned[-1]
 
     monkeypatch.setattr(op, "_plan_of", noted)
-    first, second = (results(ours, case.norm, tensors) for _ in range(2))
+    first_run, mismatched = (results(ours, case.norm, tensors) for _ in range(2))
     monkeypatch.setattr(op, "_plan_of", lambda *_: None)
-    assert_same(first, results(ours, case.norm, tensors))
-    assert_same(second, first)
+    assert_same(first_run, results(ours, case.norm, tensors))
+    assert_same(mismatched, first_run)
     assert planned[0] is not None
     assert planned[0] is planned[1]
 
@@ -173,32 +173,34 @@ def test_a_joint_plan_comes_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     affine = {k: video[k].detach() for k in ("weight", "bias")}
 
     def run(_: str, **leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        one = {k.removeprefix("text "): v for k, v in leaves.items() if k.startswith("text ")}
-        other = {k: v for k, v in leaves.items() if not k.startswith("text ")}
-        return joint(other | affine, one)
+        text_leaves = {
+            k.removeprefix("text "): v for k, v in leaves.items() if k.startswith("text ")
+        }
+        video_leaves = {k: v for k, v in leaves.items() if not k.startswith("text ")}
+        return joint(video_leaves | affine, text_leaves)
 
     leaves = {k: v for k, v in video.items() if k not in affine}
     leaves |= {f"text {k}": v for k, v in text.items()}
-    found = []
-    for way in (op._plan_of, lambda *_: None):
-        monkeypatch.setattr(op, "_plan_of", way)
+    results_by_plan = []
+    for plan in (op._plan_of, lambda *_: None):
+        monkeypatch.setattr(op, "_plan_of", plan)
         outputs = run("", **leaves)
         grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents(outputs))
-        found.append(dict(enumerate((*outputs, *grads))))
-    assert_same(*found)
+        results_by_plan.append(dict(enumerate((*outputs, *grads))))
+    assert_same(*results_by_plan)
 
 
 @pytest.mark.parametrize("used", ["out", "residual"])
 def test_a_plan_where_one_output_is_not_used(used: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make(Case("layer", (2, 5, 72), without="weight bias"))
-    found = []
-    for way in (op._plan_of, lambda *_: None):
-        monkeypatch.setattr(op, "_plan_of", way)
+    outputs = []
+    for plan in (op._plan_of, lambda *_: None):
+        monkeypatch.setattr(op, "_plan_of", plan)
         output = ours("layer", **tensors)[used == "residual"]
-        wanted = [tensors[k] for k in ("x", "y", "gate")]
-        grads = torch.autograd.grad(output, wanted, cotangents((output,)))
-        found.append(dict(enumerate(grads)))
-    assert_same(*found)
+        inputs = [tensors[k] for k in ("x", "y", "gate")]
+        grads = torch.autograd.grad(output, inputs, cotangents((output,)))
+        outputs.append(dict(enumerate(grads)))
+    assert_same(*outputs)
 
 
 def no_plan(norm: str = "layer", **changes: torch.Tensor) -> bool:
@@ -210,8 +212,8 @@ def no_plan(norm: str = "layer", **changes: torch.Tensor) -> bool:
 
 def test_no_plan_for_what_needs_a_copy_or_is_looked_at() -> None:
     assert not no_plan()
-    wrong = torch.randn(2, 3, 40, device=DEVICE)  # three groups do not divide seven tokens
-    assert no_plan(gate=wrong)
+    bad_tensor = torch.randn(2, 3, 40, device=DEVICE)  # three groups do not divide seven tokens
+    assert no_plan(gate=bad_tensor)
     assert no_plan("batch")
     assert no_plan(x=torch.randn(2, 40, 7, device=DEVICE).transpose(1, 2))
     assert no_plan(gate=torch.randn(2, 40, device=DEVICE))  # another shape than the other tables
@@ -247,24 +249,36 @@ def test_opcheck(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = [*text, *(t[k] for k in Stream._fields)]
     torch.library.opcheck(op.ada_norm_forward.library, (flat, t["weight"], t["bias"], True, EPS))
     _, stats, residual = op.ada_norm_forward(flat, t["weight"], t["bias"], True, EPS)
-    known = [t["x"], t["y"], residual, stats[..., 3:], t["y"], t["gate"], t["scale"], t["weight"]]
-    for wanted in ((True, torch.bfloat16, [True, True, True]), (True, None, [False, True, False])):
-        torch.library.opcheck(op.ada_norm_backward.library, (known, 1, *wanted))
+    saved_inputs = [
+        t["x"],
+        t["y"],
+        residual,
+        stats[..., 3:],
+        t["y"],
+        t["gate"],
+        t["scale"],
+        t["weight"],
+    ]
+    for needs_grad in (
+        (True, torch.bfloat16, [True, True, True]),
+        (True, None, [False, True, False]),
+    ):
+        torch.library.opcheck(op.ada_norm_backward.library, (saved_inputs, 1, *needs_grad))
 
 
 def test_saved_bytes() -> None:
-    """x' and a mean and rstd a row, and nothing of a row where there is no y; eager keeps the normalised rows too."""
+    """x' plus mean and rstd per row, and nothing for a row without y; eager keeps the normalised rows too."""
     B, T, D = shape = (2, 7, 1152)
     full, bare = (
         make(Case("layer", shape), torch.bfloat16),
         make(Case("rms", shape, without="y gate"), torch.bfloat16),
     )
     rows, stats = B * T * D * 2, B * T * 4
-    kept = [
+    saved = [
         saved_bytes(lambda run=run: run("layer", **full), [*full.values()]) for run in (ours, eager)
     ]
-    assert kept[0] == rows + 2 * stats
-    assert kept[1] >= kept[0] + rows
+    assert saved[0] == rows + 2 * stats
+    assert saved[1] >= saved[0] + rows
     assert saved_bytes(lambda: ours("rms", **bare), [*bare.values()]) == stats
     full["gate"] = full["gate"].detach()  # then y is not needed either
     assert (
@@ -276,13 +290,15 @@ def test_saved_bytes() -> None:
 def test_compiles_without_a_break() -> None:
     tensors, text = make(CASE), make(Case("layer", (2, 3, 40), without="weight bias y gate"))
     leaves = [*tensors.values(), *text.values()]
-    whole = torch.compile(joint, fullgraph=True, backend="aot_eager")
-    made = [
+    compiled = torch.compile(joint, fullgraph=True, backend="aot_eager")
+    actual = [
         (outputs, torch.autograd.grad(outputs, leaves, cotangents(outputs)))
-        for outputs in (joint(tensors, text), whole(tensors, text))
+        for outputs in (joint(tensors, text), compiled(tensors, text))
     ]
-    for one, other in zip(*([*outputs, *grads] for outputs, grads in made), strict=True):
-        assert torch.equal(one, other)
+    for value, expected_value in zip(
+        *([*outputs, *grads] for outputs, grads in actual), strict=True
+    ):
+        assert torch.equal(value, expected_value)
 
 
 @pytest.mark.parametrize(
@@ -312,26 +328,26 @@ def test_refuses_streams_that_do_not_go_together() -> None:
     x = torch.zeros(2, 3, 40)
     with pytest.raises(ValueError, match="at least one stream"):
         joint_ada_norm([], norm="rms", eps=EPS)
-    for other in (x[:1], x[..., 1:], x.double()):
+    for mismatched in (x[:1], x[..., 1:], x.double()):
         with pytest.raises(ValueError, match=r"x of stream 1 must be .* of stream 0"):
-            joint_ada_norm([Stream(x), Stream(other)], norm="rms", eps=EPS)
+            joint_ada_norm([Stream(x), Stream(mismatched)], norm="rms", eps=EPS)
 
 
 @pytest.mark.parametrize("shape", [(0, 7, 40), (2, 0, 40)])
 def test_empty(shape: tuple[int, int, int]) -> None:
-    made = results(ours, "layer", make(Case("layer", shape)))
-    assert made["out"].shape == made["d_y"].shape == shape
-    assert made["d_weight"].shape == (40,)
-    assert not any(made[k].any() for k in made)
+    actual = results(ours, "layer", make(Case("layer", shape)))
+    assert actual["out"].shape == actual["d_y"].shape == shape
+    assert actual["d_weight"].shape == (40,)
+    assert not any(actual[k].any() for k in actual)
 
 
 @pytest.mark.parametrize("case", [CASE, Case("rms", (2, 6, 40), 3), CASES[2]], ids=str)
 def test_agrees_without_the_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make(case, torch.float64)
-    made = results(ours, case.norm, tensors)
+    actual = results(ours, case.norm, tensors)
     monkeypatch.setattr(op, "launches", lambda tensor: False)
     for name, value in results(ours, case.norm, tensors).items():
-        torch.testing.assert_close(value, made[name], msg=name)
+        torch.testing.assert_close(value, actual[name], msg=name)
 
 
 @pytest.mark.thorough

@@ -1,6 +1,6 @@
 """Products in fp8 and adapted layers on them: within the stated bounds of fp64, and no NaN or Inf is lost.
 
-On a CPU the codes are multiplied in fp32, as a GPU's sums are; what is rounded, and how, is the same.
+On a CPU the codes are multiplied in fp32, as a GPU's sums are; the rounding is the same.
 """
 
 from typing import Any
@@ -28,11 +28,11 @@ def operand(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def bound(x: Tensor, w: Tensor) -> Tensor:
-    """What is stated of x w^T, (N, M)."""
-    sizes, others = x.double().abs(), w.double().abs()
-    scales = [t.amax(1, keepdim=True) / 448 for t in (sizes, others)]
-    far_below = scales[0] * others.sum(1) + (scales[1] * sizes.sum(1)).t()
-    return fp8.ERROR * (sizes @ others.t()) + fp8.FLOOR * far_below
+    """The stated bound on x w^T, (N, M)."""
+    sizes, weight_sizes = x.double().abs(), w.double().abs()
+    scales = [t.amax(1, keepdim=True) / 448 for t in (sizes, weight_sizes)]
+    far_below = scales[0] * weight_sizes.sum(1) + (scales[1] * sizes.sum(1)).t()
+    return fp8.ERROR * (sizes @ weight_sizes.t()) + fp8.FLOOR * far_below
 
 
 @pytest.mark.parametrize(("N", "K", "M"), [(1, 16, 16), (37, 48, 80), (129, 272, 32)])
@@ -58,8 +58,8 @@ def test_a_row_may_have_any_size(scale: float) -> None:
     value = codes.double() * scales.double()
     assert torch.isfinite(value).all()
     largest = x.double().abs().amax(1, keepdim=True)
-    least = 2**-10 * (largest / 448).clamp(min=torch.finfo(torch.float32).tiny)
-    assert ((value - x.double()).abs() <= 2**-4 * x.double().abs() + 1.001 * least).all()
+    min_error = 2**-10 * (largest / 448).clamp(min=torch.finfo(torch.float32).tiny)
+    assert ((value - x.double()).abs() <= 2**-4 * x.double().abs() + 1.001 * min_error).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -73,18 +73,18 @@ def test_what_is_not_finite_comes_out_so_in_its_row_alone(bad: float) -> None:
     x[11, 7] = bad
     y = fp8.product(fp8.quantize_rows(x), fp8.quantize_rows(w))
     assert not torch.isfinite(y[11]).any()
-    others = torch.arange(20) != 11
-    assert torch.equal(y[others], clean[others])
+    unaffected_rows = torch.arange(20) != 11
+    assert torch.equal(y[unaffected_rows], clean[unaffected_rows])
 
 
 def layer(inputs: int, outputs: int, seed: int, *, bias: bool) -> Projection:
     """A frozen bf16 layer with an fp32 adapter that is not neutral, and its weight in fp8."""
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(BF16)
-    given = torch.randn(outputs, generator=generator).to(BF16) if bias else None
+    bias_tensor = torch.randn(outputs, generator=generator).to(BF16) if bias else None
     a = (torch.randn(5, inputs, generator=generator) / inputs**0.5).requires_grad_()
     b = torch.randn(outputs, 5, generator=generator).requires_grad_()
-    return Projection(weight, given, Adapter(a, b, 1.5), None, fp8.quantize_weight(weight))
+    return Projection(weight, bias_tensor, Adapter(a, b, 1.5), None, fp8.quantize_weight(weight))
 
 
 def run(x: Tensor, projections: list[Projection], dys: list[Tensor], dropout: float) -> Any:
@@ -129,8 +129,8 @@ def test_layers_with_and_without_it_share_an_input() -> None:
     projections[0] = projections[0]._replace(fp8=None)
     dys = [operand(9, 16, 13), operand(9, 48, 14)]
     outputs, dx, *_ = run(x, projections, dys, 0.0)
-    (first, second), both, *_ = run(x, [p._replace(fp8=None) for p in projections], dys, 0.0)
-    assert torch.equal(outputs[0], first)
+    (first_run, second), both, *_ = run(x, [p._replace(fp8=None) for p in projections], dys, 0.0)
+    assert torch.equal(outputs[0], first_run)
     assert not torch.equal(outputs[1], second)
     assert not torch.equal(dx, both)
     error = (dx.double() - both.double()).norm() / both.double().norm()
@@ -179,13 +179,13 @@ def test_a_gpu_without_fp8_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
-    why = fp8.why_unavailable()
-    assert why is not None
-    assert f"8.9 or more; A100 has {capability[0]}.{capability[1]}" in why
+    reason = fp8.why_unavailable()
+    assert reason is not None
+    assert f"8.9 or more; A100 has {capability[0]}.{capability[1]}" in reason
 
 
 def test_a_gpu_is_asked_for_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has none, or a wrong one, is no error but a reason."""
+    """A library with none, or a wrong one, gives a reason and not an error."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(Tensor, "cuda", lambda self: self)
@@ -195,11 +195,11 @@ def test_a_gpu_is_asked_for_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(*_: Any) -> Tensor:
         raise RuntimeError("no rowwise kernel\nin this build")
 
-    for wrong in (
+    for wrong_product in (
         lambda rows, weight, _bias: product(rows, weight),
-        lambda *given: 1.3 * product(*given),
+        lambda *args: 1.3 * product(*args),
     ):
-        monkeypatch.setattr(fp8, "product", wrong)
+        monkeypatch.setattr(fp8, "product", wrong_product)
         assert "off by more than fp8's rounding" in str(fp8.why_unavailable())
     monkeypatch.setattr(fp8, "product", lacking)
     assert str(fp8.why_unavailable()).endswith("a scale a row: no rowwise kernel")
@@ -209,11 +209,11 @@ def test_compiles_without_a_graph_break() -> None:
     projections = [layer(32, 16, 17, bias=True), layer(32, 48, 18, bias=False)]
     x, dys = operand(9, 32, 19), [operand(9, 16, 20), operand(9, 48, 21)]
     expected = run(x, projections, dys, 0.0)
-    whole = torch.compile(lora_qkv, fullgraph=True, backend="aot_eager")
-    given = x.detach().requires_grad_()
-    outputs = whole(given, projections)
-    leaves = [given, *(t for p in projections for t in (p.adapter.a, p.adapter.b))]
-    found = outputs, *torch.autograd.grad(outputs, leaves, dys)
+    compiled = torch.compile(lora_qkv, fullgraph=True, backend="aot_eager")
+    leaf = x.detach().requires_grad_()
+    outputs = compiled(leaf, projections)
+    leaves = [leaf, *(t for p in projections for t in (p.adapter.a, p.adapter.b))]
+    actual = outputs, *torch.autograd.grad(outputs, leaves, dys)
     torch._dynamo.reset()
-    for mine, theirs in zip(found[0] + found[1:], expected[0] + expected[1:], strict=True):
+    for mine, theirs in zip(actual[0] + actual[1:], expected[0] + expected[1:], strict=True):
         assert torch.equal(mine, theirs)

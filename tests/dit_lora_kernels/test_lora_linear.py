@@ -40,8 +40,8 @@ def test_projections_of_one_input(batch: int, dtype: torch.dtype) -> None:
         ours = lora_qkv(x, projections)
         theirs = [eager(x, p) for p in projections]
     compare(x, projections, ours, theirs)
-    alone = [lora_linear(x, *p[:3]) for p in projections]
-    for mine, single in zip(ours, alone, strict=True):
+    separate = [lora_linear(x, *p[:3]) for p in projections]
+    for mine, single in zip(ours, separate, strict=True):
         torch.testing.assert_close(mine, single)
 
 
@@ -49,17 +49,17 @@ def test_projections_of_one_input(batch: int, dtype: torch.dtype) -> None:
 def test_gradcheck(dropout: float) -> None:
     x = randn(2, 3, 7).requires_grad_()
     projections = [
-        projection(7, out, rank, scaling, torch.float64, seed=out)
-        for out, rank, scaling in ((5, 3, 0.5), (4, 2, 2.0), (6, 3, 1.0))
+        projection(7, output, rank, scaling, torch.float64, seed=output)
+        for output, rank, scaling in ((5, 3, 0.5), (4, 2, 2.0), (6, 3, 1.0))
     ]
 
     def op(x: Tensor, *matrices: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(3)
-        given = [
+        inputs = [
             p._replace(adapter=Adapter(a, b, p.adapter.scaling))
             for p, a, b in zip(projections, matrices[::2], matrices[1::2], strict=True)
         ]
-        return lora_qkv(x, given, dropout=dropout)
+        return lora_qkv(x, inputs, dropout=dropout)
 
     assert torch.autograd.gradcheck(op, (x, *(t for p in projections for t in p.adapter[:2])))
 
@@ -88,8 +88,8 @@ def test_dropout_draws_what_peft_draws(dtype: torch.dtype) -> None:
     ]
     for y, stock, true in zip(ours, theirs, outputs, strict=True):
         assert_as_good_as_eager("y", y, stock, true)
-    found = (gradients(y, x, projections) for y in (ours, theirs))
-    for mine, stock, true in zip(*found, gradients(outputs, exact_x, exact), strict=True):
+    grads = (gradients(y, x, projections) for y in (ours, theirs))
+    for mine, stock, true in zip(*grads, gradients(outputs, exact_x, exact), strict=True):
         assert_as_good_as_eager("gradient", mine, stock, true)
 
 
@@ -111,10 +111,10 @@ def test_masks_are_replayed_from_the_generator() -> None:
         return lora_linear(x, p.weight, p.bias, p.adapter, dropout=0.5)
 
     torch.manual_seed(1)
-    kept = gradients([op(x)], x, [p])
+    expected = gradients([op(x)], x, [p])
     torch.manual_seed(1)
-    again = gradients([checkpoint(op, x, use_reentrant=False)], x, [p])
-    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    recomputed = gradients([checkpoint(op, x, use_reentrant=False)], x, [p])
+    assert all(torch.equal(a, b) for a, b in zip(expected, recomputed, strict=True))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -154,10 +154,12 @@ def test_strided_inputs_and_gradients(dropout: float) -> None:
 def test_no_rows(shape: tuple[int, ...], dropout: float) -> None:
     x, projections = randn(*shape, dtype=torch.bfloat16).requires_grad_(), qkv(24, torch.bfloat16)
     outputs = lora_qkv(x, projections, dropout=dropout)
-    assert [y.shape for y in outputs] == [(*shape[:-1], out) for out in (24, 40, 24)]
-    dx, *rest = gradients(outputs, x, projections)
+    assert [y.shape for y in outputs] == [
+        (*shape[:-1], num_outputs) for num_outputs in (24, 40, 24)
+    ]
+    dx, *other_grads = gradients(outputs, x, projections)
     assert dx.shape == shape
-    assert all(torch.count_nonzero(g) == 0 and g.dtype is torch.float32 for g in rest)
+    assert all(torch.count_nonzero(g) == 0 and g.dtype is torch.float32 for g in other_grads)
 
 
 def test_b_starts_at_zero() -> None:
@@ -191,7 +193,7 @@ def test_a_bad_row_stays_in_its_row(bad: float) -> None:
 
 
 def test_hard_values_stay_finite() -> None:
-    """1e4 in fp16 with a small adapter, beside rows of zeros, where PEFT's own path is finite too."""
+    """1e4 in fp16 with a small adapter, next to rows of zeros, where PEFT's own path is finite too."""
     p = projection(64, 32, 4, 16.0, torch.float16)
     p.weight.mul_(0.1)
     p.adapter.a.data.mul_(0.1)
@@ -204,11 +206,11 @@ def test_hard_values_stay_finite() -> None:
 
 def test_repeatable() -> None:
     x, projections = randn(70, 72, dtype=torch.bfloat16).requires_grad_(), qkv(72, torch.bfloat16)
-    first, second = (
+    first_grads, second = (
         [*(outputs := lora_qkv(x, projections)), *gradients(outputs, x, projections)]
         for _ in range(2)
     )
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first_grads, second, strict=True))
 
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32], ids=str)
@@ -218,18 +220,18 @@ def test_autocast_changes_nothing_where_the_base_is_bf16(
 ) -> None:
     """Forward, backward, or both under it: x in bf16, or in fp32 as a norm under autocast leaves it."""
     x, projections = randn(6, 72, dtype=given).requires_grad_(), qkv(72, torch.bfloat16)
-    found = []
+    runs = []
     for forward, backward in ((False, False), (True, False), (True, True), (False, True)):
         torch.manual_seed(4)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=forward):
             outputs = lora_qkv(x, projections, dropout=dropout)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=backward):
-            found.append([*outputs, *gradients(outputs, x, projections)])
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    assert {y.dtype for y in found[0][:3]} == {torch.bfloat16}
-    assert found[0][3].dtype == given
-    assert {g.dtype for g in found[0][4:]} == {torch.float32}
+            runs.append([*outputs, *gradients(outputs, x, projections)])
+    for repeated in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], repeated, strict=True))
+    assert {y.dtype for y in runs[0][:3]} == {torch.bfloat16}
+    assert runs[0][3].dtype == given
+    assert {g.dtype for g in runs[0][4:]} == {torch.float32}
 
 
 def test_a_backward_pass_under_autocast_stays_in_the_dtype_of_its_forward() -> None:
@@ -265,13 +267,15 @@ def test_saved_bytes() -> None:
         for p, low in zip(projections, lowered, strict=True)
     ]
     x = randn(2, 50, 64, dtype=torch.bfloat16).requires_grad_()
-    known = [p.weight for p in projections] + [t for pair in lowered for t in pair]
+    saved_inputs = [p.weight for p in projections] + [t for pair in lowered for t in pair]
     rows, e = 100, 2
     with torch.autocast(DEVICE, torch.bfloat16):
         products = rows * 3 * 4 * e
-        assert saved_bytes(lambda: lora_qkv(x, ours), known) == rows * 64 * e + products
-        assert saved_bytes(lambda: lora_linear(x, *ours[0][:3]), known) == rows * (64 + 4) * e
-        dropped = saved_bytes(lambda: lora_qkv(x, ours, dropout=0.1), known)
+        assert saved_bytes(lambda: lora_qkv(x, ours), saved_inputs) == rows * 64 * e + products
+        assert (
+            saved_bytes(lambda: lora_linear(x, *ours[0][:3]), saved_inputs) == rows * (64 + 4) * e
+        )
+        dropped = saved_bytes(lambda: lora_qkv(x, ours, dropout=0.1), saved_inputs)
         assert dropped == rows * 64 * e + products + 3 * rows * 64
         stock = [p.weight for p in projections] + [t for p in projections for t in p.adapter[:2]]
         peft = saved_bytes(lambda: [eager(x, p) for p in projections], stock)
@@ -286,8 +290,8 @@ def test_a_strided_input_is_kept_as_it_is() -> None:
     joint, p = randn(2, 60, 64, dtype=torch.float32), projection(64, 8, 4, 1.0, torch.float32)
     x = joint[:, 10:].requires_grad_()
     besides = [joint, p.weight, *p.adapter[:2]]
-    kept = saved_bytes(lambda: lora_linear(x, *p[:3]), besides)
-    assert kept == 100 * 4 * 4
+    num_bytes = saved_bytes(lambda: lora_linear(x, *p[:3]), besides)
+    assert num_bytes == 100 * 4 * 4
 
 
 def test_only_asked_gradients_are_computed_and_saved_for() -> None:
@@ -299,7 +303,7 @@ def test_only_asked_gradients_are_computed_and_saved_for() -> None:
     def op() -> Tensor:
         return lora_linear(x, *p[:3])
 
-    whole = torch.autograd.grad(op().sum(), [x, a, b])
+    full_grads = torch.autograd.grad(op().sum(), [x, a, b])
     products = 50 * 4 * 4 + 32 * 4 * 4  # x A^T and the scaled B
     for needed in ([x], [a], [b], [x, b], [a, b]):
         for tensor in (x, a, b):
@@ -308,7 +312,7 @@ def test_only_asked_gradients_are_computed_and_saved_for() -> None:
         assert saved_bytes(op, [p.weight, a]) == products + x_bytes
         got = torch.autograd.grad(op().sum(), needed)
         for tensor, gradient in zip(needed, got, strict=True):
-            (expected,) = [w for t, w in zip((x, a, b), whole, strict=True) if t is tensor]
+            (expected,) = [w for t, w in zip((x, a, b), full_grads, strict=True) if t is tensor]
             torch.testing.assert_close(gradient, expected)
 
 
@@ -344,13 +348,13 @@ def test_compiles_without_a_graph_break(dropout: float, autocast: bool) -> None:
         return lora_qkv(x, projections, dropout=dropout)
 
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
-    found = []
+    runs = []
     for run in (op, compiled):
         torch.manual_seed(6)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             outputs = run(x)
-        found.append([*outputs, *gradients(outputs, x, projections)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        runs.append([*outputs, *gradients(outputs, x, projections)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.gpu

@@ -32,15 +32,17 @@ def test_lowered_copies_are_used_and_get_no_gradient() -> None:
     assert [t.dtype for t in lowered] == [torch.bfloat16] * 2
     assert torch.equal(lowered[1], (b * scaling).bfloat16())
     plain = lora_linear(x, *p[:3])
-    given = Adapter(a.detach() * 0, b.detach() * 0, scaling, lowered)
-    assert torch.equal(lora_linear(x, p.weight, p.bias, given), plain)
+    zero_adapter = Adapter(a.detach() * 0, b.detach() * 0, scaling, lowered)
+    assert torch.equal(lora_linear(x, p.weight, p.bias, zero_adapter), plain)
     y = lora_linear(x, p.weight, p.bias, p.adapter._replace(lowered=lowered))
     y.sum().backward()
     assert a.grad is not None
     assert lowered[0].grad is None
-    whole = torch.randn(3, 4, dtype=torch.bfloat16), torch.randn(5, 3, dtype=torch.bfloat16)
-    same = lower(*whole, 1.0, torch.bfloat16)
-    assert [t.data_ptr() for t in same] == [t.data_ptr() for t in whole]  # nothing to cast, no copy
+    factors = torch.randn(3, 4, dtype=torch.bfloat16), torch.randn(5, 3, dtype=torch.bfloat16)
+    lowered_factors = lower(*factors, 1.0, torch.bfloat16)
+    assert [t.data_ptr() for t in lowered_factors] == [
+        t.data_ptr() for t in factors
+    ]  # nothing to cast, no copy
 
 
 def test_masters_of_any_dtype_get_gradients_of_theirs() -> None:
@@ -55,7 +57,7 @@ def test_masters_of_any_dtype_get_gradients_of_theirs() -> None:
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_a_quantized_base(dtype: torch.dtype) -> None:
-    """Its product is its library's, its weight is made for the backward pass alone and not kept."""
+    """Its product is its library's; its weight is built only for the backward pass and not kept."""
     exact = projection(64, 32, 4, 2.0, torch.float64)
     codes = (exact.weight * 100).round().to(torch.int8)
     calls = []
@@ -76,8 +78,8 @@ def test_a_quantized_base(dtype: torch.dtype) -> None:
         ours = lora_linear(x, None, None, mine.adapter, quantized=mine.quantized)
         compare(x, [stock], [ours], [eager(x, stock)])
         assert calls == ["product", dtype]
-        kept = saved_bytes(lambda: lora_qkv(x, [mine]))
-    assert kept == 2 * (21 * 64 + 21 * 4 + 4 * 64 + 32 * 4)
+        num_bytes = saved_bytes(lambda: lora_qkv(x, [mine]))
+    assert num_bytes == 2 * (21 * 64 + 21 * 4 + 4 * 64 + 32 * 4)
     x.requires_grad_(False)
     assert compute_dtype(x, None) is dtype
     calls.clear()
@@ -143,8 +145,8 @@ def test_adapters_lowered_together_are_the_bits_of_each(
         (torch.randn(r, 5).to(own).requires_grad_(), torch.randn(r, 7).t().to(own), scaling)
         for r, scaling in zip((3, 4), scalings, strict=True)
     ]
-    for found, adapter in zip(lower_all(adapters, dtype), adapters, strict=True):
-        for ours, expected in zip(found, lower(*adapter, dtype), strict=True):
+    for lowered, adapter in zip(lower_all(adapters, dtype), adapters, strict=True):
+        for ours, expected in zip(lowered, lower(*adapter, dtype), strict=True):
             assert ours.dtype is dtype
             assert not ours.requires_grad
             assert ours.stride() == expected.stride()

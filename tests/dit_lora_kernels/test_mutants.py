@@ -26,6 +26,6 @@ def test_each_mutant_changes_one_place_of_the_source(op: str) -> None:
     folder = Path(dit_lora_kernels.__path__[0])
     files = [*folder.glob(f"{op}*.py"), folder / "support.py"]
     source = "".join(file.read_text() for file in files)
-    for what, old, new in mutants:
-        assert source.count(old) == 1, f"{what}: {old!r} occurs {source.count(old)} times"
-        assert new != old, what
+    for description, old, new in mutants:
+        assert source.count(old) == 1, f"{description}: {old!r} occurs {source.count(old)} times"
+        assert new != old, description

@@ -50,23 +50,23 @@ def leaves(*sizes: tuple[int, ...]) -> list[Tensor]:
 
 
 def _ada() -> tuple[list[Tensor], Callable[..., Any]]:
-    given = leaves((2, 3, 24), (2, 5, 24), (2, 3, 24), (2, 1, 24), (2, 24), (24,))
+    inputs = leaves((2, 3, 24), (2, 5, 24), (2, 3, 24), (2, 1, 24), (2, 24), (24,))
 
     def run(x: Tensor, text: Tensor, y: Tensor, gate: Tensor, scale: Tensor, w: Tensor) -> Any:
         streams = [Stream(x, None, scale, y, gate), Stream(text, scale.detach())]
-        out, residuals = joint_ada_norm(streams, w, norm="layer", eps=1e-5)
-        return out, *residuals
+        output, residuals = joint_ada_norm(streams, w, norm="layer", eps=1e-5)
+        return output, *residuals
 
-    return given, run
+    return inputs, run
 
 
 def _qk() -> tuple[list[Tensor], Callable[..., Any]]:
     angles = noise(4, 4).repeat_interleave(2, -1)
 
     def run(x: Tensor, weight: Tensor) -> Any:
-        how = {"norm": "rms", "eps": 1e-6, "first": 1}
-        frozen = qk_norm_rope(x, weight.detach(), None, angles.cos(), angles.sin(), **how)
-        return frozen, qk_norm_rope(x, weight, **{**how, "first": 0})
+        options = {"norm": "rms", "eps": 1e-6, "first": 1}
+        frozen = qk_norm_rope(x, weight.detach(), None, angles.cos(), angles.sin(), **options)
+        return frozen, qk_norm_rope(x, weight, **{**options, "first": 0})
 
     return leaves((2, 5, 3, 8), (8,)), run
 
@@ -76,7 +76,7 @@ def _relu() -> tuple[list[Tensor], Callable[..., Any]]:
 
 
 def _glu() -> tuple[list[Tensor], Callable[..., Any]]:
-    return leaves((2, 5, 3, 12), (12, 1, 3, 3), (12,)), lambda *given: (silu_dwconv_glu(*given),)
+    return leaves((2, 5, 3, 12), (12, 1, 3, 3), (12,)), lambda *args: (silu_dwconv_glu(*args),)
 
 
 CASES = {
@@ -89,7 +89,7 @@ CASES = {
 
 def results(name: str, context: AbstractContextManager[Any]) -> tuple[list[Tensor], list[Any]]:
     """Values and gradients of a case, and what was saved for its backward pass."""
-    given, run = CASES[name]()
+    inputs, run = CASES[name]()
     saved: list[Any] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ def results(name: str, context: AbstractContextManager[Any]) -> tuple[list[Tenso
         return tensor
 
     with context, saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = run(*given)
-        pulls = [noise(*out.shape, seed=7).to(out.dtype) for out in outputs]
-        gradients = torch.autograd.grad(outputs, given, pulls)
+        outputs = run(*inputs)
+        pulls = [noise(*output.shape, seed=7).to(output.dtype) for output in outputs]
+        gradients = torch.autograd.grad(outputs, inputs, pulls)
     return [*outputs, *gradients], saved
 
 
@@ -107,9 +107,9 @@ def results(name: str, context: AbstractContextManager[Any]) -> tuple[list[Tenso
 def test_both_ways_are_the_same_bits_and_save_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = Seen()
-    through, saved_through = results(name, seen)
-    assert {name, f"{name}_backward"} <= set(seen.ops)
+    recorder = Seen()
+    through, saved_through = results(name, recorder)
+    assert {name, f"{name}_backward"} <= set(recorder.ops)
     refuse_library(monkeypatch)
     past, saved_past = results(name, torch.enable_grad())
     assert all(map(torch.equal, past, through))
@@ -131,13 +131,13 @@ def refuse_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, run = _glu()
-    expected = run(*given)[0]
+    inputs, run = _glu()
+    expected = run(*inputs)[0]
     refuse_library(monkeypatch)
     with torch.no_grad():
-        assert torch.equal(run(*given)[0], expected)
+        assert torch.equal(run(*inputs)[0], expected)
     with torch.inference_mode():
-        assert torch.equal(run(*given)[0], expected)
+        assert torch.equal(run(*inputs)[0], expected)
     values = [noise(4, 3), noise(5, 3)]
     assert torch.allclose(
         finite_norms(values, [0, 1], 2), torch.stack([v.norm() for v in values]).double()
@@ -200,24 +200,26 @@ def test_transforms_see_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["qk_norm_rope", "silu_dwconv_glu"])
 def test_a_second_derivative_is_refused_in_the_same_words(name: str) -> None:
-    words = []
+    messages = []
     for context in (torch.enable_grad(), Seen()):
-        given, run = CASES[name]()
+        inputs, run = CASES[name]()
         with context:
-            (first, *_) = torch.autograd.grad(
-                sum(out.float().square().sum() for out in run(*given)), given, create_graph=True
+            (first_grad, *_) = torch.autograd.grad(
+                sum(output.float().square().sum() for output in run(*inputs)),
+                inputs,
+                create_graph=True,
             )
             with pytest.raises(RuntimeError) as error:
-                first.float().square().sum().backward()
-        words.append(str(error.value))
-    assert words[0] == words[1]
-    assert f"dit_lora.{name}_backward" in words[0]
+                first_grad.float().square().sum().backward()
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert f"dit_lora.{name}_backward" in messages[0]
 
 
 def test_an_op_without_a_gradient_says_so() -> None:
     """Where a gradient is asked of it: past torch.library it would come without one."""
-    given, _ = _glu()
-    (gradient,) = silu_dwconv_glu_backward(noise(2, 5, 3, 6), *given, [True, False, False])
+    inputs, _ = _glu()
+    (gradient,) = silu_dwconv_glu_backward(noise(2, 5, 3, 6), *inputs, [True, False, False])
     with pytest.raises(RuntimeError, match="no autograd formula"):
         gradient.sum().backward()
 
@@ -237,8 +239,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             def compile_and_run(*args: Any, **constants: Any) -> Any:
                 self.compiled.append((grid, args, constants))
                 return {
-                    (*grid, 1): lambda *given: self.called.append(("2", *given)),
-                    (*grid, 1, 1): lambda *given: self.called.append(("1", *given)),
+                    (*grid, 1): lambda *inputs: self.called.append(("2", *inputs)),
+                    (*grid, 1, 1): lambda *inputs: self.called.append(("1", *inputs)),
                 }
 
             return compile_and_run
@@ -252,10 +254,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_a_second_launch_of_the_same_shape_calls_the_compiled_kernel(kernel: Any) -> None:
     x, y = torch.zeros(8), torch.zeros(8)
-    how = {"FLAG": True, "SIZE": 16, "num_warps": 4}
-    support.launch(kernel, (5,), x, y, 1, 16, **how)
+    launch_options = {"FLAG": True, "SIZE": 16, "num_warps": 4}
+    support.launch(kernel, (5,), x, y, 1, 16, **launch_options)
     assert [len(kernel.compiled), len(kernel.called)] == [1, 0]
-    support.launch(kernel, (5,), y, x, 1, 16, **how)
+    support.launch(kernel, (5,), y, x, 1, 16, **launch_options)
     assert len(kernel.compiled) == 1
     # In the kernel's order, whatever the order by name.
     assert kernel.called == [("1", y, x, 1, 16, 16, True)]
@@ -263,17 +265,17 @@ def test_a_second_launch_of_the_same_shape_calls_the_compiled_kernel(kernel: Any
 
 def test_what_triton_compiles_for_is_looked_up_anew(kernel: Any) -> None:
     x = torch.zeros(8)
-    how = {"SIZE": 16, "FLAG": True, "num_warps": 4}
-    first = (x, x, 1, 16)
+    launch_options = {"SIZE": 16, "FLAG": True, "num_warps": 4}
+    first_args = (x, x, 1, 16)
     launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-        (first, how),
-        ((x[1:], x, 1, 16), how),  # 4 bytes off
-        ((x, x.bfloat16(), 1, 16), how),
-        ((x, None, 1, 16), how),
-        ((x, x, 2, 16), how),
-        ((x, x, 1, 17), how),
-        (first, how | {"SIZE": 32}),
-        (first, how | {"num_warps": 8}),
+        (first_args, launch_options),
+        ((x[1:], x, 1, 16), launch_options),  # 4 bytes off
+        ((x, x.bfloat16(), 1, 16), launch_options),
+        ((x, None, 1, 16), launch_options),
+        ((x, x, 2, 16), launch_options),
+        ((x, x, 1, 17), launch_options),
+        (first_args, launch_options | {"SIZE": 32}),
+        (first_args, launch_options | {"num_warps": 8}),
     ]
     for args, constants in launches:
         support.launch(kernel, (5,), *args, **constants)

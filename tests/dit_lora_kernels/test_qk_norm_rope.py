@@ -55,30 +55,30 @@ def test_a_program_takes_one_token_where_partials_suffice() -> None:
 @pytest.mark.parametrize("name", ["cogvideox, text first", "wan"])
 def test_from_the_input_where_the_weight_cannot_be_divided_by(name: str) -> None:
     layer = LAYERS[name]
-    given = operands(layer)
-    assert given.weight is not None
-    given.weight[::3] = 0.0
-    exact = results(lambda *t: stock(layer, *t), given.to(torch.float64))
-    mine = results(lambda *t: ours(layer, *t, from_output=False), given.to(torch.float32))
+    inputs = operands(layer)
+    assert inputs.weight is not None
+    inputs.weight[::3] = 0.0
+    exact = results(lambda *t: stock(layer, *t), inputs.to(torch.float64))
+    mine = results(lambda *t: ours(layer, *t, from_output=False), inputs.to(torch.float32))
     for key, value in mine.items():
         assert relative_error(value, exact[key]) < 1e-6, key
 
 
 def test_only_the_weight_is_trained() -> None:
-    given = operands(COGVIDEOX).to(torch.float32, train=True)
-    wanted = results(lambda *t: stock(COGVIDEOX, *t), given)
-    given.x.requires_grad_(False)
-    assert given.bias is not None
-    given.bias.requires_grad_(False)
-    mine = results(lambda *t: ours(COGVIDEOX, *t), given)
+    inputs = operands(COGVIDEOX).to(torch.float32, train=True)
+    expected = results(lambda *t: stock(COGVIDEOX, *t), inputs)
+    inputs.x.requires_grad_(False)
+    assert inputs.bias is not None
+    inputs.bias.requires_grad_(False)
+    mine = results(lambda *t: ours(COGVIDEOX, *t), inputs)
     assert mine.keys() == {"out", "dweight"}
-    assert relative_error(mine["dweight"], wanted["dweight"]) < 1e-6
+    assert relative_error(mine["dweight"], expected["dweight"]) < 1e-6
 
 
 def test_operands_of_different_dtypes() -> None:
-    given = operands(COGVIDEOX)
-    exact = results(lambda *t: stock(COGVIDEOX, *t), given.to(torch.float64))
-    mixed = given.to(torch.float32)
+    inputs = operands(COGVIDEOX)
+    exact = results(lambda *t: stock(COGVIDEOX, *t), inputs.to(torch.float64))
+    mixed = inputs.to(torch.float32)
     mixed.x = mixed.x.detach().bfloat16().requires_grad_()
     mixed.grad = mixed.grad.bfloat16()
     assert mixed.weight is not None
@@ -94,31 +94,31 @@ def test_operands_of_different_dtypes() -> None:
 )
 def test_gradcheck_of_the_kernels(name: str, train: bool) -> None:
     layer = replace(LAYERS[name], batch=1, tokens=2, heads=2, width=4, rows=1, first=1, tables=0)
-    given = operands(layer).to(torch.float64, train)
+    layer_inputs = operands(layer).to(torch.float64, train)
 
     def run(*inputs: Tensor | None) -> Tensor:
         return ours(layer, *inputs)
 
-    assert torch.autograd.gradcheck(run, given.inputs())
+    assert torch.autograd.gradcheck(run, layer_inputs.inputs())
 
 
 @pytest.mark.parametrize(("smallest", "allowed"), [(0.01, 1.7e-3), (0.5, 5e-4)])
 def test_gradient_from_a_bf16_output(smallest: float, allowed: float) -> None:
     """Apart from rounding dx itself, which is off by 1.7e-3 in bf16; a bias makes the output's unit coarser."""
     layer = replace(COGVIDEOX, tokens=16, rows=12)
-    given = operands(layer).to(torch.float32)
-    assert given.weight is not None
-    assert given.bias is not None
-    given.weight = given.weight.sign() * given.weight.abs().clamp(min=smallest)
-    given.weight[9] = smallest
-    assert recoverable(given.weight, given.bias)
-    exact = results(lambda *t: stock(layer, *t), given)["dx"]
+    inputs = operands(layer).to(torch.float32)
+    assert inputs.weight is not None
+    assert inputs.bias is not None
+    inputs.weight = inputs.weight.sign() * inputs.weight.abs().clamp(min=smallest)
+    inputs.weight[9] = smallest
+    assert recoverable(inputs.weight, inputs.bias)
+    exact = results(lambda *t: stock(layer, *t), inputs)["dx"]
     options = qk_norm_rope_kernels.Options(**layer.options)
-    x, weight, bias, cos, sin = given.inputs()
-    out = qk_norm_rope_reference(x.detach(), weight, bias, cos, sin, **layer.options)
+    x, weight, bias, cos, sin = inputs.inputs()
+    output = qk_norm_rope_reference(x.detach(), weight, bias, cos, sin, **layer.options)
     rstd = module._normalized(x.detach(), options)[1].squeeze(-1)
     saved = qk_norm_rope_kernels.BackwardOperands(
-        given.grad, out.bfloat16(), rstd, weight, bias, cos, sin
+        inputs.grad, output.bfloat16(), rstd, weight, bias, cos, sin
     )
     dx, _, _ = qk_norm_rope_kernels.launch_backward(saved, options, (True, False, False))
     assert relative_error(dx, exact) < allowed
@@ -146,10 +146,10 @@ def test_recoverable() -> None:
 def test_nothing_is_left_unwritten(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS[name]
     monkeypatch.setattr(qk_norm_rope_kernels, "PARTIALS", 4)
-    given = operands(layer).to(torch.float32, train)
-    clean = results(lambda *t: ours(layer, *t), given)
+    inputs = operands(layer).to(torch.float32, train)
+    clean = results(lambda *t: ours(layer, *t), inputs)
     with poisoned_memory(monkeypatch):
-        alike(clean, results(lambda *t: ours(layer, *t), given))
+        alike(clean, results(lambda *t: ours(layer, *t), inputs))
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -168,8 +168,8 @@ def test_nothing_is_read_outside_the_operands(
 ) -> None:
     layer = LAYERS[name]
     monkeypatch.setattr(qk_norm_rope_kernels, "PARTIALS", 4)
-    given = operands(layer).to(torch.float32, train)
-    clean = results(lambda *t: ours(layer, *t), given)
+    inputs = operands(layer).to(torch.float32, train)
+    clean = results(lambda *t: ours(layer, *t), inputs)
 
     def surrounded(tensor: Tensor | None) -> Tensor | None:
         """Contiguous, NaN before and after: a copy would not keep what lies around it."""
@@ -179,39 +179,39 @@ def test_nothing_is_read_outside_the_operands(
         window = arena[256 : 256 + tensor.numel()].view(tensor.shape)
         return window.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
-    x, weight, bias, cos, sin = given.inputs()
+    x, weight, bias, cos, sin = inputs.inputs()
     assert x is not None
     shared = [surrounded(t) for t in (weight, bias, cos, sin)]
-    apart = Operands(in_nan_arena(x), *shared, in_nan_arena(given.grad))
+    apart = Operands(in_nan_arena(x), *shared, in_nan_arena(inputs.grad))
     alike(clean, results(lambda *t: ours(layer, *t), apart))
 
 
 @pytest.mark.parametrize("train", [False, True])
 def test_views_of_a_joint_buffer(train: bool) -> None:
-    given = operands(SMALL).to(torch.float32, train)
-    clean = results(lambda *t: ours(SMALL, *t), given)
-    batch, tokens, heads, width = given.x.shape
+    inputs = operands(SMALL).to(torch.float32, train)
+    clean = results(lambda *t: ours(SMALL, *t), inputs)
+    batch, tokens, heads, width = inputs.x.shape
     qkv = torch.full((batch, tokens, 3, heads, width), float("nan"), device=DEVICE)
-    qkv[:, :, 1] = given.x.detach()
-    heads_first = given.x.detach().transpose(1, 2).contiguous().transpose(1, 2)
-    every_second = torch.stack([given.x.detach()] * 2, -1).flatten(-2)[..., ::2]
+    qkv[:, :, 1] = inputs.x.detach()
+    heads_first = inputs.x.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    every_second = torch.stack([inputs.x.detach()] * 2, -1).flatten(-2)[..., ::2]
     for view in (qkv[:, :, 1], heads_first, every_second):
-        given.x = view.requires_grad_()
-        alike(clean, results(lambda *t: ours(SMALL, *t), given))
+        inputs.x = view.requires_grad_()
+        alike(clean, results(lambda *t: ours(SMALL, *t), inputs))
 
 
 def test_gradients_of_any_strides() -> None:
-    given = operands(SMALL).to(torch.float32)
+    inputs = operands(SMALL).to(torch.float32)
     views = {
-        "of a sum": torch.ones((), device=DEVICE).expand(given.x.shape),
-        "of a row": given.grad[:1, :1].expand(given.x.shape),
-        "heads first": given.grad.transpose(1, 2).contiguous().transpose(1, 2),
+        "of a sum": torch.ones((), device=DEVICE).expand(inputs.x.shape),
+        "of a row": inputs.grad[:1, :1].expand(inputs.x.shape),
+        "heads first": inputs.grad.transpose(1, 2).contiguous().transpose(1, 2),
     }
     for name, view in views.items():
-        given.grad = view.contiguous()
-        clean = results(lambda *t: ours(SMALL, *t), given)
-        given.grad = view
-        assert torch.equal(results(lambda *t: ours(SMALL, *t), given)["dx"], clean["dx"]), name
+        inputs.grad = view.contiguous()
+        clean = results(lambda *t: ours(SMALL, *t), inputs)
+        inputs.grad = view
+        assert torch.equal(results(lambda *t: ours(SMALL, *t), inputs)["dx"], clean["dx"]), name
 
 
 @pytest.mark.parametrize("far", [0, 1, 2])
@@ -222,8 +222,8 @@ def test_offsets_beyond_32_bits(far: int) -> None:
     strides = [8, 8, 8, 1]
     strides[far] = 2**30
     layer = Layer("layer", *shape, bias=True, rows=1)
-    given = operands(layer).to(torch.float32)
-    clean = results(lambda *t: ours(layer, *t), given)
+    inputs = operands(layer).to(torch.float32)
+    clean = results(lambda *t: ours(layer, *t), inputs)
     for kind in ("x", "grad", "source"):
         buffer = torch.empty(2**31 + 64, dtype=torch.float32, device=DEVICE)
         spread = operands(layer).to(torch.float32)
@@ -240,9 +240,9 @@ def test_offsets_beyond_32_bits(far: int) -> None:
 
 def test_the_same_bits_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qk_norm_rope_kernels, "PARTIALS", 4)
-    given = operands(COGVIDEOX).to(torch.bfloat16, train=True)
-    first, second = (results(lambda *t: ours(COGVIDEOX, *t), given) for _ in range(2))
-    alike(first, second)
+    inputs = operands(COGVIDEOX).to(torch.bfloat16, train=True)
+    first_run, second = (results(lambda *t: ours(COGVIDEOX, *t), inputs) for _ in range(2))
+    alike(first_run, second)
 
 
 # Hard values --------------------------------------------------------------------------------------
@@ -251,10 +251,10 @@ def test_the_same_bits_again(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["cogvideox, text first", "layer across heads, halves", "wan"])
 def test_a_mean_far_from_zero(name: str) -> None:
     layer = LAYERS[name]
-    given = operands(layer)
-    given.x = given.x.clamp(-3, 3) + 100
-    exact = results(lambda *t: stock(layer, *t), given.to(torch.float64))
-    mine = results(lambda *t: ours(layer, *t), given.to(torch.float32))
+    inputs = operands(layer)
+    inputs.x = inputs.x.clamp(-3, 3) + 100
+    exact = results(lambda *t: stock(layer, *t), inputs.to(torch.float64))
+    mine = results(lambda *t: ours(layer, *t), inputs.to(torch.float32))
     assert all(relative_error(mine[key], exact[key]) < 2e-5 for key in mine)
 
 
@@ -262,11 +262,11 @@ def test_a_mean_far_from_zero(name: str) -> None:
 @pytest.mark.parametrize("value", [0.0, 3.0, 1e-20, 1e4])
 def test_rows_that_are_constant_or_extreme(norm: str, value: float) -> None:
     layer = replace(COGVIDEOX, batch=1, heads=2, norm=norm, bias=norm == "layer")
-    given = operands(layer)
-    given.x[:, ::2] = value
-    given.x[0, 1] *= max(value, 1e-30)  # not constant, as large or as small
+    inputs = operands(layer)
+    inputs.x[:, ::2] = value
+    inputs.x[0, 1] *= max(value, 1e-30)  # not constant, as large or as small
     for dtype in (torch.float32, torch.float16):
-        low = given.to(dtype)
+        low = inputs.to(dtype)
         exact = results(lambda *t: stock(layer, *t), low.to(torch.float64))
         for from_output in (True, False):
             mine = results(lambda *t, f=from_output: ours(layer, *t, from_output=f), low)
@@ -280,15 +280,15 @@ def test_rows_that_are_constant_or_extreme(norm: str, value: float) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_row_stays_alone(name: str, bad: float) -> None:
     layer = LAYERS[name]
-    given = operands(layer).to(torch.float32)
-    clean = results(lambda *t: ours(layer, *t), given)
-    spoiled = given.x.detach().clone()
+    inputs = operands(layer).to(torch.float32)
+    clean = results(lambda *t: ours(layer, *t), inputs)
+    spoiled = inputs.x.detach().clone()
     spoiled[1, 4, 2, 5] = bad
-    given.x = spoiled.requires_grad_()
-    mine = results(lambda *t: ours(layer, *t), given)
+    inputs.x = spoiled.requires_grad_()
+    mine = results(lambda *t: ours(layer, *t), inputs)
     head = slice(None) if layer.across else slice(2, 3)
-    others = torch.ones_like(spoiled, dtype=torch.bool)
-    others[1, 4, head] = False
+    is_unchanged = torch.ones_like(spoiled, dtype=torch.bool)
+    is_unchanged[1, 4, head] = False
     for key, value in mine.items():
-        assert torch.equal(value[others], clean[key][others]), key
+        assert torch.equal(value[is_unchanged], clean[key][is_unchanged]), key
         assert not torch.isfinite(value[1, 4, 2]).all(), key

@@ -33,52 +33,55 @@ from dit_lora_kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 @pytest.mark.parametrize("name", ["cogvideox, text first", "mistral"])
 def test_autocast_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS[name]
-    given = operands(layer).to(torch.float32)
+    inputs = operands(layer).to(torch.float32)
     for on_kernels in (True, False):
         if not on_kernels:
             monkeypatch.setattr(module, "launches", lambda tensor: False)
-        clean = results(lambda *t: ours(layer, *t), given)
+        clean = results(lambda *t: ours(layer, *t), inputs)
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
-            alike(clean, results(lambda *t: ours(layer, *t), given))
+            alike(clean, results(lambda *t: ours(layer, *t), inputs))
 
 
 @pytest.mark.parametrize("from_output", [True, False])
 @pytest.mark.parametrize("name", ["cogvideox, text first", "wan", "mistral"])
 def test_opcheck(name: str, from_output: bool) -> None:
     layer = replace(LAYERS[name], batch=1, tokens=2, rows=1, first=0, tables=0)
-    given = operands(layer).to(torch.float32, train=not from_output)
+    inputs = operands(layer).to(torch.float32, train=not from_output)
     options = tuple(layer.options.values())
     torch.library.opcheck(
-        module._op.library, (*given.inputs(), *options, from_output and layer.norm != "none")
+        module._op.library, (*inputs.inputs(), *options, from_output and layer.norm != "none")
     )
 
 
 @pytest.mark.parametrize(("train", "from_output"), [(False, True), (False, False), (True, True)])
 def test_compile_without_a_graph_break(train: bool, from_output: bool) -> None:
-    given = operands(SMALL).to(torch.float32, train)
-    clean = results(lambda *t: ours(SMALL, *t, from_output=from_output), given)
+    inputs = operands(SMALL).to(torch.float32, train)
+    clean = results(lambda *t: ours(SMALL, *t, from_output=from_output), inputs)
     compiled = torch.compile(
         lambda *t: ours(SMALL, *t, from_output=from_output), fullgraph=True, backend="aot_eager"
     )
-    alike(clean, results(compiled, given))
+    alike(clean, results(compiled, inputs))
 
 
 def test_saved_bytes() -> None:
     def kept(layer: Layer, train: bool = False, from_output: bool = True) -> int:
-        given = operands(layer).to(torch.bfloat16, train)
-        known = [t for t in (given.weight, given.bias, given.cos, given.sin) if t is not None]
+        inputs = operands(layer).to(torch.bfloat16, train)
+        saved_inputs = [
+            t for t in (inputs.weight, inputs.bias, inputs.cos, inputs.sin) if t is not None
+        ]
         kept_out: list[Tensor] = []
 
         def run() -> Tensor:
-            out = ours(layer, *given.inputs(), from_output=from_output)
-            kept_out.append(out)
-            return out
+            output = ours(layer, *inputs.inputs(), from_output=from_output)
+            kept_out.append(output)
+            return output
 
-        total = saved_bytes(run, known)
-        own = saved_bytes(
-            lambda: ours(layer, *given.inputs(), from_output=from_output), [*known, given.x]
+        total = saved_bytes(run, saved_inputs)
+        num_bytes = saved_bytes(
+            lambda: ours(layer, *inputs.inputs(), from_output=from_output),
+            [*saved_inputs, inputs.x],
         )
-        assert total - own in (0, given.x.numel() * 2)
+        assert total - num_bytes in (0, inputs.x.numel() * 2)
         return total
 
     elements = 2 * 3 * 3 * 64
@@ -96,35 +99,35 @@ def test_without_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS[name]
     monkeypatch.setattr(module, "launches", lambda tensor: False)
     for train, from_output in ((False, True), (layer.weight, False)):
-        given = operands(layer).to(torch.float32, train)
-        wanted = results(lambda *t: stock(layer, *t), given)
-        mine = results(lambda *t, f=from_output: ours(layer, *t, from_output=f), given)
-        assert all(relative_error(mine[key], wanted[key]) < 2e-6 for key in wanted)
+        inputs = operands(layer).to(torch.float32, train)
+        expected = results(lambda *t: stock(layer, *t), inputs)
+        mine = results(lambda *t, f=from_output: ours(layer, *t, from_output=f), inputs)
+        assert all(relative_error(mine[key], expected[key]) < 2e-6 for key in expected)
 
 
 def test_the_reference_is_differentiable() -> None:
     for layer in LAYERS.values():
-        given = operands(layer).to(torch.float64, train=True)
-        wanted = results(lambda *t, layer=layer: stock(layer, *t), given)
-        mine = results(lambda *t, layer=layer: qk_norm_rope_reference(*t, **layer.options), given)
-        assert all(relative_error(mine[key], wanted[key]) < 1e-12 for key in wanted)
+        inputs = operands(layer).to(torch.float64, train=True)
+        expected = results(lambda *t, layer=layer: stock(layer, *t), inputs)
+        mine = results(lambda *t, layer=layer: qk_norm_rope_reference(*t, **layer.options), inputs)
+        assert all(relative_error(mine[key], expected[key]) < 1e-12 for key in expected)
 
 
 def test_nothing_to_do() -> None:
     x = torch.randn(2, 3, 4, 8, device=DEVICE).transpose(1, 2)
-    out = qk_norm_rope(x, norm="none", eps=EPS)
-    assert torch.equal(out, x)
-    assert out.is_contiguous()
+    output = qk_norm_rope(x, norm="none", eps=EPS)
+    assert torch.equal(output, x)
+    assert output.is_contiguous()
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3, 64), (2, 0, 3, 64)])
 @pytest.mark.parametrize("train", [False, True])
 def test_empty(shape: tuple[int, ...], train: bool) -> None:
     layer = replace(COGVIDEOX, batch=shape[0], tokens=shape[1], rows=min(3, shape[1]), first=0)
-    given = operands(layer).to(torch.float32, train)
+    inputs = operands(layer).to(torch.float32, train)
     if layer.rows == 0:
-        given.cos = given.sin = None
-    mine = results(lambda *t: ours(layer, *t), given)
+        inputs.cos = inputs.sin = None
+    mine = results(lambda *t: ours(layer, *t), inputs)
     assert mine["out"].shape == mine["dx"].shape == shape
     assert not train or not mine["dweight"].any()
 
@@ -162,7 +165,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     changed, message = REFUSED[name]
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "x": torch.zeros(2, 5, 3, 8),
         "weight": torch.ones(8),
         "cos": torch.zeros(4, 8),
@@ -171,7 +174,7 @@ def test_refused(name: str) -> None:
         "eps": EPS,
     }
     with pytest.raises(ValueError, match=message):
-        qk_norm_rope(**{**given, **changed})
+        qk_norm_rope(**{**inputs, **changed})
 
 
 @pytest.mark.thorough

@@ -44,10 +44,10 @@ def tables(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 def run(function: Callable[..., Tensor], *args: Any) -> list[Tensor]:
     """The output and the gradients of q, k and v; `args` are q, k, v, the output's gradient, the tables."""
-    q, k, v, grad, *rest = args
+    q, k, v, grad, *remaining = args
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = function(*leaves, *rest)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    output = function(*leaves, *remaining)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
 
 def stock(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
@@ -59,17 +59,17 @@ def stock(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | Non
         if cos is None or sin is None:
             return x
         c, s = (t.expand(x.shape[0], -1, -1)[:, :, None] for t in (cos, sin))
-        out = torch.empty_like(x)
-        out[..., 0::2] = x[..., 0::2] * c[..., 0::2] - x[..., 1::2] * s[..., 1::2]
-        out[..., 1::2] = x[..., 0::2] * s[..., 1::2] + x[..., 1::2] * c[..., 0::2]
-        return out
+        output = torch.empty_like(x)
+        output[..., 0::2] = x[..., 0::2] * c[..., 0::2] - x[..., 1::2] * s[..., 1::2]
+        output[..., 1::2] = x[..., 0::2] * s[..., 1::2] + x[..., 1::2] * c[..., 0::2]
+        return output
 
     state = torch.einsum("bshd,bshe->bhde", rotated(k).to(wide), v.to(wide))
-    out = torch.einsum("bshd,bhde->bshe", rotated(q).to(wide), state)
+    result = torch.einsum("bshd,bhde->bshe", rotated(q).to(wide), state)
     if cos is None:
         q, k = q.to(wide), k.to(wide)
     den = torch.einsum("bshd,bhd->bsh", q, k.sum(1)) + 1e-15
-    return (out * (1 / den[..., None])).to(v.dtype)
+    return (result * (1 / den[..., None])).to(v.dtype)
 
 
 def assert_good(args: list[Tensor], cos_sin: Tables) -> None:
@@ -84,9 +84,9 @@ def assert_good(args: list[Tensor], cos_sin: Tables) -> None:
 
 
 def assert_same(ours: list[Tensor], others: list[Tensor]) -> None:
-    for name, one, other in zip(("out", "dq", "dk", "dv"), ours, others, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other), name
+    for name, value, expected_value in zip(("out", "dq", "dk", "dv"), ours, others, strict=True):
+        assert value.dtype == expected_value.dtype
+        assert torch.equal(value, expected_value), name
 
 
 @pytest.fixture
@@ -169,8 +169,8 @@ def test_operands_of_different_dtypes() -> None:
     ours = run(relu_linear_attention, q, k, v, grad.bfloat16())
     assert [x.dtype for x in ours] == [q.dtype, q.dtype, k.dtype, v.dtype]
     wide = run(relu_linear_attention, q.float(), k, v.float(), grad.bfloat16().float())
-    for one, other in zip(ours, wide, strict=True):
-        assert_close(one.float(), other, rtol=2**-7, atol=1e-6)
+    for value, expected_value in zip(ours, wide, strict=True):
+        assert_close(value.float(), expected_value, rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -196,14 +196,14 @@ def test_dead_queries_attend_to_nothing(table: Table, dtype: torch.dtype) -> Non
     q[:, 38] = 1e-20
     dead = [3, 5, 38]
     cos_sin = NO_TABLES if table is None else tables(table)
-    out, dq, dk, dv = run(relu_linear_attention, q, k, v, grad, *cos_sin)
-    assert out[:, dead].eq(0).all()
+    output, dq, dk, dv = run(relu_linear_attention, q, k, v, grad, *cos_sin)
+    assert output[:, dead].eq(0).all()
     assert dq[:, dead].eq(0).all()
-    without = grad.clone()
-    without[:, dead] = 0
-    assert_same([out, dq, dk, dv], run(relu_linear_attention, q, k, v, without, *cos_sin))
-    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
-    assert out[:, [2, 4, 6, 39]].ne(0).all()
+    changed_grad = grad.clone()
+    changed_grad[:, dead] = 0
+    assert_same([output, dq, dk, dv], run(relu_linear_attention, q, k, v, changed_grad, *cos_sin))
+    assert all(x.isfinite().all() for x in (output, dq, dk, dv))
+    assert output[:, [2, 4, 6, 39]].ne(0).all()
 
 
 @pytest.mark.parametrize("dead", ["q", "k", "v"])
@@ -232,9 +232,9 @@ def test_the_bound_of_a_dead_row(which: str) -> None:
             args = [q / size * 1e-6 * factor, k, v, grad]
         else:
             args = [q, k / size[:, :1] * 1e-6 * factor, v, grad]
-        out = relu_linear_attention(*args[:3])[:, :1]
-        wanted = stock(*args[:3], None, None)[:, :1] if factor > 1 else torch.zeros_like(out)
-        assert_close(out, wanted, rtol=1e-5, atol=1e-6)
+        output = relu_linear_attention(*args[:3])[:, :1]
+        expected = stock(*args[:3], None, None)[:, :1] if factor > 1 else torch.zeros_like(output)
+        assert_close(output, expected, rtol=1e-5, atol=1e-6)
     assert relu_linear_attention(q, k, v, eps=1e4).eq(0).all()
 
 
@@ -246,8 +246,8 @@ def test_channels_apart_do_not_decide() -> None:
     k[:, 7, :, 0] = 0.05
     q = -q.abs()
     q[..., 0] = 0.01
-    out, dq, dk, dv = run(relu_linear_attention, q, k, v, grad)
-    assert_close(out, v[:, 7:8].expand_as(out), rtol=1e-5, atol=1e-6)
+    output, dq, dk, dv = run(relu_linear_attention, q, k, v, grad)
+    assert_close(output, v[:, 7:8].expand_as(output), rtol=1e-5, atol=1e-6)
     assert dq.abs().max() < 1e-2
     assert_close(dv[:, 7], grad.sum(1), rtol=1e-5, atol=1e-5)
     assert all(x.isfinite().all() for x in (dq, dk, dv))
@@ -258,9 +258,9 @@ def test_gradient_of_small_queries_is_bounded(exponent: int) -> None:
     q, k, v, grad = inputs((1, 40, 2, 16))
     q = q * 10.0**exponent
     bound = 2 * grad.norm(dim=-1).max() * v.norm(dim=-1).max() / 1e-6
-    out, dq, dk, dv = run(relu_linear_attention, q, k, v, grad)
+    output, dq, dk, dv = run(relu_linear_attention, q, k, v, grad)
     assert dq.abs().max() <= bound
-    assert all(x.isfinite().all() for x in (out, dk, dv))
+    assert all(x.isfinite().all() for x in (output, dk, dv))
     if exponent == -20:
         assert run(stock, q, k, v, grad, None, None)[1].abs().max() > 1e12
 
@@ -271,10 +271,10 @@ def test_a_bad_query_stays_in_its_row(bad: float) -> None:
     q, k, v, _ = inputs((2, 40, 2, 16))
     clean = relu_linear_attention(q, k, v)
     q[1, 33, 0, 5] = bad
-    out = relu_linear_attention(q, k, v)
-    assert not out[1, 33, 0].isfinite().any()
-    out[1, 33, 0] = clean[1, 33, 0]
-    assert torch.equal(out, clean)
+    output = relu_linear_attention(q, k, v)
+    assert not output[1, 33, 0].isfinite().any()
+    output[1, 33, 0] = clean[1, 33, 0]
+    assert torch.equal(output, clean)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -285,13 +285,13 @@ def test_a_bad_value_stays_in_its_head(name: str) -> None:
     ours = run(relu_linear_attention, q, k, v, grad)
     assert not ours[1][1, 33, 0].isfinite().all()
     assert not ours[0][1, :, 0].isfinite().all()
-    for one, other in zip(ours, clean, strict=True):
-        one[1, :, 0] = other[1, :, 0]
-        assert torch.equal(one, other)
+    for value, expected_value in zip(ours, clean, strict=True):
+        value[1, :, 0] = expected_value[1, :, 0]
+        assert torch.equal(value, expected_value)
 
 
 def test_offsets_beyond_int32() -> None:
-    """Rows 2^30 elements apart, of which three are touched; an offset that wrapped would land in the first half."""
+    """Rows 2^30 elements apart; three are touched. A wrapped offset would land in the first half."""
     memory = torch.empty(2**32 + 256, dtype=torch.float16, device=DEVICE)
     q, k, v, grad = inputs((1, 3, 1, 16), torch.float16)
     far = []
@@ -332,11 +332,11 @@ def test_keeps_its_inputs_and_the_state() -> None:
 def test_gradients_that_nobody_wants_are_not_computed(monkeypatch: Patch) -> None:
     q, k, v, grad = inputs((1, 40, 2, 16))
     _, dq, dk, dv = run(relu_linear_attention, q, k, v, grad)
-    for name, wanted in (("q", dq), ("k", dk), ("v", dv)):
+    for name, expected_grad in (("q", dq), ("k", dk), ("v", dv)):
         leaves = {"q": q, "k": k, "v": v}
         leaves[name] = leaves[name].detach().requires_grad_()
-        (found,) = torch.autograd.grad(relu_linear_attention(**leaves), leaves[name], grad)
-        assert_close(found, wanted)
+        (actual_grad,) = torch.autograd.grad(relu_linear_attention(**leaves), leaves[name], grad)
+        assert_close(actual_grad, expected_grad)
     monkeypatch.setattr(op, "key_grad_kernel", None)
     leaf = q.detach().requires_grad_()
     relu_linear_attention(leaf, k, v).backward(grad)
@@ -356,11 +356,11 @@ def test_reference_agrees(table: Table, monkeypatch: Patch) -> None:
     kernel = run(relu_linear_attention, *args)
     by_autograd = run(op.relu_linear_attention_reference, *args)
     monkeypatch.setattr(op, "launches", lambda tensor: False)
-    alone = run(relu_linear_attention, *args)
+    expected = run(relu_linear_attention, *args)
     forward = op.relu_linear_attention_forward(*args[:3], *args[4:], 1e-6)
     assert all(x.is_contiguous() for x in forward)  # as register_fake says
-    assert_close(kernel, alone, rtol=1e-4, atol=1e-5)
-    assert_close(by_autograd, alone, rtol=1e-4, atol=1e-5)
+    assert_close(kernel, expected, rtol=1e-4, atol=1e-5)
+    assert_close(by_autograd, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 2, 16), (2, 0, 2, 16), (2, 5, 0, 16)])

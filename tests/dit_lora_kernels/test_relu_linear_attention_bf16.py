@@ -13,8 +13,8 @@ def results(operands: list[Tensor], tables: list[Tensor]) -> list[Tensor]:
     """The output and the gradients of q, k and v, in fp32."""
     q, k, v, grad = operands
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = relu_linear_attention(*leaves, *tables)
-    return [x.float() for x in (out.detach(), *torch.autograd.grad(out, leaves, grad))]
+    output = relu_linear_attention(*leaves, *tables)
+    return [x.float() for x in (output.detach(), *torch.autograd.grad(output, leaves, grad))]
 
 
 @pytest.mark.parametrize("mean", [0.0, 40.0])
@@ -23,8 +23,8 @@ def test_no_further_from_fp32_than_rounding(width: int, rotated: bool, mean: flo
     """Far from zero nearly all bits of u cancel in dq = u w - ..., so that two bf16 numbers would not do there."""
     generator = torch.Generator().manual_seed(0)
     size = (2, 70, 2, width)
-    made = [torch.randn(size, generator=generator).to(DEVICE) for _ in range(4)]
-    low = [(x + mean if i < 3 else x).bfloat16() for i, x in enumerate(made)]
+    tensors = [torch.randn(size, generator=generator).to(DEVICE) for _ in range(4)]
+    low = [(x + mean if i < 3 else x).bfloat16() for i, x in enumerate(tensors)]
     angle = 6 * torch.rand(70, width // 2, generator=generator).to(DEVICE)
     angle = angle.repeat_interleave(2, -1)
     tables = [angle.cos(), angle.sin()] if rotated else []
@@ -32,6 +32,6 @@ def test_no_further_from_fp32_than_rounding(width: int, rotated: bool, mean: flo
     wide = results([x.float() for x in low], tables)
     for name, ours, exact in zip(names, results(low, tables), wide, strict=True):
         # The interpreter truncates results to 8 bits, a GPU rounds them. Where bits cancel fp32 is 1 % off itself.
-        beyond = ((ours - exact).abs() - 2**-7 * exact.abs()).clamp(min=0)
+        excess_error = ((ours - exact).abs() - 2**-7 * exact.abs()).clamp(min=0)
         allowed = 3e-2 if mean and not rotated else 3e-4
-        assert beyond.max() <= allowed * exact.square().mean().sqrt(), name
+        assert excess_error.max() <= allowed * exact.square().mean().sqrt(), name

@@ -48,10 +48,10 @@ def operands(
 ) -> Operands:
     """h, weight and bias that all want a gradient; the samples differ in scale."""
     B, H, W, C = shape
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=made, dtype=torch.float64)
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
 
     h = random(B, H, W, 2 * C) * torch.arange(1, B + 1)[:, None, None, None]
     weight, bias = random(2 * C, 1, 3, 3) * 0.4, random(2 * C)
@@ -76,12 +76,12 @@ def run(
     function: Callable[..., Tensor], of: Operands, upstream: Tensor | None = None
 ) -> list[Tensor]:
     """The output and every operand's gradient."""
-    out = function(*of)
+    output = function(*of)
     if upstream is None:
-        made = torch.Generator().manual_seed(1)
-        upstream = torch.randn(out.shape, generator=made).to(out)
+        generator = torch.Generator().manual_seed(1)
+        upstream = torch.randn(output.shape, generator=generator).to(output)
     trained = [t for t in of if t is not None and t.requires_grad]
-    return [out.detach(), *torch.autograd.grad(out, trained, upstream.to(out.dtype))]
+    return [output.detach(), *torch.autograd.grad(output, trained, upstream.to(output.dtype))]
 
 
 def check(of: Operands, upstream: Tensor | None = None) -> None:
@@ -113,15 +113,15 @@ def test_without_the_kernel(
 
 
 def test_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = operands((2, 3, 3, 4), biased=False)
-    check(of)
+    inputs = operands((2, 3, 3, 4), biased=False)
+    check(inputs)
     without_kernel(monkeypatch)
-    check(of)
+    check(inputs)
 
 
 def test_the_reference_is_differentiable() -> None:
-    of = operands((2, 3, 2, 3), torch.float64)
-    for ours, exact in zip(run(silu_dwconv_glu_reference, of), run(eager, of), strict=True):
+    inputs = operands((2, 3, 2, 3), torch.float64)
+    for ours, exact in zip(run(silu_dwconv_glu_reference, inputs), run(eager, inputs), strict=True):
         assert relative_error(ours, exact) < 1e-13
 
 
@@ -147,8 +147,8 @@ def test_operands_may_differ_in_dtype() -> None:
     h, weight, bias = operands((1, 2, 3, 4))
     assert bias is not None
     low = h.detach().bfloat16().requires_grad_()
-    of = (low, weight, bias.detach().double().requires_grad_())
-    ours, exact = run(silu_dwconv_glu, of), run(eager, wide(of))
+    inputs = (low, weight, bias.detach().double().requires_grad_())
+    ours, exact = run(silu_dwconv_glu, inputs), run(eager, wide(inputs))
     assert [t.dtype for t in ours] == [low.dtype, low.dtype, weight.dtype, torch.float64]
     for our, true in zip(ours, exact, strict=True):
         assert relative_error(our, true) < 2e-2
@@ -162,20 +162,22 @@ WANTED = [(True, False, False), (False, True, False), (False, False, True), (Tru
 def test_only_wanted_gradients_are_computed(
     wanted: tuple[bool, ...], kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of = operands((2, 2, 3, 3))
-    every = run(silu_dwconv_glu, of)[1:]
+    inputs = operands((2, 2, 3, 3))
+    expected_grads = run(silu_dwconv_glu, inputs)[1:]
     some = [
-        t.detach().requires_grad_(want) for t, want in zip(of, wanted, strict=True) if t is not None
+        t.detach().requires_grad_(want)
+        for t, want in zip(inputs, wanted, strict=True)
+        if t is not None
     ]
     if not kernel:
         without_kernel(monkeypatch)
     for name, needed in (("launch_input", wanted[0]), ("launch_filter", any(wanted[1:]))):
         if not needed:
             monkeypatch.setattr(module, name, None)
-    found = run(silu_dwconv_glu, (some[0], some[1], some[2]))[1:]
-    expected = [grad for grad, want in zip(every, wanted, strict=True) if want]
-    for grad, same in zip(found, expected, strict=True):
-        torch.testing.assert_close(grad, same, rtol=1e-5, atol=1e-5)
+    actual = run(silu_dwconv_glu, (some[0], some[1], some[2]))[1:]
+    expected = [grad for grad, want in zip(expected_grads, wanted, strict=True) if want]
+    for grad, expected_value in zip(actual, expected, strict=True):
+        torch.testing.assert_close(grad, expected_value, rtol=1e-5, atol=1e-5)
 
 
 def test_everything_is_written_and_nothing_beyond_the_edges_read(
@@ -185,9 +187,9 @@ def test_everything_is_written_and_nothing_beyond_the_edges_read(
     plain = run(silu_dwconv_glu, (h, weight, bias))
     dout = torch.randn(plain[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     with poisoned_memory(monkeypatch):
-        found = run(silu_dwconv_glu, (in_nan_arena(h), weight, bias), in_nan_arena(dout))
-    for ours, same in zip(found, plain, strict=True):
-        assert torch.equal(ours, same)
+        actual = run(silu_dwconv_glu, (in_nan_arena(h), weight, bias), in_nan_arena(dout))
+    for ours, expected_value in zip(actual, plain, strict=True):
+        assert torch.equal(ours, expected_value)
 
 
 def test_strides() -> None:
@@ -203,15 +205,17 @@ def test_strides() -> None:
         torch.randn(2, 3, 2, 9, device=DEVICE)[..., 2:6],
     )
     for view, gradient in zip((wider, permuted, wider, permuted), gradients, strict=True):
-        of = (view.requires_grad_(), weight, bias)
+        inputs = (view.requires_grad_(), weight, bias)
         expected = run(silu_dwconv_glu, (h, weight, bias), gradient.contiguous())
-        for ours, same in zip(run(silu_dwconv_glu, of, gradient), expected, strict=True):
-            assert torch.equal(ours, same)
+        for ours, expected_value in zip(
+            run(silu_dwconv_glu, inputs, gradient), expected, strict=True
+        ):
+            assert torch.equal(ours, expected_value)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_hard_values(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sample of its own kind: far from zero, tiny, zero, and far below zero, where SiLU vanishes."""
+    """Samples of four kinds: far from zero, tiny, zero, and far below zero, where SiLU vanishes."""
     if not kernel:
         without_kernel(monkeypatch)
     h, weight, bias = operands((4, 2, 2, 3))
@@ -235,8 +239,8 @@ def test_half_precision_near_its_end() -> None:
         weight.fill_(1.0)
         weight[2:] = -1.0  # gates far below zero
         bias.zero_()
-    out = silu_dwconv_glu(h, weight, bias)
-    assert torch.equal(out, torch.zeros_like(out))
+    output = silu_dwconv_glu(h, weight, bias)
+    assert torch.equal(output, torch.zeros_like(output))
     with torch.no_grad():
         weight[2:] = 0
         weight[:2] = 0.1
@@ -246,23 +250,25 @@ def test_half_precision_near_its_end() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_pixel_stays_among_its_neighbours(bad: float) -> None:
-    of = operands((2, 4, 5, 3))
-    plain = run(silu_dwconv_glu, of)[:2]
-    h = of[0].detach().clone()
+    inputs = operands((2, 4, 5, 3))
+    plain = run(silu_dwconv_glu, inputs)[:2]
+    h = inputs[0].detach().clone()
     h[1, 3, 4, 2] = bad
-    found = run(silu_dwconv_glu, (h.requires_grad_(), *of[1:]))[:2]
+    actual = run(silu_dwconv_glu, (h.requires_grad_(), *inputs[1:]))[:2]
     reach = torch.zeros(2, 4, 5, 6, dtype=torch.bool, device=DEVICE)
     reach[1, 2:, 3:, 2] = True
-    assert torch.equal(~torch.isfinite(found[0]), reach[..., :3])
-    assert torch.equal(found[0][~reach[..., :3]], plain[0][~reach[..., :3]])
+    assert torch.equal(~torch.isfinite(actual[0]), reach[..., :3])
+    assert torch.equal(actual[0][~reach[..., :3]], plain[0][~reach[..., :3]])
     reach[1, 1:, 2:, 2::3] = True
-    assert torch.equal(found[1][~reach], plain[1][~reach])
+    assert torch.equal(actual[1][~reach], plain[1][~reach])
 
 
 def test_repeats_bit_for_bit() -> None:
-    of = operands((2, 3, 4, 3), torch.bfloat16)
-    for first, second in zip(run(silu_dwconv_glu, of), run(silu_dwconv_glu, of), strict=True):
-        assert torch.equal(first, second)
+    inputs = operands((2, 3, 4, 3), torch.bfloat16)
+    for first_value, second in zip(
+        run(silu_dwconv_glu, inputs), run(silu_dwconv_glu, inputs), strict=True
+    ):
+        assert torch.equal(first_value, second)
 
 
 def test_offsets_beyond_two_to_the_31() -> None:
@@ -274,22 +280,22 @@ def test_offsets_beyond_two_to_the_31() -> None:
     apart = arena[before:].as_strided(h.shape, (stride, 8, 4, 1))
     apart.copy_(h.detach())
     expected = run(silu_dwconv_glu, (h, weight, bias))
-    for ours, same in zip(
+    for ours, expected_value in zip(
         run(silu_dwconv_glu, (apart.requires_grad_(), weight, bias)), expected, strict=True
     ):
-        assert torch.equal(ours, same)
+        assert torch.equal(ours, expected_value)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_autocast_changes_nothing(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernel:
         without_kernel(monkeypatch)
-    of = operands((1, 2, 3, 4))
-    plain = run(silu_dwconv_glu, of)
+    inputs = operands((1, 2, 3, 4))
+    plain = run(silu_dwconv_glu, inputs)
     with torch.autocast(DEVICE, torch.bfloat16):
-        cast = run(silu_dwconv_glu, of)
-    for ours, same in zip(cast, plain, strict=True):
-        assert torch.equal(ours, same)
+        cast = run(silu_dwconv_glu, inputs)
+    for ours, expected_value in zip(cast, plain, strict=True):
+        assert torch.equal(ours, expected_value)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -302,9 +308,14 @@ def test_opcheck(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.library.opcheck(
         silu_dwconv_glu_forward.library, (permuted.requires_grad_(), weight, None)
     )
-    given = (torch.randn(1, 2, 3, 2, device=DEVICE), permuted.detach(), weight.detach(), None)
-    for wanted in ([True, True, False], [True, False, False]):
-        torch.library.opcheck(silu_dwconv_glu_backward.library, (*given, wanted))
+    operator_args = (
+        torch.randn(1, 2, 3, 2, device=DEVICE),
+        permuted.detach(),
+        weight.detach(),
+        None,
+    )
+    for needs_grad in ([True, True, False], [True, False, False]):
+        torch.library.opcheck(silu_dwconv_glu_backward.library, (*operator_args, needs_grad))
 
 
 def test_only_h_is_saved() -> None:
@@ -317,10 +328,12 @@ def test_only_h_is_saved() -> None:
 
 
 def test_compiles_without_a_graph_break() -> None:
-    of = operands((1, 2, 3, 2))
+    inputs = operands((1, 2, 3, 2))
     compiled: Any = torch.compile(silu_dwconv_glu, fullgraph=True, backend="aot_eager")
-    for ours, same in zip(run(compiled, of), run(silu_dwconv_glu, of), strict=True):
-        assert torch.equal(ours, same)
+    for ours, expected_value in zip(
+        run(compiled, inputs), run(silu_dwconv_glu, inputs), strict=True
+    ):
+        assert torch.equal(ours, expected_value)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -331,12 +344,12 @@ def test_nothing_to_do(
     if not kernel:
         without_kernel(monkeypatch)
     h, weight, bias = operands(shape)
-    out, dh, dweight, dbias = run(silu_dwconv_glu, (h, weight, bias))
-    assert out.shape == shape
+    output, dh, dweight, dbias = run(silu_dwconv_glu, (h, weight, bias))
+    assert output.shape == shape
     assert dh.shape == h.shape
-    for grad, of in ((dweight, weight), (dbias, bias)):
-        assert of is not None
-        assert torch.equal(grad, torch.zeros_like(of))
+    for grad, tensor in ((dweight, weight), (dbias, bias)):
+        assert tensor is not None
+        assert torch.equal(grad, torch.zeros_like(tensor))
 
 
 @pytest.mark.parametrize(

@@ -76,15 +76,15 @@ def test_loads_in_flight(script: Any) -> None:
 def _tables() -> dict[str, list[dict[str, Any]]]:
     """The page's rows after the change, by Triton's version."""
     after = PAGE.read_text().split("\n## After\n")[1].split("\n## ")[0]
-    found: dict[str, list[dict[str, Any]]] = {}
+    rows_by_op: dict[str, list[dict[str, Any]]] = {}
     for line in after.splitlines():
         if head := re.match(r"triton (\d+\.\d+)", line):
-            rows = found[head[1]] = []
+            rows = rows_by_op[head[1]] = []
         elif line.startswith("| ") and not line.startswith("| op "):
             op, case, kernel, *numbers = line.strip("| ").split(" | ")
             names = {"op": op, "case": case, "kernel": kernel.strip("`")}
             rows.append(names | dict(zip(COLUMNS, map(int, numbers), strict=False)))
-    return found
+    return rows_by_op
 
 
 @pytest.mark.thorough
@@ -96,13 +96,16 @@ def test_no_kernel_gets_worse(sm90: Callable[[str], list[dict[str, Any]]]) -> No
         pytest.skip(f"no table of triton {triton} in {PAGE.name}, which has {', '.join(tables)}")
     ops = list(dict.fromkeys(row["op"] for row in tables[triton]))
     for op in ops:
-        known = [row for row in tables[triton] if row["op"] == op]
-        for row, found in zip(known, sm90(op), strict=True):
-            assert all(row[name] == found[name] for name in ("case", "kernel")), (row, found)
-            assert found["occupancy"] >= row["occupancy"], (row, found)
-            assert found["in_flight"] >= row["in_flight"], (row, found)
-            assert found["spills"] <= row["spills"], (row, found)
-            assert found["registers"] <= row["registers"] + 8, (row, found)  # a step of occupancy
+        recorded_rows = [row for row in tables[triton] if row["op"] == op]
+        for row, measured in zip(recorded_rows, sm90(op), strict=True):
+            assert all(row[name] == measured[name] for name in ("case", "kernel")), (row, measured)
+            assert measured["occupancy"] >= row["occupancy"], (row, measured)
+            assert measured["in_flight"] >= row["in_flight"], (row, measured)
+            assert measured["spills"] <= row["spills"], (row, measured)
+            assert measured["registers"] <= row["registers"] + 8, (
+                row,
+                measured,
+            )  # a step of occupancy
 
 
 def test_low_occupancy_and_spills_have_a_reason() -> None:

@@ -38,22 +38,22 @@ print(*triton_support())
 
 def test_without_triton_every_op_imports_and_runs_by_its_reference() -> None:
     """And without anything else of ours."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON.format(ops=OPS)],
         env={"PYTHONPATH": str(Path(dit_lora_kernels.__path__[0]).parent)},
         capture_output=True,
         text=True,
         timeout=900,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "none triton is not installed\n"
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "none triton is not installed\n"
 
 
 def test_every_op_of_the_package_is_in_the_list() -> None:
-    found = {path.stem for path in Path(dit_lora_kernels.__path__[0]).glob("*.py")}
+    module_names = {path.stem for path in Path(dit_lora_kernels.__path__[0]).glob("*.py")}
     # Kernels of two ops, and the products of lora_linear in fp8.
     parts = {"ada_norm_kernels", "qk_norm_rope_kernels", "fp8"}
-    assert found == {*OPS, "__init__", "support", *parts}
+    assert module_names == {*OPS, "__init__", "support", *parts}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles on a GPU")

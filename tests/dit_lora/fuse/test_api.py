@@ -1,4 +1,4 @@
-"""`fuse` and `unfuse` as users call them: what is on, what is said, what is refused, what is found wrong."""
+"""`fuse` and `unfuse` as users call them: active kernels, messages, refusals and detected faults."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)
-    made = VideoDiTTransformer3DModel(
+    transformer = VideoDiTTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=8,
         in_channels=2,
@@ -39,10 +39,10 @@ def model() -> nn.Module:
         sample_width=4,
         num_classes=3,
     )
-    adapted(made, ["to_q", "to_k", "to_v", "to_out.0"])
-    for block in made.transformer_blocks:  # untrained they are zero, whatever the sample
+    adapted(transformer, ["to_q", "to_k", "to_v", "to_out.0"])
+    for block in transformer.transformer_blocks:  # untrained they are zero, whatever the sample
         nn.init.normal_(block.adaln.linear.weight)
-    return made
+    return transformer
 
 
 def given(frames: int = 2) -> dict[str, Any]:
@@ -126,13 +126,13 @@ def test_a_backend_reaches_every_attention(
 ) -> None:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-    asked = []
+    requests = []
     backends = _AttentionBackendRegistry._backends
     name = AttentionBackendName._NATIVE_MATH
     native = backends[name]
 
     def recorded(**kwargs: Any) -> torch.Tensor:
-        asked.append(kwargs["query"].shape)
+        requests.append(kwargs["query"].shape)
         return native(**kwargs)
 
     expected = run(model)
@@ -140,11 +140,11 @@ def test_a_backend_reaches_every_attention(
     before = _AttentionBackendRegistry._active_backend
     fuse(model, dict.fromkeys(OPS, "off"), attention="_native_math", check=False)
     assert_equal(run(model), expected)
-    assert asked == [(2, 8, 2, 8)] * 2
+    assert requests == [(2, 8, 2, 8)] * 2
     assert _AttentionBackendRegistry._active_backend is before
     with find_switch(model_switches(model), "attention:_native_math").off():
         assert_equal(run(model), expected)
-    assert len(asked) == 2
+    assert len(requests) == 2
 
 
 def test_a_backend_that_diffusers_sets_later_is_heeded(
@@ -152,10 +152,10 @@ def test_a_backend_that_diffusers_sets_later_is_heeded(
 ) -> None:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-    asked = []
+    requests = []
     name = AttentionBackendName._NATIVE_MATH
     native = _AttentionBackendRegistry._backends[name]
-    recorded = lambda **given: (asked.append(1), native(**given))[1]  # noqa: E731
+    recorded = lambda **inputs: (requests.append(1), native(**inputs))[1]  # noqa: E731
     monkeypatch.setitem(_AttentionBackendRegistry._backends, name, recorded)
     expected = run(model)
     fuse(model, ON, check=False)
@@ -163,7 +163,7 @@ def test_a_backend_that_diffusers_sets_later_is_heeded(
         if hasattr(module, "processor"):  # as ModelMixin.set_attention_backend does
             module.processor._attention_backend = name
     assert_equal(run(model), expected)
-    assert len(asked) == 2
+    assert len(requests) == 2
 
 
 def wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +187,8 @@ def test_the_first_forward_of_a_shape_finds_a_wrong_kernel_and_goes_on_without(
     wrong_row(monkeypatch)
     set_optional(model)
     with pytest.warns(UserWarning, match="kernel ada_norm differs from its reference"):
-        found = run(model)
-    assert_equal(found, expected)
+        actual = run(model)
+    assert_equal(actual, expected)
     assert fusion.on == {**fusion_on, "ada_norm": False}
     assert not fusion.stock
 
@@ -200,9 +200,9 @@ def test_of_one_sample_each_block_is_given_a_second_one(
     fuse(model, ON)
     wrong_row(monkeypatch)
     set_optional(model)
-    one = {name: tensor[:1] for name, tensor in given(2).items()}
+    single = {name: tensor[:1] for name, tensor in given(2).items()}
     with pytest.warns(UserWarning, match="kernel ada_norm differs from its reference"):
-        model(**one)
+        model(**single)
 
 
 def set_optional(model: nn.Module) -> None:
@@ -229,12 +229,12 @@ def test_a_shape_is_compared_once_and_gradients_and_random_state_stay(model: nn.
     state = torch.get_rng_state()
     run(model)
     assert torch.equal(torch.get_rng_state(), state)
-    first = len(calls)
-    assert first > 3
+    calls_before = len(calls)
+    assert calls_before > 3
     run(model)
-    assert len(calls) == first + 1
+    assert len(calls) == calls_before + 1
     run(model, frames=3)
-    assert len(calls) > first + 3
+    assert len(calls) > calls_before + 3
     assert trained.grad.unique().tolist() == [7.0]
 
 
@@ -323,12 +323,12 @@ def test_a_mask_that_masks_nothing_becomes_none() -> None:
     part[1, 4] = 0
     for mask in (full, full.bool(), part, bias, None):
         model(torch.randn(2, 5, 4), full, encoder_attention_mask=mask)
-    kept = model.masks
-    assert kept[0] is None
-    assert kept[1] is None
-    assert kept[2] is part
-    assert kept[3] is bias
-    assert kept[4] is None
+    masks = model.masks
+    assert masks[0] is None
+    assert masks[1] is None
+    assert masks[2] is part
+    assert masks[3] is bias
+    assert masks[4] is None
     unfuse(model)
     model(torch.randn(2, 5, 4), full, encoder_attention_mask=full)
     assert model.masks[-1] is full

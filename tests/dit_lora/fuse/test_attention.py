@@ -43,10 +43,10 @@ def heads(tokens: int = 7, device: str = "cpu", dtype: torch.dtype = torch.float
 def test_it_is_pytorchs_attention(backend: str | None, masked: bool) -> None:
     query, key, value = heads()
     mask = torch.rand(2, 1, 7, 7) > 0.3 if masked else None
-    found = attend(query, key, value, mask, backend)
+    actual = attend(query, key, value, mask, backend)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     expected = scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 class OnGpu(torch.Tensor):
@@ -86,22 +86,22 @@ def backends() -> Iterator[None]:
 def test_with_a_mask_cudnn_is_off_what_was_off_stays_so_and_afterwards_all_is_as_before(
     masked: bool, off: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    recorded = []
 
     def dispatched(*_args: Any, **_kwargs: Any) -> None:
-        seen.append(enabled())
+        recorded.append(enabled())
         raise RuntimeError("as a backend may")
 
     monkeypatch.setattr(attention, "dispatch_attention_fn", dispatched)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", dispatched)
     for name in off:
         SETTERS[name][1](False)
-    left = set(SETTERS) - set(off)
+    patched_attributes = set(SETTERS) - set(off)
     mask = torch.ones(2, 1, 7, 7).as_subclass(OnGpu) if masked else None
     with pytest.raises(RuntimeError, match="as a backend may"):
         attend(*heads(), mask, None)
-    assert seen == [left - {"cudnn"} if masked else left]
-    assert enabled() == left
+    assert recorded == [patched_attributes - {"cudnn"} if masked else patched_attributes]
+    assert enabled() == patched_attributes
 
 
 @pytest.mark.parametrize("name", [None, "native", "_native_math"])
@@ -117,9 +117,9 @@ def test_pytorchs_attention_is_called_past_the_dispatcher_and_no_other(
 
     monkeypatch.setattr(attention, "dispatch_attention_fn", noted)
     query, key, value = heads()
-    found = attend(query, key, value, None, name)
+    actual = attend(query, key, value, None, name)
     assert len(dispatched) == (name == "_native_math")
-    torch.testing.assert_close(found, dispatch(query, key, value))
+    torch.testing.assert_close(actual, dispatch(query, key, value))
     # What Diffusers' own context asks for is asked for here too, and its checks are made.
     with attention_backend("_native_math"):
         attend(query, key, value, None, None)
@@ -135,10 +135,10 @@ def test_a_dropout_that_drops_nothing_is_called_for_whoever_looks(
     rate: float, everywhere: bool
 ) -> None:
     attn = Attention(query_dim=24, heads=3, dim_head=8, dropout=rate)
-    attended, seen = torch.randn(2, 7, 24), []
+    attended, recorded = torch.randn(2, 7, 24), []
 
     def look(module: torch.nn.Module, *_: Any) -> None:
-        seen.append(module)
+        recorded.append(module)
 
     stock = attn.to_out[1]
     torch.manual_seed(0)
@@ -155,22 +155,22 @@ def test_a_dropout_that_drops_nothing_is_called_for_whoever_looks(
         project_output(attn, attended)
     finally:
         handle.remove()
-    assert stock in seen
+    assert stock in recorded
 
 
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_a_blocks_mask_is_kept_once_where_all_heads_share_it(per_head: bool, queries: int) -> None:
-    """Stock processors repeat it for each head; what is attended to is the same."""
+    """Stock processors repeat it for each head; the attended tokens are the same."""
     attn = Attention(query_dim=24, heads=3, dim_head=8)
     generator = torch.Generator().manual_seed(0)
     mask = torch.where(torch.rand(2, queries, 7, generator=generator) < 0.6, 0.0, -1e4)
     mask[..., 0] = 0.0
     stock = attn.prepare_attention_mask(mask, 7, 2)
-    found = heads_mask(attn, stock if per_head else mask, torch.empty(2, 7, 24))
-    assert found is not None
-    assert found.shape == (2, 3 if per_head else 1, queries, 7)
-    assert torch.equal(found.expand(2, 3, -1, -1), stock.view(2, 3, queries, 7))
+    actual = heads_mask(attn, stock if per_head else mask, torch.empty(2, 7, 24))
+    assert actual is not None
+    assert actual.shape == (2, 3 if per_head else 1, queries, 7)
+    assert torch.equal(actual.expand(2, 3, -1, -1), stock.view(2, 3, queries, 7))
 
 
 def test_a_compiled_block_with_a_mask_on_cuda_has_no_graph_break() -> None:
@@ -225,7 +225,7 @@ def test_a_mask_that_breaks_cudnns_backward_is_no_danger() -> None:
 def test_backends_without_a_backward_are_refused_with_those_that_have_one(name: str) -> None:
     with pytest.raises(DitLoraError, match=f"kernels.attention: {name} does not train") as error:
         require_backend(name)
-    assert all(known in str(error.value) for known in TRAINABLE)
+    assert all(backend_name in str(error.value) for backend_name in TRAINABLE)
 
 
 def test_a_backend_that_is_not_installed_is_refused_with_what_is_missing() -> None:
@@ -269,7 +269,7 @@ def test_a_mask_for_a_backend_that_takes_none_is_refused_in_one_line(name: str) 
 
 
 class Scale(torch.autograd.Function):
-    """Multiplies by a weight, and saves its input in a shape of its own."""
+    """Multiplies by a weight, and saves its input in another shape."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -297,19 +297,19 @@ def test_what_is_computed_again_is_freed_and_has_the_same_gradient() -> None:
         with nullcontext() if kept else Recomputable(normed, make).not_kept():
             return weakref.ref(normed), Scale.apply(normed, weight)
 
-    found = []
-    for kept in (True, False):
-        reference, y = step(kept=kept)
+    outputs = []
+    for keep_masks in (True, False):
+        reference, y = step(kept=keep_masks)
         gc.collect()
-        assert kept or reference() is None
+        assert keep_masks or reference() is None
         calls.clear()
-        found.append(torch.autograd.grad(y.square().sum(), [source, weight]))
-        assert len(calls) == (0 if kept else 1)
-    assert all(map(torch.equal, *found))
+        outputs.append(torch.autograd.grad(y.square().sum(), [source, weight]))
+        assert len(calls) == (0 if keep_masks else 1)
+    assert all(map(torch.equal, *outputs))
 
 
 def test_under_checkpointing_nothing_is_computed_twice_for_it() -> None:
-    """It decides what is kept; a closure of ours would hold its inputs beyond that."""
+    """It decides which tensors stay alive; a closure of ours would hold its inputs longer."""
     source, weight = torch.randn(2, 3, 4, requires_grad=True), torch.ones(4, requires_grad=True)
     calls = []
 

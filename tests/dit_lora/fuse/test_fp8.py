@@ -1,4 +1,4 @@
-"""`kernels.fp8`: asked for or off, refused by name, in the bounds stated of whole models, and a switch of its own."""
+"""`kernels.fp8`: requested or off, refused by name, within the stated bounds on full models, with its own switch."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,14 +86,14 @@ def test_a_model_is_within_what_is_stated(tiny_checkpoints: dict[str, Path], var
     state = {name: tensor.clone() for name, tensor in step.transformer.state_dict().items()}
     report = fuse(step.transformer, WITH, check=False)
     assert "fp8" in report.ops
-    found = step.gradients()
+    grads = step.gradients()
     assert 0 < kept(step.transformer) == sum(op == "fp8" for op, _ in report.fusion.replaced)
-    made = [m.__dict__["_dit_lora_fp8"].weight for m in step.transformer.modules() if has(m)]
-    tensors = [tensor for weight in made for matrix in weight for tensor in matrix]
+    fp8_weights = [m.__dict__["_dit_lora_fp8"].weight for m in step.transformer.modules() if has(m)]
+    tensors = [tensor for weight in fp8_weights for matrix in weight for tensor in matrix]
     assert of_fp8.kept_bytes(step.transformer) == sum(tensor.nbytes for tensor in tensors)
     exact = tiny_step(tiny_checkpoints, variant).gradients()
     assert apart(plain, exact) < 0.01
-    assert 0.02 < apart(found, exact) < 0.05
+    assert 0.02 < apart(grads, exact) < 0.05
     assert step.loss().item() == pytest.approx(loss.item(), rel=0.02)
     with find_switch(model_switches(step.transformer), "fp8").off():
         off = step.gradients()
@@ -143,12 +143,12 @@ def test_a_wrong_one_is_blamed_and_a_right_one_is_not(
         return 2 * product(rows, weight, bias)
 
     monkeypatch.setattr(lora_linear.fp8, "product", wrong)
-    found = differences(switches, compare)
-    switch, difference = next(found)
+    differences_found = differences(switches, compare)
+    switch, difference = next(differences_found)
     assert (switch.name, switch.insisted) == ("fp8", True)
     assert "kernel fp8 differs from its reference at " in difference.words
     switch.turn_off()
-    assert list(found) == []
+    assert list(differences_found) == []
     assert kept(model) == 0
 
 
@@ -185,11 +185,11 @@ def test_a_block_compiles_whole(tiny_checkpoints: dict[str, Path]) -> None:
     expected = step.gradients()
     for block in step.transformer.get_submodule("transformer_blocks").children():
         block.compile(fullgraph=True, backend="aot_eager")
-    found = step.gradients()
+    grads = step.gradients()
     plain = step_of(tiny_checkpoints)
     fuse(plain.transformer, {"lora_linear": "on"}, check=False)
     # The graph has products in fp8, and not the plain ones.
-    assert apart(found, expected) < apart(found, plain.gradients()) / 3
+    assert apart(grads, expected) < apart(grads, plain.gradients()) / 3
 
 
 @pytest.mark.usefixtures("able")

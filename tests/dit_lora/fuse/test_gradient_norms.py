@@ -30,22 +30,22 @@ def hides_inf(tensors: Sequence[torch.Tensor], groups: Sequence[int], count: int
 def test_on_is_the_kernel_and_gives_the_same_norms_by_group(
     trained: list[torch.nn.Parameter],
 ) -> None:
-    chosen, why = choose_norms("on", trained)
-    assert why is None
+    chosen, reason = choose_norms("on", trained)
+    assert reason is None
     for parameter in trained:
         parameter.grad = torch.randn(parameter.shape)
     groups = [
         {"name": "adapter", "params": trained[:2]},
         {"name": "backbone", "params": trained[2:]},
     ]
-    found, expected = gradient_norms(groups, chosen), gradient_norms(groups)
-    assert list(found) == list(expected) == ["adapter", "backbone"]
+    actual, expected = gradient_norms(groups, chosen), gradient_norms(groups)
+    assert list(actual) == list(expected) == ["adapter", "backbone"]
     for name, norm in expected.items():
-        torch.testing.assert_close(found[name], norm)
+        torch.testing.assert_close(actual[name], norm)
     trained[2].grad[1, 1, 1] = torch.nan
-    found = gradient_norms(groups, chosen)
-    assert torch.isfinite(found["adapter"])
-    assert not torch.isfinite(found["backbone"])
+    actual = gradient_norms(groups, chosen)
+    assert torch.isfinite(actual["adapter"])
+    assert not torch.isfinite(actual["backbone"])
 
 
 def test_groups_without_gradients_have_norm_zero(trained: list[torch.nn.Parameter]) -> None:
@@ -53,9 +53,9 @@ def test_groups_without_gradients_have_norm_zero(trained: list[torch.nn.Paramete
     groups = [{"name": "adapter", "params": trained}, {"name": "none", "params": []}]
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)
-    for found in (gradient_norms(groups, chosen), gradient_norms(groups)):
-        assert found["adapter"].item() == pytest.approx(46**0.5)
-        assert found["none"].item() == 0.0
+    for actual in (gradient_norms(groups, chosen), gradient_norms(groups)):
+        assert actual["adapter"].item() == pytest.approx(46**0.5)
+        assert actual["none"].item() == 0.0
 
 
 def test_off_is_pytorch(trained: list[torch.nn.Parameter]) -> None:
@@ -80,6 +80,6 @@ def test_a_kernel_that_differs_is_refused_if_asked_for_and_left_if_not(
         choose_norms("on", trained)
     gpu = type(triton_support())("gpu", "as if")
     monkeypatch.setattr(norms, "triton_support", lambda: gpu)
-    chosen, why = choose_norms("auto", trained)
+    chosen, reason = choose_norms("auto", trained)
     assert chosen is None
-    assert why is not None
+    assert reason is not None

@@ -76,16 +76,16 @@ def in_fp64(
 def results(
     function: Callable[..., Any], inputs: list[torch.Tensor], weights: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    made = function(*inputs)
-    outputs = list(made) if isinstance(made, tuple) else [made]
+    returned = function(*inputs)
+    outputs = list(returned) if isinstance(returned, tuple) else [returned]
     loss = sum(((o * w).sum() for o, w in zip(outputs, weights, strict=True)), torch.zeros(()))
     return [*outputs, *torch.autograd.grad(loss, inputs)]
 
 
 def assert_right(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     """fp32 sums of at most 48 terms."""
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(got, wanted, strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -97,13 +97,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_the_norm_is_that_of_fp64(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     inputs, weights = [drawn(*shape), drawn(shape[-1])], [drawn(*shape).detach()]
-    kept = [tensor.detach().clone() for tensor in (*inputs, *weights)]
+    originals = [tensor.detach().clone() for tensor in (*inputs, *weights)]
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.ops.dit_lora.liger_rms_norm(x, weight, 1e-5)[0]
 
     assert_right(results(norm, inputs, weights), in_fp64(rms_norm, inputs, weights))
-    for tensor, before in zip((*inputs, *weights), kept, strict=True):
+    for tensor, before in zip((*inputs, *weights), originals, strict=True):
         assert torch.equal(tensor, before)
 
 
@@ -124,12 +124,12 @@ def test_the_product_is_that_of_fp64_and_leaves_its_operands_alone() -> None:
     before = both.detach().clone()
     assert_right(results(product, [both], weights), in_fp64(stock, [both], weights))
     gate, up = drawn(4, 11), drawn(4, 11)
-    held = [gate.detach().clone(), up.detach().clone()]
-    out = liger.swiglu(gate, up)
-    twice = [torch.autograd.grad(out.sum(), (gate, up), retain_graph=True) for _ in range(2)]
+    originals = [gate.detach().clone(), up.detach().clone()]
+    output = liger.swiglu(gate, up)
+    twice = [torch.autograd.grad(output.sum(), (gate, up), retain_graph=True) for _ in range(2)]
     torch.testing.assert_close(*twice, rtol=0, atol=0)
     assert torch.equal(both, before)
-    assert all(torch.equal(t, b) for t, b in zip((gate, up), held, strict=True))
+    assert all(torch.equal(t, b) for t, b in zip((gate, up), originals, strict=True))
 
 
 @interpreted
@@ -189,11 +189,11 @@ def small(config: str, model: str, **changes: Any) -> nn.Module:
 
     values = {**tiny.TEXT, "num_hidden_layers": 1, **changes}
     torch.manual_seed(0)
-    made = getattr(transformers, model)(getattr(transformers, config)(**values))
-    for name, parameter in made.named_parameters():
+    transformer = getattr(transformers, model)(getattr(transformers, config)(**values))
+    for name, parameter in transformer.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
-    return made.to(DEVICE).eval()
+    return transformer.to(DEVICE).eval()
 
 
 SMALL: dict[str, Callable[[], nn.Module]] = {
@@ -228,8 +228,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     model.zero_grad()
     losses = model(**BATCH)
     (losses * torch.tensor([0.3, 1.7], device=DEVICE)).sum().backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return {"losses": losses.detach(), **found}
+    actual = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"losses": losses.detach(), **actual}
 
 
 @interpreted
@@ -243,7 +243,7 @@ def test_a_model_is_the_stock_one_and_given_back_bit_for_bit(name: str) -> None:
     for parameter, tensor in model.named_parameters():
         if "norm" in parameter:
             tensor.requires_grad_()
-    wanted = gradients(model)
+    expected_grads = gradients(model)
     state = {n: t.clone() for n, t in model.state_dict().items()}
     report = fuse(model, ON, check=False)
     assert report.ops == ["liger"]
@@ -254,14 +254,14 @@ def test_a_model_is_the_stock_one_and_given_back_bit_for_bit(name: str) -> None:
     for op in ("rms_norm", "swiglu", "rotation"):
         assert f"dit_lora::liger_{op}" in ran.names, op
     assert sum("norm" in parameter for parameter in got) == norms
-    assert got.keys() == wanted.keys()
-    for parameter, tensor in wanted.items():
+    assert got.keys() == expected_grads.keys()
+    for parameter, tensor in expected_grads.items():
         torch.testing.assert_close(got[parameter], tensor, rtol=1e-4, atol=1e-5, msg=parameter)
     with find_switch(model_switches(model), "liger").off():
         stock = gradients(model)
     unfuse(model)
-    for again in (stock, gradients(model)):
-        assert all(torch.equal(again[n], tensor) for n, tensor in wanted.items())
+    for repeated in (stock, gradients(model)):
+        assert all(torch.equal(repeated[n], tensor) for n, tensor in expected_grads.items())
     after = model.state_dict()
     assert after.keys() == state.keys()
     assert all(torch.equal(after[n], tensor) for n, tensor in state.items())
@@ -286,13 +286,15 @@ def test_another_model_of_the_class_keeps_its_own_code() -> None:
     from transformers.models.llama import modeling_llama
 
     before = modeling_llama.apply_rotary_pos_emb
-    model, other = (with_answer_losses(SMALL["llama"]()) for _ in range(2))
-    wanted = gradients(other)
+    model, other_model = (with_answer_losses(SMALL["llama"]()) for _ in range(2))
+    expected_grads = gradients(other_model)
     fuse(model, ON, check=False)
     gradients(model)
     assert modeling_llama.apply_rotary_pos_emb is before
-    assert all(torch.equal(tensor, wanted[n]) for n, tensor in gradients(other).items())
-    assert fusion_of(other) is None
+    assert all(
+        torch.equal(tensor, expected_grads[n]) for n, tensor in gradients(other_model).items()
+    )
+    assert fusion_of(other_model) is None
 
 
 @interpreted
@@ -322,17 +324,17 @@ def test_what_it_cannot_take_runs_the_stock_code(inputs: tuple[torch.Tensor, ...
     norm = MistralRMSNorm(4)
     norm.weight = nn.Parameter(weight)
     with torch.no_grad():
-        got, wanted = liger.norm_forward(norm, x), norm(x)
-    assert got.dtype is wanted.dtype
-    assert torch.equal(got, wanted)
+        got, expected = liger.norm_forward(norm, x), norm(x)
+    assert got.dtype is expected.dtype
+    assert torch.equal(got, expected)
 
 
 def test_another_activation_keeps_its_own_code() -> None:
     model = small("LlamaConfig", "LlamaForCausalLM", hidden_act="gelu")
     fuse(model, ON, check=False)
-    kept = fusion_of(model).kept
-    assert [(op, name) for op, name, _ in kept] == [("liger", "model.layers.0.mlp")]
-    assert "GELU" in kept[0][2]
+    kept_layers = fusion_of(model).kept
+    assert [(op, name) for op, name, _ in kept_layers] == [("liger", "model.layers.0.mlp")]
+    assert "GELU" in kept_layers[0][2]
 
 
 def test_auto_needs_a_gpu_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""LoRA layers of real PEFT models through lora_linear: the same model, whatever is done to its adapters."""
+"""LoRA layers of real PEFT models through lora_linear: the same model after every change of its adapters."""
 
 import copy
 import warnings
@@ -68,10 +68,12 @@ def dora() -> Attention:
 
 def two_adapters() -> Attention:
     model = build()
-    other = peft.LoraConfig(r=2, target_modules=["q", "k", "v", "out"], init_lora_weights=False)
+    other_config = peft.LoraConfig(
+        r=2, target_modules=["q", "k", "v", "out"], init_lora_weights=False
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's: that there is one already
-        peft.inject_adapter_in_model(other, model, "other")
+        peft.inject_adapter_in_model(other_config, model, "other")
     for layer in (model.q, model.k, model.v, model.out):
         layer.set_adapter("default")
     return model
@@ -172,7 +174,7 @@ REASONS: list[tuple[str, Callable[[], Attention]]] = [
 def test_what_is_not_the_plain_case_runs_pefts_own_forward(
     reason: str, make: Callable[[], Attention], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone and as one of three; the others are fused as before."""
+    """As a single layer and as one of three; the other layers are fused as before."""
     model = make()
     model.shared = False
     assert lora.why_not(model.q) == reason
@@ -234,10 +236,10 @@ def test_hooks_on_the_layer_itself_are_called() -> None:
     model, x = build(), inputs()
     fused(model)
     plain = model(x)
-    seen: list[Tensor] = []
-    handle = model.k.register_forward_hook(lambda _m, _a, y: seen.append(y.detach()))
+    recorded: list[Tensor] = []
+    handle = model.k.register_forward_hook(lambda _m, _a, y: recorded.append(y.detach()))
     assert torch.equal(model(x), plain)  # statistics of a run change no bit of it
-    assert len(seen) == 1
+    assert len(recorded) == 1
     handle.remove()
     with model.k.register_forward_pre_hook(lambda _m, args: (2 * args[0],)):
         assert torch.equal(lora.project((model.q, model.k), x)[1], model.k(x))
@@ -255,5 +257,5 @@ def test_project_calls_what_is_not_lora() -> None:
     fused(model)
     stock.shared = False
     assert_close(step(model, x), step(stock, x))
-    (alone,) = lora.project((model.q,), x)
-    torch.testing.assert_close(alone, stock.q(x))
+    (projected,) = lora.project((model.q,), x)
+    torch.testing.assert_close(projected, stock.q(x))

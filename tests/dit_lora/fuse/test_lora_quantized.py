@@ -20,16 +20,16 @@ class Projections(nn.Module):
     def __init__(self, kind: str, dtype: torch.dtype, width: int = 64) -> None:
         super().__init__()
         if kind == "int8":
-            made = [bnb.nn.Linear8bitLt(width, n, has_fp16_weights=False) for n in (64, 128)]
+            layers = [bnb.nn.Linear8bitLt(width, n, has_fp16_weights=False) for n in (64, 128)]
             self.is_loaded_in_8bit = True
         else:
-            made = [
+            layers = [
                 bnb.nn.Linear4bit(width, n, compute_dtype=dtype, quant_type=kind) for n in (64, 128)
             ]
             self.is_loaded_in_4bit = True
-        for layer in made:
+        for layer in layers:
             layer.load_state_dict(nn.Linear(width, layer.out_features).state_dict())
-        self.k, self.v = made
+        self.k, self.v = layers
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.k(x), self.v(x)

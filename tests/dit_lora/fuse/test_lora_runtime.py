@@ -21,9 +21,9 @@ from dit_lora_kernels.lora_linear import lower
 def test_checkpointing_recomputes_the_same() -> None:
     model, x = build(lora_dropout=0.3), inputs()
     fused(model)
-    kept = step(model, x)
-    again = step(Checkpointed(model), x)
-    assert all(map(torch.equal, kept, again))
+    expected = step(model, x)
+    repeated = step(Checkpointed(model), x)
+    assert all(map(torch.equal, expected, repeated))
 
 
 class Checkpointed(nn.Module):
@@ -40,17 +40,17 @@ def test_saved_bytes_are_half_of_pefts() -> None:
     stock = copy.deepcopy(model)
     fused(model)
     stock.shared = False
-    found = []
+    outputs = []
     with torch.autocast("cpu", BF16):
-        for each in (model, stock):
-            each(x)  # casts of the adapters belong to the step, not to a call
-            made = [t for cast in casts.CASTS.values() for t in cast.lowered]
+        for module in (model, stock):
+            module(x)  # casts of the adapters belong to the step, not to a call
+            lowered_tensors = [t for cast in casts.CASTS.values() for t in cast.lowered]
 
-            def run(m: Attention = each) -> tuple[Tensor, ...]:
+            def run(m: Attention = module) -> tuple[Tensor, ...]:
                 return lora.project((m.q, m.k, m.v), x)
 
-            found.append(saved_bytes(run, besides=[*each.parameters(), *made]))
-    ours, theirs = found
+            outputs.append(saved_bytes(run, besides=[*module.parameters(), *lowered_tensors]))
+    ours, theirs = outputs
     assert ours == 18 * 2 * (24 + 3 * 4)
     assert ours < 0.5 * theirs
 
@@ -65,8 +65,8 @@ def test_casts_are_made_once_and_never_missed() -> None:
         model.q(x)
         return casts.CASTS[model.q].lowered[0]
 
-    first = cast()
-    assert cast() is first
+    first_cast = cast()
+    assert cast() is first_cast
     with torch.no_grad():
         a.mul_(2)
     second = cast()
@@ -179,22 +179,22 @@ def test_casts_are_renewed_together(monkeypatch: pytest.MonkeyPatch) -> None:
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         expected = lower(a, b, layer.scaling["default"], BF16)
         assert all(map(torch.equal, casts.CASTS[layer].lowered, expected))
-    found = step(model, inputs(BF16))
+    actual = step(model, inputs(BF16))
     with monkeypatch.context() as patch:
         patch.setattr(casts, "lower", None)  # nobody makes a cast of its own
-        assert all(map(torch.equal, step(model, inputs(BF16)), found))
+        assert all(map(torch.equal, step(model, inputs(BF16)), actual))
     casts.CASTS.clear()
-    assert all(map(torch.equal, step(model, inputs(BF16)), found))
+    assert all(map(torch.equal, step(model, inputs(BF16)), actual))
 
 
 def test_casts_that_no_forward_took_are_not_renewed() -> None:
-    model, other = adapted(), adapted()
+    model, other_model = adapted(), adapted()
     casts.renew_casts(model)
     assert set(casts.CASTS) == set(layers_of(model))  # the other's are forgotten
     model.q(inputs(BF16))
     casts.renew_casts(model)
     assert set(casts.CASTS) == {model.q}
-    casts.renew_casts(other)
+    casts.renew_casts(other_model)
     assert not casts.CASTS
 
 
@@ -203,13 +203,13 @@ def test_parameters_that_are_elsewhere_are_not_renewed() -> None:
     model, x = adapted(), inputs(BF16)
     expected = step(model, x)
     replaced = model.q.lora_A["default"]
-    whole, sharded = replaced.weight, nn.Parameter(torch.zeros(1, 24))
+    unsharded, sharded = replaced.weight, nn.Parameter(torch.zeros(1, 24))
     replaced.weight = sharded
     emptied = model.k.lora_B["default"].weight
-    kept, emptied.data = emptied.data, torch.empty(0)
+    storage, emptied.data = emptied.data, torch.empty(0)
     casts.renew_casts(model)
     assert set(casts.CASTS) == {model.v, model.out}
-    replaced.weight, emptied.data = whole, kept
+    replaced.weight, emptied.data = unsharded, storage
     assert all(map(torch.equal, step(model, x), expected))
 
 
@@ -217,26 +217,26 @@ def test_a_forward_leaves_the_casts_of_one_before_to_its_backward() -> None:
     model, x = adapted(), inputs(BF16)
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = step(model, x)[2:]
-    first = model(x)
+    first_output = model(x)
     casts.renew_casts(model)
     model(x)
-    found = torch.autograd.grad(first.float().square().sum(), trained)
-    assert all(map(torch.equal, found, expected))
+    grads = torch.autograd.grad(first_output.float().square().sum(), trained)
+    assert all(map(torch.equal, grads, expected))
 
 
 def test_layers_without_hooks_are_not_called_and_hooks_see_every_call() -> None:
     model, x = adapted(), inputs(BF16)
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
     expected = lora.project((model.q, model.k, model.v), x)
-    handle = model.k.register_forward_hook(lambda _module, _args, y: seen.append(y))
-    found = lora.project((model.q, model.k, model.v), x)
-    assert len(seen) == 1
-    assert seen[0] is found[1]
+    handle = model.k.register_forward_hook(lambda _module, _args, y: recorded.append(y))
+    actual = lora.project((model.q, model.k, model.v), x)
+    assert len(recorded) == 1
+    assert recorded[0] is actual[1]
     handle.remove()
-    everywhere = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(x))
+    everywhere = nn.modules.module.register_module_forward_hook(lambda *_: recorded.append(x))
     try:
-        found = lora.project((model.q, model.k, model.v), x)
+        actual = lora.project((model.q, model.k, model.v), x)
     finally:
         everywhere.remove()
-    assert len(seen) >= 4
-    assert all(map(torch.equal, found, expected))
+    assert len(recorded) >= 4
+    assert all(map(torch.equal, actual, expected))

@@ -1,4 +1,4 @@
-"""Layers with a frozen adapter under the one that trains: `lora_linear` for that one, and PEFT's modules beside it."""
+"""Layers with a frozen adapter under the trained one: `lora_linear` for that one, PEFT's modules for the rest."""
 
 import copy
 import warnings
@@ -28,7 +28,9 @@ def with_under(
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
-        parameter.requires_grad_("lora_" in name and any(f".{one}." in name for one in trained))
+        parameter.requires_grad_(
+            "lora_" in name and any(f".{adapter_name}." in name for adapter_name in trained)
+        )
     return model
 
 
@@ -60,9 +62,9 @@ def test_in_bf16_it_is_no_further_from_fp64_than_peft_is() -> None:
     with torch.autocast("cpu", BF16):
         theirs, ours = step(stock, inputs(BF16)), step(model, inputs(BF16))
     true = step(exact, inputs(BF16).detach().double().requires_grad_())
-    assert [one.dtype for one in ours] == [one.dtype for one in theirs]
+    assert [tensor.dtype for tensor in ours] == [tensor.dtype for tensor in theirs]
     for mine, their, right in zip(ours, theirs, true, strict=True):
-        error, stock_error = ((one.double() - right).norm() for one in (mine, their))
+        error, stock_error = ((value.double() - right).norm() for value in (mine, their))
         assert error <= 1.3 * stock_error
 
 

@@ -44,9 +44,9 @@ def logits(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
 
 
 def attention_ops(model: nn.Module, batch: dict[str, torch.Tensor]) -> Counter[str]:
-    with Calls() as found, torch.no_grad():
+    with Calls() as calls, torch.no_grad():
         model(**batch)
-    return found.ops
+    return calls.ops
 
 
 @pytest.mark.parametrize("name", ["mistral", "llava", "videochat2"])
@@ -57,12 +57,12 @@ def test_auto_is_sdpa_whose_backends_the_guard_switches(name: str) -> None:
     assert model_switches(model) == []
     batch = tiny.batch(tiny.samples(name))
     with torch.no_grad():
-        wanted = model(**batch)
+        expected = model(**batch)
     assert attention_ops(model, batch)[FLASH]
     flash = find_switch(attention_switches(), "attention:flash")
     with flash.off(), torch.no_grad():
         assert not attention_ops(model, batch)[FLASH]
-        torch.testing.assert_close(model(**batch), wanted)
+        torch.testing.assert_close(model(**batch), expected)
     with only("math"):
         assert not attention_ops(model, batch)[FLASH]
     assert attention_ops(model, batch)[FLASH]
@@ -87,14 +87,14 @@ def test_eager_in_fp32_is_taken_switched_and_given_back(name: str) -> None:
     model = with_answer_losses(tiny.MODELS[name]().eval())
     batch = tiny.batch(tiny.samples(name))
     with torch.no_grad():
-        wanted = model(**batch)
+        expected = model(**batch)
     before = implementations(model)
     fuse(model, OFF, attention="eager", check=False)
     assert {choice for _, choice in implementations(model)} == {"eager"}
     ops = attention_ops(model, batch)
     assert ops["aten::_softmax"] >= tiny.TEXT["num_hidden_layers"]
     with torch.no_grad():
-        torch.testing.assert_close(model(**batch), wanted)
+        torch.testing.assert_close(model(**batch), expected)
     (switch,) = model_switches(model)
     assert switch.name == "attention:eager"
     assert switch.cause == "attention_backend"
@@ -111,7 +111,7 @@ def test_eager_in_fp32_is_taken_switched_and_given_back(name: str) -> None:
 
 
 def test_the_first_training_forward_compares_it() -> None:
-    """With answers, the model gives losses alone."""
+    """With answers, the model gives only losses."""
     model = with_answer_losses(tiny.mistral())
     fuse(model, OFF, attention="eager")
     model(**tiny.batch(tiny.samples("mistral"))).sum().backward()
@@ -170,8 +170,8 @@ def test_a_part_that_cannot_take_it_is_named(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_pads_on_the_right_are_not_seen_without_a_mask(name: str, backend: str) -> None:
     """Logits of every real token, on each backend that a CPU has."""
-    model, found = tiny.MODELS[name]().eval(), tiny.samples(name)
-    batch, mask = tiny.batch(found), tiny.mask(found)
+    model, samples = tiny.MODELS[name]().eval(), tiny.samples(name)
+    batch, mask = tiny.batch(samples), tiny.mask(samples)
     inputs = {n: t for n, t in batch.items() if not n.startswith("answer")}
     if backend == "eager":
         fuse(model, OFF, attention="eager", check=False)
@@ -181,31 +181,33 @@ def test_pads_on_the_right_are_not_seen_without_a_mask(name: str, backend: str) 
             bare = logits(model, **inputs)
         masked = logits(model, **inputs, attention_mask=mask)
     torch.testing.assert_close(bare[mask == 1], masked[mask == 1])
-    for row, sample in enumerate(found):
-        alone = logits(model, **sample.inputs)[0]
-        torch.testing.assert_close(bare[row, : len(alone)], alone)
+    for row, sample in enumerate(samples):
+        expected = logits(model, **sample.inputs)[0]
+        torch.testing.assert_close(bare[row, : len(expected)], expected)
 
 
 def together(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tensor]:
     """Prompts (L,) in one batch, padded on that side, with a mask."""
-    most = max(len(row) for row in rows)
-    ids, mask = torch.zeros(2, len(rows), most, dtype=torch.long)
+    max_length = max(len(row) for row in rows)
+    ids, mask = torch.zeros(2, len(rows), max_length, dtype=torch.long)
     for index, row in enumerate(rows):
-        place = slice(most - len(row), None) if side == "left" else slice(0, len(row))
-        ids[index, place], mask[index, place] = row, 1
+        positions = slice(max_length - len(row), None) if side == "left" else slice(0, len(row))
+        ids[index, positions], mask[index, positions] = row, 1
     return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_prompts_that_are_answered_together_are_padded_on_the_left(attention: str) -> None:
-    """And not on the right: what is said next then follows a pad. One at a time there is no pad."""
+    """Not on the right: the next token would follow a pad. One at a time needs no pad."""
     model = tiny.mistral(initializer_range=0.5).eval()
     model.generation_config.eos_token_id = None
     fuse(model, OFF, attention=attention, check=False)
     rows = [sample.inputs["input_ids"][0] for sample in tiny.samples("mistral")]
-    how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
-    alone = torch.cat([model.generate(row[None], **how)[:, len(row) :] for row in rows])
-    left = model.generate(**together(rows, "left"), **how)[:, -5:]
-    assert torch.equal(left, alone)
-    right = model.generate(**together(rows, "right"), **how)[:, -5:]
-    assert not torch.equal(right, alone)
+    generation_kwargs: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    expected = torch.cat(
+        [model.generate(row[None], **generation_kwargs)[:, len(row) :] for row in rows]
+    )
+    generated = model.generate(**together(rows, "left"), **generation_kwargs)[:, -5:]
+    assert torch.equal(generated, expected)
+    right = model.generate(**together(rows, "right"), **generation_kwargs)[:, -5:]
+    assert not torch.equal(right, expected)

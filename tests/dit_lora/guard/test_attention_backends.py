@@ -142,9 +142,9 @@ def test_the_seed_decides_the_draw() -> None:
 
 
 def test_one_key_has_no_gradient_to_compare_with_and_passes() -> None:
-    one = TensorLayout((3, 4, 1, 16), (64, 16, 16, 1))
+    layout = TensorLayout((3, 4, 1, 16), (64, 16, 16, 1))
     for dtype in TOLERANCE:
-        assert parity(replace(recorded(dtype), key=one, value=one), "flash").ok
+        assert parity(replace(recorded(dtype), key=layout, value=layout), "flash").ok
 
 
 def test_grouped_queries_and_a_wider_value_are_compared_too() -> None:
@@ -174,15 +174,15 @@ def test_a_backend_that_cannot_run_a_call_says_why_and_is_no_error() -> None:
 
 
 def test_one_sample_and_two_heads_keep_lengths_and_strides() -> None:
-    seen: list[tuple[torch.Tensor, ...]] = []
+    captured: list[tuple[torch.Tensor, ...]] = []
 
     def attention(*qkv: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        seen.append((*qkv, arguments["attn_mask"]))
+        captured.append((*qkv, arguments["attn_mask"]))
         return F.scaled_dot_product_attention(*qkv, **arguments)
 
     mask = padding_mask(empty=False).expand(3, 4, 46, 37)
     parity(recorded(attn_mask=mask), "math", attention=attention)
-    query, key, _, mask = seen[0]
+    query, key, _, mask = captured[0]
     assert (query.shape, query.stride()) == ((1, 2, 46, 16), (46 * 64, 16, 64, 1))
     assert (key.shape, mask.shape) == ((1, 2, 37, 16), (1, 2, 46, 37))
     assert mask.stride() == (37, 0, 0, 1)
@@ -196,9 +196,9 @@ def test_the_reference_does_not_depend_on_its_slices(monkeypatch: pytest.MonkeyP
         recorded(attn_mask=padding_mask(empty=True)),
         recorded(attn_mask=torch.rand(46, 37) > 0.5),
     ]
-    whole = [parity(call, "math") for call in calls]
+    results = [parity(call, "math") for call in calls]
     monkeypatch.setattr("dit_lora.guard.attention_backends._CHUNK", 11)
-    for call, result in zip(calls, whole, strict=True):
+    for call, result in zip(calls, results, strict=True):
         assert parity(call, "math").errors == pytest.approx(result.errors, rel=1e-3)
 
 
@@ -221,9 +221,9 @@ def test_a_backend_that_gives_nan_for_an_empty_row_is_found_and_only_where_there
     assert not result.finite
     assert not result.ok
     assert parity(recorded(attn_mask=padding_mask(empty=False)), "math", attention=eager).ok
-    one = TensorLayout((3, 4, 1, 16), (64, 16, 16, 1))
+    layout = TensorLayout((3, 4, 1, 16), (64, 16, 16, 1))
     mask = Mask(TensorLayout((46, 1), (1, 1)), torch.bool, low=0.0, empty_row=False)
-    call = replace(recorded(), key=one, value=one, mask=mask)
+    call = replace(recorded(), key=layout, value=layout, mask=mask)
     assert parity(call, "math", attention=eager).ok
 
 
@@ -385,5 +385,5 @@ def test_only_chooses_one_and_gives_back() -> None:
     assert all(before.values())
     for name in BACKENDS:
         with only(name):
-            assert allowed() == {other: other == name for other in BACKENDS}
+            assert allowed() == {backend_name: backend_name == name for backend_name in BACKENDS}
     assert allowed() == before

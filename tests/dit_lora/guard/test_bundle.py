@@ -57,8 +57,8 @@ def assert_same_bits(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torc
     for name, tensor in ours.items():
         assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape)
         pair = [
-            one.detach().contiguous().reshape(-1).view(torch.uint8)
-            for one in (tensor, theirs[name])
+            value.detach().contiguous().reshape(-1).view(torch.uint8)
+            for value in (tensor, theirs[name])
         ]
         assert torch.equal(*pair), name
 
@@ -82,7 +82,7 @@ def test_a_bundle_without_trained_weights_comes_back(tmp_path: Path, samples: Te
 
 
 def mib(*tensors: Tensors) -> float:
-    return sum(tensor.nbytes for one in tensors for tensor in one.values()) / 2**20
+    return sum(tensor.nbytes for group in tensors for tensor in group.values()) / 2**20
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_what_does_not_fit_is_left_out_whole_and_said(
     samples["latents"] = torch.randn(2, 64)
     assert mib(samples) > mib(weights)
     left_out = write_bundle(tmp_path, FACTS, samples, weights, limit_mib=room(samples, weights))
-    assert [words.partition(".")[0] for words in left_out] == lacks
-    assert all("beyond guard.bundle_mib" in words for words in left_out)
+    assert [message.partition(".")[0] for message in left_out] == lacks
+    assert all("beyond guard.bundle_mib" in message for message in left_out)
     assert json.loads((tmp_path / "bundle.json").read_text())["left_out"] == left_out
     written = {path.stem for path in tmp_path.glob("*.safetensors")}
     assert written == {"samples", "trained"} - {*lacks}
@@ -187,10 +187,12 @@ def test_no_byte_of_the_folder_tells_of_the_machine(
     tmp_path: Path, samples: Tensors, weights: Tensors
 ) -> None:
     private = {**TOKENS, **PATHS}
-    told = {text: {"words": [text, f"cannot read {text}: 2 of 3"]} for text in private.values()}
+    messages_by_text = {
+        text: {"words": [text, f"cannot read {text}: 2 of 3"]} for text in private.values()
+    }
     home = {"cwd": str(Path.cwd()), "home": str(Path.home() / ".cache" / "x"), "tmp": str(tmp_path)}
     folder = tmp_path / "bundle"
-    write_bundle(folder, {**FACTS, **told, **home}, samples, weights, limit_mib=1)
+    write_bundle(folder, {**FACTS, **messages_by_text, **home}, samples, weights, limit_mib=1)
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["bundle.json", "samples.safetensors", "trained.safetensors"]
     data = b"".join(path.read_bytes() for path in folder.iterdir())

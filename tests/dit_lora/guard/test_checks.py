@@ -1,4 +1,4 @@
-"""Each check passes a sound model and names what is wrong with a broken one."""
+"""Each check passes a sound model and names the fault of a broken one."""
 
 import json
 from collections.abc import Callable
@@ -115,7 +115,7 @@ def test_a_policy_that_nothing_leaves_passes(
 
 
 class Nested(nn.Module):
-    """A block that opens an autocast of its own around one of its two layers."""
+    """A block that opens its own autocast around one of its two layers."""
 
     def __init__(self, dtype: torch.dtype, enabled: bool = True) -> None:
         super().__init__()
@@ -151,9 +151,9 @@ def test_an_autocast_inside_an_island_is_named_too() -> None:
     island.inner[1] = Nested(torch.float16)
     model = nn.Sequential(nn.Linear(3, 3), island)
     run = under_bf16(partial(model, torch.ones(2, 3)))
-    other, off = wrong(checks.autocast_owner(model, run, torch.bfloat16))
-    assert "1.inner.1.inner runs under torch.float16" in other.words
-    assert other.fatal
+    other_findings, off = wrong(checks.autocast_owner(model, run, torch.bfloat16))
+    assert "1.inner.1.inner runs under torch.float16" in other_findings.words
+    assert other_findings.fatal
     assert "1.inner runs without autocast" in off.words
     assert not off.fatal
 
@@ -271,15 +271,15 @@ def test_a_warning_says_what_was_probed_and_how_near_it_came() -> None:
 
 
 def test_the_stored_dtype_is_that_of_most_values_over_all_files(tmp_path: Path) -> None:
-    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    first_path, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     save_file(
         {"a": torch.zeros(3, 5).half(), "b": torch.zeros(2), "ids": torch.arange(900)},
-        one,
+        first_path,
         metadata={"format": "pt"},
     )
     save_file({f"norm.{i}": torch.zeros(1) for i in range(9)} | {"c": torch.zeros(7).half()}, two)
     # 22 values against 11, in 2 tensors against 10.
-    assert stored_dtype([one, two]) is torch.float16
+    assert stored_dtype([first_path, two]) is torch.float16
     assert stored_dtype([two]) is torch.float32
     save_file({"ids": torch.arange(900)}, two)
     assert stored_dtype([two]) is None
@@ -297,10 +297,10 @@ def test_a_file_without_a_header_is_refused_by_name(tmp_path: Path, content: byt
 @pytest.fixture
 def calls() -> list[AttentionCall]:
     query, key, value = torch.randn(3, 2, 4, 6, 16)
-    with recorded_calls() as found:
+    with recorded_calls() as recorded:
         F.scaled_dot_product_attention(query, key, value)
         F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return list(found)
+    return list(recorded)
 
 
 def test_the_attention_of_a_cpu_passes(calls: list[AttentionCall]) -> None:
@@ -308,10 +308,10 @@ def test_the_attention_of_a_cpu_passes(calls: list[AttentionCall]) -> None:
     findings, disabled = checks.attention_backends(elsewhere, torch.device("cpu"))
     assert not wrong(findings)
     assert disabled == []
-    words = {finding.check: finding.words for finding in findings}
-    assert words["attention backend math"].startswith("right at 2 of 2 calls")
-    assert words["attention backend cudnn"].startswith("not used: No viable backend")
-    assert words["attention"] == "every one of 2 attention calls has a backend that is right"
+    messages = {finding.check: finding.words for finding in findings}
+    assert messages["attention backend math"].startswith("right at 2 of 2 calls")
+    assert messages["attention backend cudnn"].startswith("not used: No viable backend")
+    assert messages["attention"] == "every one of 2 attention calls has a backend that is right"
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, broken: set[tuple[str, bool]], error: float) -> None:
@@ -362,10 +362,10 @@ def test_a_check_runs_once_for_the_same_facts(tmp_path: Path) -> None:
     assert checks.cached(path, FACTS, check) == GOOD
     assert checks.cached(path, dict(reversed(FACTS.items())), check) == GOOD
     assert check.call_count == 1
-    other = Mock(return_value=[CheckFinding("c", True, "other", False)])
+    other_check = Mock(return_value=[CheckFinding("c", True, "other", False)])
     for changed in ({"torch": "2.14"}, {"dtype": torch.float16}, {"shape": (1, 3)}, {"new": 1}):
-        assert checks.cached(path, FACTS | changed, other) == other.return_value
-    assert other.call_count == 4
+        assert checks.cached(path, FACTS | changed, other_check) == other_check.return_value
+    assert other_check.call_count == 4
     assert checks.cached(path, FACTS, check) == GOOD
     assert check.call_count == 1
 
@@ -384,16 +384,16 @@ def test_a_file_that_is_torn_or_of_another_version_is_as_none(
 ) -> None:
     path, check = tmp_path / "preflight.json", Mock(return_value=GOOD)
     checks.cached(path, FACTS, check)
-    whole = path.read_text()
-    entries = json.loads(whole)
+    original_text = path.read_text()
+    entries = json.loads(original_text)
     entries["found"] = {key: [{"check": "a"}] for key in entries["found"]}
-    torn = [whole[:-9], "", "[]", '{"version": 1}', '{"version": 1, "found": []}']
+    torn = [original_text[:-9], "", "[]", '{"version": 1}', '{"version": 1, "found": []}']
     for text in [*torn, json.dumps(entries)]:
         path.write_text(text)
         runs = check.call_count
         assert checks.cached(path, FACTS, check) == GOOD
         assert check.call_count == runs + 1
-        assert path.read_text() == whole
+        assert path.read_text() == original_text
     monkeypatch.setattr(checks, "_VERSION", 2)
     checks.cached(path, FACTS, check)
     assert check.call_count == runs + 2

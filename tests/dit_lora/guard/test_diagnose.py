@@ -1,4 +1,4 @@
-"""Each fault is told by its own cause, from facts to experiments, with the samples and the module at fault."""
+"""Each fault gets its cause, from facts to experiments, with the samples and the module at fault."""
 
 import itertools
 from types import SimpleNamespace
@@ -57,12 +57,12 @@ def test_a_cached_tensor_with_bad_values_is_its_samples_data(
 def test_faults_found_when_the_cache_was_read_are_told_in_their_own_words(model: Net) -> None:
     tensors = rows()
     tensors["latents"][0, 1] = torch.nan
-    given = batch(model, tensors, faults={"b.mp4": "its digest is another"})
-    verdict = diagnosed(given, model, kind="bad_data")
+    failing_batch = batch(model, tensors, faults={"b.mp4": "its digest is another"})
+    verdict = diagnosed(failing_batch, model, kind="bad_data")
     assert (verdict.cause, verdict.sample_ids) == ("data", ("b.mp4", "a.mp4"))
     assert verdict.words == "b.mp4: its digest is another; a.mp4: latents has 1 NaN among 6 values"
-    given = batch(model, tensors, faults={"a.mp4": "its digest is another"})
-    assert diagnosed(given, model).words == "its digest is another"
+    failing_batch = batch(model, tensors, faults={"a.mp4": "its digest is another"})
+    assert diagnosed(failing_batch, model).words == "its digest is another"
 
 
 def test_labels_are_the_cause_where_no_sample_has_one(model: Net) -> None:
@@ -83,10 +83,10 @@ def test_a_bad_weight_with_good_moments_is_the_weights(model: Net, frozen: bool)
     verdict = diagnosed(batch(model), model, state=state.items, start_peak=0.4)
     assert (verdict.cause, verdict.sample_ids) == ("weights", ())
     assert verdict.module == ("base" if frozen else "up")
-    words = (
+    expected = (
         "frozen weight base.weight has 1 NaN" if frozen else "trained weight up.weight has 1 Inf"
     )
-    assert verdict.words.startswith(f"the {words} among ")
+    assert verdict.words.startswith(f"the {expected} among ")
     assert ("frozen" in verdict.evidence) is frozen  # which no snapshot holds
 
 
@@ -101,7 +101,9 @@ BAD_MOMENTS = [
 def test_a_bad_moment_is_the_optimizer_even_where_it_spoiled_weights(
     model: Net, key: str, value: float, words: str
 ) -> None:
-    state = {f"adapter/up.weight/{one}": torch.rand(6, 2) for one in ("exp_avg", "exp_avg_sq")}
+    state = {
+        f"adapter/up.weight/{moment}": torch.rand(6, 2) for moment in ("exp_avg", "exp_avg_sq")
+    }
     state["adapter/up.weight/exp_avg"].neg_()  # as first moments may be
     assert diagnosed(batch(model), model, state=state.items).cause == "transient"
     state[f"adapter/up.weight/{key}"][2, 1] = value
@@ -145,18 +147,18 @@ def test_more_than_half_of_the_elements_bad_with_good_moments_are_the_learning_r
         model.down.weight.copy_(values[:12].view(2, 6))
         model.up.weight.copy_(values[12:].view(6, 2))
     verdict = diagnosed(batch(model), model)
-    words = {
+    expected = {
         "learning_rate": "2 of 2 trained tensors overflowed in one update, with finite moments: ",
         "weights": "the trained weight down.weight has ",
     }[cause]
-    assert (verdict.cause, verdict.words[: len(words)]) == (cause, words)
+    assert (verdict.cause, verdict.words[: len(expected)]) == (cause, expected)
 
 
 def test_what_is_finite_when_it_is_run_again_is_transient(model: Net) -> None:
     factors = itertools.chain([torch.nan], itertools.repeat(1.0))
-    given = batch(model, loss=lambda losses: losses * next(factors))
-    assert not given.forward().losses.isfinite().any()
-    verdict = diagnosed(given, model)
+    failing_batch = batch(model, loss=lambda losses: losses * next(factors))
+    assert not failing_batch.forward().losses.isfinite().any()
+    verdict = diagnosed(failing_batch, model)
     assert (verdict.cause, verdict.sample_ids, verdict.module) == ("transient", (), None)
 
 
@@ -226,12 +228,14 @@ def test_a_sample_that_fails_where_others_are_healthy_is_at_fault(
     """Of a batch of one, only another sample at the same place can tell."""
     tensors, control = overflows_at_large_values(model), batch(model) if controlled else None
     for ids, cause in ((IDS, "data"), (("b.mp4",), "data" if controlled else "unknown")):
-        given = batch(model, tensors, ids)
-        verdict = diagnosed(given, model, switches=[switch(Block())], control=control)
+        failing_batch = batch(model, tensors, ids)
+        verdict = diagnosed(failing_batch, model, switches=[switch(Block())], control=control)
         assert (verdict.cause, verdict.sample_ids) == (cause, ("b.mp4",))
         assert (verdict.timesteps, verdict.op) == ((17,), "aten.exp.default")
-        told = "it fails whatever is switched off; other samples are healthy" in verdict.words
-        assert told is (cause == "data")
+        is_in_message = (
+            "it fails whatever is switched off; other samples are healthy" in verdict.words
+        )
+        assert is_in_message is (cause == "data")
 
 
 @pytest.mark.parametrize(("healthy", "cause"), [(0, "inputs"), (2, "inputs"), (3, "data")])
@@ -297,7 +301,7 @@ def test_a_gradient_of_zero_is_cured_by_its_switch_or_else_is_nobodys_sample(mod
 
 
 def test_facts_come_before_experiments_and_the_smaller_change_before_the_larger() -> None:
-    """One fault after another is taken away; what is left is found."""
+    """Faults are removed one by one; the remaining ones are found."""
     model, tensors = Net(torch.float16), rows()
     model.block.fault = grow
     moment = torch.full((6, 2), torch.nan)
@@ -341,5 +345,5 @@ def test_weights_are_lost_by_their_largest_magnitude_and_by_what_they_started_at
     assert weight_peak(weights) == torch.inf
     assert weight_peak(weights, finite_only=True) == 7.5
     assert weight_peak(iter([torch.tensor([3, 4])])) == 0.0
-    given = [(99.0, 0.01), (101.0, 0.1), (900.0, 1.0), (1100.0, 1.0)]
-    assert [has_run_away(peak, start) for peak, start in given] == [False, True, False, True]
+    losses = [(99.0, 0.01), (101.0, 0.1), (900.0, 1.0), (1100.0, 1.0)]
+    assert [has_run_away(peak, start) for peak, start in losses] == [False, True, False, True]

@@ -150,22 +150,25 @@ def test_the_flag_is_gone_after_the_step(wrapped: bool, flag: torch.Tensor) -> N
 
 def test_the_flag_is_gone_after_a_step_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Training(OPTIMIZERS["fused AdamW"])
-    seen = []
+    recorded = []
 
     def step() -> None:
-        seen.append(vars(run.bare)["found_inf"])
+        recorded.append(vars(run.bare)["found_inf"])
         raise ValueError("out of memory")
 
     monkeypatch.setattr(run.bare, "step", step)
     with pytest.raises(ValueError, match="out of memory"):
         gated_step(run.optimizer, SHUT)
-    assert seen == [SHUT]
+    assert recorded == [SHUT]
     assert "found_inf" not in vars(run.bare)
 
 
 def test_only_fused_optimizers_of_whole_tensors_gate_on_the_device() -> None:
-    found = {name: gates_on_device(Training(make).bare) for name, make in OPTIMIZERS.items()}
-    assert {name for name, on_device in found.items() if on_device} == {"fused AdamW", "fused Adam"}
+    num_gates = {name: gates_on_device(Training(make).bare) for name, make in OPTIMIZERS.items()}
+    assert {name for name, on_device in num_gates.items() if on_device} == {
+        "fused AdamW",
+        "fused Adam",
+    }
     mixed = Training(OPTIMIZERS["fused AdamW"]).bare
     mixed.param_groups[1]["fused"] = False
     assert not gates_on_device(mixed)
@@ -280,9 +283,9 @@ def test_a_rank_that_has_no_row_of_a_sharded_weight_is_judged_by_the_others() ->
 
 
 def test_what_the_guard_raises_is_agreed_on_by_all_ranks_and_exits_with_3() -> None:
-    given = {"step": 4, "kind": "non_finite_loss"}
-    stopped = NonFiniteError("step 4: non finite loss", given)
-    given["step"] = 5
+    event = {"step": 4, "kind": "non_finite_loss"}
+    stopped = NonFiniteError("step 4: non finite loss", event)
+    event["step"] = 5
     poisoned = PoisonedStateError("the weights are lost", "diverged_weights")
     assert stopped.event == {"step": 4, "kind": "non_finite_loss"}
     assert poisoned.kind == "diverged_weights"

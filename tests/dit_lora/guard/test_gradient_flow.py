@@ -17,12 +17,12 @@ def test_an_a_whose_b_is_not_zero_needs_a_gradient_too() -> None:
 
     def wrong() -> list[str]:
         findings = gradient_flow(model, lambda: model(x).square().sum().backward())
-        return [one.words for one in findings if not one.ok]
+        return [finding.words for finding in findings if not finding.ok]
 
     assert not wrong()  # a new adapter: every B is zero, and so is A's gradient
     with torch.no_grad():
         model.get_parameter(B)[3, 1] = 0.1
     assert not wrong()
     model.get_parameter(A).register_hook(torch.zeros_like)
-    (words,) = wrong()
-    assert words.endswith(f"  - {A}: a gradient that is all zero")
+    (message,) = wrong()
+    assert message.endswith(f"  - {A}: a gradient that is all zero")

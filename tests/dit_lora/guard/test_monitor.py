@@ -56,12 +56,12 @@ def rounded(value: float) -> float:
 def test_peaks_are_those_of_a_hook_of_ones_own(
     transformer: nn.Module, forward: Callable[[], torch.Tensor]
 ) -> None:
-    seen: dict[str, float] = {}
+    recorded: dict[str, float] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple, torch.Tensor | tuple], None]:
         def hook(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
-            seen[name] = max(tensor.abs().max().item() for tensor in outputs)
+            recorded[name] = max(tensor.abs().max().item() for tensor in outputs)
 
         return hook
 
@@ -70,11 +70,11 @@ def test_peaks_are_those_of_a_hook_of_ones_own(
     monitor = Monitor(transformer, every=1)
     with monitor.watching():
         forward()
-    found = monitor.collect()
-    assert len(seen) == 3
-    for name, peak in seen.items():
-        assert found[name]["abs_max"] == rounded(peak)
-        assert found[name]["headroom"] == rounded(torch.finfo(torch.float32).max / peak)
+    statistics = monitor.collect()
+    assert len(recorded) == 3
+    for name, peak in recorded.items():
+        assert statistics[name]["abs_max"] == rounded(peak)
+        assert statistics[name]["headroom"] == rounded(torch.finfo(torch.float32).max / peak)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_the_largest_of_several_passes_counts_and_a_nan_is_larger(
     with monitor.watching():
         for value in values:
             model(torch.tensor([0.0, value]))
-    found = monitor.collect()["0"]
-    assert found["abs_max"] == pytest.approx(peak, nan_ok=True)
-    assert ("headroom" in found) == (peak > 0)
+    statistics = monitor.collect()["0"]
+    assert statistics["abs_max"] == pytest.approx(peak, nan_ok=True)
+    assert ("headroom" in statistics) == (peak > 0)
 
 
 def test_of_outputs_in_several_dtypes_the_largest_counts_and_the_least_headroom() -> None:
@@ -108,9 +108,9 @@ def test_of_outputs_in_several_dtypes_the_largest_counts_and_the_least_headroom(
     ):
         with monitor.watching():
             model[0](torch.tensor([x]), torch.tensor([y]))
-        found = monitor.collect()["0"]
-        assert found["abs_max"] == pytest.approx(peak, nan_ok=True)
-        assert found.get("headroom") == (100.0 if y == 655.0 else None)
+        statistics = monitor.collect()["0"]
+        assert statistics["abs_max"] == pytest.approx(peak, nan_ok=True)
+        assert statistics.get("headroom") == (100.0 if y == 655.0 else None)
 
 
 def test_norms_of_bf16_gradients_are_fp32() -> None:
@@ -128,10 +128,12 @@ def test_blocks_and_leaves_are_watched_and_a_lora_layer_is_one_of_them(
     monitor = Monitor(transformer, every=1)
     with monitor.watching():
         forward()
-    found = monitor.collect()
-    assert {TO_Q, "transformer_blocks.0", "proj_out", "transformer_blocks.0.ff.net.0"} <= set(found)
-    assert not any("lora_" in name or "base_layer" in name for name in found)
-    assert not {"", "transformer_blocks.0.attn1", "transformer_blocks.0.norm1"} & set(found)
+    statistics = monitor.collect()
+    assert {TO_Q, "transformer_blocks.0", "proj_out", "transformer_blocks.0.ff.net.0"} <= set(
+        statistics
+    )
+    assert not any("lora_" in name or "base_layer" in name for name in statistics)
+    assert not {"", "transformer_blocks.0.attn1", "transformer_blocks.0.norm1"} & set(statistics)
 
 
 def test_watching_changes_no_bit_and_leaves_no_hook(
@@ -150,13 +152,13 @@ def test_watching_changes_no_bit_and_leaves_no_hook(
 def test_gradient_checkpointing_changes_no_peak(
     transformer: nn.Module, forward: Callable[[], torch.Tensor]
 ) -> None:
-    monitor, found = Monitor(transformer, every=1), []
+    monitor, collected = Monitor(transformer, every=1), []
     for _ in range(2):
         with monitor.watching():
             forward().square().mean().backward()
-        found.append(monitor.collect())
+        collected.append(monitor.collect())
         transformer.enable_gradient_checkpointing()
-    assert found[0] == found[1]
+    assert collected[0] == collected[1]
 
 
 def test_gradient_norms_join_a_and_b_and_are_those_of_a_loop(
@@ -165,7 +167,7 @@ def test_gradient_norms_join_a_and_b_and_are_those_of_a_loop(
     forward().square().mean().backward()
     monitor = Monitor(transformer, every=1)
     monitor.gradients()
-    found = monitor.collect()
+    statistics = monitor.collect()
     squares: dict[str, float] = {}
     for name, parameter in transformer.named_parameters():
         if parameter.grad is not None:
@@ -173,9 +175,9 @@ def test_gradient_norms_join_a_and_b_and_are_those_of_a_loop(
             square = parameter.grad.double().square().sum().item()
             squares[module] = squares.get(module, 0.0) + square
     assert len(squares) == 9
-    assert set(found) == set(squares)
+    assert set(statistics) == set(squares)
     for module, square in squares.items():
-        assert found[module] == {"grad_norm": pytest.approx(math.sqrt(square), rel=1e-3)}
+        assert statistics[module] == {"grad_norm": pytest.approx(math.sqrt(square), rel=1e-3)}
         assert square > 0
 
 
@@ -265,9 +267,9 @@ def test_a_sharded_parameters_norms_are_of_the_whole(tmp_path: Path) -> None:
     try:
         mesh = init_device_mesh("cpu", (1,))
         model = nn.Sequential(nn.Linear(3, 5, bias=False))
-        whole = torch.randn(5, 3)
-        model[0].weight = nn.Parameter(distribute_tensor(whole.clone(), mesh, [Shard(0)]))
-        model[0].weight.grad = distribute_tensor(2 * whole, mesh, [Shard(0)])
+        unsharded = torch.randn(5, 3)
+        model[0].weight = nn.Parameter(distribute_tensor(unsharded.clone(), mesh, [Shard(0)]))
+        model[0].weight.grad = distribute_tensor(2 * unsharded, mesh, [Shard(0)])
         monitor = Monitor(model, every=1)
         with CommDebugMode() as communication:
             monitor.gradients()
@@ -275,9 +277,9 @@ def test_a_sharded_parameters_norms_are_of_the_whole(tmp_path: Path) -> None:
             with torch.no_grad():
                 model[0].weight.mul_(2)
             monitor.after_update()
-            found = monitor.collect()["0"]
+            statistics = monitor.collect()["0"]
     finally:
         torch.distributed.destroy_process_group()
-    assert found["grad_norm"] == pytest.approx(2 * whole.norm().item(), rel=1e-3)
-    assert found["update_ratio"] == 0.5
+    assert statistics["grad_norm"] == pytest.approx(2 * unsharded.norm().item(), rel=1e-3)
+    assert statistics["update_ratio"] == 0.5
     assert communication.get_total_counts() == 3

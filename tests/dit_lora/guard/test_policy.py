@@ -80,8 +80,10 @@ def test_a_rung_before_the_one_that_fits_is_passed_and_one_after_stop_is_not_rea
 ) -> None:
     samples, action = BY_CAUSE[cause]
     rung = {"retry": "skip"}.get(action.kind, action.kind)
-    others = [one for one in DEFAULT if one not in (rung, "stop", "skip", "quarantine")]
-    assert chosen([verdict(cause, *samples)], [*others, rung, "stop"]) == action
+    other_actions = [
+        candidate for candidate in DEFAULT if candidate not in (rung, "stop", "skip", "quarantine")
+    ]
+    assert chosen([verdict(cause, *samples)], [*other_actions, rung, "stop"]) == action
     assert chosen([verdict(cause, *samples)], ["stop", rung]).kind == "stop"
 
 
@@ -119,13 +121,13 @@ def test_a_ladder_that_has_nothing_to_offer_stops_and_says_so() -> None:
 def test_a_sample_that_fails_again_with_draws_that_others_are_healthy_with_is_quarantined(
     ladder: Ladder,
 ) -> None:
-    """Nothing else that fails twice is left out for good: it may be the draw, the step or the machine."""
-    given = verdict("inputs", "a", "b", evidence={"control_with_the_same_draws": "healthy"})
-    assert chosen([given], ladder, skipped=["c", "d"]) == Action("skip", samples=("a", "b"))
-    assert chosen([given], ladder, skipped=["c", "b"]) == Action("quarantine", samples=("b",))
+    """No other sample that fails twice is dropped permanently: the cause may be the draw, the step or the machine."""
+    diagnosis = verdict("inputs", "a", "b", evidence={"control_with_the_same_draws": "healthy"})
+    assert chosen([diagnosis], ladder, skipped=["c", "d"]) == Action("skip", samples=("a", "b"))
+    assert chosen([diagnosis], ladder, skipped=["c", "b"]) == Action("quarantine", samples=("b",))
     failing = verdict("inputs", "a", "b", evidence={"control_with_the_same_draws": "fails"})
-    for one in (failing, verdict("unknown", "a", "b"), verdict("step", "a", "b")):
-        assert chosen([one], ladder, skipped=["c", "b"]) == Action("skip", samples=("a", "b"))
+    for entry in (failing, verdict("unknown", "a", "b"), verdict("step", "a", "b")):
+        assert chosen([entry], ladder, skipped=["c", "b"]) == Action("skip", samples=("a", "b"))
 
 
 def test_a_step_that_fails_whatever_its_samples_is_left_out_itself() -> None:
@@ -170,9 +172,9 @@ def test_switches_of_all_ranks_are_turned_off_once_each() -> None:
 def test_of_mixed_causes_state_comes_first_then_switches_then_samples() -> None:
     data, kernel, weights = verdict("data", "a"), verdict("kernel"), verdict("weights")
     for state in (weights, verdict("optimizer"), verdict("learning_rate")):
-        for others in ([data], [kernel], [data, kernel], [verdict("transient"), data]):
-            assert chosen([*others, state]).kind == "rollback"
-            assert chosen([state, *others], ["skip", "fallback", "stop"]).kind == "stop"
+        for earlier in ([data], [kernel], [data, kernel], [verdict("transient"), data]):
+            assert chosen([*earlier, state]).kind == "rollback"
+            assert chosen([state, *earlier], ["skip", "fallback", "stop"]).kind == "stop"
     assert chosen([data, kernel, verdict("transient")]).kind == "fallback"
     assert chosen([data, kernel], ["skip", "quarantine", "stop"]).kind == "stop"
     assert chosen([verdict("transient"), data]) == Action("quarantine", samples=("a",))

@@ -70,8 +70,8 @@ def traced(model: nn.Module, *args: torch.Tensor, loss: Op = torch.Tensor.sum) -
 
 def assert_backward(trace: Trace, module: str) -> None:
     assert trace.origin is not None
-    found = (trace.origin.module, trace.origin.direction, trace.origin.op)
-    assert found == (module, "backward", "aten.div.Tensor")
+    origin = (trace.origin.module, trace.origin.direction, trace.origin.op)
+    assert origin == (module, "backward", "aten.div.Tensor")
 
 
 def blow_up(values: torch.Tensor) -> torch.Tensor:
@@ -98,13 +98,17 @@ def test_a_backward_that_fails_alone_is_named_with_the_module_of_its_forward() -
 
 @pytest.mark.parametrize(("top", "kind"), [(1.0, "inf"), (0.0, "nan")])
 def test_a_division_by_zero_in_the_loss_is_outside_the_model(top: float, kind: str) -> None:
-    trace = traced(chain(nn.GELU()), rows(3, 5), loss=lambda out: top * out.square().mean() / 0)
+    trace = traced(
+        chain(nn.GELU()), rows(3, 5), loss=lambda output: top * output.square().mean() / 0
+    )
     assert trace.origin == BadOp("aten.div.Tensor", "", "forward", "float32", kind)
     assert trace.trail[-1].name == "aten.mul.Tensor"
 
 
 def test_a_backward_of_the_loss_is_outside_the_model() -> None:
-    trace = traced(chain(nn.GELU()), rows(3, 5), loss=lambda out: BadBackward.apply(out).mean())
+    trace = traced(
+        chain(nn.GELU()), rows(3, 5), loss=lambda output: BadBackward.apply(output).mean()
+    )
     assert_backward(trace, "")
 
 
@@ -112,7 +116,7 @@ def test_a_backward_of_the_loss_is_outside_the_model() -> None:
 def test_what_a_clamp_hides_in_its_module_is_hidden_and_not_the_origin(where: str) -> None:
     inner = Calls(blow_up)
     grow = blow_up if where == "middle" else inner
-    trace = traced(chain(Calls(lambda given: grow(given).clamp(-2, 2), inner=inner)), rows(3, 5))
+    trace = traced(chain(Calls(lambda values: grow(values).clamp(-2, 2), inner=inner)), rows(3, 5))
     assert not trace.origins
     assert trace.hidden == [BadOp("aten.mul.Tensor", where, "forward", "float32", "inf")]
 
@@ -128,9 +132,13 @@ def test_what_one_module_hides_does_not_hide_what_another_spoils() -> None:
 
 def mask_of(kind: str) -> torch.Tensor:
     """(3, 1, 5, 5): every query sees a key, and not every key."""
-    seen = torch.ones(3, 1, 5, 5, dtype=torch.bool).tril()
-    seen[1, ..., 3:] = False
-    return seen if kind == "bool" else torch.zeros(3, 1, 5, 5).masked_fill(~seen, -torch.inf)
+    causal_mask = torch.ones(3, 1, 5, 5, dtype=torch.bool).tril()
+    causal_mask[1, ..., 3:] = False
+    return (
+        causal_mask
+        if kind == "bool"
+        else torch.zeros(3, 1, 5, 5).masked_fill(~causal_mask, -torch.inf)
+    )
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -140,7 +148,7 @@ def test_masks_of_minus_infinity_are_no_origin_in_scaled_dot_product_attention(k
         return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask_of(kind))
 
     model = nn.Sequential(nn.Linear(8, 8), Calls(attend))
-    trace = traced(model, rows(3, 5, 8), loss=lambda out: out.square().sum())
+    trace = traced(model, rows(3, 5, 8), loss=lambda output: output.square().sum())
     assert (trace.origins, trace.hidden) == ([], [])
 
 
@@ -157,7 +165,7 @@ MASKED: dict[str, Op] = {
 @pytest.mark.parametrize("way", MASKED)
 def test_masks_of_minus_infinity_are_no_origin_however_they_are_made(way: str) -> None:
     attend = Calls(lambda values: MASKED[way](values @ values.mT).softmax(-1) @ values)
-    trace = traced(chain(attend), rows(3, 5, 5), loss=lambda out: out.square().sum())
+    trace = traced(chain(attend), rows(3, 5, 5), loss=lambda output: output.square().sum())
     assert (trace.origins, trace.hidden) == ([], [])
 
 
@@ -173,8 +181,8 @@ def test_a_row_that_is_masked_whole_is_named_at_its_softmax() -> None:
 
 def test_a_checkpointed_forward_that_fails_is_named_once_in_the_forward() -> None:
     model = chain(Checkpointed(nn.Sequential(nn.Linear(5, 5), Calls(blow_up))))
-    found = traced(model, rows(3, 5)).origins[0]
-    assert found == BadOp("aten.mul.Tensor", "middle.inner.1", "forward", "float32", "inf")
+    origin = traced(model, rows(3, 5)).origins[0]
+    assert origin == BadOp("aten.mul.Tensor", "middle.inner.1", "forward", "float32", "inf")
 
 
 def test_a_checkpointed_backward_that_fails_is_named_with_its_module() -> None:
@@ -194,9 +202,9 @@ def test_what_a_checkpointed_module_hides_stays_hidden_in_its_recomputation() ->
 
 def test_a_module_that_is_used_twice_is_named_where_it_fails() -> None:
     twice = Calls(lambda values: values * 1e25)
-    model = Calls(lambda values: twice(other(twice(values))), twice=twice)
-    other = nn.Linear(5, 5)
-    model.other = other
+    model = Calls(lambda values: twice(second_linear(twice(values))), twice=twice)
+    second_linear = nn.Linear(5, 5)
+    model.other = second_linear
     trace = traced(model, rows(3, 5))
     assert trace.origins[0] == BadOp("aten.mul.Tensor", "twice", "forward", "float32", "inf")
     assert any(step.name.startswith("other: ") for step in trace.trail)
@@ -271,7 +279,7 @@ def test_bad_inputs_of_the_model_are_named_and_no_op_is_blamed(
 def test_an_infinite_input_is_no_origin_but_the_nan_that_an_op_makes_of_it_is() -> None:
     values = rows(3, 5)
     values[2, 3] = torch.inf
-    trace = traced(Calls(lambda given: (given * 1.2 - given).requires_grad_()), values)
+    trace = traced(Calls(lambda inputs: (inputs * 1.2 - inputs).requires_grad_()), values)
     assert list(trace.bad_inputs) == ["argument 0"]
     assert [(o.op, o.kind) for o in trace.origins] == [("aten.sub.Tensor", "nan")]
 
@@ -306,18 +314,20 @@ def test_memory_that_nothing_was_written_to_is_no_origin() -> None:
 
 
 def test_a_cast_into_new_memory_that_overflows_is_named() -> None:
-    """Whatever was in that memory before."""
-    there = torch.full((3, 5), torch.nan, dtype=torch.float16)
+    """Independent of the previous contents of that memory."""
+    nan_input = torch.full((3, 5), torch.nan, dtype=torch.float16)
     with Probe(nn.Identity()).watching() as trace:
-        there.copy_(rows(3, 5) * 1e30)
+        nan_input.copy_(rows(3, 5) * 1e30)
     assert [o.op for o in trace.origins] == ["aten.copy_.default"]
 
 
 def test_the_trail_is_in_order_and_says_how_much_room_was_left() -> None:
     values = torch.tensor([[3.0, -7.0], [0.5, 2.0], [1.0, -0.25]], dtype=torch.float16)
-    grow = Calls(lambda given: given * 100 * 80, inner=nn.Identity())
-    shift = Calls(lambda given: -given + 2)
-    model = nn.Sequential(OrderedDict(grow=grow, shift=shift, end=Calls(lambda given: given * 3.0)))
+    grow = Calls(lambda inputs: inputs * 100 * 80, inner=nn.Identity())
+    shift = Calls(lambda inputs: -inputs + 2)
+    model = nn.Sequential(
+        OrderedDict(grow=grow, shift=shift, end=Calls(lambda inputs: inputs * 3.0))
+    )
     with Probe(model).watching() as trace:
         model(values)
     assert trace.origins == [BadOp("aten.mul.Tensor", "end", "forward", "float16", "inf")]
@@ -361,12 +371,12 @@ def test_hooks_and_mode_are_gone_afterwards_and_after_a_run_that_raises() -> Non
         model(rows(3, 5)).sum().backward()
     assert hooks_of(model) == 0
     model.middle = Calls(fail)
-    with pytest.raises(RuntimeError, match="out of memory"), Probe(model).watching() as other:
+    with pytest.raises(RuntimeError, match="out of memory"), Probe(model).watching() as other_probe:
         model(rows(3, 5))
     assert hooks_of(model) == 0
     blow_up(rows(3, 5))
     assert (trace.origins, trace.hidden, trace.bad_inputs) == ([], [], {})
-    assert [(o.module, o.op) for o in other.origins] == [("middle", "aten.mul.Tensor")]
+    assert [(o.module, o.op) for o in other_probe.origins] == [("middle", "aten.mul.Tensor")]
 
 
 def test_a_probed_run_computes_the_same_bits() -> None:
@@ -375,7 +385,7 @@ def test_a_probed_run_computes_the_same_bits() -> None:
         torch.manual_seed(6)
         model = chain(Checkpointed(nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.4))))
         if watched:
-            traced(model, rows(3, 5), loss=lambda out: out.square().mean())
+            traced(model, rows(3, 5), loss=lambda output: output.square().mean())
         else:
             model(rows(3, 5)).square().mean().backward()
         gradients.append([p.grad for p in model.parameters()])

@@ -42,7 +42,7 @@ def micro_batch(
     *,
     seed: int = 23,
 ) -> MicroBatch:
-    """Three different rows; `change` is what is done to their losses."""
+    """Three different rows; `change` is applied to their losses."""
     latents = torch.randn(3, 7, generator=torch.Generator().manual_seed(2))
 
     def forward() -> LossOutput:
@@ -72,15 +72,15 @@ def give_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 def test_a_replay_leaves_gradients_and_random_state_as_they_were(
     model: nn.Module, replay: Replay
 ) -> None:
-    given = give_gradients(model)
-    values = {n: g.clone() for n, g in given.items() if g is not None}
+    grads = give_gradients(model)
+    values = {n: g.clone() for n, g in grads.items() if g is not None}
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     torch.manual_seed(77)
     before = torch.get_rng_state()
     replay(micro_batch(model), model)
     assert torch.equal(torch.get_rng_state(), before)
     for name, parameter in model.named_parameters():
-        assert parameter.grad is given[name]
+        assert parameter.grad is grads[name]
         assert parameter.grad is None or torch.equal(parameter.grad, values[name])
         assert torch.equal(parameter, weights[name])
 
@@ -93,37 +93,37 @@ def test_a_replay_that_raises_leaves_gradients_and_random_state_too(
         losses.sum().backward()
         raise RuntimeError("out of memory")
 
-    given = give_gradients(model)
+    grads = give_gradients(model)
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="out of memory"):
         replay(micro_batch(model, fail), model)
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(parameter.grad is given[name] for name, parameter in model.named_parameters())
+    assert all(parameter.grad is grads[name] for name, parameter in model.named_parameters())
 
 
 def seen_gradients(model: nn.Module, batch: MicroBatch) -> tuple[Outcome, dict[str, torch.Tensor]]:
     """The outcome of a run, and the gradients that it made and took away again."""
-    seen: dict[str, torch.Tensor] = {}
+    captured: dict[str, torch.Tensor] = {}
     handles = [
-        p.register_post_accumulate_grad_hook(lambda p, n=name: seen.update({n: p.grad.clone()}))
+        p.register_post_accumulate_grad_hook(lambda p, n=name: captured.update({n: p.grad.clone()}))
         for name, p in model.named_parameters()
     ]
     outcome = run(batch, model)
     for handle in handles:
         handle.remove()
-    return outcome, seen
+    return outcome, captured
 
 
 def test_two_runs_are_equal_bit_for_bit_with_dropout_inside(model: nn.Module) -> None:
     give_gradients(model)  # none of which a run may add to
-    first, gradients = seen_gradients(model, micro_batch(model))
+    first_loss, gradients = seen_gradients(model, micro_batch(model))
     torch.randn(4)
-    second, again = seen_gradients(model, micro_batch(model))
-    assert first == second
+    second, repeated_grads = seen_gradients(model, micro_batch(model))
+    assert first_loss == second
     assert sorted(gradients) == sorted(NAMES)
-    assert all(torch.equal(gradients[name], again[name]) for name in NAMES)
-    other, _ = seen_gradients(model, micro_batch(model, seed=24))
-    assert other.losses != first.losses, "dropout draws nothing"
+    assert all(torch.equal(gradients[name], repeated_grads[name]) for name in NAMES)
+    other_losses, _ = seen_gradients(model, micro_batch(model, seed=24))
+    assert other_losses.losses != first_loss.losses, "dropout draws nothing"
 
 
 def test_a_run_is_the_backward_of_the_mean_loss(model: nn.Module) -> None:
@@ -233,6 +233,6 @@ def test_a_sample_that_comes_twice_in_a_micro_batch_is_told_from_itself() -> Non
         forward = lambda: pytest.fail("nothing runs")  # noqa: E731
         return MicroBatch(("a.mp4",), 1, 0, 0, {"latents": latents}, forward, alone)
 
-    first, second = alone(0), alone(1)
-    assert second not in [first]
-    assert second in [first, second]
+    first_sample, second = alone(0), alone(1)
+    assert second not in [first_sample]
+    assert second in [first_sample, second]

@@ -92,15 +92,15 @@ def test_parameters_moments_and_step_counts_come_back_bit_for_bit(
 
 
 def test_strided_views_keep_their_neighbours(run: Run) -> None:
-    whole = torch.randn(6, 7)
-    every_other, before = whole[::2, 1::3], whole.clone()
+    full_tensor = torch.randn(6, 7)
+    every_other, before = full_tensor[::2, 1::3], full_tensor.clone()
     snapshots = Snapshots(lambda: {"view": every_other}, every=1)
     snapshots.take(0)
-    whole.mul_(3.7)
+    full_tensor.mul_(3.7)
     snapshots.restore(0)
     expected = before * 3.7
     expected[::2, 1::3] = before[::2, 1::3]
-    assert torch.equal(whole, expected)
+    assert torch.equal(full_tensor, expected)
 
 
 def test_training_after_going_back_equals_the_first_time(run: Run, snapshots: Snapshots) -> None:
@@ -108,11 +108,11 @@ def test_training_after_going_back_equals_the_first_time(run: Run, snapshots: Sn
     snapshots.take(4)
     snapshots.before_update()
     run.train(5, 7)
-    first = run.values()
+    initial_values = run.values()
     run.train(8, 9)
     snapshots.restore(4)
     run.train(5, 7)
-    assert_same_bits(run.values(), first)
+    assert_same_bits(run.values(), initial_values)
 
 
 def test_tensors_born_after_a_snapshot_are_named_for_the_caller_to_drop(
@@ -120,13 +120,15 @@ def test_tensors_born_after_a_snapshot_are_named_for_the_caller_to_drop(
 ) -> None:
     snapshots.take(0)
     run.train(1, 3)
-    first = run.values()
+    initial_values = run.values()
     born = snapshots.restore(0)
     assert born == [f"{p}/{key}" for p in "ABC" for key in ("step", "exp_avg", "exp_avg_sq")]
-    assert_same_bits({name: run.values()[name] for name in born}, {n: first[n] for n in born})
+    assert_same_bits(
+        {name: run.values()[name] for name in born}, {n: initial_values[n] for n in born}
+    )
     run.drop(born)
     run.train(1, 3)
-    assert_same_bits(run.values(), first)
+    assert_same_bits(run.values(), initial_values)
 
 
 def test_names_that_grow_are_held_from_the_next_snapshot_on(run: Run, snapshots: Snapshots) -> None:
@@ -182,32 +184,32 @@ def test_a_step_taken_again_holds_the_newer_values(run: Run, snapshots: Snapshot
 def test_buffers_are_used_again_once_shapes_are_known(run: Run, snapshots: Snapshots) -> None:
     run.train(1, 1)
     snapshots.take(10)
-    first = buffers_of(snapshots, 10)
+    first_buffers = buffers_of(snapshots, 10)
     snapshots.take(20)
     second = buffers_of(snapshots, 20)
-    assert not set(first.values()) & set(second.values())
-    held = 2 * sum(tensor.nbytes for tensor in run.state().values())
+    assert not set(first_buffers.values()) & set(second.values())
+    expected_bytes = 2 * sum(tensor.nbytes for tensor in run.state().values())
     snapshots.take(30)
-    assert buffers_of(snapshots, 30) == first
+    assert buffers_of(snapshots, 30) == first_buffers
     snapshots.take(30)
-    assert buffers_of(snapshots, 30) == first
+    assert buffers_of(snapshots, 30) == first_buffers
     snapshots.forget(20)
-    assert snapshots.nbytes == held
+    assert snapshots.nbytes == expected_bytes
     snapshots.take(40)
     assert buffers_of(snapshots, 40) == second
-    assert snapshots.nbytes == held
+    assert snapshots.nbytes == expected_bytes
 
 
 def test_a_buffer_of_another_shape_or_dtype_is_not_used_again() -> None:
     live = {"a": torch.randn(3)}
     snapshots = Snapshots(lambda: live, every=1, keep=1)
-    for other in (torch.randn(1), torch.randn(3, 3), torch.randn(3, 3, dtype=torch.float64)):
-        live["a"] = other
+    for tensor in (torch.randn(1), torch.randn(3, 3), torch.randn(3, 3, dtype=torch.float64)):
+        live["a"] = tensor
         snapshots.take(0)
-        expected = other.clone()
-        other.zero_()
+        expected = tensor.clone()
+        tensor.zero_()
         snapshots.restore(0)
-        assert torch.equal(other, expected)
+        assert torch.equal(tensor, expected)
 
 
 def test_a_step_that_is_not_held_is_refused_naming_those_held(

@@ -175,9 +175,9 @@ def test_a_series_of_zeros_gives_no_limit_to_clip_by(detector: SpikeDetector) ->
 
 def test_series_are_judged_by_their_own_past(detector: SpikeDetector) -> None:
     low, high = heavy_tailed(80, 17), heavy_tailed(80, 18, median=90.0)
-    for one, other in zip(low, high, strict=True):
-        assert detector.observe("loss 0-249", one) is None
-        assert detector.observe("loss 250-499", other) is None
+    for low_value, high_value in zip(low, high, strict=True):
+        assert detector.observe("loss 0-249", low_value) is None
+        assert detector.observe("loss 250-499", high_value) is None
     assert detector.observe("loss 0-249", 90.0)
     assert detector.observe("loss 250-499", 90.0) is None
     assert detector.limit("loss 500-749") is None

@@ -1,4 +1,4 @@
-"""What is switched off for a while is on again afterwards, and the model in fp32 gets its own tensors back."""
+"""Components switched off temporarily are on again afterwards, and the model in fp32 gets its own tensors back."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -194,7 +194,7 @@ def test_a_switch_is_found_by_its_name_and_an_unknown_one_lists_those_there_are(
 
 
 class Block(nn.Module):
-    """torch.compile leaves torch's own modules alone."""
+    """torch.compile does not change torch's own modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,8 +276,10 @@ def tensors_of(model: nn.Module) -> list[tuple[int, torch.dtype, int, torch.Tens
 
 def assert_same_tensors(model: nn.Module, before: list) -> None:
     now = tensors_of(model)
-    assert [one[:3] for one in now] == [one[:3] for one in before]
-    assert all(torch.equal(one[3], other[3]) for one, other in zip(now, before, strict=True))
+    assert [entry[:3] for entry in now] == [entry[:3] for entry in before]
+    assert all(
+        torch.equal(current[3], earlier[3]) for current, earlier in zip(now, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("raising", [False, True], ids=["returns", "raises"])
@@ -358,18 +360,18 @@ class OfLists(nn.Module):
     def forward(
         self, samples: list[torch.Tensor], *, texts: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        return [self.linear(one) + text for one, text in zip(samples, texts, strict=True)]
+        return [self.linear(sample) + text for sample, text in zip(samples, texts, strict=True)]
 
 
 def test_lists_of_samples_are_widened_too() -> None:
     model, (sample, text) = OfLists(), torch.randn(2, 4).bfloat16()
     with in_fp32(model):
-        (found,) = model([sample], texts=[text])
+        (output,) = model([sample], texts=[text])
     expected = nn.functional.linear(
         sample.float(), model.linear.weight.float(), model.linear.bias.float()
     )
-    assert found.dtype is torch.float32
-    torch.testing.assert_close(found, expected + text.float())
+    assert output.dtype is torch.float32
+    torch.testing.assert_close(output, expected + text.float())
     assert model([sample], texts=[text])[0].dtype is torch.bfloat16
 
 

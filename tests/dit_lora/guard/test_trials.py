@@ -1,4 +1,4 @@
-"""What is changed in a replay is the cause only if it comes out so each time; samples are blamed by evidence alone."""
+"""A change in a replay is the cause only if every repetition agrees; samples are named only with evidence."""
 
 import random
 from dataclasses import replace
@@ -30,10 +30,10 @@ def model() -> Net:
 
 def by_turns(*outcomes: bool) -> Change:
     """Losses that are healthy, or not, by the number of the run; the last outcome stays."""
-    left = list(outcomes)
+    remaining = list(outcomes)
 
     def change(losses: torch.Tensor) -> torch.Tensor:
-        healthy = left.pop(0) if len(left) > 1 else left[0]
+        healthy = remaining.pop(0) if len(remaining) > 1 else remaining[0]
         return losses if healthy else losses / 0
 
     return change
@@ -62,19 +62,21 @@ def test_chance_convicts_nothing_however_often_it_strikes(model: Net) -> None:
             return losses / 0 if draw.random() < rate else losses
 
         for _ in range(20):
-            given = batch(model, loss=chance)
+            failing_batch = batch(model, loss=chance)
             facts = {
                 "switches": [switch(Block())],
                 "control": batch(model, ids=("c.mp4",), loss=chance),
             }
-            assert diagnosed(given, model, **facts).cause in ("transient", "unknown")
+            assert diagnosed(failing_batch, model, **facts).cause in ("transient", "unknown")
 
 
 def test_a_place_where_another_sample_fails_too_is_the_step_and_nobodys_sample(model: Net) -> None:
     """The control is healthy in its own step; moved to the place that fails, it fails."""
-    there = batch(model, ids=("c.mp4",), loss=fails)
+    failing_batch = batch(model, ids=("c.mp4",), loss=fails)
     control = batch(
-        model, ids=("c.mp4",), at=lambda other, _draws: there if other.step < 99 else control
+        model,
+        ids=("c.mp4",),
+        at=lambda other, _draws: failing_batch if other.step < 99 else control,
     )
     verdict = diagnosed(batch(model, ids=("b.mp4",), loss=fails), model, control=control)
     assert (verdict.cause, verdict.sample_ids) == ("step", ())
@@ -83,10 +85,13 @@ def test_a_place_where_another_sample_fails_too_is_the_step_and_nobodys_sample(m
 
 def test_a_sample_that_fails_at_this_place_alone_is_left_out_this_once(model: Net) -> None:
     healthy = batch(model, ids=("b.mp4",))
-    given = batch(
-        model, ids=("b.mp4",), loss=fails, at=lambda other, _: healthy if other.step > 99 else given
+    failing_batch = batch(
+        model,
+        ids=("b.mp4",),
+        loss=fails,
+        at=lambda other, _: healthy if other.step > 99 else failing_batch,
     )
-    verdict = diagnosed(given, model, control=batch(model, ids=("c.mp4",)))
+    verdict = diagnosed(failing_batch, model, control=batch(model, ids=("c.mp4",)))
     assert (verdict.cause, verdict.sample_ids) == ("step", ("b.mp4",))
 
 
@@ -108,8 +113,8 @@ def test_a_draw_that_fails_is_tried_with_another_sample(
         ),
     )
     healthy = batch(model, ids=("b.mp4",))
-    given = batch(model, ids=("b.mp4",), loss=fails, redrawn=lambda _number: healthy)
-    verdict = diagnosed(given, model, control=control)
+    failing_batch = batch(model, ids=("b.mp4",), loss=fails, redrawn=lambda _number: healthy)
+    verdict = diagnosed(failing_batch, model, control=control)
     assert (verdict.cause, verdict.sample_ids) == ("inputs", ("b.mp4",))
     assert verdict.evidence["control_with_the_same_draws"] == said
 
@@ -122,26 +127,26 @@ def test_where_every_sample_fails_none_is_named(model: Net) -> None:
 
 
 def test_a_control_whose_own_draw_fails_is_tried_with_others(model: Net) -> None:
-    """A range of timesteps fails, of which the control happens to have one; a step ago it did not fail yet."""
+    """A range of timesteps fails, and the control has one of them; one step earlier it did not fail yet."""
     healthy = batch(model, ids=("c.mp4",))
     control = batch(model, ids=("c.mp4",), loss=fails, redrawn=lambda _number: healthy)
-    given = batch(
+    failing_batch = batch(
         model, ids=("b.mp4",), loss=fails, redrawn=lambda _number: batch(model, ids=("b.mp4",))
     )
-    assert diagnosed(given, model, control=control).cause == "inputs"
+    assert diagnosed(failing_batch, model, control=control).cause == "inputs"
 
 
 def test_a_control_is_taken_from_the_data_where_no_step_has_given_one(model: Net) -> None:
     tensors = overflows_at_large_values(model)
-    asked = []
+    requests = []
 
     def another(wanted: MicroBatch, without: object) -> MicroBatch:
-        asked.append((wanted.ids, without))
+        requests.append((wanted.ids, without))
         return batch(model, ids=("c.mp4",))
 
     verdict = diagnosed(batch(model, tensors, ("b.mp4",)), model, another=another)
     assert (verdict.cause, verdict.sample_ids) == ("data", ("b.mp4",))
-    assert asked == [(("b.mp4",), {"b.mp4"})]
+    assert requests == [(("b.mp4",), {"b.mp4"})]
 
 
 def test_a_replay_that_does_not_fit_into_memory_convicts_nobody(model: Net) -> None:
@@ -159,16 +164,16 @@ def test_frozen_weights_and_buffers_with_other_bits_than_at_the_start_are_named(
         ("the buffer table", model.table, lambda table: table[[1, 0, 2, 3]]),
         ("the frozen weight base.bias", model.base.bias.data, lambda bias: bias + 1e30),
     ]
-    for words, values, change in changes:
-        record, kept = FrozenRecord(model), values.clone()
+    for pattern, values, change in changes:
+        record, original = FrozenRecord(model), values.clone()
         assert record.changed() == []
-        values.copy_(change(kept))
+        values.copy_(change(original))
         model.block.fault = fails
         verdict = diagnosed(batch(model), model, frozen=record)
         assert (verdict.cause, verdict.sample_ids) == ("weights", ())
-        assert verdict.words.startswith(words)
+        assert verdict.words.startswith(pattern)
         assert verdict.evidence["frozen"]
-        values.copy_(kept)
+        values.copy_(original)
         model.block.fault = None
         assert diagnosed(batch(model), model, frozen=record).cause == "transient"
 
@@ -185,14 +190,14 @@ def test_one_element_far_beyond_all_others_is_memory_and_no_learning_rate(model:
         (moments["adapter/up.weight/exp_avg"], "optimizer"),
         (moments["adapter/up.weight/exp_avg_sq"], "optimizer"),
     ):
-        kept = values.clone()
+        original = values.clone()
         values.view(-1)[3] = 1e30
         verdict = diagnosed(batch(model), model, **facts)
         assert verdict.cause == cause
         assert f"1 of {values.numel()} elements reach 1e+30" in verdict.words
         values.fill_(1e7)  # all of them: no memory does that
         assert diagnosed(batch(model), model, **facts).cause != cause
-        values.copy_(kept)
+        values.copy_(original)
     assert diagnosed(batch(model), model, **facts).cause == "transient"
 
 
@@ -235,20 +240,25 @@ def test_moments_that_overflow_under_lost_weights_are_the_rates_and_one_alone_is
 
 
 def test_a_sample_whose_new_draws_all_fail_is_tried_with_the_controls(model: Net) -> None:
-    """A wide range of timesteps fails, whatever the sample: all its draws may lie in it, and the control's do not."""
+    """A wide range of timesteps fails for every sample: all its draws may lie in it, and the control's do not."""
 
     def given(with_controls: Change) -> MicroBatch:
         def at(other: MicroBatch, draws: bool) -> MicroBatch:
-            here = other.ids == ("c.mp4",) and draws
-            return batch(model, ids=("b.mp4",), loss=with_controls if here else fails)
+            should_fail = other.ids == ("c.mp4",) and draws
+            return batch(model, ids=("b.mp4",), loss=with_controls if should_fail else fails)
 
         bad = batch(model, ids=("b.mp4",), loss=fails)
         return batch(model, ids=("b.mp4",), loss=fails, at=at, redrawn=lambda _number: bad)
 
-    control = batch(model, ids=("c.mp4",), at=lambda _place, draws: failing if draws else control)
+    control = batch(
+        model, ids=("c.mp4",), at=lambda _position, draws: failing if draws else control
+    )
     failing = batch(model, ids=("c.mp4",), loss=fails)
-    found = diagnosed(given(lambda losses: losses), model, control=control)
-    assert (found.cause, found.evidence["control_with_the_same_draws"]) == ("inputs", "fails")
+    diagnosis = diagnosed(given(lambda losses: losses), model, control=control)
+    assert (diagnosis.cause, diagnosis.evidence["control_with_the_same_draws"]) == (
+        "inputs",
+        "fails",
+    )
     assert diagnosed(given(fails), model, control=control).cause == "data"
 
 
@@ -258,14 +268,17 @@ def test_what_is_off_is_not_tried_again(model: Net) -> None:
     switches = [
         replace(
             switch(model.block),
-            name=one,
-            part_of=one.partition(":")[0] if one == "kernels:norm" else None,
+            name=name,
+            part_of=name.partition(":")[0] if name == "kernels:norm" else None,
         )
-        for one in names
+        for name in names
     ]
 
     def tried(*off: str) -> list[str]:
-        return [one.name for one in Suspects(model, list, switches, switched_off=off).in_use()]
+        return [
+            candidate.name
+            for candidate in Suspects(model, list, switches, switched_off=off).in_use()
+        ]
 
     assert tried() == [*names]
     assert tried("attention:flash", "kernels") == ["attention:flash+math", "compile"]

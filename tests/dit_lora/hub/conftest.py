@@ -73,6 +73,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that were to be waited, which nobody does."""
-    found: list[float] = []
-    monkeypatch.setattr("time.sleep", found.append)
-    return found
+    delays: list[float] = []
+    monkeypatch.setattr("time.sleep", delays.append)
+    return delays

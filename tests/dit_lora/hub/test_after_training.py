@@ -1,4 +1,4 @@
-"""A run that pushes when it ends: refused before it trains, whole whatever the push does, and loaded from the Hub."""
+"""A run that pushes at its end: refused before it trains, complete if the push fails, and loaded from the Hub."""
 
 import re
 import shutil
@@ -147,9 +147,9 @@ def test_a_run_that_pushes_has_a_card_whose_code_runs_as_pasted(
     assert hub.repos[REPO].private  # by default: nobody has looked at it yet
     card = hub.read(REPO, "README.md").decode()
     assert card_problems(card) == []
-    told = metadata(card)
-    assert told.get("pipeline_tag") == task
-    assert told.get("base_model_relation") == relation
+    card_metadata = metadata(card)
+    assert card_metadata.get("pipeline_tag") == task
+    assert card_metadata.get("base_model_relation") == relation
     if name in EDITS:
         assert 'image=[load_image("reference_1.png")],' in card
         assert "--reference reference_1.png" in card
@@ -280,9 +280,9 @@ def test_a_push_that_fails_loses_nothing_of_the_run(
 def test_both_of_two_ranks_are_refused_before_they_train(
     launch: Any, tiny_checkpoints: dict[str, Path], tmp_path: Path, shape_clips: Path
 ) -> None:
-    """The main process alone asks; the other ends with it, and not by a time-out."""
+    """Only the main process asks the Hub; the other ends with it, not with a time-out."""
     base = tiny_checkpoints["cogvideox-2b"]
-    done = launch(
+    result = launch(
         [
             str(SMOKE / "cogvideox.yaml"),
             f"model.path={base}",
@@ -293,8 +293,8 @@ def test_both_of_two_ranks_are_refused_before_they_train(
         ],
         ranks=2,
     )
-    assert done.returncode == 2
-    assert done.stderr.count("error: hub.push: HF_HUB_OFFLINE is set") == 1
+    assert result.returncode == 2
+    assert result.stderr.count("error: hub.push: HF_HUB_OFFLINE is set") == 1
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,4 @@
-"""The model card: metadata that the Hub takes, of what is known, and captions that are no markup."""
+"""The model card: metadata that the Hub accepts, and captions that cannot act as markup."""
 
 import ast
 import json
@@ -52,12 +52,21 @@ def changed(
 def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
     card = write_card(changed(contents, {"base_model": "THUDM/CogVideoX-5b"}), REPO)
     assert card_problems(card) == []
-    told = metadata(card)
-    assert (told["base_model"], told["base_model_relation"]) == ("THUDM/CogVideoX-5b", "adapter")
-    assert (told["library_name"], told["pipeline_tag"]) == ("diffusers", "text-to-video")
-    assert (told["license"], told["license_name"]) == ("other", "cogvideox-license")
-    assert told["license_link"].endswith("/THUDM/CogVideoX-5b/blob/main/LICENSE")
-    assert {"dit-lora", "cogvideox", "lora"} <= set(told["tags"])
+    card_metadata = metadata(card)
+    assert (card_metadata["base_model"], card_metadata["base_model_relation"]) == (
+        "THUDM/CogVideoX-5b",
+        "adapter",
+    )
+    assert (card_metadata["library_name"], card_metadata["pipeline_tag"]) == (
+        "diffusers",
+        "text-to-video",
+    )
+    assert (card_metadata["license"], card_metadata["license_name"]) == (
+        "other",
+        "cogvideox-license",
+    )
+    assert card_metadata["license_link"].endswith("/THUDM/CogVideoX-5b/blob/main/LICENSE")
+    assert {"dit-lora", "cogvideox", "lora"} <= set(card_metadata["tags"])
     assert 'from_pretrained("THUDM/CogVideoX-5b", dtype=torch.float32)' in card
     assert ModelCard(card).data.base_model == "THUDM/CogVideoX-5b"
 
@@ -92,10 +101,10 @@ def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
 def test_licences_are_the_bases_own(
     family: str, base: str | None, license: str | None, name: str | None
 ) -> None:
-    found = get_family(family).license_of(base)
-    assert (found.id if found else None, found.name if found else None) == (license, name)
-    if found and found.id == "other":
-        assert found.link is not None
+    licence = get_family(family).license_of(base)
+    assert (licence.id if licence else None, licence.name if licence else None) == (license, name)
+    if licence and licence.id == "other":
+        assert licence.link is not None
 
 
 def test_an_unknown_base_has_no_licence_and_a_folder_is_no_base(contents: Contents) -> None:
@@ -103,8 +112,8 @@ def test_an_unknown_base_has_no_licence_and_a_folder_is_no_base(contents: Conten
     assert "license" not in metadata(card)
     assert "Not stated: see the licence of the base model" in card
     card = write_card(contents, REPO)  # trained on a folder
-    told = metadata(card)
-    assert not {"base_model", "base_model_relation", "license"} & set(told)
+    card_metadata = metadata(card)
+    assert not {"base_model", "base_model_relation", "license"} & set(card_metadata)
     assert "was a folder of its trainer's" in card
     assert 'from_pretrained("path/to/base"' in card
 
@@ -123,21 +132,21 @@ def test_the_gallery_shows_before_and_after(contents: Contents) -> None:
 def test_odd_captions_are_shown_as_they_are_and_are_no_markup(
     contents: Contents, caption: str
 ) -> None:
-    shown = (CardSample(caption, "samples/before_00.png", "samples/after_00.png"),)
-    odd = replace(changed(contents, data={"caption_prefix": caption}), shown=shown)
+    samples = (CardSample(caption, "samples/before_00.png", "samples/after_00.png"),)
+    odd = replace(changed(contents, data={"caption_prefix": caption}), shown=samples)
     card = write_card(odd, REPO)
     assert card_problems(card) == []
-    told = metadata(card)
-    assert told["widget"][0]["text"] == caption
-    assert told["instance_prompt"] == caption
+    card_metadata = metadata(card)
+    assert card_metadata["widget"][0]["text"] == caption
+    assert card_metadata["instance_prompt"] == caption
     assert ModelCard(card).data.widget[0]["text"] == caption
     (code,) = re.findall(r"```python\n(.*?)\n```", card, flags=re.DOTALL)
-    calls = [one for one in ast.walk(ast.parse(code)) if isinstance(one, ast.keyword)]
-    assert [one.value.value for one in calls if one.arg == "prompt"] == [caption]  # type: ignore[attr-defined]
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.keyword)]
+    assert [node.value.value for node in calls if node.arg == "prompt"] == [caption]  # type: ignore[attr-defined]
     body = card.split("\n---\n", 1)[1].split("## Use")[0]
     html = MarkdownIt("gfm-like", {"linkify": False}).render(body)
-    words = " ".join(caption.split())
-    assert f"<td>{escaped(words)}</td>" in html
+    collapsed_caption = " ".join(caption.split())
+    assert f"<td>{escaped(collapsed_caption)}</td>" in html
     assert "<script>" not in html
     assert "Training data" in MarkdownIt().render(card)  # no fence is left open
 
@@ -152,9 +161,9 @@ def test_what_has_no_task_on_the_hub_gets_none(contents: Contents) -> None:
     by_class = changed(contents, pipeline={"condition": "class_labels", "label": [3]})
     card = write_card(by_class, REPO)
     assert card_problems(card) == []
-    told = metadata(card)
-    assert not {"pipeline_tag", "model-index"} & set(told)
-    assert "class-conditional" in told["tags"]
+    card_metadata = metadata(card)
+    assert not {"pipeline_tag", "model-index"} & set(card_metadata)
+    assert "class-conditional" in card_metadata["tags"]
     assert "class_labels=[3]," in card
 
 
@@ -245,16 +254,16 @@ def test_plain_text_is_on_one_line_and_has_no_token() -> None:
 
 
 def test_what_it_started_from_and_was_shown_on_is_told(contents: Contents) -> None:
-    under = {"scale": 0.5, "sha256": "0" * 64}
-    made = {
+    adapters_under = {"scale": 0.5, "sha256": "0" * 64}
+    run_metadata = {
         "continued": {"name": "me/start_1", "sha256": "1" * 64},
         "under": [
-            {"name": "back", "in_samples": False, **under},
-            {"name": "look", "in_samples": True, **under},
+            {"name": "back", "in_samples": False, **adapters_under},
+            {"name": "look", "in_samples": True, **adapters_under},
         ],
         "samples_from": "me/turbo",
     }
-    card = write_card(changed(contents, made), REPO)
+    card = write_card(changed(contents, run_metadata), REPO)
     assert card_problems(card) == []
     assert "Training continued from the LoRA me/start\\_1." in card
     assert "the frozen adapter back, scale 0.5; it is not needed to use this one." in card
@@ -272,10 +281,10 @@ def _keys(value: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 def test_a_card_without_any_of_its_facts_is_written_or_refused_in_one_line(run_dir: Path) -> None:
     file = run_dir / "facts.json"
-    whole = json.loads(file.read_text())
+    all_facts = json.loads(file.read_text())
     refusals = []
-    for path in _keys(whole):
-        facts = json.loads(json.dumps(whole))
+    for path in _keys(all_facts):
+        facts = json.loads(json.dumps(all_facts))
         inner = facts
         for key in path[:-1]:
             inner = inner[key]

@@ -39,22 +39,22 @@ def refusals(name: str, tmp_path: Path) -> list[str]:
         ["chat", name, "-q", "x"],
         ["push", name, "me/x"],
     ]
-    said = []
+    messages = []
     for command in commands:
         result = CliRunner().invoke(app, command)
         assert result.exit_code in (1, 2), (command, result.output)
-        said.append(f"{result.exception}{result.output}")
+        messages.append(f"{result.exception}{result.output}")
     tries = (
         lambda: scan(DataConfig(path=name, height=1, width=1)),
         lambda: local_checkpoint(ModelConfig(family="cogvideox", path=name)),
         lambda: result_folder(name, ("*.safetensors",)),
         lambda: find_origin(Path(name), None),
     )
-    for one in tries:
+    for attempt in tries:
         with pytest.raises(DitLoraError) as refused:
-            one()
-        said.append(str(refused.value))
-    return said
+            attempt()
+        messages.append(str(refused.value))
+    return messages
 
 
 @pytest.mark.parametrize("name", MISTYPED)
@@ -73,19 +73,19 @@ def test_the_error_says_how_to_mean_the_hub(hub: FakeHub) -> None:
 
 def test_what_is_called_as_the_hub_has_it_is_asked_there(hub: FakeHub) -> None:
     for name in ("acme/kitten", "hub:acme/kitten", "hub:clips/kitten"):
-        asked = name.removeprefix("hub:")
+        repo_name = name.removeprefix("hub:")
         hub.requests.clear()
         with pytest.raises(DitLoraError, match="the Hub did not give it"):
             local_checkpoint(ModelConfig(family="cogvideox", path=name))
-        assert any(asked in request for request in hub.requests)
+        assert any(repo_name in request for request in hub.requests)
         hub.requests.clear()
         result = CliRunner().invoke(app, ["sample", name, "--prompt", "x"])
         assert "the Hub did not give it" in str(result.exception)
-        assert any(asked in request for request in hub.requests)
+        assert any(repo_name in request for request in hub.requests)
         hub.requests.clear()
         with pytest.raises(DitLoraError, match="as a dataset it cannot be read"):
             scan(DataConfig(path=name, height=1, width=1))
-        assert any(f"datasets/{asked}" in request for request in hub.requests)
+        assert any(f"datasets/{repo_name}" in request for request in hub.requests)
 
 
 def test_what_is_here_comes_first(tmp_path: Path, hub: FakeHub) -> None:

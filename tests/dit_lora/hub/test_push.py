@@ -35,12 +35,12 @@ FILES = {
 
 def pushed(run_dir: Path, *, private: bool = True) -> tuple[str, list[str]]:
     """The last line of a push, and those before."""
-    said: list[str] = []
-    return push(run_dir, REPO, private=private, say=said.append), said
+    messages: list[str] = []
+    return push(run_dir, REPO, private=private, say=messages.append), messages
 
 
 def told(said: list[str]) -> list[str]:
-    """What was said beside the list of files."""
+    """Messages other than the list of files."""
     return [line for line in said if line.startswith("hub: ")]
 
 
@@ -62,12 +62,15 @@ def test_a_run_is_one_commit_of_adapter_card_samples_and_a_recipe_that_loads(
     assert hub.repos[REPO].private
     assert hub.read(REPO, ADAPTER) == (run_dir / "adapter" / ADAPTER).read_bytes()
     samples = run_dir / "samples"
-    first, last = (sorted(samples.glob("step_*"))[index] for index in (0, -1))
-    assert hub.read(REPO, "samples/before_00.mp4") == (first / "prompt_00.mp4").read_bytes()
-    assert hub.read(REPO, "samples/after_00.mp4") == (last / "prompt_00.mp4").read_bytes()
+    first_samples, last_samples = (sorted(samples.glob("step_*"))[index] for index in (0, -1))
+    assert hub.read(REPO, "samples/before_00.mp4") == (first_samples / "prompt_00.mp4").read_bytes()
+    assert hub.read(REPO, "samples/after_00.mp4") == (last_samples / "prompt_00.mp4").read_bytes()
     (tmp_path / "config.yaml").write_bytes(hub.read(REPO, "config.yaml"))
-    published, own = load_recipe(tmp_path / "config.yaml"), load_recipe(run_dir / "config.yaml")
-    assert (published.lora, published.optim) == (own.lora, own.optim)
+    published, original = (
+        load_recipe(tmp_path / "config.yaml"),
+        load_recipe(run_dir / "config.yaml"),
+    )
+    assert (published.lora, published.optim) == (original.lora, original.optim)
     assert card_problems(hub.read(REPO, "README.md").decode()) == []
 
 
@@ -109,13 +112,13 @@ def test_what_others_put_there_stays(hub: FakeHub, run_dir: Path) -> None:
 def test_a_cut_connection_is_gone_on_with_where_it_broke(
     hub: FakeHub, run_dir: Path, waits: list[float]
 ) -> None:
-    """The first push loses its connection in an upload for good; the second sends the missing blobs alone."""
+    """The first push loses its connection during an upload and fails; the second sends only the missing blobs."""
     hub.faults = [Fault(rf"PUT /lfs/{digest(run_dir)}", cut="before", times=1000)]
     with pytest.raises(DitLoraError) as failed:
         pushed(run_dir)
-    told = str(failed.value)
-    assert told.endswith(f"go on with: dit-lora push {run_dir} {REPO}")
-    assert "\n" not in told
+    message = str(failed.value)
+    assert message.endswith(f"go on with: dit-lora push {run_dir} {REPO}")
+    assert "\n" not in message
     assert commits(hub) == 0
     assert uploads(hub).count(f"PUT /lfs/{digest(run_dir)}") == 6  # the library's own tries
     assert sum(waits) < 30
@@ -133,10 +136,10 @@ def test_a_commit_that_fails_once_is_tried_again(
     hub: FakeHub, run_dir: Path, waits: list[float], status: int
 ) -> None:
     hub.faults = [Fault("POST .*/commit/", status, headers={"Retry-After": "7"})]
-    line, said = pushed(run_dir)
+    line, messages = pushed(run_dir)
     assert line.startswith("pushed")
     assert waits == [7.0]
-    assert told(said)[1].startswith(
+    assert told(messages)[1].startswith(
         f"hub: the Hub answered {status}: injected; trying again in 7 s"
     )
     assert commits(hub) == 1
@@ -183,8 +186,8 @@ def test_somebody_elses_commit_in_between_is_not_overwritten(
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(HfApi, "create_commit", late)
-    _, said = pushed(run_dir)
-    assert any("changed meanwhile (412)" in line for line in said)
+    _, messages = pushed(run_dir)
+    assert any("changed meanwhile (412)" in line for line in messages)
     assert set(hub.repos[REPO].files) == FILES | {"notes.txt"}
 
 
@@ -201,12 +204,12 @@ def test_who_may_not_push_is_told_so_at_once(
     def refusal() -> str:
         with pytest.raises(DitLoraError) as failed:
             pushed(run_dir)
-        told = str(failed.value)
+        message = str(failed.value)
         assert failed.value.exit_code == 2
-        assert f"go on with: dit-lora push {run_dir} {REPO}" in told
-        assert "\n" not in told
-        assert "canary" not in told
-        return told
+        assert f"go on with: dit-lora push {run_dir} {REPO}" in message
+        assert "\n" not in message
+        assert "canary" not in message
+        return message
 
     hub.accounts = {}
     assert "does not know this token (401): log in with `hf auth login`" in refusal()
@@ -240,13 +243,13 @@ def test_private_means_private(hub: FakeHub, run_dir: Path) -> None:
         result = CliRunner().invoke(app, ["push", str(run_dir), name, *more], input="y\n")
         assert result.exit_code == 0
         assert hub.repos[name].private == (more != ["--public"])
-        seen = "private" if hub.repos[name].private else "public"
-        assert f"files to {hub.url}/{name}, which is {seen} (" in result.stderr
+        visibility = "private" if hub.repos[name].private else "public"
+        assert f"files to {hub.url}/{name}, which is {visibility} (" in result.stderr
 
 
 def test_every_file_is_listed_before_it_is_sent(hub: FakeHub, run_dir: Path) -> None:
-    _, said = pushed(run_dir)
-    listed = said[: next(n for n, line in enumerate(said) if line.startswith("hub: "))]
+    _, messages = pushed(run_dir)
+    listed = messages[: next(n for n, line in enumerate(messages) if line.startswith("hub: "))]
     assert {line.split()[-1] for line in listed} == FILES
 
 
@@ -262,8 +265,8 @@ def test_the_command_lists_first_and_pushes_then(hub: FakeHub, run_dir: Path) ->
     assert result.exit_code == 0
     assert result.stdout.endswith(f"pushed 6 files to {hub.url}/{REPO}\n")
     assert hub.read(REPO, "README.md") == (run_dir / "README.md").read_bytes()
-    for wrong in ("kitten", "me/kit ten", "a/b/c", "me/.git"):
-        result = CliRunner().invoke(app, ["push", str(run_dir), wrong])
+    for invalid_name in ("kitten", "me/kit ten", "a/b/c", "me/.git"):
+        result = CliRunner().invoke(app, ["push", str(run_dir), invalid_name])
         assert "OWNER/NAME" in str(result.exception)
 
 
@@ -284,8 +287,8 @@ def test_the_token_is_nowhere(
         Fault("PUT /lfs", cut="before"),
         Fault("POST .*/commit/", 500, message="of hf_canarycanarycanary"),
     ]
-    _, said = pushed(run_dir)
-    printed = "".join(capfd.readouterr()) + caplog.text + "\n".join(said)
+    _, messages = pushed(run_dir)
+    printed = "".join(capfd.readouterr()) + caplog.text + "\n".join(messages)
     assert "503" in printed
     written = b"".join(hub.read(REPO, name) for name in hub.repos[REPO].files)
     for path in run_dir.rglob("*.md"):
@@ -351,11 +354,11 @@ def test_stock_diffusers_and_ours_load_it_from_the_hub(
         pipe = CogVideoXPipeline.from_pretrained(base, text_encoder=None, tokenizer=None, vae=None)
         load(pipe)
         loaded = dict(pipe.transformer.named_parameters())
-        own = name.removeprefix("transformer.").replace(".lora_B.", ".lora_B.default_0.")
-        assert torch.equal(loaded[own], tensor)
+        diffusers_name = name.removeprefix("transformer.").replace(".lora_B.", ".lora_B.default_0.")
+        assert torch.equal(loaded[diffusers_name], tensor)
     monkeypatch.chdir(tmp_path)
-    asked = ["sample", REPO, "--model", str(base), "--prompt", "a disc", "--inference-steps", "1"]
-    result = CliRunner().invoke(app, asked, catch_exceptions=False)
+    command = ["sample", REPO, "--model", str(base), "--prompt", "a disc", "--inference-steps", "1"]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert re.fullmatch(r"samples/kitten-lora/seed_0_a-disc_\w+\.mp4\n", result.stdout)
     with pytest.raises(DitLoraError, match=r"me/nothing, and the Hub did not give it"):
         dit_lora.load_adapter(pipe, "me/nothing")

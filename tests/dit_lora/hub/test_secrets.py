@@ -1,4 +1,4 @@
-"""What is pushed of a run that is full of tokens and paths has none, and neither do its card and its report."""
+"""A run full of tokens and paths is pushed without any of them; so are its card and its report."""
 
 import json
 import shutil
@@ -57,41 +57,47 @@ def seeded(
 
 def told(run: Path) -> None:
     """Put every seed wherever a run writes words: its files are what push, card and report read."""
-    words = " and ".join(SEEDS)
+    seeds_text = " and ".join(SEEDS)
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["model"]["revision"] = REVISION
     config["data"]["path"] = PATHS["POSIX"]
-    config["data"]["caption"] = words
+    config["data"]["caption"] = seeds_text
     config["guard"]["quarantine"] = PATHS["another's home"]
-    config["validation"]["prompts"] = [words, *SEEDS]
+    config["validation"]["prompts"] = [seeds_text, *SEEDS]
     config["optim"]["name"] = TOKENS["GitLab"]
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     for name in ("environment", "facts", "verification", "status", "data"):
         file = run / f"{name}.json"
         values: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-        values["words"], values["error"] = SEEDS, words
+        values["words"], values["error"] = SEEDS, seeds_text
         if name == "facts":
-            values["data"] |= {"caption_prefix": words, "datasets": [TOKENS["npm"]]}
+            values["data"] |= {"caption_prefix": seeds_text, "datasets": [TOKENS["npm"]]}
         if name == "environment":
             values |= {seed: seed for seed in SEEDS} | {"python": TOKENS["Slack"]}
         if name == "verification":
-            values["checks"]["scale"]["words"] = words
+            values["checks"]["scale"]["words"] = seeds_text
         if name == "data":
-            values["rejected"] = dict.fromkeys(SEEDS, words)
+            values["rejected"] = dict.fromkeys(SEEDS, seeds_text)
         file.write_text(json.dumps(values))
-    verdict = {"cause": "data", "words": words, "module": SEEDS[0], "evidence": SEEDS}
-    event = {"step": 1, "kind": words, "action": SEEDS[3], "sample_ids": SEEDS, "verdict": verdict}
+    verdict = {"cause": "data", "words": seeds_text, "module": SEEDS[0], "evidence": SEEDS}
+    event = {
+        "step": 1,
+        "kind": seeds_text,
+        "action": SEEDS[3],
+        "sample_ids": SEEDS,
+        "verdict": verdict,
+    }
     (run / "events.jsonl").write_text(json.dumps(event) + "\n")
     left_out = {
-        "sample_id": words,
+        "sample_id": seeds_text,
         "from_epoch": 0,
         "to_epoch": None,
-        "cause": words,
-        "reason": words,
+        "cause": seeds_text,
+        "reason": seeds_text,
     }
     (run / "quarantine.jsonl").write_text(json.dumps(left_out) + "\n")
-    (run / "adapter" / ".env").write_text(words)
-    (run / "adapter" / "notes.json").write_text(json.dumps(words))
+    (run / "adapter" / ".env").write_text(seeds_text)
+    (run / "adapter" / "notes.json").write_text(json.dumps(seeds_text))
 
 
 def test_nothing_of_any_seed_is_pushed_or_reported(
@@ -123,8 +129,8 @@ def test_the_adapters_header_and_a_pinned_revision_are_whole(seeded: Path, tmp_p
     (tmp_path / "config.yaml").write_bytes(published)
     assert load_recipe(tmp_path / "config.yaml").model.revision == REVISION
     with safe_open(run / "adapter" / "pytorch_lora_weights.safetensors", framework="pt") as file:
-        made = json.loads(file.metadata()["dit_lora"])
-    assert (made["base_model"], made["steps"]) == ("base-[token]", 2)
+        metadata = json.loads(file.metadata()["dit_lora"])
+    assert (metadata["base_model"], metadata["steps"]) == ("base-[token]", 2)
 
 
 def test_of_a_whole_pipeline_its_own_files_are_pushed(
@@ -132,9 +138,9 @@ def test_of_a_whole_pipeline_its_own_files_are_pushed(
 ) -> None:
     """And what a link leads to is not, be it a file, a folder or a sample."""
     model = shutil.copytree(tiny_checkpoints["cogvideox-2b"], run_dir / "model")
-    made = {"family": "cogvideox", "version": "0", "dtype": "torch.float32", "mode": "full"}
-    (model / "dit_lora.json").write_text(json.dumps(made))
-    own = set(prepare(run_dir, REPO).files)
+    metadata = {"family": "cogvideox", "version": "0", "dtype": "torch.float32", "mode": "full"}
+    (model / "dit_lora.json").write_text(json.dumps(metadata))
+    prepared_files = set(prepare(run_dir, REPO).files)
     (model / "notes.txt").write_text("mine")
     (model / "vae" / "passwords.txt").write_text("mine")
     (model / "old").mkdir()
@@ -143,7 +149,7 @@ def test_of_a_whole_pipeline_its_own_files_are_pushed(
     named = {**json.loads(config.read_text()), "_name_or_path": "/home/erika/vae"}
     config.write_text(json.dumps(named))
     published = prepare(run_dir, REPO)
-    assert set(published.files) == own
+    assert set(published.files) == prepared_files
     content = published.files["vae/config.json"]
     assert isinstance(content, bytes)
     assert "erika" not in content.decode()

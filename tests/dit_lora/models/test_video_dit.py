@@ -121,11 +121,11 @@ def reference(state: State, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -
         hidden = functional.gelu(hidden, approximate="tanh")
         tokens = tokens + mod[5] * linear(state, f"{name}.mlp.fc2", hidden)
     shift, scale = linear(state, "final_layer.adaLN_modulation.1", functional.silu(c)).chunk(2, -1)
-    out = linear(
+    output = linear(
         state, "final_layer.linear", normed(tokens) * (1 + scale[:, None]) + shift[:, None]
     )
-    out = out.reshape(len(x), *grid, *patch, 8)
-    return torch.einsum("nthwrpqc->nctrhpwq", out).reshape(len(x), 8, *x.shape[2:])
+    output = output.reshape(len(x), *grid, *patch, 8)
+    return torch.einsum("nthwrpqc->nctrhpwq", output).reshape(len(x), 8, *x.shape[2:])
 
 
 def converted(state: State, config_values: dict[str, Any]) -> Any:
@@ -179,11 +179,13 @@ def test_a_converted_model_computes_what_opendits_does(patch_t: int, text: bool)
 
 def test_conversion_keeps_every_tensor_and_says_where_it_went() -> None:
     state = opendit_state(text=True)
-    done = convert_opendit(state, config(text=True))
-    assert done.recomputed == ("pos_embed_spatial", "pos_embed_temporal")
-    assert list(done.text_encoder) == ["text_model.final_layer_norm.weight"]
-    kept = sum(t.numel() for t in [*done.transformer.values(), *done.text_encoder.values()])
-    assert kept == sum(t.numel() for name, t in state.items() if "pos_embed" not in name)
+    result = convert_opendit(state, config(text=True))
+    assert result.recomputed == ("pos_embed_spatial", "pos_embed_temporal")
+    assert list(result.text_encoder) == ["text_model.final_layer_norm.weight"]
+    num_elements = sum(
+        t.numel() for t in [*result.transformer.values(), *result.text_encoder.values()]
+    )
+    assert num_elements == sum(t.numel() for name, t in state.items() if "pos_embed" not in name)
 
 
 def test_conversion_lists_all_that_is_wrong() -> None:
@@ -252,15 +254,15 @@ def test_a_new_model_is_initialised_as_dit() -> None:
 
 def test_checkpointing_changes_no_bit_of_values_or_gradients() -> None:
     x, t, y = inputs()
-    found = []
+    runs = []
     for checkpointing in (False, True):
         model = converted(opendit_state(), config())
         if checkpointing:
             model.enable_gradient_checkpointing()
         output = model(x.float(), t, class_labels=y).sample
         output.square().sum().backward()
-        found.append([output, *(p.grad for p in model.parameters())])
-    for plain, checkpointed in zip(*found, strict=True):
+        runs.append([output, *(p.grad for p in model.parameters())])
+    for plain, checkpointed in zip(*runs, strict=True):
         assert torch.equal(plain, checkpointed)
 
 
@@ -270,16 +272,16 @@ def test_saved_and_loaded_it_is_the_same_model(tmp_path: Path) -> None:
     loaded: Any = VideoDiTTransformer3DModel.from_pretrained(tmp_path)
     x, t, y = inputs()
     with torch.no_grad():
-        whole = model(x.float(), t, class_labels=y).sample
-        assert torch.equal(loaded(x.float(), t, class_labels=y).sample, whole)
+        expected = model(x.float(), t, class_labels=y).sample
+        assert torch.equal(loaded(x.float(), t, class_labels=y).sample, expected)
         half: Any = VideoDiTTransformer3DModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
         rounded = half(x.bfloat16(), t, class_labels=y).sample
     assert rounded.dtype is torch.bfloat16
-    torch.testing.assert_close(rounded.float(), whole, rtol=0.1, atol=0.15)
+    torch.testing.assert_close(rounded.float(), expected, rtol=0.1, atol=0.15)
 
 
 def test_modulation_in_bf16_is_rounded_once() -> None:
-    """Against fp64 no entry is off by more than one rounding of its own size."""
+    """Against fp64, every entry is within one rounding step at its magnitude."""
     generator = torch.Generator().manual_seed(0)
     model: Any = VideoDiTTransformer3DModel.from_config(config())
     tokens = (3 + torch.randn(2, 15, WIDTH, generator=generator)).bfloat16()

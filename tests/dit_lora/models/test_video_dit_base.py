@@ -91,8 +91,8 @@ def opendit_state() -> dict[str, torch.Tensor]:
 
 def test_opendits_weights_make_a_whole_pipeline(parts: dict[str, str], tmp_path: Path) -> None:
     """The tensors of the file are the state dict's, in its dtype."""
-    drawn = opendit_state()
-    save_file(drawn, tmp_path / "opendit.safetensors")
+    opendit_tensors = opendit_state()
+    save_file(opendit_tensors, tmp_path / "opendit.safetensors")
     path = write_base(
         tmp_path / "base",
         config=CONFIG,
@@ -100,12 +100,15 @@ def test_opendits_weights_make_a_whole_pipeline(parts: dict[str, str], tmp_path:
         **parts,
     )
     (file,) = (path / "transformer").glob("*.safetensors")
-    kept = load_file(file)
+    tensors = load_file(file)
     assert torch.equal(
-        kept["transformer_blocks.0.attn.to_k.weight"], drawn["blocks.0.attn.qkv.weight"][16:32]
+        tensors["transformer_blocks.0.attn.to_k.weight"],
+        opendit_tensors["blocks.0.attn.qkv.weight"][16:32],
     )
-    assert {tensor.dtype for tensor in kept.values()} == {torch.bfloat16}
-    assert sum(t.numel() for t in kept.values()) == sum(t.numel() for t in drawn.values())
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert sum(t.numel() for t in tensors.values()) == sum(
+        t.numel() for t in opendit_tensors.values()
+    )
     pipeline = opened(path).pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline("a horse", num_frames=2, height=16, width=32, num_inference_steps=2).frames
@@ -134,27 +137,31 @@ def test_an_opendit_checkpoint_becomes_a_pipeline(
         "pos_embed_spatial": spatial_sines(16, 3, 3)[None],
         "pos_embed_temporal": temporal_sines(16, 2)[None],
     }
-    given = tmp_path / form
+    weights_path = tmp_path / form
     if form == "ema.pt":
-        torch.save(state, given)
+        torch.save(state, weights_path)
     elif form == "shards":
-        given.mkdir()
+        weights_path.mkdir()
         names = list(state)
-        torch.save({name: state[name] for name in names[:9]}, given / "pytorch_model-00001.bin")
-        torch.save({name: state[name] for name in names[9:]}, given / "pytorch_model-00002.bin")
+        torch.save(
+            {name: state[name] for name in names[:9]}, weights_path / "pytorch_model-00001.bin"
+        )
+        torch.save(
+            {name: state[name] for name in names[9:]}, weights_path / "pytorch_model-00002.bin"
+        )
     else:
-        save_file(state, given)
-    asked = ["convert", "opendit", str(tmp_path / "base"), "--weights", str(given)]
-    asked += ["--vae", parts["vae"], "--text-encoder", parts["text_encoder"]]
-    refused = CliRunner().invoke(app, asked)
+        save_file(state, weights_path)
+    command = ["convert", "opendit", str(tmp_path / "base"), "--weights", str(weights_path)]
+    command += ["--vae", parts["vae"], "--text-encoder", parts["text_encoder"]]
+    refused = CliRunner().invoke(app, command)
     assert isinstance(refused.exception, DitLoraError)
     assert "its width of 16 is none of OpenDiT's" in str(refused.exception)
-    done = CliRunner().invoke(app, [*asked, "--heads", "2"], catch_exceptions=False)
-    assert f"{len(state)} tensors of {given}" in done.stdout
+    result = CliRunner().invoke(app, [*command, "--heads", "2"], catch_exceptions=False)
+    assert f"{len(state)} tensors of {weights_path}" in result.stdout
     (file,) = (tmp_path / "base" / "transformer").glob("*.safetensors")
-    kept = load_file(file)
+    tensors = load_file(file)
     assert torch.equal(
-        kept["transformer_blocks.0.ff.net.2.weight"], state["blocks.0.mlp.fc2.weight"]
+        tensors["transformer_blocks.0.ff.net.2.weight"], state["blocks.0.mlp.fc2.weight"]
     )
     config = opened(tmp_path / "base").load_transformer(torch.float32).config
     assert (config.sample_frames, config.sample_height, config.sample_width) == (2, 6, 6)
@@ -185,6 +192,6 @@ def test_a_tokenizer_without_a_limit_pads_to_clips_positions(
     pipeline = opened(path, from_scratch={}).pipeline(torch.float32)
     assert pipeline.tokenizer.model_max_length > 10**20
     shapes: list[torch.Size] = []
-    pipeline.text_encoder.register_forward_pre_hook(lambda _m, given: shapes.append(given[0].shape))
+    pipeline.text_encoder.register_forward_pre_hook(lambda _m, args: shapes.append(args[0].shape))
     pooled = pipeline.encode_prompt(["a horse", "dogs " * 90])
     assert (shapes[0], pooled.shape) == ((2, 77), (2, 16))

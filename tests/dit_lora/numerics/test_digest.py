@@ -25,11 +25,11 @@ def test_any_bit_changes_it(
     before = digest(values(dtype))
     assert digest(values(dtype)) == before
     for number in (0, 1, 3, 4):
-        for place in (0, -1):
+        for byte_index in (0, -1):
             for bit in (0, 7):
                 changed = values(dtype)
-                changed[number].view(-1).view(torch.uint8)[place] ^= 1 << bit
-                assert digest(changed) != before, (number, place, bit)
+                changed[number].view(-1).view(torch.uint8)[byte_index] ^= 1 << bit
+                assert digest(changed) != before, (number, byte_index, bit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -38,26 +38,26 @@ def test_signs_and_factors_of_whole_tensors_change_it(
     dtype: torch.dtype, size: tuple[int, ...]
 ) -> None:
     """Equal changes of very many words, which must not cancel out."""
-    given = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
-    before = digest([given])
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = digest([tensor])
     for changed in (
-        -given,
-        given.abs(),
-        2 * given,
-        torch.zeros_like(given),
-        given.flip(0),
-        -given.flip(-1),
+        -tensor,
+        tensor.abs(),
+        2 * tensor,
+        torch.zeros_like(tensor),
+        tensor.flip(0),
+        -tensor.flip(-1),
     ):
-        assert torch.equal(changed, given) is (digest([changed]) == before)
+        assert torch.equal(changed, tensor) is (digest([changed]) == before)
     assert digest([torch.full(size, -0.0, dtype=dtype)]) != digest([torch.zeros(size, dtype=dtype)])
 
 
 def test_order_and_layout() -> None:
-    one, other = values(torch.float32)[:2]
-    assert digest([one, other]) != digest([other, one])
-    assert digest([one.flatten().flip(0)]) != digest([one])
-    assert digest([one.T.contiguous().T]) == digest([one])
-    mixed = [one, torch.arange(3), one.bfloat16()]
+    entry, second = values(torch.float32)[:2]
+    assert digest([entry, second]) != digest([second, entry])
+    assert digest([entry.flatten().flip(0)]) != digest([entry])
+    assert digest([entry.T.contiguous().T]) == digest([entry])
+    mixed = [entry, torch.arange(3), entry.bfloat16()]
     assert digest(mixed) == digest([t.clone() for t in mixed])
     assert digest([torch.zeros(3), torch.tensor(-0.0)]) != digest([torch.zeros(3), torch.zeros(())])
     assert digest([]) == digest([torch.zeros(0)])

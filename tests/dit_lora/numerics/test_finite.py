@@ -1,4 +1,4 @@
-"""Bad values in words."""
+"""Messages about values that are not finite."""
 
 import pytest
 import torch

@@ -10,8 +10,8 @@ from dit_lora.numerics.labels import IGNORE, label_faults
 @pytest.mark.parametrize("ignore", [IGNORE, 0, -1])
 def test_labels_that_are_all_ignored_teach_nothing(shape: tuple[int, ...], ignore: int) -> None:
     labels = torch.full(shape, ignore)
-    words = label_faults(labels, ignore=ignore)
-    assert words == f"all of its {labels.numel()} labels are {ignore}, which the loss ignores"
+    message = label_faults(labels, ignore=ignore)
+    assert message == f"all of its {labels.numel()} labels are {ignore}, which the loss ignores"
 
 
 def test_the_index_that_torch_ignores_is_ours() -> None:
@@ -37,8 +37,8 @@ def test_a_label_that_no_table_has_is_named(
     label: int, classes: int, shape: tuple[int, ...]
 ) -> None:
     labels = torch.tensor([0, IGNORE, 0, label, 0, 0]).view(shape)
-    words = f"label {label} is outside 0..{classes - 1}"
-    assert label_faults(labels, classes=classes) == words
+    expected = f"label {label} is outside 0..{classes - 1}"
+    assert label_faults(labels, classes=classes) == expected
     assert label_faults(labels) is None  # where the table's size is not known
 
 

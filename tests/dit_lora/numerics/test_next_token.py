@@ -28,7 +28,7 @@ def drawn(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, nn.Linear]:
 
 
 def in_fp64(hidden: torch.Tensor, labels: torch.Tensor, head: nn.Linear) -> list[torch.Tensor]:
-    """Losses of each sample alone, and the gradients of their weighted sum, of the same numbers."""
+    """Per-sample losses, and the gradients of their weighted sum, from the same numbers in fp64."""
     states = hidden.detach().double().requires_grad_()
     weight, bias = (p.detach().double().requires_grad_() for p in (head.weight, head.bias))
     losses = torch.stack(
@@ -47,8 +47,8 @@ def test_values_and_gradients_are_those_of_fp64(chunk: int, dtype: torch.dtype) 
     losses = next_token_losses(hidden, labels, head, chunk=chunk)
     assert losses.dtype is torch.float32
     results = torch.autograd.grad(losses @ WEIGHTS, (hidden, head.weight, head.bias))
-    for got, wanted in zip((losses, *results), in_fp64(hidden, labels, head), strict=True):
-        error = (got.double() - wanted).abs().max() / wanted.abs().max()
+    for got, expected in zip((losses, *results), in_fp64(hidden, labels, head), strict=True):
+        error = (got.double() - expected).abs().max() / expected.abs().max()
         assert error < TOLERANCE[dtype]
 
 
@@ -68,12 +68,14 @@ def test_a_sample_without_labels_is_nan_and_leaves_its_neighbours_alone(chunk: i
     labels[1] = IGNORE
     losses = next_token_losses(hidden, labels, head, chunk=chunk)
     assert losses.isnan().tolist() == [False, True, False]
-    wanted = next_token_losses(hidden[::2], labels[::2], head, chunk=chunk)
-    torch.testing.assert_close(losses[::2], wanted)
+    expected = next_token_losses(hidden[::2], labels[::2], head, chunk=chunk)
+    torch.testing.assert_close(losses[::2], expected)
     for together, weights in ((losses.sum(), torch.ones(2)), (losses @ WEIGHTS, WEIGHTS[::2])):
         got = torch.autograd.grad(together, (hidden, head.weight), retain_graph=True)
-        alone = torch.autograd.grad(wanted @ weights, (hidden, head.weight), retain_graph=True)
-        torch.testing.assert_close(got, alone)
+        expected_grads = torch.autograd.grad(
+            expected @ weights, (hidden, head.weight), retain_graph=True
+        )
+        torch.testing.assert_close(got, expected_grads)
 
 
 class _Logits(TorchDispatchMode):
@@ -107,17 +109,19 @@ def test_no_more_logits_than_a_chunk_are_made_and_none_are_kept() -> None:
     chunk = 4
     with _Logits() as logits:
         losses = next_token_losses(hidden, labels, head, chunk=chunk)
-        kept = logits.alive
+        num_alive = logits.alive
         losses.sum().backward()
     assert logits.made
-    assert not kept
+    assert not num_alive
     # The gradient of the weight comes transposed: width rows.
     assert logits.most_rows <= max(chunk, WIDTH)
     with _Logits() as logits:
-        whole = F.cross_entropy(head(hidden.flatten(0, 1)), labels.flatten(), ignore_index=IGNORE)
+        full_loss = F.cross_entropy(
+            head(hidden.flatten(0, 1)), labels.flatten(), ignore_index=IGNORE
+        )
         assert logits.alive
         assert logits.most_rows == BATCH * ANSWERS
-    del whole
+    del full_loss
 
 
 def test_dropout_of_an_adapter_on_the_head_is_the_same_in_backward() -> None:
@@ -134,14 +138,14 @@ def test_dropout_of_an_adapter_on_the_head_is_the_same_in_backward() -> None:
     got = torch.autograd.grad(losses @ WEIGHTS, trained)
     torch.manual_seed(1)
     logits = torch.cat([head(rows) for rows in hidden.flatten(0, 1).split(chunk)])
-    wanted = torch.stack(
+    expected = torch.stack(
         [
             F.cross_entropy(sample, label)
             for sample, label in zip(logits.view(BATCH, ANSWERS, -1), labels, strict=True)
         ]
     )
-    torch.testing.assert_close(losses, wanted)
-    torch.testing.assert_close(got, torch.autograd.grad(wanted @ WEIGHTS, trained))
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(got, torch.autograd.grad(expected @ WEIGHTS, trained))
 
 
 def test_without_gradients_nothing_is_computed_twice() -> None:

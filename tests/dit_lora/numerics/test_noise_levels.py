@@ -89,8 +89,8 @@ def drawn(levels: NoiseLevels, shift: float) -> torch.Tensor:
 @pytest.mark.parametrize(("t_min", "t_max"), RANGES)
 def test_draws_are_of_the_density_cut_to_the_range(name: str, t_min: float, t_max: float) -> None:
     """Kolmogorov-Smirnov test of the draws; none outside the range; `share` gives the same distribution."""
-    whole, shift, closed = CASES[name]
-    levels = NoiseLevels(**{**vars(whole), "t_min": t_min, "t_max": t_max})
+    untruncated, shift, closed = CASES[name]
+    levels = NoiseLevels(**{**vars(untruncated), "t_min": t_min, "t_max": t_max})
     draws = drawn(levels, shift)
     assert draws.dtype is torch.float32
     wide = np.sort(draws.double().numpy())
@@ -105,12 +105,12 @@ def test_draws_are_of_the_density_cut_to_the_range(name: str, t_min: float, t_ma
     inner = wide < np.nextafter(np.float32(t_max), np.float32(0))
     assert np.abs(rank - expected)[inner].max() < KS_BOUND
     ends = np.linspace(t_min, t_max, 42)[1:-1]
-    said = levels.share(torch.tensor(ends), shift).numpy()
-    np.testing.assert_allclose(said, (closed(ends) - low) / (high - low), atol=1e-4)
+    shares = levels.share(torch.tensor(ends), shift).numpy()
+    np.testing.assert_allclose(shares, (closed(ends) - low) / (high - low), atol=1e-4)
 
 
 def test_levels_rise_with_the_normal_number_and_its_halves_are_the_distributions() -> None:
-    """One number draws one level whatever the range: a quantile of the density."""
+    """One number draws one level for every range: a quantile of the density."""
     gaussian = torch.linspace(-4, 4, 81)
     for levels, shift, _ in CASES.values():
         cut = NoiseLevels(**{**vars(levels), "t_min": 0.2, "t_max": 0.8})

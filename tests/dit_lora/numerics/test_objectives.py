@@ -83,8 +83,8 @@ def wide_bound(
         return (before.sqrt() * b * x0 + (1 - b).sqrt() * (1 - before) * noisy) / (1 - a)
 
     mean = posterior_mean((noisy - (1 - a).sqrt() * guess.double()) / a.sqrt())
-    own = max(t, 1)
-    smallest = beta[own] * (1 - total[own - 1]) / (1 - total[own])
+    timestep = max(t, 1)
+    smallest = beta[timestep] * (1 - total[timestep - 1]) / (1 - total[timestep])
     v = (fraction.double() + 1) / 2
     variance = torch.exp(v * b.log() + (1 - v) * smallest.log())
     if t > 0:

@@ -1,4 +1,4 @@
-"""Weights in 4 and 8 bits: the product and its gradient, what is saved for it, and what a guard sees."""
+"""Weights in 4 and 8 bits: the product, its gradient, the tensors saved for backward, and the guard's checks."""
 
 from typing import Any
 
@@ -46,9 +46,9 @@ def test_the_product_and_its_gradient_are_those_of_the_widened_weight(
     ours, theirs = (inputs(dtype).requires_grad_() for _ in range(2))
     y = layer(ours)
     expected = nn.functional.linear(theirs, layer.widened(dtype), layer.bias)
-    given = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-    y.backward(given)
-    expected.backward(given)
+    grad_output = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    y.backward(grad_output)
+    expected.backward(grad_output)
     assert (y.dtype, y.grad_fn is None) == (dtype, False)
     assert torch.equal(y, expected)
     assert torch.equal(ours.grad, theirs.grad)
@@ -92,10 +92,10 @@ def test_nothing_wide_is_saved_for_the_backward_pass(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast_decides_the_dtype(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the widened weight too, which would take twice the memory in fp32."""
-    layer, x, made = NarrowLinear(wide(), kind), inputs().requires_grad_(), set[torch.dtype]()
+    layer, x, dtypes = NarrowLinear(wide(), kind), inputs().requires_grad_(), set[torch.dtype]()
 
     def noted(codes: Tensor, scale: Tensor, dtype: torch.dtype, *how: Any) -> Tensor:
-        made.add(dtype)
+        dtypes.add(dtype)
         return widened(codes, scale, dtype, *how)
 
     monkeypatch.setattr(quantized_linear, "widened", noted)
@@ -103,7 +103,7 @@ def test_autocast_decides_the_dtype(kind: Kind, monkeypatch: pytest.MonkeyPatch)
         y = layer(x)
     y.sum().backward()
     assert (y.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32)
-    assert made == {torch.bfloat16}
+    assert dtypes == {torch.bfloat16}
 
 
 def test_nf4_is_that_of_bitsandbytes() -> None:
@@ -126,23 +126,23 @@ def test_what_is_not_finite_is_found(kind: Kind, name: str) -> None:
     assert not_finite(weight_values(model)) == []
     bad = 0x7F if name == "weight" else torch.nan
     model.get_parameter(f"q.{name}").data.view(-1)[3] = bad
-    (words,) = not_finite(weight_values(model))
-    assert words.startswith(f"q.{name} has 1 NaN among ")
+    (message,) = not_finite(weight_values(model))
+    assert message.startswith(f"q.{name} has 1 NaN among ")
 
 
 def bitsandbytes_layer(kind: str) -> Any:
     if kind == "int8":
-        made = bnb.nn.Linear8bitLt(IN, OUT, has_fp16_weights=False)
+        layer = bnb.nn.Linear8bitLt(IN, OUT, has_fp16_weights=False)
     else:
-        made = bnb.nn.Linear4bit(
+        layer = bnb.nn.Linear4bit(
             IN, OUT, compute_dtype=torch.bfloat16, compress_statistics=kind == "double"
         )
-    made.load_state_dict(wide().state_dict())
-    return made.to("cpu")
+    layer.load_state_dict(wide().state_dict())
+    return layer.to("cpu")
 
 
 def test_the_scales_of_bitsandbytes_layers_are_found_too() -> None:
-    """Which keep them beside their parameters; those of int8 move when it is first called."""
+    """bitsandbytes keeps scales next to the parameters; int8 scales move at the first call."""
     four, double, eight = (bitsandbytes_layer(kind) for kind in ("single", "double", "int8"))
     four.weight.quant_state.absmax[2] = torch.nan
     double.weight.quant_state.state2.absmax[0] = torch.inf
@@ -151,8 +151,8 @@ def test_the_scales_of_bitsandbytes_layers_are_found_too() -> None:
     fresh = bitsandbytes_layer("int8")
     fresh.weight.SCB[1] = torch.nan
     model = nn.ModuleList([four, double, eight, fresh])
-    found = [words.partition(" has ")[0] for words in not_finite(weight_values(model))]
-    assert found == ["0.absmax", "1.absmax_absmax", "2.SCB", "3.SCB"]
+    names = [message.partition(" has ")[0] for message in not_finite(weight_values(model))]
+    assert names == ["0.absmax", "1.absmax_absmax", "2.SCB", "3.SCB"]
 
 
 def test_in_fp32_a_layer_of_bitsandbytes_rounds_nothing_to_its_own_dtype() -> None:

@@ -11,23 +11,23 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 def test_saturation_clamps_and_stops_the_gradient_where_it_does() -> None:
     x = torch.tensor([1e6, -3.2e5, 65504.0, -70.0, 0.3]).requires_grad_()
-    out = saturate(x)
-    assert out.tolist() == pytest.approx([65504.0, -65504.0, 65504.0, -70.0, 0.3])
-    (out * torch.tensor([2.0, 3.0, 5.0, 7.0, 11.0])).sum().backward()
+    saturated = saturate(x)
+    assert saturated.tolist() == pytest.approx([65504.0, -65504.0, 65504.0, -70.0, 0.3])
+    (saturated * torch.tensor([2.0, 3.0, 5.0, 7.0, 11.0])).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0.0, 0.0, 5.0, 7.0, 11.0]
 
 
 def test_bf16_has_no_65504_and_takes_the_nearest() -> None:
-    out = saturate(torch.tensor([1e6, -1e6, 65280.0, 3.0], dtype=torch.bfloat16))
-    assert out.tolist() == [65536.0, -65536.0, 65280.0, 3.0]
+    saturated = saturate(torch.tensor([1e6, -1e6, 65280.0, 3.0], dtype=torch.bfloat16))
+    assert saturated.tolist() == [65536.0, -65536.0, 65280.0, 3.0]
 
 
 def test_not_a_number_stays_one() -> None:
     """The guard must see it: inf is a value beyond the limit, NaN is a fault."""
-    out = saturate(torch.tensor([torch.inf, torch.nan]))
-    assert out[0] == FP16_MAX
-    assert out[1].isnan()
+    saturated = saturate(torch.tensor([torch.inf, torch.nan]))
+    assert saturated[0] == FP16_MAX
+    assert saturated[1].isnan()
 
 
 @pytest.mark.parametrize("compute", [BF16, F32])

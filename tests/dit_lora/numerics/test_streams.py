@@ -7,8 +7,8 @@ from dit_lora.numerics.streams import Streams, fold, generator, integers, normal
 
 def test_a_sample_draws_the_same_alone_as_in_any_batch() -> None:
     batch = normal((3, 5), Streams(7, [10, 11, 12])("noise"))
-    alone = normal((3, 5), Streams(7, [11])("noise"))
-    assert torch.equal(batch[1], alone[0])
+    unbatched = normal((3, 5), Streams(7, [11])("noise"))
+    assert torch.equal(batch[1], unbatched[0])
     together = integers(0, 1000, Streams(7, [10, 11, 12])("timestep"))
     assert torch.equal(together[2:], integers(0, 1000, Streams(7, [12])("timestep")))
 
@@ -20,9 +20,9 @@ def test_streams_seeds_and_draw_numbers_are_unrelated() -> None:
         for stream in ("noise", "posterior")
         for draw in (0, 1)
     ]
-    for i, one in enumerate(draws):
-        for other in draws[i + 1 :]:
-            assert not torch.equal(one, other)
+    for i, first_draw in enumerate(draws):
+        for other_draw in draws[i + 1 :]:
+            assert not torch.equal(first_draw, other_draw)
     assert fold(1, "a", 23) != fold(1, "a", 2, 3)
     assert len({fold(0, "draws", name) for name in ("a.mp4", "b.mp4", "a.mp", "4")}) == 4
     assert 0 <= fold(0, "draws", "a.mp4") < 2**63  # any draw number seeds a generator again
@@ -32,10 +32,10 @@ def test_drawing_does_not_disturb_or_follow_the_global_generator() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    first = normal((2,), Streams(0, [5])("noise"))
+    reference = normal((2,), Streams(0, [5])("noise"))
     assert torch.equal(torch.rand(4), expected)
     torch.manual_seed(99)
-    assert torch.equal(first, normal((2,), Streams(0, [5])("noise")))
+    assert torch.equal(reference, normal((2,), Streams(0, [5])("noise")))
 
 
 def test_draws_have_the_distributions_that_they_claim() -> None:

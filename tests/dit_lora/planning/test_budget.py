@@ -124,10 +124,12 @@ def test_a_gpus_peak_is_what_was_counted(tiny_checkpoints: dict[str, Path], mode
     real.step()
     torch.cuda.reset_peak_memory_stats()
     real.step()
-    peak, held = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated()
+    peak, resident_bytes = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated()
     # cuBLAS keeps 32 MiB for each thread that has called it, which plans count as CUDA's own: more than a tiny model.
     torch._C._cuda_clearCublasWorkspaces()
-    assert peak - (held - torch.cuda.memory_allocated()) == pytest.approx(counted, rel=0.1)
+    assert peak - (resident_bytes - torch.cuda.memory_allocated()) == pytest.approx(
+        counted, rel=0.1
+    )
 
 
 @contextmanager
@@ -155,24 +157,26 @@ def test_a_gpus_block_saves_what_was_counted_by_another_way(
     tmp_path: Path, overrides: tuple[str, ...], expected: float
 ) -> None:
     """20.4 tensors of 17,776 x 3072 bf16 under CUDA's autocast, and half as many with fused kernels."""
-    found = {}
+    needs_by_layers = {}
     for layers in (2, 3):
         with layers_of_5b(tmp_path, layers, *overrides) as (recipe, subject):
-            found[layers] = subject.needs(recipe, subject.shapes[0])
+            needs_by_layers[layers] = subject.needs(recipe, subject.shapes[0])
     tensor = (226 + 17550) * 3072 * 2
-    a_block = {mode: found[3][mode] - found[2][mode] for mode in found[2]}
+    a_block = {
+        mode: needs_by_layers[3][mode] - needs_by_layers[2][mode] for mode in needs_by_layers[2]
+    }
     assert a_block["none"] / tensor == pytest.approx(expected, abs=0.15)
     assert a_block["selective"] / tensor == pytest.approx(2.03, abs=0.05)
     assert a_block["full"] / tensor == pytest.approx(1.0, abs=0.02)
 
 
 def test_storages_count_while_they_live() -> None:
-    kept = torch.ones(8)
-    with Live([kept]) as live:
-        made = (kept + 1).exp()  # the sum is gone when its exponential is there
-        view = made[2:]
+    source = torch.ones(8)
+    with Live([source]) as live:
+        tensor = (source + 1).exp()  # the sum is gone when its exponential is there
+        view = tensor[2:]
     assert (live.most, live.now, view.numel()) == (4 * 16, 4 * 8, 6)
-    del made, view
+    del tensor, view
     assert live.now == 0
 
 
@@ -205,8 +209,8 @@ def test_samples_are_what_encoders_make_of_them(
     encode = subject.checkpoint.load_video_encoder(torch.float32, CPU)
     names = [recipe.validation.prompts[0]] if recipe.validation.prompts else [""]
     texts = subject.checkpoint.load_text_encoder(torch.float32, CPU)(names)
-    made = encode(pixels) | {key: tensor[0] for key, tensor in texts.items()}
-    assert subject.spec(shape) == {n: (t.shape, t.dtype) for n, t in made.items()}
+    encoded = encode(pixels) | {key: tensor[0] for key, tensor in texts.items()}
+    assert subject.spec(shape) == {n: (t.shape, t.dtype) for n, t in encoded.items()}
     with Live() as live:
         encode(pixels)
     assert subject.video_encoder.most == pytest.approx(live.most, rel=0.1)
@@ -214,7 +218,7 @@ def test_samples_are_what_encoders_make_of_them(
 
 @pytest.fixture(scope="module")
 def bare(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of configs alone."""
+    """A checkpoint that has only configs."""
     folder = tmp_path_factory.mktemp("bare") / "cogvideox-5b"
     ignored = shutil.ignore_patterns("*.safetensors")
     return Path(shutil.copytree(tiny_checkpoints["cogvideox-5b"], folder, ignore=ignored))
@@ -224,7 +228,7 @@ def test_ranks_share_what_a_launch_shares_out(bare: Path) -> None:
     recipe = smoke("cogvideox", bare, "optim.groups.connector.lr=1.0e-3")
     with without_weights(recipe) as local:
         subject = subject_of(local, gpu=False)
-        alone, ddp, zero2, fsdp2 = (
+        single, ddp, zero2, fsdp2 = (
             count(local, subject, launch, None).training
             for launch in (
                 Launch(),
@@ -233,12 +237,14 @@ def test_ranks_share_what_a_launch_shares_out(bare: Path) -> None:
                 Launch(4, "fsdp2"),
             )
         )
-    assert (alone.buckets, ddp.buckets, zero2.buckets) == (0, alone.trained, 0)
-    assert ddp.total == alone.total + alone.trained
-    assert (zero2.optimizer, zero2.weights) == (alone.optimizer // 4, alone.weights)
-    assert (fsdp2.optimizer, fsdp2.weights) == (alone.optimizer // 4, alone.weights // 4)
+    assert (single.buckets, ddp.buckets, zero2.buckets) == (0, single.trained, 0)
+    assert ddp.total == single.total + single.trained
+    assert (zero2.optimizer, zero2.weights) == (single.optimizer // 4, single.weights)
+    assert (fsdp2.optimizer, fsdp2.weights) == (single.optimizer // 4, single.weights // 4)
     assert fsdp2.gathered > 0 == zero2.gathered
-    assert {one.activations for one in (alone, ddp, zero2, fsdp2)} == {alone.activations}
+    assert {footprint.activations for footprint in (single, ddp, zero2, fsdp2)} == {
+        single.activations
+    }
 
 
 def test_a_quantised_base_takes_what_the_real_one_takes(tiny_checkpoints: dict[str, Path]) -> None:
@@ -255,8 +261,8 @@ def test_a_quantised_base_takes_what_the_real_one_takes(tiny_checkpoints: dict[s
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
-    given = ["plan", *map(str, arguments)]
-    result = CliRunner().invoke(app, given)
+    command = ["plan", *map(str, arguments)]
+    result = CliRunner().invoke(app, command)
     if isinstance(result.exception, DitLoraError):
         return result.exception.exit_code, str(result.exception)
     return result.exit_code, result.output
@@ -265,7 +271,7 @@ def invoke(*arguments: object) -> tuple[int, str]:
 def test_what_does_not_fit_is_told_a_change_with_which_it_does(bare: Path) -> None:
     """Without weights, without data, without a GPU."""
     path = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
-    given = [
+    command = [
         path,
         f"model.path={bare}",
         "data.path=/nowhere",
@@ -273,35 +279,35 @@ def test_what_does_not_fit_is_told_a_change_with_which_it_does(bare: Path) -> No
         "validation.prompts=[]",
         "--json",
     ]
-    code, output = invoke(*given)
-    found = json.loads(output)
-    assert (code, found["fits"], found["gpu"], found["cheapest_change"]) == (0, True, None, None)
-    needs = found["phases"]["training"]
-    assert needs == max(found["phases"].values())
-    assert found["activations"]["9x64x96"]["none"] == found["training"]["activations"]
-    code, output = invoke(*given, "--gpu", f"{needs - 1e-4}GiB")
-    found = json.loads(output)
-    change = found["cheapest_change"]
-    assert (code, found["fits"], found["phases"]["training"]) == (1, False, needs)
+    code, output = invoke(*command)
+    record = json.loads(output)
+    assert (code, record["fits"], record["gpu"], record["cheapest_change"]) == (0, True, None, None)
+    needs = record["phases"]["training"]
+    assert needs == max(record["phases"].values())
+    assert record["activations"]["9x64x96"]["none"] == record["training"]["activations"]
+    code, output = invoke(*command, "--gpu", f"{needs - 1e-4}GiB")
+    record = json.loads(output)
+    change = record["cheapest_change"]
+    assert (code, record["fits"], record["phases"]["training"]) == (1, False, needs)
     assert change["overrides"] == ["train.checkpointing=selective"]
-    code, output = invoke(*given, *change["overrides"], "--gpu", f"{needs - 1e-4}GiB")
+    code, output = invoke(*command, *change["overrides"], "--gpu", f"{needs - 1e-4}GiB")
     assert code == 0
     assert json.loads(output)["phases"]["training"] == pytest.approx(change["needs"])
 
 
 def test_a_plan_is_told_as_it_is_typed(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
-    given = [
+    command = [
         f"model.path={bare}",
         "data.path=/nowhere",
         "validation.prompts=[]",
         "train.batch_size=16",
     ]
-    planned = plan(path, given, Launch(), int(0.7685 * GIB))
+    planned = plan(path, command, Launch(), int(0.7685 * GIB))
     render(planned)
-    said = capsys.readouterr().out
-    assert "  train.checkpointing=selective\n" in said
-    assert "does not fit: 0.77 of 0.77 GiB" in said
+    printed = capsys.readouterr().out
+    assert "  train.checkpointing=selective\n" in printed
+    assert "does not fit: 0.77 of 0.77 GiB" in printed
 
 
 @pytest.mark.parametrize(
@@ -340,14 +346,14 @@ def made_up_count(recipe: Recipe, subject: Subject, launch: Launch, gpu: int | N
     a_sample = {"none": 10, "selective": 6, "full": 5}[recipe.train.checkpointing]
     needs = recipe.train.batch_size * a_sample - saved
     fits = gpu is None or needs <= gpu
-    found = SimpleNamespace(recipe=recipe, launch=launch, gpu=gpu, needs=needs, fits=fits)
-    found.mode, found.phases = "none", {"training": needs}
-    return found
+    planned = SimpleNamespace(recipe=recipe, launch=launch, gpu=gpu, needs=needs, fits=fits)
+    planned.mode, planned.phases = "none", {"training": needs}
+    return planned
 
 
 def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
-    for arguments, words in (
+    for arguments, message in (
         ((f"model.path={bare}", "--gpu", "much"), "--gpu takes a size"),
         (("model.path=someone/a-model",), "the Hub did not give it"),
         ((f"model.path={tmp_path}",), "is not a Diffusers checkpoint"),
@@ -356,9 +362,13 @@ def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:
         ((f"model.path={bare}", *OFFLOAD, "model.quantize=fp8"), "do not go together"),
         ((f"model.path={bare}", "data.frames=10"), "data.frames must be 8n + 1"),
     ):
-        code, said = invoke(recipe, *arguments)
-        assert (code, words in said) == (2, True), said
-    assert [parse_size(one) for one in ("24GiB", "24", "80 GB")] == [24 * GIB, 24 * GIB, 80 * 10**9]
+        code, printed = invoke(recipe, *arguments)
+        assert (code, message in printed) == (2, True), printed
+    assert [parse_size(text) for text in ("24GiB", "24", "80 GB")] == [
+        24 * GIB,
+        24 * GIB,
+        80 * 10**9,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Phases of a run beside training."""
+"""Phases of a run other than training."""
 
 from pathlib import Path
 
@@ -28,15 +28,15 @@ def test_a_second_checkpoint_for_samples_is_counted_where_it_is_held(
         recipe = load_recipe(file, [*common, *overrides])
         return count(recipe, subject_of(recipe, gpu=False), Launch(), None)
 
-    without, beside = budget(), budget(f"validation.model={base}")
-    subject = subject_of(without.recipe, gpu=False)
+    baseline, second_model = budget(), budget(f"validation.model={base}")
+    subject = subject_of(baseline.recipe, gpu=False)
     model, _, _ = task_of("cogvideox").load_trainable(
-        without.recipe, subject.family, subject.checkpoint, torch.float32
+        baseline.recipe, subject.family, subject.checkpoint, torch.float32
     )
-    held = sum(p.nbytes for p in model.parameters())
-    assert beside.phases["validation"] - without.phases["validation"] == held
-    assert beside.phases["training"] == without.phases["training"]
-    assert beside.host["a second transformer"] == without.training.weights
+    model_bytes = sum(p.nbytes for p in model.parameters())
+    assert second_model.phases["validation"] - baseline.phases["validation"] == model_bytes
+    assert second_model.phases["training"] == baseline.phases["training"]
+    assert second_model.host["a second transformer"] == baseline.training.weights
 
 
 def test_the_rank_is_the_files_and_a_frozen_adapter_counts_as_frozen(
@@ -44,7 +44,9 @@ def test_the_rank_is_the_files_and_a_frozen_adapter_counts_as_frozen(
 ) -> None:
     base = tiny_checkpoints["cogvideox-5b"]
     start = trained("cogvideox", base, tmp_path / "start", rank=3).folder
-    under = trained("cogvideox", base, tmp_path / "under", rank=5, targets=("to_q",)).folder
+    frozen_adapter = trained(
+        "cogvideox", base, tmp_path / "under", rank=5, targets=("to_q",)
+    ).folder
     common = [f"model.path={base}", "data.path=/nowhere", "data.width=128", "data.height=128"]
 
     def weights(lora: str) -> tuple[int, int]:
@@ -53,8 +55,8 @@ def test_the_rank_is_the_files_and_a_frozen_adapter_counts_as_frozen(
         return counted.training.weights, counted.training.trained
 
     frozen, trains = weights("lora={rank: 6}")
-    under_bytes = sum(t.nbytes for t in load_file(under / ADAPTER_FILE).values())
-    file = under / ADAPTER_FILE
+    under_bytes = sum(t.nbytes for t in load_file(frozen_adapter / ADAPTER_FILE).values())
+    file = frozen_adapter / ADAPTER_FILE
     assert weights(f"lora={{init: {start}, under: [{file}]}}") == (
         frozen + under_bytes,
         trains // 2,

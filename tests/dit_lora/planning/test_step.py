@@ -17,22 +17,22 @@ def test_a_forward_of_the_instances_own_is_there_again_after_autocast() -> None:
     with autocasting(model, torch.bfloat16, gpu=False):
         assert model(torch.ones(1, 2)).dtype is torch.float32
     assert model.forward == stock
-    own = MethodType(lambda self, x: x.sum(), model)
-    model.__dict__["forward"] = own
+    instance_forward = MethodType(lambda self, x: x.sum(), model)
+    model.__dict__["forward"] = instance_forward
     with autocasting(model, torch.bfloat16, gpu=False):
-        assert model.forward is not own
-    assert model.forward is own
+        assert model.forward is not instance_forward
+    assert model.forward is instance_forward
     assert model(torch.ones(1, 2)) == 2
 
 
 def test_what_is_computed_in_fp32_is_what_pytorch_lists_for_cuda() -> None:
-    """In its header; beside the list's own names, what Python calls the same ops by."""
+    """The list is in a header; Python calls some of its ops by other names."""
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     lists = re.findall(
         r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)(.*?)\n\n", header.read_text(), re.DOTALL
     )
     assert len(lists) == 2
-    listed = {name for one in lists for name in re.findall(r"_\((\w+)", one)}
+    listed = {name for pattern_list in lists for name in re.findall(r"_\((\w+)", pattern_list)}
     newer = {"rms_norm"}  # listed by torch 2.13 and not by 2.11
     assert FP32 - {"__pow__", "__rpow__", "cross_entropy", "norm"} - newer <= listed
     missing = listed - FP32

@@ -26,22 +26,22 @@ HOSTILE = '<script>alert("x")</script> & a cat'
 def rendered(
     question: str = "What does the cat do?", less: int = 0, kind: Kind = "video"
 ) -> Rendered:
-    one = Conversation("a", kind, None, (Turn(question, "It sleeps on the warm sofa."),))
-    full = render_prompt("mistral", one, TOKENIZER, 10**6, 96, [0.5])
+    conversation = Conversation("a", kind, None, (Turn(question, "It sleeps on the warm sofa."),))
+    full = render_prompt("mistral", conversation, TOKENIZER, 10**6, 96, [0.5])
     return fit(full, len(full) - less)
 
 
 def frames(count: int, height: int = 30, width: int = 50) -> torch.Tensor:
-    """Each of its own grey."""
+    """Each in another grey."""
     levels = torch.arange(count, dtype=torch.uint8).view(count, 1, 1, 1) * 5
     return levels.expand(count, 3, height, width)
 
 
 def write(folder: Path, one: Rendered, **more: Any) -> Page:
     path = folder / "sample.html"
-    given: dict[str, Any] = {"kind": "video", **more}
-    name = given.pop("sample", "clips/cat.mp4")
-    assert write_chat_sample_page(path, name, one, TOKENIZER, **given) == path
+    page_values: dict[str, Any] = {"kind": "video", **more}
+    name = page_values.pop("sample", "clips/cat.mp4")
+    assert write_chat_sample_page(path, name, one, TOKENIZER, **page_values) == path
     return Page(path)
 
 
@@ -98,8 +98,8 @@ def test_what_was_left_out_is_said_and_marked(tmp_path: Path) -> None:
 
 def test_text_from_the_data_is_escaped_and_nothing_is_fetched(tmp_path: Path) -> None:
     sample = rendered(HOSTILE)
-    given = {"sample": HOSTILE, "instruction": HOSTILE, "notes": [HOSTILE]}
-    page = write(tmp_path, sample, frames=frames(1), seconds=[0.5], **given)
+    hostile_values = {"sample": HOSTILE, "instruction": HOSTILE, "notes": [HOSTILE]}
+    page = write(tmp_path, sample, frames=frames(1), seconds=[0.5], **hostile_values)
     assert page.all("script") == []
     assert page.text.count('alert("x")') >= 4
     links = [a[key] for key in ("src", "href") for _, a in page.tags if a.get(key)]
@@ -109,8 +109,8 @@ def test_text_from_the_data_is_escaped_and_nothing_is_fetched(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["text", "image"])
 def test_samples_without_seconds(tmp_path: Path, kind: Kind) -> None:
-    shown = None if kind == "text" else frames(1)
-    page = write(tmp_path, rendered(kind=kind), kind=kind, frames=shown)
+    media_frames = None if kind == "text" else frames(1)
+    page = write(tmp_path, rendered(kind=kind), kind=kind, frames=media_frames)
     assert ("of kind text" in page.text) == (kind == "text")
     assert len(page.all("img")) == (kind == "image")
     assert page.all("figcaption") == []

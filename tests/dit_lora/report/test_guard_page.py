@@ -1,4 +1,4 @@
-"""The page of a guard's folder: what is in it is on it, and what a stranger wrote is text."""
+"""The page of a guard's folder shows its contents, and escapes text from other people."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
 
 def figures(page: Page) -> list[str]:
     part = page.source.partition('<dl class="figures">')[2].partition("</dl>")[0]
-    return [one.partition("<")[0] for one in part.split('"value">')[1:]]
+    return [text.partition("<")[0] for text in part.split('"value">')[1:]]
 
 
 def test_the_page_says_what_was_taken_blamed_and_switched_off(folder: Path) -> None:
@@ -91,21 +91,21 @@ def test_verdicts_are_a_table_in_which_alike_ones_are_one(folder: Path) -> None:
     assert fallback in verdicts
     assert "switched it off from here on, and left the step out" in verdicts
     assert "softmax reaches 3e4" in verdicts
-    links = [one["href"] for one in page.all("a")]
+    links = [link["href"] for link in page.all("a")]
     assert links == [f"{BUNDLE}/bundle.json", "last_good_step_000002.safetensors"]
     assert f"dit-lora replay mine/{BUNDLE} --script train.py" in page.text
 
 
 def test_the_timeline_has_a_lane_a_cause_and_a_card_a_start(folder: Path) -> None:
     page = Page(write_guard_report(folder))
-    lanes = [one["aria-label"] for one in page.all("div") if one.get("class") == "track"]
+    lanes = [lane["aria-label"] for lane in page.all("div") if lane.get("class") == "track"]
     assert lanes == [
         "data: 2 of the verdicts, over steps 1 to 1,500",
         "attention backend: 1 of the verdicts, over steps 1 to 1,500",
         "labels: 1 of the verdicts, over steps 1 to 1,500",
         "weights: 1 of the verdicts, over steps 1 to 3",
     ]
-    ticks = [(one["class"], one["style"], one["title"]) for one in page.all("i")]
+    ticks = [(tick["class"], tick["style"], tick["title"]) for tick in page.all("i")]
     assert ticks[0] == ("warn", "left: 0.25%", "step 2: skip")
     assert ticks[-1] == ("reject", "left: 100.00%", "step 3: stop")
 
@@ -120,7 +120,7 @@ def test_what_a_stranger_wrote_is_text_and_no_address(folder: Path) -> None:
     page = Page(write_guard_report(folder))
     assert not page.all("img")
     assert HOSTILE in page.text
-    assert [one["href"] for one in page.all("a")] == ["last_good_step_000002.safetensors"]
+    assert [link["href"] for link in page.all("a")] == ["last_good_step_000002.safetensors"]
     assert not page.all("script")
 
 
@@ -142,10 +142,10 @@ def test_a_folder_with_less_in_it_gives_a_page_of_less(folder: Path) -> None:
 
 
 def test_the_verb_tells_a_guards_folder_from_a_run(folder: Path) -> None:
-    done = CliRunner().invoke(app, ["report", str(folder)])
-    assert done.output.strip() == str(folder / "report.html")
-    done = CliRunner().invoke(app, ["report", str(folder), "--serve"])
-    assert "--serve is for a run" in str(done.exception)
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert result.output.strip() == str(folder / "report.html")
+    result = CliRunner().invoke(app, ["report", str(folder), "--serve"])
+    assert "--serve is for a run" in str(result.exception)
     assert not is_guard_folder(folder / "bundles")
     (folder / "config.yaml").write_text("run: {}")
     assert not is_guard_folder(folder)
@@ -153,10 +153,10 @@ def test_the_verb_tells_a_guards_folder_from_a_run(folder: Path) -> None:
 
 def test_statistics_of_modules_are_maps(folder: Path) -> None:
     assert "gradient norm by block" not in write_guard_report(folder).read_text()
-    of = [("aa", 5, 9.0), ("bb", 4, 0.125), ("bb", 8, 0.25)]
+    losses = [("aa", 5, 9.0), ("bb", 4, 0.125), ("bb", 8, 0.25)]
     lines = [
         {"step": step, "guard": guard, "modules": {"blocks.1.attn": {"grad_norm": norm}}}
-        for guard, step, norm in of
+        for guard, step, norm in losses
     ]
     write_lines(folder / "statistics.jsonl", lines)
     page = write_guard_report(folder).read_text()

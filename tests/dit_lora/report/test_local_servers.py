@@ -1,4 +1,4 @@
-"""Every local server answers whatever is sent to it, and asks for the token of the address that was printed."""
+"""Every local server answers all requests, and requires the token of the printed address."""
 
 import http.client
 import socket

@@ -1,4 +1,4 @@
-"""A file that changed since it was verified is told apart by its digest."""
+"""A file that changed since it was verified has another digest."""
 
 from pathlib import Path
 

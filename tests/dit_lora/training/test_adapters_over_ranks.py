@@ -23,7 +23,7 @@ def test_every_engine_trains_shows_and_verifies_the_same(
     tmp_path: Path,
 ) -> None:
     base = tiny_checkpoints["cogvideox-5b"]
-    start, under = (
+    start, frozen_adapter = (
         trained("cogvideox", base, tmp_path / name, rank=3, seed=seed, scale=0.05).folder
         for name, seed in (("start", 1), ("under", 2))
     )
@@ -37,7 +37,7 @@ def test_every_engine_trains_shows_and_verifies_the_same(
             "data.height=32",
             "data.width=48",
             "train.steps=2",
-            f"lora={json.dumps({'init': str(start), 'under': [str(under / ADAPTER_FILE)]})}",
+            f"lora={json.dumps({'init': str(start), 'under': [str(frozen_adapter / ADAPTER_FILE)]})}",
             "train.preserve={trigger: red, class_words: painted}",
             "validation.prompts=[x]",
             "validation.inference_steps=1",
@@ -49,16 +49,20 @@ def test_every_engine_trains_shows_and_verifies_the_same(
 
     lora_main([*args("one", "train.batch_size=4")])
     cases = [Case(engine, args(engine, "train.batch_size=2")) for engine in ENGINES_HERE]
-    found = on_ranks(2, run_all, cases)
+    results_by_rank = on_ranks(2, run_all, cases)
     for number, engine in enumerate(ENGINES_HERE):
-        assert [(own[number].exit_code, own[number].error) for own in found] == [(0, "")] * 2
+        assert [
+            (results[number].exit_code, results[number].error) for results in results_by_rank
+        ] == [(0, "")] * 2
         run = tmp_path / engine
-        whole, parts = (lines(place, "held_out.jsonl") for place in (tmp_path / "one", run))
-        assert [one["held_out_loss"] for one in parts] == pytest.approx(
-            [one["held_out_loss"] for one in whole], rel=1e-5
+        single_rank, parts = (lines(folder, "held_out.jsonl") for folder in (tmp_path / "one", run))
+        assert [row["held_out_loss"] for row in parts] == pytest.approx(
+            [row["held_out_loss"] for row in single_rank], rel=1e-5
         )
         torch.testing.assert_close(adapter(run), adapter(tmp_path / "one"), rtol=0, atol=2e-5)
-        shown = [place / "samples/step_000000/prompt_00.mp4" for place in (run, tmp_path / "one")]
-        assert shown[0].read_bytes() == shown[1].read_bytes()
+        sample_paths = [
+            folder / "samples/step_000000/prompt_00.mp4" for folder in (run, tmp_path / "one")
+        ]
+        assert sample_paths[0].read_bytes() == sample_paths[1].read_bytes()
         assert (run / "samples" / "step_000002" / "prompt_00.mp4").is_file()
         assert json.loads((run / "verification.json").read_text())["passed"]

@@ -45,7 +45,7 @@ def start(
     cache: Path,
     tmp_path: Path,
 ) -> Callable[..., str]:
-    """Run the smoke recipe below a folder of its own; what it said, or the error with which it ended."""
+    """Run the smoke recipe in its own folder; gives its messages, or the error with which it ended."""
 
     def started(*more: str, run: str = "run") -> str:
         args = quick(shape_clips, tmp_path, f"model.path={tiny_checkpoints['cogvideox-2b']}", *more)
@@ -99,16 +99,16 @@ def test_a_frozen_weight_that_changes_is_not_certified(
     assert "output as trained" in start(*more)
     shutil.rmtree(tmp_path / "run")
     at_step(3, flip)  # after the last checkpoint: digests have seen it no more
-    words = ended(start, *more)
-    assert "output: the base is not what it was at the run's start" in words
-    assert "its frozen weights or buffers have changed in memory" in words
+    message = ended(start, *more)
+    assert "output: the base is not what it was at the run's start" in message
+    assert "its frozen weights or buffers have changed in memory" in message
     record = json.loads((tmp_path / "run" / VERIFICATION_FILE).read_text())
     assert not record["passed"]
-    assert [name for name, one in record["checks"].items() if not one["passed"]] == ["output"]
-    told = CliRunner().invoke(app, ["verify", str(tmp_path / "run")])
-    assert told.exit_code == 1
-    assert "the base is not what it was at the run's start" in told.output
-    assert "--model" not in told.output
+    assert [name for name, check in record["checks"].items() if not check["passed"]] == ["output"]
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "run")])
+    assert result.exit_code == 1
+    assert "the base is not what it was at the run's start" in result.output
+    assert "--model" not in result.output
     pushed = CliRunner().invoke(app, ["push", str(tmp_path / "run"), "me/kitten", "--dry-run"])
     assert pushed.exit_code == 1
 
@@ -116,18 +116,18 @@ def test_a_frozen_weight_that_changes_is_not_certified(
 def test_an_output_that_is_not_finite_is_not_certified(
     start: Callable[..., str], at_step: Any, tmp_path: Path
 ) -> None:
-    """NaN outside of training alone, by a hook: no loss shows it, and the weights are whole."""
+    """NaN only outside of training, from a hook: no loss shows it, and the weights are finite."""
 
     def spoil(run: Run) -> None:
-        last = run.setup.transformer.get_submodule(FROZEN.rpartition(".")[0])
-        last.register_forward_hook(
-            lambda _module, _args, out: out if torch.is_grad_enabled() else out * torch.nan
+        frozen_module = run.setup.transformer.get_submodule(FROZEN.rpartition(".")[0])
+        frozen_module.register_forward_hook(
+            lambda _module, _args, output: output if torch.is_grad_enabled() else output * torch.nan
         )
 
     at_step(3, spoil)
-    words = ended(start)
-    assert "with adapters and kernels off its output is not finite" in words
-    assert "a hook or another forward changes the run's" in words
+    message = ended(start)
+    assert "with adapters and kernels off its output is not finite" in message
+    assert "a hook or another forward changes the run's" in message
     assert failing(verify_adapter(tmp_path / "run")) == {"output"}
 
 
@@ -142,18 +142,18 @@ def test_a_resume_compares_itself_with_the_first_start(
     shutil.copytree(tmp_path / "run", tmp_path / "old")
     shutil.copytree(tmp_path / "run", tmp_path / "other")
 
-    said = start(*goes_on)
-    assert "no record" not in said
+    messages = start(*goes_on)
+    assert "no record" not in messages
     assert (tmp_path / "run" / BASE_OUTPUT).read_text() == record
     assert same_adapter(tmp_path / "run", tmp_path / "whole")
     # In another folder, from this one's checkpoint.
-    first = f"train.resume={tmp_path / 'run' / 'checkpoints' / 'step_000002'}"
-    start(*BOTH, "train.steps=4", first, run="elsewhere")
+    resume_option = f"train.resume={tmp_path / 'run' / 'checkpoints' / 'step_000002'}"
+    start(*BOTH, "train.steps=4", resume_option, run="elsewhere")
     assert (tmp_path / "elsewhere" / BASE_OUTPUT).read_text() == record
 
     (tmp_path / "old" / BASE_OUTPUT).unlink()  # of a version that wrote none
-    said = start(*goes_on, run="old")
-    assert "what the base was before step 2 is not known" in said
+    messages = start(*goes_on, run="old")
+    assert "what the base was before step 2 is not known" in messages
     assert json.loads((tmp_path / "old" / BASE_OUTPUT).read_text())["since"] == 2
     assert same_adapter(tmp_path / "old", tmp_path / "whole")
 
@@ -173,8 +173,8 @@ def wrong(monkeypatch: pytest.MonkeyPatch, times: float) -> Callable[[Any], None
     right = ada_norm.ada_norm_reference
 
     def reference(*args: Any) -> Any:
-        out, *rest = right(*args)
-        return (times * out, *rest)
+        output, *other_outputs = right(*args)
+        return (times * output, *other_outputs)
 
     monkeypatch.setattr(
         ada_norm, "launches", lambda _tensor: False
@@ -190,11 +190,11 @@ def test_a_kernel_that_goes_wrong_is_named(
 ) -> None:
     """And neither the base nor another kernel is."""
     at_step(3, wrong(monkeypatch, 1.05))  # after the last comparison of the run itself
-    words = ended(start, *KERNELS)
-    assert "output: kernels went wrong in the run: " in words
-    assert "weights: ada_norm (" in words
-    assert "lora_linear" not in words
-    assert words.endswith("with kernels.ada_norm=off")
+    message = ended(start, *KERNELS)
+    assert "output: kernels went wrong in the run: " in message
+    assert "weights: ada_norm (" in message
+    assert "lora_linear" not in message
+    assert message.endswith("with kernels.ada_norm=off")
     assert failing(verify_adapter(tmp_path / "run")) == {"output"}
 
 

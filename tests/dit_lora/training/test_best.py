@@ -29,7 +29,10 @@ def test_only_checkpoints_that_are_measured_count(tmp_path: Path) -> None:
     }  # of 0 and 3 there is no checkpoint, of 6 no loss
     lines = [json.dumps({"step": s, "held_out_loss": loss}) for s, loss in losses.items()]
     (tmp_path / "held_out.jsonl").write_text("\n".join(lines) + "\n")
-    assert [one["step"] for one in best_checkpoints(tmp_path, 2)] == [4, 8]  # the earlier of equals
+    assert [record["step"] for record in best_checkpoints(tmp_path, 2)] == [
+        4,
+        8,
+    ]  # the earlier of equals
     assert best_checkpoints(tmp_path, 9)[-1] == {
         "checkpoint": "step_000002",
         "step": 2,
@@ -97,7 +100,7 @@ def test_a_run_keeps_its_best_through_a_stop_and_a_resume(
     assert measured == [0, 2, 4, 6, 8]
     assert list(checkpoint_steps(folder)) == [4, 8]
     best = json.loads((folder / "checkpoints" / BEST).read_text())
-    assert [(one["checkpoint"], one["held_out_loss"]) for one in best] == [
+    assert [(record["checkpoint"], record["held_out_loss"]) for record in best] == [
         ("step_000004", 0.2),
         ("step_000008", 0.3),
     ]

@@ -75,17 +75,17 @@ def test_two_ranks_train_as_one_process(
         resume = f"train.resume={tmp_path / engine / 'checkpoints' / 'step_000002'}"
         cases.append(Case(engine, args(f"{engine}_resumed", 2, 2, resume), prepare=prepare))
     shared = Case("ddp", args("shared", 4, 2, "train.context_parallel=2"), prepare=prepare)
-    for *seen, refused in on_ranks(2, run_all, [*cases, shared], timeout=1200):
-        assert [(one.exit_code, one.error) for one in seen] == [(0, "")] * len(cases)
+    for *results, refused in on_ranks(2, run_all, [*cases, shared], timeout=1200):
+        assert [(result.exit_code, result.error) for result in results] == [(0, "")] * len(cases)
         assert "train.context_parallel=2: " in refused.error
         assert refused.error.endswith(" has no plan for its tokens; CogVideoX has one")
     expected, losses = adapter(tmp_path / "one"), lines(tmp_path / "one", "metrics.jsonl")
     for engine in ENGINES:
-        for own, theirs in zip(lines(tmp_path / engine, "metrics.jsonl"), losses, strict=True):
-            assert own["loss"] == pytest.approx(theirs["loss"], rel=1e-6), engine
-            assert own["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-6), engine
-        found = adapter(tmp_path / engine)
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-2 * RATE)
+        for metrics, theirs in zip(lines(tmp_path / engine, "metrics.jsonl"), losses, strict=True):
+            assert metrics["loss"] == pytest.approx(theirs["loss"], rel=1e-6), engine
+            assert metrics["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-6), engine
+        tensors = adapter(tmp_path / engine)
+        torch.testing.assert_close(tensors, expected, rtol=0, atol=2e-2 * RATE)
         assert same_adapter(tmp_path / f"{engine}_resumed", tmp_path / engine)
-        (last,) = lines(tmp_path / f"{engine}_resumed", "metrics.jsonl")
-        assert last["step"] == 3
+        (last_metrics,) = lines(tmp_path / f"{engine}_resumed", "metrics.jsonl")
+        assert last_metrics["step"] == 3

@@ -57,11 +57,13 @@ def micro_batches(rank: int, ranks: int, spoiled: bool) -> list[Batch]:
     samples = [sample(number) for number in range(STEPS * ACCUMULATE * RANKS)]
     if ranks == 1:
         return [collate(samples[k : k + RANKS]) for k in range(0, len(samples), RANKS)]
-    own = samples[rank::ranks]
+    local_samples = samples[rank::ranks]
     if spoiled and rank == 1:
         bad = (UNREAD - 1) * ACCUMULATE
-        own[bad] = replace(own[bad], faults={own[bad].ids[0]: "torn"})  # its loss is finite
-    return own
+        local_samples[bad] = replace(
+            local_samples[bad], faults={local_samples[bad].ids[0]: "torn"}
+        )  # its loss is finite
+    return local_samples
 
 
 class Recorder:
@@ -107,9 +109,9 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
 
     def losses(module: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
         output = checkpoint.losses(module, batch.tensors, streams)
-        first = (SPOILED - 1) * ACCUMULATE * RANKS
+        first_sample = (SPOILED - 1) * ACCUMULATE * RANKS
         # Not yet in the pass that follows the unread step, which is dropped.
-        if pending[0] and recovery.trips and batch.draws == (first + rank,):
+        if pending[0] and recovery.trips and batch.draws == (first_sample + rank,):
             pending[0] = False
             return output._replace(losses=output.losses * torch.nan)
         return output
@@ -174,7 +176,7 @@ class Block(nn.Module):
 def in_both_precisions() -> dict[str, list[Tensors]]:
     """Outputs and gradients of blocks, sharded and not: as they are, in fp32, and as they are again."""
     Accelerator(cpu=True)
-    seen: dict[str, list[Tensors]] = {}
+    recorded: dict[str, list[Tensors]] = {}
     for name in ("sharded", "replicated"):
         torch.manual_seed(3)
         model = nn.Sequential(Block(), Block())
@@ -183,14 +185,14 @@ def in_both_precisions() -> dict[str, list[Tensors]]:
             # The second block is in the model's unit, whose weights stay whole after a pass without gradients.
             for unit in (model[0], model):
                 fully_shard(unit)
-        seen[name] = [passed(model, states)]
+        recorded[name] = [passed(model, states)]
         with torch.no_grad():
             model(states)
         with in_fp32(model):
-            seen[name].append(passed(model, states))
-        seen[name].append(passed(model, states))
+            recorded[name].append(passed(model, states))
+        recorded[name].append(passed(model, states))
         assert model[0].frozen.weight.dtype is torch.bfloat16
-    return seen
+    return recorded
 
 
 def passed(model: nn.Module, states: torch.Tensor) -> Tensors:
@@ -203,11 +205,13 @@ def passed(model: nn.Module, states: torch.Tensor) -> Tensors:
 
 @pytest.mark.slow
 def test_sharded_weights_compute_in_fp32_for_a_while_forward_and_backward() -> None:
-    for seen in on_ranks(RANKS, in_both_precisions):
-        before, wide, after = seen["sharded"]
+    for rank_result in on_ranks(RANKS, in_both_precisions):
+        before, wide, after = rank_result["sharded"]
         assert len(before) == 1 + 4  # the weights and biases that train
         assert equal(before, after)
-        for sharded_pass, plain in zip(seen["sharded"], seen["replicated"], strict=True):
+        for sharded_pass, plain in zip(
+            rank_result["sharded"], rank_result["replicated"], strict=True
+        ):
             assert sharded_pass.keys() == plain.keys()
             for name, value in plain.items():
                 torch.testing.assert_close(sharded_pass[name], value, rtol=1e-6, atol=1e-7)
@@ -228,19 +232,19 @@ def test_two_ranks_with_sharded_weights_train_as_one_process_without(
     clean: list[dict[str, Any]], tiny_checkpoints: dict[str, Path]
 ) -> None:
     """Same samples: same losses and gradient norms, and the optimizer's steps are seen in them."""
-    one = run(tiny_checkpoints["cogvideox-5b"], spoiled=False)
-    assert (one["ranks"], one["sharded"]) == (1, 0)
-    for seen in clean:
-        assert seen["ranks"] == RANKS
-        assert seen["sharded"] == seen["trained"] == 16
-        assert not seen["trips"]
-        assert [row[0] for row in seen["results"]] == list(range(1, STEPS + 1))
+    single_rank = run(tiny_checkpoints["cogvideox-5b"], spoiled=False)
+    assert (single_rank["ranks"], single_rank["sharded"]) == (1, 0)
+    for rank_result in clean:
+        assert rank_result["ranks"] == RANKS
+        assert rank_result["sharded"] == rank_result["trained"] == 16
+        assert not rank_result["trips"]
+        assert [row[0] for row in rank_result["results"]] == list(range(1, STEPS + 1))
         for (_, loss, norm, losses), (_, loss_1, norm_1, losses_1) in zip(
-            seen["results"], one["results"], strict=True
+            rank_result["results"], single_rank["results"], strict=True
         ):
             assert losses == pytest.approx(losses_1, rel=1e-5)
             assert (loss, norm) == pytest.approx((loss_1, norm_1), rel=1e-5)
-    assert all(row[2] > OPTIM.clip for row in one["results"])  # type: ignore[operator]
+    assert all(row[2] > OPTIM.clip for row in single_rank["results"])  # type: ignore[operator]
 
 
 @pytest.mark.slow
@@ -249,15 +253,15 @@ def test_bad_data_or_a_nan_loss_on_one_rank_moves_no_ranks_shard_and_all_recover
 ) -> None:
     """And the steps that are taken again are those of the run without it, to the last bit."""
     path = tiny_checkpoints["cogvideox-5b"]
-    for seen, healthy in zip(on_ranks(RANKS, run, path, True), clean, strict=True):
-        assert seen["ranks"] == RANKS
-        assert seen["trips"] == [
+    for rank_result, healthy in zip(on_ranks(RANKS, run, path, True), clean, strict=True):
+        assert rank_result["ranks"] == RANKS
+        assert rank_result["trips"] == [
             (UNREAD, "bad_data", ((1, 0),)),
             (SPOILED, "non_finite_loss", ((1, 0),)),
         ]
-        for found, step in zip(seen["found"], (UNREAD, SPOILED), strict=True):
-            assert equal(found, seen["states"][step - 1])
-            assert len(found) == 4 * seen["trained"]  # weights, and AdamW's three of each
-        assert seen["results"] == healthy["results"]
-        assert equal(seen["states"][STEPS], healthy["states"][STEPS])
+        for failure, step in zip(rank_result["found"], (UNREAD, SPOILED), strict=True):
+            assert equal(failure, rank_result["states"][step - 1])
+            assert len(failure) == 4 * rank_result["trained"]  # weights, and AdamW's three of each
+        assert rank_result["results"] == healthy["results"]
+        assert equal(rank_result["states"][STEPS], healthy["states"][STEPS])
     assert not equal(clean[0]["states"][1], clean[1]["states"][1])  # they hold different shards

@@ -19,7 +19,7 @@ def spike(step: int) -> Event:
 
 
 def result(step: int, **values: Any) -> StepResult:
-    given = {
+    defaults = {
         "loss": 0.5,
         "grad_norm": 2.0,
         "grad_norm_groups": {"adapter": 2.0},
@@ -31,12 +31,12 @@ def result(step: int, **values: Any) -> StepResult:
         "stop_code": 0,
         **values,
     }
-    return StepResult(step=step, **given)
+    return StepResult(step=step, **defaults)
 
 
 def line_of(step: int, **values: Any) -> dict[str, Any]:
-    made = result(step, **values)
-    return metrics_line(made, {"loss_by_timestep": by_timestep(made, range(1000))})
+    step_result = result(step, **values)
+    return metrics_line(step_result, {"loss_by_timestep": by_timestep(step_result, range(1000))})
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -45,11 +45,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_ranges_are_those_of_the_timesteps_that_are_drawn() -> None:
     """An expert for high noise sees timesteps from 875 on: quarters and twentieths of these, the last one shorter."""
-    made = result(1, losses=[1.0, 3.0, 5.0, 8.0], timesteps=[875, 881, 907, 999])
+    step_result = result(1, losses=[1.0, 3.0, 5.0, 8.0], timesteps=[875, 881, 907, 999])
     high = range(875, 1000)
-    assert by_timestep(made, high) == {"875-906": 2.0, "907-938": 5.0, "971-999": 8.0}
-    assert drawn_by_timestep(made, high) == {"875-881": 2, "903-909": 1, "994-999": 1}
-    assert drawn_by_timestep(made, range(1000)) == {"850-899": 2, "900-949": 1, "950-999": 1}
+    assert by_timestep(step_result, high) == {"875-906": 2.0, "907-938": 5.0, "971-999": 8.0}
+    assert drawn_by_timestep(step_result, high) == {"875-881": 2, "903-909": 1, "994-999": 1}
+    assert drawn_by_timestep(step_result, range(1000)) == {"850-899": 2, "900-949": 1, "950-999": 1}
 
 
 def test_losses_are_averaged_in_timestep_ranges(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_a_resumed_run_writes_each_step_once_and_counts_on(tmp_path: Path) -> No
 
 def test_starting_afresh_drops_what_an_unsaved_start_left(tmp_path: Path) -> None:
     Journal(tmp_path, start_step=0).held_out(0, 1.5)
-    again = Journal(tmp_path, start_step=0)
-    again.held_out(0, 1.5)
+    reopened = Journal(tmp_path, start_step=0)
+    reopened.held_out(0, 1.5)
     assert len(lines(tmp_path / "held_out.jsonl")) == 1
 
 
@@ -130,8 +130,8 @@ def test_statistics_of_modules_are_in_the_lines_that_have_them(tmp_path: Path) -
     journal = Journal(tmp_path, start_step=0)
     journal.step(line_of(1))
     journal.step(line_of(2), {"proj_out": {"abs_max": 2.5}})
-    first, second = lines(tmp_path / "metrics.jsonl")
-    assert "modules" not in first
+    first_line, second = lines(tmp_path / "metrics.jsonl")
+    assert "modules" not in first_line
     assert second["modules"] == {"proj_out": {"abs_max": 2.5}}
 
 
@@ -147,7 +147,7 @@ def test_lines_that_a_full_disk_does_not_take_end_the_run_and_are_written_when_t
         journal.event(spike(2))
         with pytest.raises(OSError, match="No space left"):
             Journal(tmp_path / "other", start_step=0).event(spike(1))
-    assert [str(one) for one in failed] == [
+    assert [str(error) for error in failed] == [
         f"cannot write {tmp_path / 'metrics.jsonl'}: No space left on device"
     ] * 2
     journal.flush()
@@ -162,17 +162,17 @@ def full(path: Path, text: str) -> None:
 def test_torn_lines_are_passed_over_with_a_word_and_those_after_them_are_read(
     tmp_path: Path,
 ) -> None:
-    first = Journal(tmp_path, start_step=0)
-    first.step(line_of(1))
+    first_journal = Journal(tmp_path, start_step=0)
+    first_journal.step(line_of(1))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')
-    first.step(line_of(2))
-    said: list[str] = []
-    again = Journal(tmp_path, start_step=2, say=said.append)
-    assert said == [
+    first_journal.step(line_of(2))
+    messages: list[str] = []
+    reopened = Journal(tmp_path, start_step=2, say=messages.append)
+    assert messages == [
         "warning: metrics.jsonl: passed over 1 torn line(s), of a process that was killed"
     ]
-    assert [line["step"] for line in again.history()] == [1, 2]
+    assert [line["step"] for line in reopened.history()] == [1, 2]
 
 
 def test_a_group_without_a_gradient_for_some_steps_is_told_once(tmp_path: Path) -> None:
@@ -180,6 +180,6 @@ def test_a_group_without_a_gradient_for_some_steps_is_told_once(tmp_path: Path) 
     line = line_of(1)
     dead = {**line, "grad_norm_groups": dict.fromkeys(line["grad_norm_groups"], 0.0)}
     steps = [dead] * (IDLE - 1) + [line] + [dead] * (2 * IDLE) + [line] + [dead] * (2 * IDLE)
-    told = [journal.idle_groups(step) for step in steps]
-    assert told.pop(2 * IDLE - 1) == list(line["grad_norm_groups"])
-    assert not any(told)
+    idle_groups = [journal.idle_groups(step) for step in steps]
+    assert idle_groups.pop(2 * IDLE - 1) == list(line["grad_norm_groups"])
+    assert not any(idle_groups)

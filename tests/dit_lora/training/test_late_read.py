@@ -1,4 +1,4 @@
-"""A step's row is read a step late: what is in flight then, who finds what, and what becomes of errors and trips."""
+"""A step's metrics are read one step late: work in flight, which rank finds a fault, and handling of errors."""
 
 import os
 import time
@@ -66,32 +66,32 @@ def test_a_step_is_read_once_the_next_ones_gradients_are_queued(
 
 def test_whoever_follows_a_run_finds_the_state_that_its_step_left() -> None:
     """Read late or at once, on_step sees the same weights and moments, and the run is the same bits."""
-    found: list[list[list[torch.Tensor]]] = []
+    captured: list[list[list[torch.Tensor]]] = []
     for late in (False, True):
         loop = replace(build(accumulate=2), at_once=lambda step, late=late: not late)
         states: list[list[torch.Tensor]] = []
         run(loop, 4, batches(8), on_step=lambda r, s=states, loop=loop: s.append(state_of(loop)))
-        found.append(states)
-    assert len(found[0]) == 4
-    assert all(map(equal, *found))
-    assert not equal(found[0][0], found[0][1])
+        captured.append(states)
+    assert len(captured[0]) == 4
+    assert all(map(equal, *captured))
+    assert not equal(captured[0][0], captured[0][1])
 
 
 def test_an_error_in_the_next_step_comes_after_the_step_that_was_taken() -> None:
     """Whoever follows the run learns of the step first, as if it had been read at once."""
-    seen: list[int] = []
+    recorded: list[int] = []
     loop = build(accumulate=2, losses=failing_first({"5-0": RuntimeError("no memory")}))
     with pytest.raises(RuntimeError, match="no memory"):
-        run(loop, 4, batches(8), on_step=lambda result: seen.append(result.step))
-    assert seen == [1, 2]
+        run(loop, 4, batches(8), on_step=lambda result: recorded.append(result.step))
+    assert recorded == [1, 2]
 
 
 def failing_on(rank: int, faults: dict[str, Any]) -> tuple[str, list[int], list[int]]:
-    """How a run of four steps ended, and which steps were followed and which noted alone; faults are of one rank."""
-    here = int(os.environ["RANK"]) == rank
+    """The end of a run of four steps, and which steps were followed or only recorded; faults are on one rank."""
+    is_failing_rank = int(os.environ["RANK"]) == rank
     noted: list[int] = []
     followed: list[int] = []
-    loop = build(accumulate=2, losses=failing_first(faults if here else {}))
+    loop = build(accumulate=2, losses=failing_first(faults if is_failing_rank else {}))
     loop = replace(loop, note=lambda result: noted.append(result.step))
     try:
         run(loop, 4, batches(8), on_step=lambda result: followed.append(result.step))
@@ -105,11 +105,11 @@ def failing_on(rank: int, faults: dict[str, Any]) -> tuple[str, list[int], list[
 def test_an_error_of_one_of_several_ranks_comes_after_the_step_that_was_taken_is_noted() -> None:
     """The other rank waits for it in this step's collectives, and hears only that it has ended."""
     for rank in (0, 1):
-        found = on_ranks(2, failing_on, rank, {"5-0": RuntimeError("no memory")})
-        assert found[rank] == ("no memory", [1], [2])
-        other = found[1 - rank]
-        assert other[0] not in ("none", "no memory")
-        assert other[1:] == ([1], [2])
+        results = on_ranks(2, failing_on, rank, {"5-0": RuntimeError("no memory")})
+        assert results[rank] == ("no memory", [1], [2])
+        other_result = results[1 - rank]
+        assert other_result[0] not in ("none", "no memory")
+        assert other_result[1:] == ([1], [2])
 
 
 def test_a_tripped_step_is_not_noted_where_several_ranks_end() -> None:
@@ -161,16 +161,20 @@ def test_seconds_tile_the_run_and_a_wait_for_data_counts_with_its_step() -> None
     loop, results = build(accumulate=2), list[StepResult]()
     began = time.perf_counter()
     train(loop, slow, start_step=0, steps=4, stop_asked=lambda: 0, on_step=results.append)
-    whole = time.perf_counter() - began
+    elapsed_s = time.perf_counter() - began
     assert all(result.seconds > result.data_seconds > 0 for result in results)
     assert results[2].data_seconds > 0.2
     assert sum(result.seconds for result in results[:2]) < 0.2
-    assert 0.2 < sum(result.seconds for result in results) <= whole
+    assert 0.2 < sum(result.seconds for result in results) <= elapsed_s
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_micro_batches_that_are_held_at_once_are_as_many_as_a_plan_counts(accumulate: int) -> None:
-    loop, alive, most = build(accumulate=accumulate), weakref.WeakSet[torch.Tensor](), list[int]()
+    loop, alive, max_alive = (
+        build(accumulate=accumulate),
+        weakref.WeakSet[torch.Tensor](),
+        list[int](),
+    )
 
     def fresh(_step: int) -> Iterator[Batch]:
         for batch in batches(5 * accumulate):
@@ -179,13 +183,13 @@ def test_micro_batches_that_are_held_at_once_are_as_many_as_a_plan_counts(accumu
             yield replace(batch, tensors=tensors)
 
     def counting(*args: Any) -> Any:
-        most.append(len(alive))
+        max_alive.append(len(alive))
         return loop.losses(*args)
 
     counted = replace(loop, losses=counting)
     train(counted, fresh, start_step=0, steps=5, stop_asked=lambda: 0, on_step=lambda result: None)
-    assert most[0] == 1
-    assert max(most) == micro_batches_held(accumulate)
+    assert max_alive[0] == 1
+    assert max(max_alive) == micro_batches_held(accumulate)
 
 
 def test_a_step_that_is_read_at_once_has_the_seconds_of_its_own_launch() -> None:

@@ -38,7 +38,7 @@ def fake(loop: Loop) -> FakeRecovery:
 
 
 def spoiled_at(calls: Mapping[int, float], seen: list[int]) -> Callable:
-    """Losses of which those of some calls, counted from 1, are multiplied by a value."""
+    """Losses; those of some calls, counted from 1, are multiplied by a value."""
 
     def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
         seen.append(len(seen) + 1)
@@ -52,18 +52,18 @@ def test_gradients_reach_the_optimizer_clipped_and_are_reported_unclipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = build(clip=0.01)
-    seen = []
+    recorded = []
     inner = loop.engine.optimizer.optimizer
     step = inner.step
 
     def spy(*arguments: Any) -> None:
         grads = [p.grad for group in inner.param_groups for p in group["params"]]
-        seen.append(torch.nn.utils.get_total_norm(grads).item())
+        recorded.append(torch.nn.utils.get_total_norm(grads).item())
         step(*arguments)
 
     monkeypatch.setattr(inner, "step", spy)
     results = run(loop, 2, batches(2))
-    assert seen == pytest.approx([0.01, 0.01], rel=1e-3)
+    assert recorded == pytest.approx([0.01, 0.01], rel=1e-3)
     assert all(result.grad_norm > 0.05 for result in results)
     assert results[0].grad_norm_groups["adapter"] == pytest.approx(results[0].grad_norm)
 
@@ -78,18 +78,18 @@ def test_every_micro_step_and_rank_seeds_dropout_anew_and_repeats_by_number(
 
         return losses
 
-    first: list[int] = []
-    again: list[int] = []
-    run(build(accumulate=3, losses=record(first)), 2, batches(6))
+    first_run: list[int] = []
+    second_run: list[int] = []
+    run(build(accumulate=3, losses=record(first_run)), 2, batches(6))
     torch.manual_seed(99)
-    run(build(accumulate=3, losses=record(again)), 2, batches(6))
-    assert len(set(first)) == 6
-    assert first == again
+    run(build(accumulate=3, losses=record(second_run)), 2, batches(6))
+    assert len(set(first_run)) == 6
+    assert first_run == second_run
 
     other_rank: list[int] = []
     monkeypatch.setattr(Accelerator, "process_index", 1)
     run(build(accumulate=3, losses=record(other_rank)), 2, batches(6))
-    assert not set(first) & set(other_rank)
+    assert not set(first_run) & set(other_rank)
 
 
 def test_a_result_tells_every_samples_loss_and_timestep() -> None:
@@ -105,8 +105,8 @@ def test_a_result_tells_every_samples_loss_and_timestep() -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_bad_loss_leaves_weights_and_moments_and_the_step_is_taken_again(value: float) -> None:
     """In the second step's second micro-step; afterwards the run is the one without the fault, bit for bit."""
-    seen: list[int] = []
-    loop = build(accumulate=2, losses=spoiled_at({4: value}, seen), answers=[1])
+    recorded: list[int] = []
+    loop = build(accumulate=2, losses=spoiled_at({4: value}, recorded), answers=[1])
     states: list[list[torch.Tensor]] = []
     recover = fake(loop).recover
 
@@ -133,15 +133,15 @@ def test_the_control_is_the_last_micro_batch_of_the_last_healthy_step() -> None:
     faults = {"0-0": torch.nan, "4-0": torch.nan}
     loop = build(accumulate=2, losses=failing_first(faults), answers=[0, 2])
     run(loop, 4, batches(8))
-    first, second = fake(loop).controls
-    assert first is None
+    first_run, second = fake(loop).controls
+    assert first_run is None
     assert second is not None
     assert (second.step, second.micro_step, second.ids) == (2, 1, ("3-0", "3-1"))
 
 
 def test_going_back_several_steps_takes_each_of_them_again() -> None:
-    seen: list[int] = []
-    loop = build(losses=spoiled_at({3: torch.nan}, seen), answers=[0])
+    recorded: list[int] = []
+    loop = build(losses=spoiled_at({3: torch.nan}, recorded), answers=[0])
     results = run(loop, 4, batches(4))
     assert [result.step for result in results] == [1, 2, 1, 2, 3, 4]
     assert fake(loop).controls[0].step == 2  # type: ignore[union-attr]
@@ -219,10 +219,10 @@ def test_a_weight_that_goes_bad_in_the_update_trips_in_the_same_step() -> None:
     def poison(result: StepResult) -> None:
         inner.state[next(iter(loop.engine.model.parameters()))]["exp_avg"].view(-1)[0] = torch.nan
 
-    seen: list[int] = []
+    recorded: list[int] = []
     with pytest.raises(TrippedError):
-        run(loop, 3, batches(3), on_step=lambda r: (seen.append(r.step), poison(r))[0])
-    assert seen == [1]
+        run(loop, 3, batches(3), on_step=lambda r: (recorded.append(r.step), poison(r))[0])
+    assert recorded == [1]
     assert fake(loop).trips == [Trip(2, "non_finite_weights")]
 
 
@@ -247,17 +247,17 @@ def test_the_watcher_bounds_a_groups_gradients_before_the_recipes_clip(
     loop = build(clip=None)
     monkeypatch.setattr(loop.watcher, "clip", lambda group: {"adapter": 0.25}[group])
     inner = loop.engine.optimizer.optimizer
-    step, seen = inner.step, []
+    step, recorded = inner.step, []
 
     def spy(*arguments: Any) -> None:
-        seen.append(
+        recorded.append(
             torch.nn.utils.get_total_norm([p.grad for p in loop.engine.model.parameters()]).item()
         )
         step(*arguments)
 
     monkeypatch.setattr(inner, "step", spy)
     (result,) = run(loop, 1, batches(1))
-    assert seen == pytest.approx([0.25], rel=1e-3)
+    assert recorded == pytest.approx([0.25], rel=1e-3)
     assert result.grad_norm > 0.5
 
 
@@ -296,17 +296,17 @@ def test_a_stop_code_reaches_the_result() -> None:
 
 
 def test_batches_are_asked_for_from_where_training_goes_on() -> None:
-    asked: list[int] = []
-    seen: list[int] = []
-    loop = build(losses=spoiled_at({3: torch.nan}, seen), answers=[1])
+    requests: list[int] = []
+    recorded: list[int] = []
+    loop = build(losses=spoiled_at({3: torch.nan}, recorded), answers=[1])
     data = batches(4)
 
     def given(step: int) -> Iterator[Batch]:
-        asked.append(step)
+        requests.append(step)
         return iter(data[step:])
 
     train(loop, given, start_step=0, steps=4, stop_asked=lambda: 0, on_step=lambda result: None)
-    assert asked == [0, 1]
+    assert requests == [0, 1]
 
 
 def collectives(steps: int) -> list[list[str]]:

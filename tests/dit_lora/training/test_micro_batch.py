@@ -94,14 +94,14 @@ def tripped(
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     model, optimizer = accelerator.prepare(transformer, build_optimizer(groups, OPTIM))
-    kept = Kept(accelerator.unwrap_model(model))
+    kept_step = Kept(accelerator.unwrap_model(model))
     watcher = Watching(Snapshots(lambda: {}, every=10))
-    watcher.kept = kept
+    watcher.kept = kept_step
 
     def losses(module: nn.Module, given: Batch, streams: Any) -> Any:
         output = checkpoint.losses(module, given.tensors, streams)
         if given.faults:
-            kept.losses.append(output.losses.detach().clone())
+            kept_step.losses.append(output.losses.detach().clone())
         return output
 
     loop = Loop(
@@ -111,20 +111,20 @@ def tripped(
         optim=OPTIM,
         accumulate=accumulate,
         seed=7,
-        recovery=kept,
+        recovery=kept_step,
         watcher=watcher,
     )
-    given = [batch(k, {f"{k}a": "claimed"} if k >= 2 * accumulate else {}) for k in range(6)]
+    batches = [batch(k, {f"{k}a": "claimed"} if k >= 2 * accumulate else {}) for k in range(6)]
     with pytest.raises(StepEndedError):
         train(
             loop,
-            lambda step: given,
+            lambda step: batches,
             start_step=0,
             steps=3,
             stop_asked=lambda: 0,
             on_step=lambda result: None,
         )
-    return kept
+    return kept_step
 
 
 @contextmanager
@@ -159,15 +159,17 @@ def test_a_replay_gives_the_steps_losses_and_gradients_bit_for_bit(
     tiny_checkpoints: dict[str, Path], dtype: str, checkpointing: bool, dropout: float
 ) -> None:
     path = tiny_checkpoints["cogvideox-5b"]
-    kept = tripped(path, dtype=dtype, dropout=dropout, checkpointing=checkpointing, accumulate=1)
+    failed_step = tripped(
+        path, dtype=dtype, dropout=dropout, checkpointing=checkpointing, accumulate=1
+    )
     for _ in range(2):  # and every time
         torch.manual_seed(99)
-        outcome, gradients = replayed(kept, 0)
-        assert outcome.losses == tuple(kept.losses[0].tolist())
+        outcome, gradients = replayed(failed_step, 0)
+        assert outcome.losses == tuple(failed_step.losses[0].tolist())
         assert outcome.finite
-        assert gradients.keys() == kept.gradients.keys()
+        assert gradients.keys() == failed_step.gradients.keys()
         assert len(gradients) == 16
-        assert all(torch.equal(gradients[name], kept.gradients[name]) for name in gradients)
+        assert all(torch.equal(gradients[name], failed_step.gradients[name]) for name in gradients)
         assert any(gradient.any() for gradient in gradients.values())
 
 
@@ -176,43 +178,50 @@ def test_each_micro_batch_replays_alone_with_dropout_of_its_own(
 ) -> None:
     """The step's gradient is the mean of the two replays', in any order: halves are exact."""
     path = tiny_checkpoints["cogvideox-2b"]
-    kept = tripped(path, dtype="fp32", dropout=0.4, checkpointing=True, accumulate=2)
-    (second, right), (first, left) = replayed(kept, 1), replayed(kept, 0)
-    assert [first.losses, second.losses] == [tuple(one.tolist()) for one in kept.losses[:2]]
-    for name, gradient in kept.gradients.items():
-        assert torch.equal(left[name] / 2 + right[name] / 2, gradient), name
-    assert [one.ids for one in kept.micro_batches] == [("4a", "4b"), ("5a", "5b")]
+    failed_step = tripped(path, dtype="fp32", dropout=0.4, checkpointing=True, accumulate=2)
+    (second, right), (first_replay, left_grads) = replayed(failed_step, 1), replayed(failed_step, 0)
+    assert [first_replay.losses, second.losses] == [
+        tuple(losses.tolist()) for losses in failed_step.losses[:2]
+    ]
+    for name, gradient in failed_step.gradients.items():
+        assert torch.equal(left_grads[name] / 2 + right[name] / 2, gradient), name
+    assert [micro_batch.ids for micro_batch in failed_step.micro_batches] == [
+        ("4a", "4b"),
+        ("5a", "5b"),
+    ]
 
 
 def test_a_replay_leaves_gradients_and_random_state_as_they_were(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
     path = tiny_checkpoints["cogvideox-2b"]
-    kept = tripped(path, dtype="fp32", dropout=0.4, checkpointing=False, accumulate=1)
-    parameter = next(p for p in kept.model.parameters() if p.requires_grad)
+    failed_step = tripped(path, dtype="fp32", dropout=0.4, checkpointing=False, accumulate=1)
+    parameter = next(p for p in failed_step.model.parameters() if p.requires_grad)
     parameter.grad = torch.full_like(parameter, 7.0)
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    before = [p.detach().clone() for p in kept.model.parameters()]
-    replayed(kept, 0)
+    before = [p.detach().clone() for p in failed_step.model.parameters()]
+    replayed(failed_step, 0)
     assert torch.equal(torch.rand(4), expected)
     assert (parameter.grad == 7.0).all()
-    assert all(map(torch.equal, before, kept.model.parameters()))
+    assert all(map(torch.equal, before, failed_step.model.parameters()))
 
 
 def test_other_draws_and_other_samples_give_other_losses(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
     path = tiny_checkpoints["cogvideox-2b"]
-    kept = tripped(path, dtype="fp32", dropout=0.0, checkpointing=False, accumulate=1)
-    (one,) = kept.micro_batches
-    assert one.redrawn is not None
-    redraws = [numerics_replay.run(one.redrawn(number), kept.model) for number in (0, 1)]
-    own, _ = replayed(kept, 0)
-    assert len({own.timesteps, *(redraw.timesteps for redraw in redraws)}) == 3
-    alone = one.single(1)
-    assert (alone.ids, alone.draws) == (one.ids[1:], one.draws[1:])
-    single = numerics_replay.run(alone, kept.model)
-    assert single.timesteps == own.timesteps[1:]
-    assert single.losses == pytest.approx(own.losses[1:], rel=1e-5)
+    failed_step = tripped(path, dtype="fp32", dropout=0.0, checkpointing=False, accumulate=1)
+    (micro_batch,) = failed_step.micro_batches
+    assert micro_batch.redrawn is not None
+    redraws = [
+        numerics_replay.run(micro_batch.redrawn(number), failed_step.model) for number in (0, 1)
+    ]
+    replay, _ = replayed(failed_step, 0)
+    assert len({replay.timesteps, *(redraw.timesteps for redraw in redraws)}) == 3
+    separate = micro_batch.single(1)
+    assert (separate.ids, separate.draws) == (micro_batch.ids[1:], micro_batch.draws[1:])
+    single = numerics_replay.run(separate, failed_step.model)
+    assert single.timesteps == replay.timesteps[1:]
+    assert single.losses == pytest.approx(replay.losses[1:], rel=1e-5)

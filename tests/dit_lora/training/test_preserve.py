@@ -48,7 +48,9 @@ class Plain:
 
     @staticmethod
     def noise(streams: Streams) -> torch.Tensor:
-        return torch.stack([torch.randn(WIDTH, generator=one) for one in streams("noise")])
+        return torch.stack(
+            [torch.randn(WIDTH, generator=generator) for generator in streams("noise")]
+        )
 
 
 def adapted(*names: str) -> Any:
@@ -68,9 +70,14 @@ def adapted(*names: str) -> Any:
 
 def batch() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    latent, text, other = torch.randn(3, ROWS, WIDTH, generator=generator).double()
+    latent, text, preserved_text = torch.randn(3, ROWS, WIDTH, generator=generator).double()
     weight = torch.tensor([0.7, 0.0, 1.9])
-    return {"latent": latent, "text": text, f"{PRESERVE}text": other, PRESERVE_WEIGHT: weight}
+    return {
+        "latent": latent,
+        "text": text,
+        f"{PRESERVE}text": preserved_text,
+        PRESERVE_WEIGHT: weight,
+    }
 
 
 def plain(weights: Mapping[str, torch.Tensor], x: torch.Tensor, lora: bool) -> torch.Tensor:
@@ -78,27 +85,30 @@ def plain(weights: Mapping[str, torch.Tensor], x: torch.Tensor, lora: bool) -> t
 
     def linear(name: str, x: torch.Tensor) -> torch.Tensor:
         y = x @ weights[f"{name}.base_layer.weight"].T + weights[f"{name}.base_layer.bias"]
-        a, b = (weights[f"{name}.lora_{one}.{ADAPTER_NAME}.weight"] for one in "AB")
+        a, b = (weights[f"{name}.lora_{matrix}.{ADAPTER_NAME}.weight"] for matrix in "AB")
         return y + 1.5 * (x @ a.T) @ b.T if lora else y
 
     return linear("leave", torch.tanh(linear("enter", x)))
 
 
 def test_loss_and_gradient_are_those_of_plain_code() -> None:
-    model, given, streams = adapted(ADAPTER_NAME), batch(), Streams(5, [4, 9, 2])
-    output = trained_losses(Plain(), model, given, streams)
+    model, tensors, streams = adapted(ADAPTER_NAME), batch(), Streams(5, [4, 9, 2])
+    output = trained_losses(Plain(), model, tensors, streams)
     output.losses.sum().backward()
     weights = {
         name: p.detach().clone().requires_grad_(p.requires_grad)
         for name, p in model.named_parameters()
     }
     noise = Plain.noise(streams).double()
-    noisy, (own, other) = given["latent"] + noise, (given["text"], given[f"{PRESERVE}text"])
-    learned = plain(weights, torch.cat([noisy, own], 1), lora=True)
-    ours = plain(weights, torch.cat([noisy, other], 1), lora=True)
-    base = plain(weights, torch.cat([noisy, other], 1), lora=False).detach()
+    noisy, (text, preserved_text) = (
+        tensors["latent"] + noise,
+        (tensors["text"], tensors[f"{PRESERVE}text"]),
+    )
+    learned = plain(weights, torch.cat([noisy, text], 1), lora=True)
+    ours = plain(weights, torch.cat([noisy, preserved_text], 1), lora=True)
+    base = plain(weights, torch.cat([noisy, preserved_text], 1), lora=False).detach()
     expected = (learned - noise).square().mean(1)
-    expected = expected + given[PRESERVE_WEIGHT] * (ours - base).square().mean(1)
+    expected = expected + tensors[PRESERVE_WEIGHT] * (ours - base).square().mean(1)
     expected.sum().backward()
     torch.testing.assert_close(output.losses, expected, rtol=1e-6, atol=0)
     for name, parameter in model.named_parameters():
@@ -110,9 +120,9 @@ def test_loss_and_gradient_are_those_of_plain_code() -> None:
 
 def test_without_such_captions_the_loss_is_the_familys_own() -> None:
     model, streams = adapted(ADAPTER_NAME), Streams(5, [4, 9, 2])
-    given = {name: tensor for name, tensor in batch().items() if not name.startswith("preserve")}
-    alone = Plain().losses(model, given, streams).losses
-    assert torch.equal(trained_losses(Plain(), model, given, streams).losses, alone)
+    tensors = {name: tensor for name, tensor in batch().items() if not name.startswith("preserve")}
+    expected = Plain().losses(model, tensors, streams).losses
+    assert torch.equal(trained_losses(Plain(), model, tensors, streams).losses, expected)
 
 
 def test_frozen_adapters_stay_on_for_the_target() -> None:

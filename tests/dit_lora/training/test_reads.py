@@ -1,6 +1,6 @@
 """The host waits in a healthy step for one copy of one row, a step late. Counted on the CPU, where nothing waits.
 
-So do copies to the device that are not queued. Of models of Transformers the code of this project is counted alone.
+So do copies to the device that are not queued. Of models of Transformers only the code of this project is counted.
 """
 
 import json
@@ -93,8 +93,10 @@ class Reads(TorchDispatchMode):
     def add(self, name: str) -> None:
         stack = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
         where = f"{name}: {''.join(traceback.format_list(stack[-4:]))}"
-        asked = next(one.filename for one in reversed(stack) if "/torch/" not in one.filename)
-        if "/transformers/" in asked:
+        caller = next(
+            frame.filename for frame in reversed(stack) if "/torch/" not in frame.filename
+        )
+        if "/transformers/" in caller:
             self.elsewhere.append(where)
         else:
             self.found.append(name)
@@ -106,14 +108,14 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given = tree_leaves((args, kwargs or {}))
+        leaves = tree_leaves((args, kwargs or {}))
         if func in OPS:
-            self.note(OPS[func], *given)
+            self.note(OPS[func], *leaves)
         if func in INDEXING:
             masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             self.note("a mask as an index", *masks)
         output = func(*args, **(kwargs or {}))
-        if any(self._has(value) for value in given):
+        if any(self._has(value) for value in leaves):
             self.put(t for t in tree_leaves(output) if isinstance(t, torch.Tensor))
         return output
 
@@ -123,9 +125,9 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
     """The reads of every step of the runs within it, and the order in which steps are launched, updated and read."""
     reads, to = Reads(), Batch.to
     numbers = {
-        "_launch": lambda given: given[2].number,
-        "_update": lambda given: given[1].number,
-        "_read": lambda given: given[1].step.number,
+        "_launch": lambda args: args[2].number,
+        "_update": lambda args: args[1].number,
+        "_read": lambda args: args[1].step.number,
     }
 
     def noted(name: str) -> Callable[..., Any]:
@@ -144,10 +146,10 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
         return call
 
     def moved(batch: Batch, device: torch.device) -> Batch:
-        there = to(batch, device)
-        reads.put(tensor for name, tensor in there.tensors.items() if name not in ON_HOST)
-        reads.put(there.ahead.tensors.values() if there.ahead is not None else ())
-        return there
+        on_device = to(batch, device)
+        reads.put(tensor for name, tensor in on_device.tensors.items() if name not in ON_HOST)
+        reads.put(on_device.ahead.tensors.values() if on_device.ahead is not None else ())
+        return on_device
 
     with patch.context() as during:
         for name in numbers:
@@ -167,8 +169,8 @@ def noting(reads: Reads, name: str) -> Callable[..., Any]:
             return method(tensor, *args, **options)
         reads.note(name, tensor)
         with _disable_current_modes():
-            found = method(tensor, *args, **options)
-            return found.clone() if name == "cpu" else found
+            result = method(tensor, *args, **options)
+            return result.clone() if name == "cpu" else result
 
     return noted
 
@@ -275,7 +277,7 @@ def test_a_healthy_step_of_a_chat_model_is_read_once(
 def test_the_host_waits_for_the_gpu_by_the_event_of_the_row_alone(
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch itself counts what waits for a whole stream; the first step makes what is kept."""
+    """PyTorch itself counts waits for a stream; the first step creates the tensors that stay."""
     waits: list[list[str]] = []
 
     def warned(name: str) -> Callable[..., Any]:
@@ -289,8 +291,8 @@ def test_the_host_waits_for_the_gpu_by_the_event_of_the_row_alone(
                     return inner(*args)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
-                    said = [f"{name}: {one.message}" for one in caught]
-                    waits.append([words for words in said if "synchronizing" in words])
+                    messages = [f"{name}: {warning.message}" for warning in caught]
+                    waits.append([message for message in messages if "synchronizing" in message])
 
         return call
 

@@ -33,58 +33,60 @@ def varied(rows: int, seed: int) -> torch.Tensor:
 
 
 def test_a_spans_the_directions_of_most_variance() -> None:
-    layer, seen = seen_layer()
+    layer, recorded = seen_layer()
     batches = [varied(40, seed) for seed in range(6)]
     for x in batches:
-        seen.take(layer, (x.transpose(0, 1),))
-    assert seen.put()
+        recorded.take(layer, (x.transpose(0, 1),))
+    assert recorded.put()
     a = layer.lora_A[ADAPTER_NAME].weight.detach().double()
-    whole = torch.cat([x.flatten(0, 1) for x in batches]).double()
-    _, _, v = torch.linalg.svd(whole - whole.mean(0), full_matrices=False)
+    rows = torch.cat([x.flatten(0, 1) for x in batches]).double()
+    _, _, v = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
     # The same rows but for their signs, in the order of their variance.
     torch.testing.assert_close((a @ v[:RANK].T).abs(), torch.eye(RANK).double(), rtol=0, atol=2e-3)
     assert not layer.lora_B[ADAPTER_NAME].weight.any()
 
 
 def test_a_layer_that_is_given_too_little_keeps_its_start() -> None:
-    layer, seen = seen_layer()
+    layer, recorded = seen_layer()
     before = layer.lora_A[ADAPTER_NAME].weight.detach().clone()
-    seen.take(layer, (varied(2, 0),))  # 4 rows, and twice the rank are wanted
-    assert not seen.put()
+    recorded.take(layer, (varied(2, 0),))  # 4 rows, and twice the rank are wanted
+    assert not recorded.put()
     assert torch.equal(layer.lora_A[ADAPTER_NAME].weight, before)
-    seen.take(layer, (varied(1, 1),))
-    assert seen.put()
+    recorded.take(layer, (varied(1, 1),))
+    assert recorded.put()
 
 
 def test_rows_that_are_not_finite_spoil_nothing() -> None:
-    found = []
+    results = []
     for bad in (False, True):
-        layer, seen = seen_layer()
+        layer, recorded = seen_layer()
         x = varied(40, 0)
         extra = torch.full((2, 5, 11), torch.nan)
         extra[0, :, 3] = torch.inf
-        seen.take(layer, (torch.cat([x, extra], 1) if bad else x,))
-        assert seen.put()
-        found.append(layer.lora_A[ADAPTER_NAME].weight.detach().clone())
-    torch.testing.assert_close(found[0], found[1])
+        recorded.take(layer, (torch.cat([x, extra], 1) if bad else x,))
+        assert recorded.put()
+        results.append(layer.lora_A[ADAPTER_NAME].weight.detach().clone())
+    torch.testing.assert_close(results[0], results[1])
 
 
 def test_a_run_starts_from_its_data_once(
     lora_main: Main, smoke: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*smoke, "lora.init=eva", "lora.rank=4", "train.save_every=1"]
-    lora_main([*words, "train.steps=1", f"run.dir={tmp_path / 'run'}"])
+    command = [*smoke, "lora.init=eva", "lora.rank=4", "train.save_every=1"]
+    lora_main([*command, "train.steps=1", f"run.dir={tmp_path / 'run'}"])
     assert "lora.init: eva: 8 layers start from 5 samples" in capsys.readouterr().err
-    lora_main([*words, "train.steps=2", f"run.dir={tmp_path / 'run'}", "train.resume=auto"])
+    lora_main([*command, "train.steps=2", f"run.dir={tmp_path / 'run'}", "train.resume=auto"])
     assert "start from" not in capsys.readouterr().err
-    first = load_file(tmp_path / "run" / "checkpoints" / "step_000001" / "trainable.safetensors")
-    a = next(tensor for name, tensor in first.items() if "lora_A" in name)
+    first_tensors = load_file(
+        tmp_path / "run" / "checkpoints" / "step_000001" / "trainable.safetensors"
+    )
+    a = next(tensor for name, tensor in first_tensors.items() if "lora_A" in name)
     # A step has hardly moved what were orthonormal rows; a random start's are not.
     torch.testing.assert_close(a @ a.T, torch.eye(4), rtol=0, atol=0.1)
     with pytest.raises(DitLoraError, match="eva runs the whole model on one device"):
         lora_main(
             [
-                *words,
+                *command,
                 "train.offload=group",
                 "train.checkpointing=full",
                 "train.steps=1",

@@ -66,14 +66,14 @@ def frozen(found: Verdict) -> Verdict:
 
 
 def test_a_bad_frozen_weight_costs_no_trained_one(guarded: Guarded) -> None:
-    """The step was not taken: what is trained is that of the step before, which is saved."""
+    """The step was not taken: the trained weights are those of the previous step, which are saved."""
     guarded.recovery.snapshots.take(2)
     guarded.train(3, 4)
-    held = guarded.copy()
+    expected = guarded.copy()
     with pytest.raises(NonFiniteError) as error:
         guarded.trip(5, frozen(verdict("weights")))
     assert ("save", 4) in guarded.files.calls
-    assert equal(guarded.state(), held)
+    assert equal(guarded.state(), expected)
     assert "the weights are those of step 4" in str(error.value)
     assert "step 4 is saved in checkpoints/step_000004: " in str(error.value)
 
@@ -85,20 +85,20 @@ def test_a_stop_for_bad_trained_weights_saves_the_newest_snapshot_that_no_checkp
     guarded = Guarded(tmp_path, on_nonfinite=["stop"])
     guarded.train(1, 2)
     guarded.recovery.snapshots.take(2)
-    held = guarded.copy()
+    expected = guarded.copy()
     guarded.train(3, 4)
     guarded.files.newest = newest
     guarded.model.weight.data[0, 0] = torch.nan
     with pytest.raises(NonFiniteError) as error:
         guarded.trip(5, verdict("weights"))
     assert [call[1] for call in guarded.files.calls if call[0] == "save"] == saved
-    assert equal(guarded.state(), held) == bool(saved)
-    words = (
+    assert equal(guarded.state(), expected) == bool(saved)
+    expected_message = (
         "step 2 is saved in checkpoints/step_000002, without the 2 after it"
         if saved
         else ("nothing was saved at this step")
     )
-    assert words in str(error.value)
+    assert expected_message in str(error.value)
 
 
 def test_what_was_found_is_said_once_after_all_its_places_and_a_rollback_says_what_it_costs(
@@ -106,9 +106,9 @@ def test_what_was_found_is_said_once_after_all_its_places_and_a_rollback_says_wh
 ) -> None:
     guarded.recovery.snapshots.take(0)
     guarded.train(1, 5)
-    same = [replace(verdict("weights"), micro_step=micro) for micro in range(2)]
-    assert guarded.trip(6, *same) == 0
-    (said,) = guarded.files.said
-    assert said.count(same[0].words) == 1
-    assert "rolled back to step 0: 5 healthy step(s) are taken again" in said
+    diagnoses = [replace(verdict("weights"), micro_step=micro) for micro in range(2)]
+    assert guarded.trip(6, *diagnoses) == 0
+    (message,) = guarded.files.said
+    assert message.count(diagnoses[0].words) == 1
+    assert "rolled back to step 0: 5 healthy step(s) are taken again" in message
     assert len(guarded.files.events) == 2

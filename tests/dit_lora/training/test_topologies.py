@@ -51,8 +51,14 @@ class Table:
         self, name: str, ranks: int, accumulate: int, *more: str, samples: int = SAMPLES
     ) -> tuple[str, ...]:
         share = samples // ranks // accumulate
-        own = (f"train.batch_size={share}", f"train.accumulate={accumulate}")
-        return (*self.common, f"data.cache={self.cache}", *own, *more, f"run.dir={self.run(name)}")
+        overrides = (f"train.batch_size={share}", f"train.accumulate={accumulate}")
+        return (
+            *self.common,
+            f"data.cache={self.cache}",
+            *overrides,
+            *more,
+            f"run.dir={self.run(name)}",
+        )
 
     def run(self, name: str) -> Path:
         return self.folder / name
@@ -61,7 +67,7 @@ class Table:
         return self.run(name) / "checkpoints" / f"step_{step:06d}"
 
     def poisoned(self, tag: str) -> Path:
-        """The cache with one NaN in a clip's latent; a run of its own each, which sets the entry aside."""
+        """A copy of the cache with one NaN in a clip's latent; one copy per run, since a run marks the entry bad."""
         cache = self.folder / f"poisoned_{tag}"
         shutil.rmtree(cache, ignore_errors=True)
         shutil.copytree(self.cache, cache)
@@ -69,22 +75,22 @@ class Table:
         return cache
 
     def launch(self, ranks: int, cases: dict[str, Case], timeout: float = 900) -> None:
-        seen = on_ranks(ranks, run_all, list(cases.values()), timeout=timeout)
+        results = on_ranks(ranks, run_all, list(cases.values()), timeout=timeout)
         for index, name in enumerate(cases):
-            self.seen[name] = [own[index] for own in seen]
+            self.seen[name] = [rank_results[index] for rank_results in results]
 
     def require_alike(self, name: str, other: str = "one") -> None:
         """Losses, gradient norms of each group, and the adapter, within rounding."""
-        for own, theirs in zip(self._metrics(name), self._metrics(other), strict=True):
-            assert own["loss"] == pytest.approx(theirs["loss"], rel=LOSS), name
+        for metrics, theirs in zip(self._metrics(name), self._metrics(other), strict=True):
+            assert metrics["loss"] == pytest.approx(theirs["loss"], rel=LOSS), name
             norms = theirs["grad_norm_groups"]
-            assert own["grad_norm_groups"] == pytest.approx(norms, rel=NORM), name
+            assert metrics["grad_norm_groups"] == pytest.approx(norms, rel=NORM), name
         require_close(adapter(self.run(name)), adapter(self.run(other)))
 
     def _metrics(self, name: str) -> list[dict[str, Any]]:
-        found = lines(self.run(name), "metrics.jsonl")
-        assert [line["step"] for line in found][-1] == STEPS
-        return found[-2:]  # a resumed run has no more
+        metrics = lines(self.run(name), "metrics.jsonl")
+        assert [line["step"] for line in metrics][-1] == STEPS
+        return metrics[-2:]  # a resumed run has no more
 
 
 def require_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
@@ -129,19 +135,19 @@ def healthy(
 
 def faulty(table: Table, engine: Engine, ranks: int) -> dict[str, Case]:
     """One fault a run, on the last rank, and what the run must come to without it."""
-    last, tag = ranks - 1, f"{engine}_{ranks}"
+    last_rank, tag = ranks - 1, f"{engine}_{ranks}"
     poisoned = (f"data.cache={table.poisoned(tag)}",)
-    given = (f"guard.quarantine={table.run(f'{tag}_nan_latent') / 'quarantine.jsonl'}",)
+    quarantine_option = (f"guard.quarantine={table.run(f'{tag}_nan_latent') / 'quarantine.jsonl'}",)
 
     def case(name: str, fault: Fault | None = None, more: tuple[str, ...] = ()) -> Case:
         return Case(engine, table.args(f"{tag}_{name}", ranks, 1, *more, samples=FEW), fault)
 
     return {
         f"{tag}_nan_latent": case("nan_latent", None, poisoned),
-        f"{tag}_without": case("without", None, given),
+        f"{tag}_without": case("without", None, quarantine_option),
         f"{tag}_clean": case("clean"),
-        f"{tag}_nan_frozen": case("nan_frozen", Fault("frozen", 2, last)),
-        f"{tag}_nan_moment": case("nan_moment", Fault("moment", 2, last)),
+        f"{tag}_nan_frozen": case("nan_frozen", Fault("frozen", 2, last_rank)),
+        f"{tag}_nan_moment": case("nan_moment", Fault("moment", 2, last_rank)),
     }
 
 
@@ -156,34 +162,34 @@ def resumed(
 
 def require_whole(table: Table, name: str, ranks: int) -> None:
     """As many processes as asked for, and on each a part of every trained tensor where they are sharded."""
-    seen = table.seen[name]
-    assert len(seen) == ranks
-    for own in seen:
-        assert (own.exit_code, own.error) == (0, "")
-        assert own.trained == 16
-        assert own.sharded == (16 if name.startswith("fsdp2") else 0)
+    results = table.seen[name]
+    assert len(results) == ranks
+    for result in results:
+        assert (result.exit_code, result.error) == (0, "")
+        assert result.trained == 16
+        assert result.sharded == (16 if name.startswith("fsdp2") else 0)
 
 
 def require_faults_named(table: Table, tag: str, ranks: int, block: int = 0) -> None:
-    """The sample, the weight's module, the moment's; on the rank whose it is; and recovered, to the last bit.
+    """Names the sample, the weight's module or the moment's, on the rank that has it; recovery is bit-exact.
 
-    `block` has the first moment of which the last rank holds anything.
+    `block` has the first moment with values on the last rank.
     """
-    last = ranks - 1
+    last_rank = ranks - 1
     (event,) = lines(table.run(f"{tag}_nan_latent"), "events.jsonl")
     assert (event["sample_ids"], event["action"]) == ([TARGET], "quarantine")
     assert event["verdict"]["cause"] == "data"
     require_recovered(table, f"{tag}_nan_latent", f"{tag}_without")
 
     (event,) = lines(table.run(f"{tag}_nan_frozen"), "events.jsonl")
-    assert (event["rank"], event["action"]) == (last, "stop")
+    assert (event["rank"], event["action"]) == (last_rank, "stop")
     assert event["verdict"]["words"].startswith(
         "the frozen weight patch_embed.proj.weight has 1 NaN"
     )
-    assert [own.exit_code for own in table.seen[f"{tag}_nan_frozen"]] == [3] * ranks
+    assert [result.exit_code for result in table.seen[f"{tag}_nan_frozen"]] == [3] * ranks
 
     (event,) = lines(table.run(f"{tag}_nan_moment"), "events.jsonl")
-    assert (event["rank"], event["action"]) == (last, "rollback")
+    assert (event["rank"], event["action"]) == (last_rank, "rollback")
     assert event["verdict"]["cause"] == "optimizer"
     assert event["verdict"]["module"].startswith(f"transformer_blocks.{block}.attn1.")
     require_recovered(table, f"{tag}_nan_moment", f"{tag}_clean")
@@ -196,32 +202,34 @@ def require_recovered(table: Table, name: str, other: str) -> None:
 
 def require_same_state(table: Table, name: str, other: str) -> None:
     """On each rank the same bits of weights and moments."""
-    for own, theirs in zip(table.seen[name], table.seen[other], strict=True):
-        assert own.own.keys() == theirs.own.keys()
-        assert len(own.own) > own.trained  # weights, and as many moments as this rank has
-        assert all(torch.equal(own.own[key], theirs.own[key]) for key in own.own)
+    for result, theirs in zip(table.seen[name], table.seen[other], strict=True):
+        assert result.own.keys() == theirs.own.keys()
+        assert len(result.own) > result.trained  # weights, and as many moments as this rank has
+        assert all(torch.equal(result.own[key], theirs.own[key]) for key in result.own)
 
 
 @pytest.mark.thorough  # four ranks, above; two, in test_fsdp2.py
 def test_two_ranks_with_sharded_weights_train_recover_and_resume_as_one_process(
     table: Table,
 ) -> None:
-    """DDP beside them; one launch."""
-    alike = {
+    """DDP runs in the same launch."""
+    common_overrides = {
         **healthy(table, "ddp", 2, [1]),
         **healthy(table, "fsdp2", 2, [1, 4]),
         **resumed(table, "fsdp2", 2, 1, "fsdp2_2_1"),
         **resumed(table, "fsdp2", 2, 4, "ddp_2_1"),
         **resumed(table, "ddp", 2, 1, "fsdp2_2_4"),
     }
-    table.launch(2, alike | faulty(table, "fsdp2", 2))
-    for name in alike:
+    table.launch(2, common_overrides | faulty(table, "fsdp2", 2))
+    for name in common_overrides:
         require_whole(table, name, 2)
         table.require_alike(name)
     require_faults_named(table, "fsdp2_2", 2)
     require_same_state(table, "fsdp2_2_from_fsdp2_2_1", "fsdp2_2_1")
-    first, second = table.seen["fsdp2_2_1"]
-    assert any(not torch.equal(first.own[name], second.own[name]) for name in first.own)
+    first_result, second = table.seen["fsdp2_2_1"]
+    assert any(
+        not torch.equal(first_result.own[name], second.own[name]) for name in first_result.own
+    )
 
 
 @pytest.mark.thorough  # four ranks, above; two, in test_zero.py
@@ -230,15 +238,15 @@ def test_two_ranks_that_share_the_optimizer_out_train_recover_and_resume_as_one_
     table: Table,
 ) -> None:
     """DeepSpeed's ZeRO-2, from DDP's checkpoint and on to DDP."""
-    alike = {
+    common_overrides = {
         **({} if "ddp_2_1" in table.seen else healthy(table, "ddp", 2, [1])),
         **healthy(table, "zero2", 2, [1, 4]),
         **resumed(table, "zero2", 2, 1, "zero2_2_1"),
         **resumed(table, "zero2", 2, 4, "ddp_2_1"),
         **resumed(table, "ddp", 2, 1, "zero2_2_4"),
     }
-    table.launch(2, alike | faulty(table, "zero2", 2))
-    for name in alike:
+    table.launch(2, common_overrides | faulty(table, "zero2", 2))
+    for name in common_overrides:
         require_whole(table, name, 2)
         table.require_alike(name)
     require_faults_named(table, "zero2_2", 2, block=1)
@@ -254,14 +262,14 @@ def sharing(table: Table, ranks: int) -> dict[str, Case]:
         return Case("ddp", args, fault)
 
     poisoned = f"data.cache={table.poisoned(tag)}"
-    without = f"guard.quarantine={table.run(f'{tag}_nan_latent') / 'quarantine.jsonl'}"
+    quarantine_option = f"guard.quarantine={table.run(f'{tag}_nan_latent') / 'quarantine.jsonl'}"
     moment, frozen = Fault("moment", 2, ranks - 1), Fault("frozen", 2, ranks - 1)
     return {
         f"{tag}_1": case("1", 1, "train.checkpointing=full"),
         f"{tag}_4": case("4", 4),
         f"{tag}_from_one": case("from_one", 1, f"train.resume={table.checkpoint('one', 2)}"),
         f"{tag}_nan_latent": case("nan_latent", 1, poisoned, samples=FEW),
-        f"{tag}_without": case("without", 1, without, samples=FEW),
+        f"{tag}_without": case("without", 1, quarantine_option, samples=FEW),
         f"{tag}_clean": case("clean", 1, samples=FEW),
         f"{tag}_nan_moment": case("nan_moment", 1, samples=FEW, fault=moment),
         f"{tag}_nan_frozen": case("nan_frozen", 1, samples=FEW, fault=frozen),
@@ -272,7 +280,7 @@ def sharing(table: Table, ranks: int) -> dict[str, Case]:
 def test_ranks_that_share_each_samples_tokens_train_and_recover_as_one_process(
     table: Table, ranks: int
 ) -> None:
-    """Context parallelism, alone and beside data parallelism."""
+    """Context parallelism, with and without data parallelism."""
     table.launch(ranks, sharing(table, ranks))
     tag = f"context_{ranks}"
     for name in (f"{tag}_1", f"{tag}_4", f"{tag}_from_one"):
@@ -287,20 +295,20 @@ def test_ranks_that_share_each_samples_tokens_train_and_recover_as_one_process(
 def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
     """Each engine, each split into micro-steps, faults on the last rank too."""
     engines: list[Engine] = ["ddp", "fsdp2", *(["zero2"] if ZERO else [])]
-    alike = {}
+    common_overrides = {}
     for engine in engines:
-        alike |= healthy(table, engine, ranks, [1, 4])
-        alike |= resumed(table, engine, ranks, 1, f"{engine}_{ranks}_1")
+        common_overrides |= healthy(table, engine, ranks, [1, 4])
+        common_overrides |= resumed(table, engine, ranks, 1, f"{engine}_{ranks}_1")
     if ranks == 2:  # what four wrote goes on on two
         table.launch(4, healthy(table, "fsdp2", 4, [1]))
-        alike |= resumed(table, "fsdp2", 2, 1, "fsdp2_4_1")
-    cases = dict(alike)
+        common_overrides |= resumed(table, "fsdp2", 2, 1, "fsdp2_4_1")
+    cases = dict(common_overrides)
     for engine in engines:
         cases |= faulty(table, engine, ranks)
-    for one in cases.values():
-        shutil.rmtree(one.folder, ignore_errors=True)  # of the tests above
+    for case in cases.values():
+        shutil.rmtree(case.folder, ignore_errors=True)  # of the tests above
     table.launch(ranks, cases, timeout=1800)
-    for name in alike:
+    for name in common_overrides:
         require_whole(table, name, ranks)
         table.require_alike(name)
     for engine in engines:
@@ -313,7 +321,7 @@ def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
 @pytest.mark.thorough
 def test_what_runs_beside_the_loop_is_the_same_with_sharded_weights(table: Table) -> None:
     """Averages, checkpointing, statistics, held-out loss, samples, adaptive clip; and every weight trained."""
-    beside = (
+    extra_overrides = (
         "train.ema=0.9",
         "train.checkpointing=full",
         "validation.prompts=[a red disc]",
@@ -328,20 +336,24 @@ def test_what_runs_beside_the_loop_is_the_same_with_sharded_weights(table: Table
     cases = {
         f"{engine}_{name}": Case(engine, table.args(f"{engine}_{name}", 2, 2, *more))
         for engine in ("ddp", "fsdp2")
-        for name, more in (("beside", beside), ("full", full))
+        for name, more in (("beside", extra_overrides), ("full", full))
     }
     table.launch(2, cases, timeout=1200)
     for name in cases:
-        assert [own.error for own in table.seen[name]] == ["", ""]
-    one, other = table.run("ddp_beside"), table.run("fsdp2_beside")
+        assert [result.error for result in table.seen[name]] == ["", ""]
+    ddp_run, fsdp2_run = table.run("ddp_beside"), table.run("fsdp2_beside")
     table.require_alike("fsdp2_beside", "ddp_beside")
-    losses = [[h["held_out_loss"] for h in lines(run, "held_out.jsonl")] for run in (other, one)]
+    losses = [
+        [h["held_out_loss"] for h in lines(run, "held_out.jsonl")] for run in (fsdp2_run, ddp_run)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=LOSS)
-    for own, theirs in zip(lines(other, "metrics.jsonl"), lines(one, "metrics.jsonl"), strict=True):
-        assert own["modules"].keys() == theirs["modules"].keys()
-        for module, values in own["modules"].items():
+    for metrics, theirs in zip(
+        lines(fsdp2_run, "metrics.jsonl"), lines(ddp_run, "metrics.jsonl"), strict=True
+    ):
+        assert metrics["modules"].keys() == theirs["modules"].keys()
+        for module, values in metrics["modules"].items():
             assert values == pytest.approx(theirs["modules"][module], rel=2e-3), module
-    assert [p.name for p in sorted(other.rglob("*.mp4"))] == ["prompt_00.mp4"] * 3
+    assert [p.name for p in sorted(fsdp2_run.rglob("*.mp4"))] == ["prompt_00.mp4"] * 3
     weights = [
         load_file(table.run(name) / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
         for name in ("fsdp2_full", "ddp_full")
@@ -353,7 +365,7 @@ def test_what_sharded_weights_cannot_do_is_refused_by_name(
     table: Table, lora_main: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is made: one process, FSDP 1, offloading, and options that read whole weights."""
-    given = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     refused = {
         ("one process", ()): {},
         ("set fsdp_version: 2", ()): {"FSDP_VERSION": "1"},
@@ -361,11 +373,11 @@ def test_what_sharded_weights_cannot_do_is_refused_by_name(
         ("train.offload=group: set it to none", ("train.offload=group",)): {},
         ("model.quantize=int8: set it to None", ("model.quantize=int8",)): {},
     }
-    for (words, more), changed in refused.items():
+    for (message, more), changed in refused.items():
         args = [*table.args("refused", 1, 1), "train.checkpointing=auto", *more]
         with monkeypatch.context() as patch:
-            for name, value in (given | changed).items():
+            for name, value in (environment | changed).items():
                 patch.setenv(name, value)
-            with pytest.raises(DitLoraError, match=words):
+            with pytest.raises(DitLoraError, match=message):
                 lora_main(args)
     assert not table.run("refused").exists()

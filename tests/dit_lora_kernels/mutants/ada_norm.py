@@ -1,4 +1,4 @@
-"""Ways to break `ada_norm`: (what is wrong, the text, the text instead), each text once in its sources."""
+"""Ways to break `ada_norm`: (description, old text, new text); each old text is once in its sources."""
 
 MUTANTS: list[tuple[str, str, str]] = [
     ("every sample reads sample 0's rows", "    b = row // T\n", "    b = row * 0\n"),

@@ -1,4 +1,4 @@
-"""Ways to break relu_linear_attention: (what is wrong, old source, new source)."""
+"""Ways to break relu_linear_attention: (description, old source, new source)."""
 
 MUTANTS: list[tuple[str, str, str]] = [
     ("head of another program", "h = program % H", "h = (program + 1) % H"),

@@ -53,9 +53,9 @@ class TestDiT(Contract):
 
     def block_run(self, model: Any, generator: torch.Generator) -> tuple[Any, list[Any], int]:
         tokens = torch.randn(2, 192, 32, generator=generator).bfloat16().requires_grad_()
-        given = {"timestep": torch.tensor([3, 900]), "class_labels": torch.tensor([1, 7])}
+        model_inputs = {"timestep": torch.tensor([3, 900]), "class_labels": torch.tensor([1, 7])}
         block = model.transformer_blocks[0]
-        return lambda: block(tokens, **given), [*given.values()], tokens.numel()
+        return lambda: block(tokens, **model_inputs), [*model_inputs.values()], tokens.numel()
 
 
 class TestLatte(Contract):
@@ -123,15 +123,17 @@ class TestPixArt(Contract):
         )
 
     def inputs(self, variant: str) -> Inputs:
-        given = {
+        model_inputs = {
             "hidden_states": draw(2, 4, 4, 6).requires_grad_(),
             "encoder_hidden_states": draw(2, 5, 12, seed=4).requires_grad_(),
             "timestep": torch.tensor([17, 803]),
         }
         if variant == "masked":
-            given["encoder_attention_mask"] = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-            given["attention_mask"] = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
-        return given
+            model_inputs["encoder_attention_mask"] = torch.tensor(
+                [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+            )
+            model_inputs["attention_mask"] = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+        return model_inputs
 
     def block_run(self, model: Any, generator: torch.Generator) -> tuple[Any, list[Any], int]:
         tokens = torch.randn(2, 192, 32, generator=generator).bfloat16().requires_grad_()
@@ -144,20 +146,20 @@ class TestPixArt(Contract):
 @pytest.mark.parametrize(("family", "variant"), [("dit", "dit-tiny"), ("latte", "latte")])
 def test_a_tiny_checkpoint(family: str, variant: str, tmp_path: Path) -> None:
     get_family(family).build_tiny(variant, tmp_path, 0)
-    given: Inputs = {"timestep": torch.tensor([17, 803])}
+    inputs: Inputs = {"timestep": torch.tensor([17, 803])}
     if family == "dit":
         model = DiTTransformer2DModel.from_pretrained(tmp_path, subfolder="transformer")
-        given["hidden_states"] = draw(2, 4, 4, 4).requires_grad_()
-        given["class_labels"] = torch.tensor([1, 700])
+        inputs["hidden_states"] = draw(2, 4, 4, 4).requires_grad_()
+        inputs["class_labels"] = torch.tensor([1, 700])
     else:
         model = LatteTransformer3DModel.from_pretrained(tmp_path, subfolder="transformer")
-        given["hidden_states"] = draw(2, 4, 4, 4, 4).requires_grad_()
-        given["encoder_hidden_states"] = draw(2, 5, 32, seed=4)
+        inputs["hidden_states"] = draw(2, 4, 4, 4, 4).requires_grad_()
+        inputs["encoder_hidden_states"] = draw(2, 5, 32, seed=4)
     model = adapted(model, ATTENTION)
-    expected = TestDiT().run(model, given)
+    expected = TestDiT().run(model, inputs)
     fuse_all(model)
     assert set(fusion_of(model).used()) == {"lora_linear", "ada_norm"}
-    assert_equal(TestDiT().run(model, given), expected)
+    assert_equal(TestDiT().run(model, inputs), expected)
 
 
 def test_a_latte_of_one_frame_or_without_temporal_blocks() -> None:
@@ -166,15 +168,15 @@ def test_a_latte_of_one_frame_or_without_temporal_blocks() -> None:
     model = latte.build(["to_v", "to_out.0"])
     image = {**latte.inputs(""), "hidden_states": draw(2, 4, 1, 4, 6).requires_grad_()}
     still = {**latte.inputs(""), "enable_temporal_attentions": False}
-    expected = [latte.run(model, given) for given in (image, still)]
+    expected = [latte.run(model, inputs) for inputs in (image, still)]
     fuse_all(model)
-    for given, values in zip((image, still), expected, strict=True):
-        assert_equal(latte.run(model, given), values)
+    for model_inputs, values in zip((image, still), expected, strict=True):
+        assert_equal(latte.run(model, model_inputs), values)
 
 
 def block_of(**config: Any) -> BasicTransformerBlock:
-    given = {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": 10, **config}
-    return BasicTransformerBlock(32, 2, 16, **given)
+    norm_config = {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": 10, **config}
+    return BasicTransformerBlock(32, 2, 16, **norm_config)
 
 
 def with_another(name: str) -> BasicTransformerBlock:
@@ -211,20 +213,20 @@ def test_what_a_block_cannot_be(make: Any, reason: str) -> None:
 def test_calls_that_run_the_stock_block(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block = block_of().eval()
     tokens = draw(2, 4, 32)
-    given: Inputs = {"timestep": torch.tensor([3, 900]), "class_labels": torch.tensor([1, 7])}
+    inputs: Inputs = {"timestep": torch.tensor([3, 900]), "class_labels": torch.tensor([1, 7])}
     if how == "chunked":
         block.set_chunk_feed_forward(2, dim=1)
     else:
-        given["cross_attention_kwargs"] = {"temb": draw(2, 32)}
-    expected = block(tokens, **given)
+        inputs["cross_attention_kwargs"] = {"temb": draw(2, 32)}
+    expected = block(tokens, **inputs)
     fuse(nn.ModuleList([block]), {"ada_norm": "on"}, check=False)
     monkeypatch.delattr(streams, "joint_ada_norm")
-    assert torch.allclose(block(tokens, **given), expected, rtol=0, atol=1e-6)
+    assert torch.allclose(block(tokens, **inputs), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("text", [True, False])
 def test_fp32_tables_make_the_residual_stream_fp32(text: bool) -> None:
-    """As in the stock block: what is added to large tokens is not rounded away."""
+    """As in the stock block, small values added to large tokens are not rounded away."""
     block = block_of(norm_type="ada_norm_single", cross_attention_dim=32 if text else None)
     tokens, source = (100 * draw(2, 6, 32)).bfloat16(), draw(2, 5, 32).bfloat16()
     rows = draw(2, 6 * 32, seed=4).bfloat16()
@@ -272,10 +274,10 @@ def test_attention_is_the_stock_processors(text: bool, mask: str) -> None:
         "of every head": draw(4, 6, 6, seed=5),
         "short": draw(2, 1, 0, seed=5),  # padded with zeros by as many as there are tokens
     }
-    given = {"encoder_hidden_states": source, "attention_mask": masks[mask]}
-    expected = stock.stock(layer, tokens, **given)
-    found = layer(tokens, **given, temb=draw(2, 32, seed=6))
-    assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+    inputs = {"encoder_hidden_states": source, "attention_mask": masks[mask]}
+    expected = stock.stock(layer, tokens, **inputs)
+    actual = layer(tokens, **inputs, temb=draw(2, 32, seed=6))
+    assert torch.allclose(actual, expected, rtol=0, atol=1e-6)
     assert stock.calls == 0
 
 

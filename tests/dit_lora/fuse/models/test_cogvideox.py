@@ -41,17 +41,19 @@ def inputs(request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
 def make_inputs(*, rotary: bool = True, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Two different samples of 3 latent frames of 4 x 6."""
     generator = torch.Generator().manual_seed(3)
-    given: dict[str, Any] = {
+    model_inputs: dict[str, Any] = {
         "hidden_states": torch.randn(2, 3, 4, 4, 6, generator=generator),
         "encoder_hidden_states": torch.randn(2, TEXT, 12, generator=generator),
     }
-    given = {name: tensor.to(dtype).requires_grad_() for name, tensor in given.items()}
-    given["timestep"] = torch.tensor([17, 803])
+    model_inputs = {
+        name: tensor.to(dtype).requires_grad_() for name, tensor in model_inputs.items()
+    }
+    model_inputs["timestep"] = torch.tensor([17, 803])
     if rotary:
-        given["image_rotary_emb"] = get_3d_rotary_pos_embed(
+        model_inputs["image_rotary_emb"] = get_3d_rotary_pos_embed(
             HEAD_DIM, ((0, 0), (2, 3)), (2, 3), temporal_size=3
         )
-    return given
+    return model_inputs
 
 
 def build(
@@ -154,8 +156,10 @@ def test_undone_it_is_the_stock_model_bit_for_bit() -> None:
         assert_equal(run(model, inputs), expected, 0.0)
     unfuse(model)
     assert_equal(run(model, inputs), expected, 0.0)
-    left = [set(vars(m)) - set(old) for m, old in zip(model.modules(), before, strict=True)]
-    assert not any(left), left
+    patched_attributes = [
+        set(vars(m)) - set(old) for m, old in zip(model.modules(), before, strict=True)
+    ]
+    assert not any(patched_attributes), patched_attributes
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:
@@ -167,14 +171,14 @@ def test_checkpointing_gives_the_same_gradients() -> None:
 
 def test_a_copy_is_fused_and_its_own() -> None:
     model, inputs = fuse_all(build()), make_inputs()
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     expected = run(model, inputs)
-    assert_equal(run(other, inputs), expected, 0.0)
+    assert_equal(run(copied, inputs), expected, 0.0)
     unfuse(model)
     assert fusion_of(model) is None
-    assert set(fusion_of(other).used()) == set(OPS)
+    assert set(fusion_of(copied).used()) == set(OPS)
     with torch.no_grad():
-        next(p for p in other.parameters() if p.requires_grad).add_(1.0)
+        next(p for p in copied.parameters() if p.requires_grad).add_(1.0)
     assert_equal(run(model, inputs), expected, 2e-5)
 
 
@@ -199,8 +203,8 @@ def block_bytes(model: nn.Module) -> float:
     besides = [*model.parameters(), *model.buffers(), *rotary, temb]
     block = model.transformer_blocks[0]
     with torch.autocast("cpu", torch.bfloat16):
-        kept = saved_bytes(lambda: block(video, text, temb, rotary), besides)
-    return kept / (2 * (3 * 64 + 24) * 512 * 2)
+        num_bytes = saved_bytes(lambda: block(video, text, temb, rotary), besides)
+    return num_bytes / (2 * (3 * 64 + 24) * 512 * 2)
 
 
 def test_a_block_keeps_ten_activations() -> None:
@@ -302,8 +306,8 @@ def test_the_parity_probe_finds_mutants_at_run_time(
     """On a model and batch of the user's, with no test of the kernel in sight."""
     model, inputs = fuse_all(build()), make_inputs()
     name, mutate = MUTANTS[mutant]
-    place = attention if name == "qk_norm_rope" else cogvideox
-    monkeypatch.setattr(place, name, mutate(getattr(place, name)))
+    target_module = attention if name == "qk_norm_rope" else cogvideox
+    monkeypatch.setattr(target_module, name, mutate(getattr(target_module, name)))
 
     def losses() -> torch.Tensor:
         return model(**inputs, return_dict=False)[0].flatten(1).square().mean(1)

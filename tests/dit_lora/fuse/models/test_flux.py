@@ -68,9 +68,9 @@ class TestFlux(TwoStreams):
     def test_a_mask_is_heeded(self) -> None:
         mask = torch.ones(2, 1, 1, TEXT + IMAGE, dtype=torch.bool)
         mask[1, ..., 1:TEXT] = False
-        given = {**self.inputs(""), "joint_attention_kwargs": {"attention_mask": mask}}
-        model = self.equal_when_fused(build(), given)
-        masked, free = self.run(model, given), self.run(model)
+        model_inputs = {**self.inputs(""), "joint_attention_kwargs": {"attention_mask": mask}}
+        model = self.equal_when_fused(build(), model_inputs)
+        masked, free = self.run(model, model_inputs), self.run(model)
         assert not torch.equal(masked["output 0"][1], free["output 0"][1])
 
     def test_an_ip_adapters_output_is_added(self) -> None:
@@ -78,8 +78,8 @@ class TestFlux(TwoStreams):
         attn = model.transformer_blocks[0].attn
         attn.set_processor(FluxIPAdapterAttnProcessor(32, 7, num_tokens=(2,), scale=[0.6]))
         prompt = draw(2, 2, 7, seed=6)
-        given = {**self.inputs(""), "joint_attention_kwargs": {"ip_hidden_states": [prompt]}}
-        self.equal_when_fused(model, given)
+        model_inputs = {**self.inputs(""), "joint_attention_kwargs": {"ip_hidden_states": [prompt]}}
+        self.equal_when_fused(model, model_inputs)
         assert isinstance(attn.processor, FluxIPAdapterAttnProcessor)
 
     def test_projections_that_diffusers_fused_run_its_own_processor(self) -> None:
@@ -101,12 +101,16 @@ class TestFlux(TwoStreams):
         output = block.ff_context.net[2] if double else block.proj_out
         norm.linear.bias.data[32 * rows[0] : 32 * rows[1]] = 3e4  # the last gate
         output.bias.data.fill_(10.0)
-        given = (draw(2, IMAGE, 32).half(), draw(2, TEXT, 32, seed=4).half(), draw(2, 32).half())
-        stock = block(*given)
+        model_inputs = (
+            draw(2, IMAGE, 32).half(),
+            draw(2, TEXT, 32, seed=4).half(),
+            draw(2, 32).half(),
+        )
+        stock = block(*model_inputs)
         fuse_all(model)
-        found = block(*given)
-        assert found[0].abs().max() == stock[0].abs().max() == 65504
-        assert all(x.isfinite().all() for x in found)
+        actual = block(*model_inputs)
+        assert actual[0].abs().max() == stock[0].abs().max() == 65504
+        assert all(x.isfinite().all() for x in actual)
 
 
 def test_other_norms_are_kept() -> None:

@@ -96,21 +96,21 @@ class TestFlux2(TwoStreams):
     def test_a_mask_is_heeded(self) -> None:
         mask = torch.ones(2, 1, 1, TEXT + IMAGE, dtype=torch.bool)
         mask[1, ..., 1:TEXT] = False
-        given = {**self.inputs(""), "joint_attention_kwargs": {"attention_mask": mask}}
-        model = self.equal_when_fused(build(), given)
-        masked, free = self.run(model, given), self.run(model)
+        model_inputs = {**self.inputs(""), "joint_attention_kwargs": {"attention_mask": mask}}
+        model = self.equal_when_fused(build(), model_inputs)
+        masked, free = self.run(model, model_inputs), self.run(model)
         assert not torch.equal(masked["output 0"][1], free["output 0"][1])
 
     def test_a_single_block_joins_and_parts_streams_if_it_is_asked(self) -> None:
         model = self.build().requires_grad_(False)
         block, rotary = model.single_transformer_blocks[0], model.pos_embed(torch.rand(9, 4))
-        given = (draw(2, IMAGE, 32), draw(2, TEXT, 32, seed=4), draw(2, 96, seed=5), rotary)
-        stock = block(*given, split_hidden_states=True)
+        model_inputs = (draw(2, IMAGE, 32), draw(2, TEXT, 32, seed=4), draw(2, 96, seed=5), rotary)
+        stock = block(*model_inputs, split_hidden_states=True)
         fuse_all(model)
-        found = block(*given, split_hidden_states=True)
-        for ours, theirs in zip(found, stock, strict=True):
+        actual = block(*model_inputs, split_hidden_states=True)
+        for ours, theirs in zip(actual, stock, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
-        assert [len(x[0]) for x in found] == [TEXT, IMAGE]
+        assert [len(x[0]) for x in actual] == [TEXT, IMAGE]
 
     @pytest.mark.parametrize("kind", ["transformer_blocks", "single_transformer_blocks"])
     def test_modulation_of_each_token_runs_the_stock_block(self, kind: str) -> None:
@@ -119,12 +119,12 @@ class TestFlux2(TwoStreams):
         block, double = model.get_submodule(kind)[0], kind == "transformer_blocks"
         image, text = draw(2, IMAGE, 32), draw(2, TEXT, 32, seed=4)
         if double:
-            given = (image, text, draw(2, IMAGE, 192, seed=5), draw(2, 192, seed=6))
+            model_inputs = (image, text, draw(2, IMAGE, 192, seed=5), draw(2, 192, seed=6))
         else:
-            given = (image, None, draw(2, IMAGE, 96, seed=5))
-        stock = block(*given)
+            model_inputs = (image, None, draw(2, IMAGE, 96, seed=5))
+        stock = block(*model_inputs)
         fuse_all(model)
-        torch.testing.assert_close(block(*given), stock, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(block(*model_inputs), stock, rtol=2e-5, atol=2e-5)
 
     @pytest.mark.parametrize("kind", ["transformer_blocks", "single_transformer_blocks"])
     def test_fp16_is_clipped_as_in_the_stock_block(self, kind: str) -> None:
@@ -135,9 +135,9 @@ class TestFlux2(TwoStreams):
         image, text = draw(2, IMAGE, 32).half(), draw(2, TEXT, 32, seed=4).half()
         layer = block.ff_context.linear_out if double else block.attn.to_out
         layer.weight.data.mul_(100.0)
-        given = (image, text, gates / 1e4, gates) if double else (image, None, gates)
-        stock, found = block(*given), fuse_all(model) and block(*given)
-        of_text = [x[0] if double else x for x in (stock, found)]
+        model_inputs = (image, text, gates / 1e4, gates) if double else (image, None, gates)
+        stock, actual = block(*model_inputs), fuse_all(model) and block(*model_inputs)
+        of_text = [x[0] if double else x for x in (stock, actual)]
         assert of_text[1].abs().max() == of_text[0].abs().max() == 65504
         assert all(x.isfinite().all() for x in of_text)
 

@@ -103,29 +103,31 @@ class TestKrea2(Contract):
 
         A wrong name or shape of a tensor would save it instead.
         """
-        model, found = fuse_all(self.build()), []
+        model, outputs = fuse_all(self.build()), []
         for module, name in ((krea2, "_norm_again"), (swiglu, "_hidden")):
-            again = getattr(module, name)
+            patched = getattr(module, name)
 
-            def counted(*args: Any, again: Any = again, name: str = name) -> torch.Tensor:
-                found.append(name)
+            def counted(*args: Any, again: Any = patched, name: str = name) -> torch.Tensor:
+                outputs.append(name)
                 return again(*args)
 
             monkeypatch.setattr(module, name, counted)
         self.run(model)
-        assert sorted(found) == ["_hidden"] * 4 + ["_norm_again"] * 5
+        assert sorted(outputs) == ["_hidden"] * 4 + ["_norm_again"] * 5
 
     def test_padding_in_the_middle_is_left_out(self) -> None:
-        """Pads change nothing, whatever they hold, by the fused processors as by the stock ones."""
-        model, given = fuse_all(self.build()), self.inputs("masked")
-        expected = self.run(model, given)["output 0"]
-        text = given["encoder_hidden_states"].detach().clone()
+        """Values of padding tokens change nothing, with fused processors as with stock ones."""
+        model, model_inputs = fuse_all(self.build()), self.inputs("masked")
+        expected = self.run(model, model_inputs)["output 0"]
+        text = model_inputs["encoder_hidden_states"].detach().clone()
         text[1, 1:3] += 3.0
-        found = self.run(model, {**given, "encoder_hidden_states": text})["output 0"]
-        assert torch.equal(found, expected)
+        actual = self.run(model, {**model_inputs, "encoder_hidden_states": text})["output 0"]
+        assert torch.equal(actual, expected)
         text[1, 3] += 3.0
-        other = self.run(model, {**given, "encoder_hidden_states": text})["output 0"]
-        assert not torch.equal(other[1], expected[1])
+        changed_output = self.run(model, {**model_inputs, "encoder_hidden_states": text})[
+            "output 0"
+        ]
+        assert not torch.equal(changed_output[1], expected[1])
 
 
 def test_norms_of_q_and_k_start_backward_from_what_they_multiply_by() -> None:

@@ -17,7 +17,7 @@ TOKENS = 9
 
 
 def build(**config: Any) -> Any:
-    """Width 32 is no multiple of 6: its first two channels are not rotated."""
+    """Width 32 is not a multiple of 6: its first two channels are not rotated."""
     return LTXVideoTransformer3DModel(
         in_channels=8,
         out_channels=8,
@@ -42,13 +42,13 @@ class TestLTX(Contract):
         return build()
 
     def inputs(self, variant: str) -> Inputs:
-        each = torch.tensor([17.0, 803.0])
+        timesteps = torch.tensor([17.0, 803.0])
         rows = torch.linspace(0, 999, 2 * TOKENS).view(2, TOKENS).flip(1)
         masked = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
         return {
             "hidden_states": draw(2, TOKENS, 8).requires_grad_(),
             "encoder_hidden_states": draw(2, 5, 12, seed=4).requires_grad_(),
-            "timestep": each if variant == "a sample" else rows,
+            "timestep": timesteps if variant == "a sample" else rows,
             "encoder_attention_mask": None if variant == "a sample" else masked,
             "rope_interpolation_scale": (1 / 25, 32, 32),
             **GRID,

@@ -64,18 +64,18 @@ class Joint(Contract):
         sigma, sound = torch.tensor([17.0, 803.0]), torch.tensor([611.0, 94.0])
         rows = torch.linspace(0, 999, 2 * TOKENS).view(2, TOKENS).flip(1)
         masked = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-        each = variant != "a token, masked"
+        per_token = variant != "a token, masked"
         return {
             "hidden_states": draw(2, TOKENS, 8).requires_grad_(),
             "audio_hidden_states": draw(2, SOUND, 6, seed=6).requires_grad_(),
             "encoder_hidden_states": draw(2, TEXT, self.widths[0], seed=4).requires_grad_(),
             "audio_encoder_hidden_states": draw(2, TEXT, self.widths[1], seed=5).requires_grad_(),
-            "timestep": sigma if each else rows,
+            "timestep": sigma if per_token else rows,
             "audio_timestep": sound,
             "sigma": sigma,
             "audio_sigma": sound,
-            "encoder_attention_mask": None if each else masked,
-            "audio_encoder_attention_mask": None if each else masked.flip(0),
+            "encoder_attention_mask": None if per_token else masked,
+            "audio_encoder_attention_mask": None if per_token else masked.flip(0),
             "isolate_modalities": variant == "alone",
             # As the pipelines do; without it, attention between the two has a row a token too.
             "use_cross_timestep": True,
@@ -84,15 +84,15 @@ class Joint(Contract):
         }
 
     def test_neither_attends_to_the_other(self) -> None:
-        model, given = self.build(), self.inputs("alone")
-        expected = self.run(model, given)
+        model, model_inputs = self.build(), self.inputs("alone")
+        expected = self.run(model, model_inputs)
         assert "transformer_blocks.0.audio_to_video_attn.to_q.lora_A.default.weight" not in expected
-        assert_equal(self.run(fuse_all(model), given), expected)
+        assert_equal(self.run(fuse_all(model), model_inputs), expected)
 
     def kind(self, name: str) -> str:
-        """A layer of all twelve attentions, of which each has few numbers."""
-        *place, layer = name.split(".", 3)
-        return layer if len(place) == 3 and "attn" in place[2] else name
+        """One layer in all twelve attentions; each has few numbers."""
+        *parent_path, layer = name.split(".", 3)
+        return layer if len(parent_path) == 3 and "attn" in parent_path[2] else name
 
     def block_run(self, model: Any, generator: torch.Generator) -> tuple[Any, list[Any], int]:
         def random(*size: int) -> torch.Tensor:
@@ -119,7 +119,7 @@ class Joint(Contract):
         besides = [text, of_sound, *rows, *(table for pair in rotary for table in pair)]
         return (
             lambda: block(tokens, sound, text, of_sound, *rows, *rotary),
-            [one for one in besides if one is not None],
+            [tensor for tensor in besides if tensor is not None],
             tokens.numel() + sound.numel(),
         )
 
@@ -136,20 +136,20 @@ class TestFirst(Joint):
 
     def test_with_interleaved_pairs(self) -> None:
         model = adapted(build(rope_type="interleaved"), self.targets)
-        given = self.inputs("a token, masked")
-        expected = self.run(model, given)
-        assert_equal(self.run(fuse_all(model), given), expected)
+        inputs = self.inputs("a token, masked")
+        expected = self.run(model, inputs)
+        assert_equal(self.run(fuse_all(model), inputs), expected)
 
     def test_a_row_a_token_for_all(self) -> None:
         """Without `use_cross_timestep` the two attend to each other by rows of their own tokens."""
         model = adapted(build(), self.targets)
-        given = {**self.inputs("a token, masked"), "use_cross_timestep": False}
-        expected = self.run(model, given)
-        assert_equal(self.run(fuse_all(model), given), expected)
+        inputs = {**self.inputs("a token, masked"), "use_cross_timestep": False}
+        expected = self.run(model, inputs)
+        assert_equal(self.run(fuse_all(model), inputs), expected)
 
 
 class TestSecond(Joint):
-    """2.3: text is modulated, and attention has a gate a head and a processor of its own."""
+    """2.3: text is modulated, and attention has a gate per head and its own processor."""
 
     targets: ClassVar = [*ATTENTION, "to_gate_logits", "audio_ff.net.2", "prompt_adaln.linear"]
     widths = (32, 32)
@@ -161,14 +161,14 @@ class TestSecond(Joint):
     @pytest.mark.parametrize("rows", [None, [1.0, 0.0]])
     def test_perturbed_attention_is_the_stock_processors(self, rows: Any) -> None:
         model = adapted(self.stock(), self.targets)
-        given = {
+        inputs = {
             **self.inputs("a sample"),
             "spatio_temporal_guidance_blocks": [1],
             "perturbation_mask": None if rows is None else torch.tensor(rows),
         }
-        expected, plain = self.run(model, given), self.run(model)
+        expected, plain = self.run(model, inputs), self.run(model)
         assert not torch.equal(expected["output 0"], plain["output 0"])
-        assert_equal(self.run(fuse_all(model), given), expected)
+        assert_equal(self.run(fuse_all(model), inputs), expected)
 
     def test_text_modulated_alike_at_all_timesteps(self) -> None:
         model = adapted(build(**OF_2_3, use_prompt_adaln_single=False), ATTENTION)
@@ -187,5 +187,5 @@ def test_what_is_not_the_stock_block_is_kept() -> None:
     report = str(fuse(model, {"qk_norm_rope": "on", "ada_norm": "on"}, check=False))
     assert "attention: not in 1 modules: one of its norms is a Identity" in report
     assert "ada_norm: not in 1 modules: one of its norms is a LayerNorm" in report
-    kept = model.transformer_blocks[1].audio_to_video_attn.processor
-    assert type(kept) is LTX2AudioVideoAttnProcessor
+    processor = model.transformer_blocks[1].audio_to_video_attn.processor
+    assert type(processor) is LTX2AudioVideoAttnProcessor

@@ -44,9 +44,9 @@ def build(**config: Any) -> Any:
 
 def mask() -> torch.Tensor:
     """The second caption has two tokens and a pad between them."""
-    kept = torch.ones(2, TEXT, dtype=torch.bool)
-    kept[1, [1, 3, 4]] = False
-    return kept
+    text_mask = torch.ones(2, TEXT, dtype=torch.bool)
+    text_mask[1, [1, 3, 4]] = False
+    return text_mask
 
 
 class TestQwenImage(TwoStreams):
@@ -74,22 +74,22 @@ class TestQwenImage(TwoStreams):
     def block_run(self, model: Any, generator: torch.Generator) -> tuple[Any, list[Any], int]:
         image, text, temb = self.streams(generator)
         angles = model.pos_embed([[(1, 12, 16)]], max_txt_seq_len=24, device=image.device)
-        tables = [table for one in angles for table in tables_of(one)]
+        tables = [table for angle in angles for table in tables_of(angle)]
         block, elements = model.transformer_blocks[0], image.numel() + text.numel()
         return lambda: block(image, text, None, temb, angles), [temb, *angles, *tables], elements
 
     def test_a_mask_is_heeded(self) -> None:
         """As the stock model heeds it, where the pad stands in the middle too."""
         model = fuse_all(self.build())
-        given = self.inputs("masked")
-        before = self.run(model, given)
-        text = given["encoder_hidden_states"].detach().clone()
+        model_inputs = self.inputs("masked")
+        before = self.run(model, model_inputs)
+        text = model_inputs["encoder_hidden_states"].detach().clone()
         text[~mask()] += 3.0
-        padded = {**given, "encoder_hidden_states": text.requires_grad_()}
-        found = self.run(model, padded)["output 0"]
-        torch.testing.assert_close(found, before["output 0"], rtol=0, atol=2e-6)
-        seen = {**padded, "encoder_hidden_states_mask": None}
-        assert not torch.allclose(self.run(model, seen)["output 0"][1], found[1], atol=1e-3)
+        padded = {**model_inputs, "encoder_hidden_states": text.requires_grad_()}
+        actual = self.run(model, padded)["output 0"]
+        torch.testing.assert_close(actual, before["output 0"], rtol=0, atol=2e-6)
+        unmasked = {**padded, "encoder_hidden_states_mask": None}
+        assert not torch.allclose(self.run(model, unmasked)["output 0"][1], actual[1], atol=1e-3)
 
     def test_the_text_is_rotated_from_where_the_picture_ends(self) -> None:
         """By its tables' own rows: another place of the text gives another output, as in the stock model."""
@@ -103,17 +103,17 @@ class TestQwenImage(TwoStreams):
     def test_tables_are_made_once_for_all_blocks_and_freed_with_the_step(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model, made, make = fuse_all(self.build()), [], complex_rotary._tables
+        model, tables_built, make = fuse_all(self.build()), [], complex_rotary._tables
 
         def counted(angles: torch.Tensor) -> Any:
-            made.append(angles.shape)
+            tables_built.append(angles.shape)
             return make(angles)
 
         monkeypatch.setattr(complex_rotary, "_TABLES", WeakIdKeyDictionary())
         monkeypatch.setattr(complex_rotary, "_tables", counted)
         model.enable_gradient_checkpointing()
         self.run(model)
-        assert made == [(IMAGE, 8), (TEXT, 8)]
+        assert tables_built == [(IMAGE, 8), (TEXT, 8)]
         gc.collect()
         assert not complex_rotary._TABLES
 
@@ -122,15 +122,15 @@ class TestQwenImage(TwoStreams):
         model = adapted(build(zero_cond_t=True), self.targets)
         plain = adapted(build(), self.targets)
         plain.load_state_dict(model.state_dict())
-        given = self.inputs("masked")
-        edit = {**given, "img_shapes": [[(1, 1, 3), (1, 1, 3)]] * 2}
-        expected, of_plain = self.run(model, edit), self.run(plain, given)
+        model_inputs = self.inputs("masked")
+        edit = {**model_inputs, "img_shapes": [[(1, 1, 3), (1, 1, 3)]] * 2}
+        expected, of_plain = self.run(model, edit), self.run(plain, model_inputs)
         with pytest.raises(DitLoraError, match=r"modulation differs from token to token \(zero"):
             fuse(model, {"ada_norm": "on"}, check=False)
         fuse_all(model)
         assert fusion_of(model).used() == ["lora_linear", "qk_norm_rope"]
         assert_equal(self.run(model, edit), expected)
-        assert_equal(self.run(model, given), of_plain)
+        assert_equal(self.run(model, model_inputs), of_plain)
 
     @pytest.mark.parametrize("stream", ["img", "txt"])
     def test_fp16_is_clipped_as_in_the_stock_block(self, stream: str) -> None:
@@ -139,25 +139,25 @@ class TestQwenImage(TwoStreams):
         block.get_submodule(f"{stream}_mlp").net[2].weight.data.mul_(3e4)
         block.get_submodule(f"{stream}_mod")[1].bias.data[-32:] = 30.0
         image, text = draw(2, IMAGE, 32).half(), draw(2, TEXT, 32, seed=4).half()
-        given = (image, text, None, draw(2, 32, seed=5).half())
-        stock, found = block(*given), fuse_all(model) and block(*given)
+        model_inputs = (image, text, None, draw(2, 32, seed=5).half())
+        stock, actual = block(*model_inputs), fuse_all(model) and block(*model_inputs)
         index = 0 if stream == "txt" else 1
-        assert found[index].abs().max() == stock[index].abs().max() == 65504
-        assert all(x.isfinite().all() for x in (*stock, *found))
+        assert actual[index].abs().max() == stock[index].abs().max() == 65504
+        assert all(x.isfinite().all() for x in (*stock, *actual))
 
     def test_another_mask_is_refused_as_the_stock_processor_does(self) -> None:
         model = fuse_all(self.build())
-        given = {**self.inputs(""), "attention_kwargs": {"attention_mask": mask()}}
+        model_inputs = {**self.inputs(""), "attention_kwargs": {"attention_mask": mask()}}
         with pytest.raises(ValueError, match="does not accept an external attention_mask"):
-            self.run(model, given)
+            self.run(model, model_inputs)
 
 
 def test_what_is_not_the_stock_block_is_kept() -> None:
     model = build()
-    first, second = model.transformer_blocks
-    first.txt_norm2 = nn.RMSNorm(32)
+    first_block, second = model.transformer_blocks
+    first_block.txt_norm2 = nn.RMSNorm(32)
     second.img_norm1 = nn.LayerNorm(32)
-    for block in (first, second):
+    for block in (first_block, second):
         block.attn.norm_added_k = nn.Identity()
     with pytest.raises(DitLoraError, match="nothing that takes ada_norm"):
         fuse(model, {"ada_norm": "on"}, check=False)

@@ -39,15 +39,17 @@ def implementation(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
     """References, unless a test asks for another: Triton's interpreter takes seconds a model."""
-    asked = getattr(request, "param", "reference")
-    with by(asked, monkeypatch):
-        yield asked
+    backend = getattr(request, "param", "reference")
+    with by(backend, monkeypatch):
+        yield backend
 
 
 def draws(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Of four inputs, every value stacked: a gradient of one is too few roundings to compare two ways by."""
-    found = [run(model, make_inputs(kind, dtype, seed)) for seed in range(4)]
-    return {name: torch.stack([each[name] for each in found], 1) for name in found[0]}
+    actual = [run(model, make_inputs(kind, dtype, seed)) for seed in range(4)]
+    return {
+        name: torch.stack([run_outputs[name] for run_outputs in actual], 1) for name in actual[0]
+    }
 
 
 def build_active(kind: str, **options: Any) -> nn.Module:
@@ -116,13 +118,13 @@ def test_bf16_under_autocast_is_no_worse_than_the_stock_model(kind: str, wrapped
 def test_an_fp32_base_under_autocast_has_the_stock_models_fp32_stream(kind: str) -> None:
     model = build_active(kind).requires_grad_(True)
     exact = draws(model, kind, torch.float32)
-    seen: list[torch.dtype] = []
+    recorded: list[torch.dtype] = []
     for block in model.transformer_blocks:
-        block.register_forward_hook(lambda _m, _a, out: seen.append(out.dtype))
+        block.register_forward_hook(lambda _m, _a, output: recorded.append(output.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         stock = draws(model, kind, torch.float32)
         fused = draws(fuse_all(model), kind, torch.float32)
-    assert set(seen) == {torch.float32}
+    assert set(recorded) == {torch.float32}
     assert_no_worse(*map(felt, (fused, stock, exact)))
 
 
@@ -145,8 +147,10 @@ def test_undone_it_is_the_stock_model_bit_for_bit(kind: str) -> None:
         assert_equal(run(model, inputs), expected, 0.0)
     unfuse(model)
     assert_equal(run(model, inputs), expected, 0.0)
-    left = [set(vars(m)) - set(old) for m, old in zip(model.modules(), before, strict=True)]
-    assert not any(left), left
+    patched_attributes = [
+        set(vars(m)) - set(old) for m, old in zip(model.modules(), before, strict=True)
+    ]
+    assert not any(patched_attributes), patched_attributes
     now = [m.processor for m in model.modules() if isinstance(m, Attention)]
     assert all(new is old for new, old in zip(now, processors, strict=True))
 
@@ -160,14 +164,14 @@ def test_checkpointing_gives_the_same_gradients(kind: str) -> None:
 
 def test_a_copy_is_fused_and_its_own(kind: str) -> None:
     model, inputs = fuse_all(build(kind)), make_inputs(kind)
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     expected = run(model, inputs)
-    assert_equal(run(other, inputs), expected, 0.0)
+    assert_equal(run(copied, inputs), expected, 0.0)
     unfuse(model)
     assert fusion_of(model) is None
-    assert set(fusion_of(other).used()) == taken(kind)
+    assert set(fusion_of(copied).used()) == taken(kind)
     with torch.no_grad():
-        next(p for p in other.parameters() if p.requires_grad).add_(1.0)
+        next(p for p in copied.parameters() if p.requires_grad).add_(1.0)
     assert_equal(run(model, inputs), expected, 2e-5)
 
 
@@ -193,16 +197,16 @@ def block_units(model: nn.Module, kind: str) -> float:
     mask = torch.zeros(2, 1, 25).bfloat16()
     time = torch.randn(2, 6 * 32, generator=generator).bfloat16()
     besides = [*model.parameters(), *model.buffers(), text, mask, time]
-    rest: list[Any] = list(shape)
+    new_shape: list[Any] = list(shape)
     if kind == "sana-video":
         time = time[:, None]
         rotary = model.rope(torch.zeros(1, 4, 4, 16, 16))
-        rest, besides = [*rest, rotary], [*besides, *rotary]
+        new_shape, besides = [*new_shape, rotary], [*besides, *rotary]
     with torch.autocast("cpu", torch.bfloat16):
-        kept = saved_bytes(
-            lambda: model.transformer_blocks[0](x, None, text, mask, time, *rest), besides
+        num_bytes = saved_bytes(
+            lambda: model.transformer_blocks[0](x, None, text, mask, time, *new_shape), besides
         )
-    return kept / (2 * 256 * 32 * 2)
+    return num_bytes / (2 * 256 * 32 * 2)
 
 
 def test_a_block_keeps_two_fifths_of_what_the_stock_block_keeps(kind: str) -> None:

@@ -54,9 +54,9 @@ def test_a_saturating_model_saturates_and_says_so() -> None:
     assert isinstance(attention.processor, sana.SaturatingSanaLinearProcessor)
     assert isinstance(attention.processor.stock, SaturatingLinearAttention)
     assert is_emulated(model)
-    found = of_layer(attention, tokens())
-    assert_equal(found, expected)
-    limited = (found["output 0"].abs() == FP16_MAX).float().mean()
+    actual = of_layer(attention, tokens())
+    assert_equal(actual, expected)
+    limited = (actual["output 0"].abs() == FP16_MAX).float().mean()
     assert 0.05 < limited < 0.95
     unfuse(model)
     assert is_emulated(model)
@@ -68,10 +68,10 @@ def test_fp16_is_clipped_as_by_the_stock_processor() -> None:
     expected = of_layer(attention, x)["output 0"]
     fuse_all(model)
     assert not is_emulated(model)
-    found = of_layer(attention, x)["output 0"]
-    assert found.isfinite().all()
-    assert found.abs().max() == FP16_MAX
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=300)
+    actual = of_layer(attention, x)["output 0"]
+    assert actual.isfinite().all()
+    assert actual.abs().max() == FP16_MAX
+    torch.testing.assert_close(actual, expected, rtol=0.02, atol=300)
 
 
 def test_attention_between_two_sequences_is_the_stock_processors() -> None:
@@ -100,8 +100,8 @@ def test_blocks_without_captions_mask_or_cross_attention() -> None:
 
 def test_what_is_wrapped_keeps_its_own_forward() -> None:
     model, inputs = build("sana"), make_inputs("sana")
-    first, second = model.transformer_blocks
-    first.ff.conv_depth.register_forward_hook(lambda *_: None)
+    first_block, second = model.transformer_blocks
+    first_block.ff.conv_depth.register_forward_hook(lambda *_: None)
     second.norm1 = nn.Sequential(second.norm1)
     expected = run(model, inputs)
     fuse_all(model)
@@ -139,7 +139,7 @@ def test_the_feed_forward_alone(options: dict[str, Any], trained: bool) -> None:
 
     expected, calls = found(), []
     fuse_all(host)
-    host.ff.conv_inverted.register_forward_hook(lambda _m, _a, out: calls.append(out.shape))
+    host.ff.conv_inverted.register_forward_hook(lambda _m, _a, output: calls.append(output.shape))
     assert_equal(found(), expected)
     assert calls == [(2, 60, 5, 7)]
 

@@ -84,8 +84,8 @@ def test_a_processor_that_saturates_is_kept() -> None:
     expected = run(model, inputs)
     assert_equal(run(fuse_all(model), inputs), expected)
     assert model.transformer_blocks[0].attn1.processor is processor
-    kept = ("relu_linear_attention", "transformer_blocks.0.attn1", "its output saturates")
-    assert kept in fusion_of(model).kept
+    expected_kept = ("relu_linear_attention", "transformer_blocks.0.attn1", "its output saturates")
+    assert expected_kept in fusion_of(model).kept
 
 
 class Host(nn.Module):

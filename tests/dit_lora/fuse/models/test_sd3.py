@@ -77,8 +77,8 @@ class TestSD3(TwoStreams):
 
     def test_a_mask_is_ignored_as_the_stock_attention_does(self) -> None:
         mask = torch.zeros(2, 1, 1, 9, dtype=torch.bool)
-        given = {**self.inputs(""), "joint_attention_kwargs": {"attention_mask": mask}}
-        self.equal_when_fused(build(), given)
+        model_inputs = {**self.inputs(""), "joint_attention_kwargs": {"attention_mask": mask}}
+        self.equal_when_fused(build(), model_inputs)
 
 
 def test_other_norms_are_kept() -> None:

@@ -58,16 +58,16 @@ def test_a_tiny_checkpoint(variant: str, tmp_path: Path) -> None:
     get_family("video_dit").build_tiny(variant, tmp_path, 0)
     model = VideoDiTTransformer3DModel.from_pretrained(tmp_path, subfolder="transformer")
     model = adapted(model, ATTENTION)
-    given: Inputs = {
+    inputs: Inputs = {
         "hidden_states": draw(2, 4, 5, 4, 6).requires_grad_(),
         "timestep": torch.tensor([17, 803]),
     }
     if variant == "video-dit-class":
-        given["class_labels"] = torch.tensor([1, 5])
+        inputs["class_labels"] = torch.tensor([1, 5])
     else:
-        given["pooled_projections"] = draw(2, 16, seed=4)
+        inputs["pooled_projections"] = draw(2, 16, seed=4)
     contract = TestVideoDiT()
-    expected = contract.run(model, given)
+    expected = contract.run(model, inputs)
     fuse_all(model)
     assert set(fusion_of(model).used()) == {"lora_linear", "ada_norm"}
-    assert_equal(contract.run(model, given), expected)
+    assert_equal(contract.run(model, inputs), expected)

@@ -47,11 +47,11 @@ class TestWan(Contract):
         return build()
 
     def inputs(self, variant: str) -> Inputs:
-        each = torch.tensor([17.0, 803.0])
+        timesteps = torch.tensor([17.0, 803.0])
         rows = torch.linspace(0, 999, 2 * TOKENS).view(2, TOKENS).flip(1)
         return {
             "hidden_states": draw(2, 4, 3, 2, 6).requires_grad_(),
-            "timestep": each if variant == "a sample" else rows,
+            "timestep": timesteps if variant == "a sample" else rows,
             "encoder_hidden_states": draw(2, 5, 12, seed=4).requires_grad_(),
         }
 
@@ -73,32 +73,32 @@ class TestWan(Contract):
 
     def test_attention_to_an_image_stays_as_it_is(self) -> None:
         model = adapted(build(image_dim=20, added_kv_proj_dim=48), ATTENTION)
-        given = {
+        model_inputs = {
             **self.inputs("a sample"),
             "encoder_hidden_states": draw(2, 512, 12, seed=4),
             "encoder_hidden_states_image": draw(2, 7, 20, seed=5).requires_grad_(),
         }
-        expected = self.run(model, given)
+        expected = self.run(model, model_inputs)
         fuse_all(model)
         fusion = fusion_of(model)
-        kept = [(name, reason) for op, name, reason in fusion.kept if op == "attention"]
-        assert kept == [(f"blocks.{i}.attn2", "it attends to an image too") for i in (0, 1)]
+        kept_layers = [(name, reason) for op, name, reason in fusion.kept if op == "attention"]
+        assert kept_layers == [(f"blocks.{i}.attn2", "it attends to an image too") for i in (0, 1)]
         assert ("qk_norm_rope", "blocks.0.attn1") in fusion.replaced
-        assert_equal(self.run(model, given), expected)
+        assert_equal(self.run(model, model_inputs), expected)
 
 
 def test_projections_that_diffusers_fused_run_its_own_processor() -> None:
     """Without adapters: with them it is refused."""
     model = build().requires_grad_(False)
-    given = TestWan().inputs("a sample")
-    expected = TestWan().run(model, given)
+    inputs = TestWan().inputs("a sample")
+    expected = TestWan().run(model, inputs)
     fuse(model, {"qk_norm_rope": "on", "ada_norm": "on"}, check=False)
     for block in model.blocks:
         for attention in (block.attn1, block.attn2):
             attention.fuse_projections()
             del attention.to_k  # a processor that asked it would fail
     model.requires_grad_(False)  # what Diffusers made of them trains
-    assert_equal(TestWan().run(model, given), expected)
+    assert_equal(TestWan().run(model, inputs), expected)
 
 
 def test_other_norms_are_kept() -> None:

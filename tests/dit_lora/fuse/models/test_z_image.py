@@ -84,50 +84,50 @@ class TestZImage(Contract):
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Each block's once: what saves them by another name or shape would keep them."""
-        model, found = fuse_all(self.build()), []
+        model, outputs = fuse_all(self.build()), []
         for module, name in ((z_image, "_again"), (swiglu, "_hidden")):
-            again = getattr(module, name)
+            patched = getattr(module, name)
 
-            def counted(*args: Any, again: Any = again, name: str = name) -> torch.Tensor:
-                found.append(name)
+            def counted(*args: Any, again: Any = patched, name: str = name) -> torch.Tensor:
+                outputs.append(name)
                 return again(*args)
 
             monkeypatch.setattr(module, name, counted)
         self.run(model)
-        assert sorted(found) == ["_again"] * 3 + ["_hidden"] * 3
+        assert sorted(outputs) == ["_again"] * 3 + ["_hidden"] * 3
 
     def test_tables_are_made_once_for_each_sequence_and_kept_no_longer(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of the pictures, of the captions and of both, whatever the number of blocks."""
-        model, made = fuse_all(self.build()), []
+        """One table each for images, captions and both, for every number of blocks."""
+        model, tables_built = fuse_all(self.build()), []
         tables = complex_rotary._tables
 
         def counted(rotations: torch.Tensor) -> Any:
-            made.append(rotations.shape)
+            tables_built.append(rotations.shape)
             return tables(rotations)
 
         monkeypatch.setattr(complex_rotary, "_tables", counted)
         before = len(complex_rotary._TABLES)
         model.layers.append(model.layers[0])
         self.run(model)
-        assert [tuple(shape[:2]) for shape in made] == [(2, 32), (2, 64), (2, 96)]
+        assert [tuple(shape[:2]) for shape in tables_built] == [(2, 32), (2, 64), (2, 96)]
         gc.collect()
         assert len(complex_rotary._TABLES) == before
 
     def test_modulation_of_each_token_runs_the_stock_block(self) -> None:
-        """Z-Image-Omni has clean tokens beside noisy ones."""
+        """Z-Image-Omni has clean and noisy tokens."""
         model = self.build().requires_grad_(False)
         block, x = model.layers[0], draw(2, 6, 32)
         rotations = model.rope_embedder(torch.arange(18).view(6, 3) % 8).expand(2, -1, -1)
         of_noise, clean = draw(2, 32, seed=4), draw(2, 32, seed=5)
         noisy = torch.tensor([[1, 1, 0, 0, 0, 1], [0, 1, 1, 0, 1, 0]])
-        given = (x, None, rotations, None, noisy, of_noise, clean)
-        stock = block(*given)
+        model_inputs = (x, None, rotations, None, noisy, of_noise, clean)
+        stock = block(*model_inputs)
         fuse_all(model)
-        torch.testing.assert_close(block(*given), stock, rtol=2e-5, atol=2e-5)
-        other = block(*given[:4], 1 - noisy, *given[5:])
-        assert (other - stock).abs().max() > 0.1
+        torch.testing.assert_close(block(*model_inputs), stock, rtol=2e-5, atol=2e-5)
+        inverted = block(*model_inputs[:4], 1 - noisy, *model_inputs[5:])
+        assert (inverted - stock).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -142,20 +142,20 @@ def test_a_wrong_row_is_found_at_the_first_forward_of_one_sample_too(
             stream = stream._replace(scale=stream.scale[:1].expand_as(stream.scale))
         return norm(module, stream, kind)
 
-    given = {
+    inputs = {
         "x": [draw(4, 1, 4, 6, seed=seed) for seed in range(samples)],
         "t": torch.tensor([0.17, 0.803])[:samples],
         "cap_feats": [draw(5, 12, seed=seed) for seed in range(samples)],
     }
     ops = {"ada_norm": "on", "qk_norm_rope": "off", "lora_linear": "off"}
-    model, other = (adapted(build(), ["to_q"]) for _ in "ab")
+    model, other_model = (adapted(build(), ["to_q"]) for _ in "ab")
     with by("reference", monkeypatch):
         fuse(model, ops)
-        model(**given)
+        model(**inputs)
         monkeypatch.setattr(z_image, "norm_stream", wrong)
-        fuse(other, ops)
+        fuse(other_model, ops)
         with pytest.raises(DitLoraError, match=r"ada_norm.* noise_refiner\.0.*asked for by name"):
-            other(**given)
+            other_model(**inputs)
 
 
 def test_what_is_not_the_stock_block_is_kept() -> None:

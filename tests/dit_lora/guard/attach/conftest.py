@@ -1,4 +1,4 @@
-"""Each test has a folder and a guard of its own."""
+"""Each test has its own folder and guard."""
 
 from loop_isolation import (  # noqa: F401  pytest finds fixtures by their names here
     _in_a_folder,

@@ -1,4 +1,4 @@
-"""Averages of weights stay finite, and whatever is not finite in a file is said when it is saved."""
+"""Averages of weights stay finite, and saving a file reports its non-finite values."""
 
 import copy
 import io
@@ -146,8 +146,8 @@ def test_a_copy_that_is_not_finite_is_saved_and_said(
     (path,) = Path().glob("file.*")
     assert loop.kinds() == [(3, "non_finite_save", "report")]
     (message,) = caplog.messages
-    told = f"{prefix}out.weight has 1 Inf among 16 values"
-    assert message.endswith(f"is saved with values that are not finite: {told}")
+    expected = f"{prefix}out.weight has 1 Inf among 16 values"
+    assert message.endswith(f"is saved with values that are not finite: {expected}")
     # A function of safetensors that was imported before the guard began does not say where it writes.
     is_unknown = save in (save_with_safetensors, save_to_memory)
     assert message.startswith(f"guard: step 3: {'a file' if is_unknown else path.name} is saved")
@@ -189,8 +189,8 @@ def test_a_mask_that_was_infinite_from_the_start_is_no_damage_when_a_step_fails(
     loop.step(bad_batch(2))
     loop.optimizer.state[loop.model.out.weight]["exp_avg"][0, 0] = torch.nan
     loop.step()
-    found = [(event["step"], event["verdict"]["cause"]) for event in loop.guard.events]
-    assert found == [(2, "inputs"), (3, "optimizer")]
+    causes = [(event["step"], event["verdict"]["cause"]) for event in loop.guard.events]
+    assert causes == [(2, "inputs"), (3, "optimizer")]
     assert loop.guard.events[0]["sample_ids"] == ["row 1 of micro-batch 0"]
 
 

@@ -85,9 +85,9 @@ def single_row(call: CapturedCall, row: int) -> CapturedCall:
 
 def gradients(model: nn.Module) -> Gradients:
     """The gradients that are there; afterwards none is."""
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return grads
 
 
 def loop_step(model: nn.Module, seed: int = 3) -> Gradients:
@@ -123,8 +123,8 @@ def test_a_replayed_call_gives_the_gradients_of_the_loops_own_backward() -> None
         assert_same_bits(replayed(recorded.calls[number], model), originals[number])
     assert not torch.equal(originals[0]["out.weight"], originals[1]["out.weight"])
     recorded.calls[0].random_state = recorded.calls[1].random_state
-    again = replayed(recorded.calls[0], model)
-    assert not torch.equal(again["out.weight"], originals[0]["out.weight"]), "dropout drew nothing"
+    replay = replayed(recorded.calls[0], model)
+    assert not torch.equal(replay["out.weight"], originals[0]["out.weight"]), "dropout drew nothing"
 
 
 def test_half_precision_calls_come_back_bit_for_bit_too() -> None:
@@ -231,11 +231,11 @@ def test_a_single_sample_has_its_own_row_of_tensors_within_containers() -> None:
 
 
 def test_recording_leaves_no_trace_on_the_model_and_none_on_its_class_after_its_end() -> None:
-    model, other = Net(), Net()
+    model, other_model = Net(), Net()
     before = dict(vars(model))
     recorded = RecordedModel(model)
     loop_step(model)
-    loop_step(other)
+    loop_step(other_model)
     assert vars(model) == before
     assert not model._forward_hooks
     assert len(recorded.calls) == 1
@@ -244,9 +244,9 @@ def test_recording_leaves_no_trace_on_the_model_and_none_on_its_class_after_its_
     loop_step(model)
     assert len(recorded.calls) == 1
     recorded.stop()  # once more does no harm
-    again = RecordedModel(model)
+    recorded_model = RecordedModel(model)
     loop_step(model)
-    assert [call.ids[1] for call in again.calls] == ["row 1 of micro-batch 0"]
+    assert [call.ids[1] for call in recorded_model.calls] == ["row 1 of micro-batch 0"]
 
 
 def test_calls_without_gradients_or_within_torch_func_are_not_recorded() -> None:

@@ -75,8 +75,8 @@ def test_what_the_loops_own_loss_makes_is_no_samples_fault(
     assert (event["step"], event["kind"], event["action"]) == (2, is_seen, "skip")
     assert event["sample_ids"] == []
     assert event["verdict"]["cause"] == "unknown"
-    words = "the model's output is finite, but the gradient that came back to it is not: a target, another model or "
-    assert event["verdict"]["words"].startswith(words)
+    message = "the model's output is finite, but the gradient that came back to it is not: a target, another model or "
+    assert event["verdict"]["words"].startswith(message)
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -95,8 +95,8 @@ def test_a_bad_target_is_its_items_fault_if_a_loader_handed_it_out(loaded: bool)
         (model(x) - y).square().mean().backward()
         optimizer.step()
     (event,) = guard.events
-    found = (event["verdict"]["cause"], event["sample_ids"])
-    assert found == (("data", ["dataset index 5"]) if loaded else ("unknown", []))
+    diagnosis = (event["verdict"]["cause"], event["sample_ids"])
+    assert diagnosis == (("data", ["dataset index 5"]) if loaded else ("unknown", []))
     if loaded:
         assert event["verdict"]["words"].startswith("batch[1] has 1 NaN among 4 values")
 
@@ -150,8 +150,8 @@ class Fussy(nn.Module):
             raise ValueError("three rows, please")
         self.seen += 1
         self.num_calls += 1
-        drawn = np.random.randint(100)  # noqa: NPY002  the global generator, as many loops use it
-        self.history.append(random.randrange(100) + int(drawn))
+        random_int = np.random.randint(100)  # noqa: NPY002  the global generator, as many loops use it
+        self.history.append(random.randrange(100) + int(random_int))
         self.lengths["last"] = self.num_calls
         noise = torch.randn(len(x), 2)
         return self.out(x) / (x != 7).all(1, keepdim=True) + noise
@@ -255,9 +255,11 @@ def test_after_many_failed_steps_in_a_row_only_facts_are_looked_at() -> None:
         lambda net, x: net(x).square().mean(),
         [batch(0), *(seven(number) for number in range(1, 13)), bad_batch(13)],
     )
-    *found, last, fact = (event["verdict"] for event in guard.events)
-    assert [verdict["sample_ids"] for verdict in found[:10]] == [["row 1 of micro-batch 0"]] * 10
-    assert last["words"] == "not looked into: too many steps in a row have failed"
+    *earlier_verdicts, last_verdict, fact = (event["verdict"] for event in guard.events)
+    assert [verdict["sample_ids"] for verdict in earlier_verdicts[:10]] == [
+        ["row 1 of micro-batch 0"]
+    ] * 10
+    assert last_verdict["words"] == "not looked into: too many steps in a row have failed"
     assert (fact["cause"], fact["sample_ids"]) == ("inputs", ["row 1 of micro-batch 0"])
     assert len(guard.events) == 13
 

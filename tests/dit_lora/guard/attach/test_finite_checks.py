@@ -90,8 +90,10 @@ def test_a_bad_gradient_is_seen_whichever_it_is(
 def test_a_bad_gradient_is_seen_though_others_have_none(parameters: list[nn.Parameter]) -> None:
     checks = checks_of(parameters)
     for parameter in parameters:
-        for each in parameters:
-            each.grad = torch.randn_like(each) if each is parameter else None
+        for parameter_set in parameters:
+            parameter_set.grad = (
+                torch.randn_like(parameter_set) if parameter_set is parameter else None
+            )
         assert checks.gradients_are_healthy()
         set_last(parameter.grad, torch.nan)
         assert not checks.gradients_are_healthy()

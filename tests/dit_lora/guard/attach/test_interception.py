@@ -31,14 +31,14 @@ class Derived(Base):
 
 
 def test_a_method_is_intercepted_for_one_object_without_a_trace_on_it() -> None:
-    watched, other, counted = Derived(), Derived(), Counted()
-    found = Interceptions()
-    found.method(watched, "step", counted.act)
-    assert (watched.step(1), other.step(2)) == (2, 3)
+    watched, other_tensor, counted = Derived(), Derived(), Counted()
+    interceptions = Interceptions()
+    interceptions.method(watched, "step", counted.act)
+    assert (watched.step(1), other_tensor.step(2)) == (2, 3)
     assert counted.calls == [((1,), {})]
     assert vars(watched) == {}
     assert "step" not in vars(Base) or vars(Base)["step"] is Base.step
-    found.undo()
+    interceptions.undo()
     assert "step" not in vars(Derived)
     assert watched.step(3) == 4
     assert len(counted.calls) == 1
@@ -57,12 +57,12 @@ def test_the_last_handler_is_the_outermost_and_each_is_removed_alone() -> None:
             return original(*args, **kwargs)
 
     watched, handlers = Base(), [Named("first"), Named("second")]
-    found = [Interceptions(), Interceptions()]
-    for each, handler in zip(found, handlers, strict=True):
-        each.method(watched, "step", handler.act)
+    interception_list = [Interceptions(), Interceptions()]
+    for interceptions, handler in zip(interception_list, handlers, strict=True):
+        interceptions.method(watched, "step", handler.act)
     watched.step(1)
     assert order == ["second", "first"]
-    found[0].undo()
+    interception_list[0].undo()
     order.clear()
     watched.step(1)
     assert order == ["second"]
@@ -70,10 +70,10 @@ def test_the_last_handler_is_the_outermost_and_each_is_removed_alone() -> None:
 
 def test_neither_the_object_nor_the_handlers_owner_is_kept() -> None:
     watched, counted = Derived(), Counted()
-    found = Interceptions()
-    found.method(watched, "step", counted.act)
+    interceptions = Interceptions()
+    interceptions.method(watched, "step", counted.act)
     refs = [weakref.ref(watched), weakref.ref(counted)]
-    del counted, found
+    del counted, interceptions
     gc.collect()
     assert refs[1]() is None
     assert watched.step(1) == 2
@@ -91,12 +91,12 @@ def test_an_attribute_of_the_object_keeps_its_marks() -> None:
 
     step.mark = True  # type: ignore[attr-defined]
     watched.step = step  # type: ignore[method-assign]
-    found = Interceptions()
-    found.method(watched, "step", counted.act)
+    interceptions = Interceptions()
+    interceptions.method(watched, "step", counted.act)
     assert watched.step(2) == 20
     assert watched.step.mark  # type: ignore[attr-defined]
     assert len(counted.calls) == 1
-    found.undo()
+    interceptions.undo()
     assert watched.step is step
 
 
@@ -107,10 +107,10 @@ def test_a_function_is_restored_unless_somebody_has_replaced_it_since() -> None:
         return value
 
     vars(module)["save"] = save
-    first, second, counted = Interceptions(), Interceptions(), Counted()
-    first.function(module, "save", counted.act)
+    first_interceptions, second, counted = Interceptions(), Interceptions(), Counted()
+    first_interceptions.function(module, "save", counted.act)
     assert module.save(1) == 1
-    first.undo()
+    first_interceptions.undo()
     assert module.save is save
     second.function(module, "save", counted.act)
     intercepted = module.save
@@ -126,12 +126,12 @@ def test_a_function_is_restored_unless_somebody_has_replaced_it_since() -> None:
 
 def test_a_model_is_called_and_its_class_is_pickled_by_its_name() -> None:
     model, counted = nn.Linear(2, 2), Counted()
-    found = Interceptions()
-    found.method(model, "__call__", counted.act)
+    interceptions = Interceptions()
+    interceptions.method(model, "__call__", counted.act)
     x = torch.ones(1, 2)
     assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
     assert len(counted.calls) == 1
     assert type(model) is nn.Linear
     assert nn.Linear.__qualname__ == "Linear"
-    found.undo()
+    interceptions.undo()
     assert "__call__" not in vars(nn.Linear)

@@ -88,9 +88,9 @@ def test_what_is_saved_has_the_bytes_that_it_has_without_a_guard() -> None:
 
 def test_a_model_and_an_optimizer_keep_the_attributes_and_hooks_that_they_had() -> None:
     guarded, bare = Loop(guarded=True), Loop(guarded=False)
-    for module, other in zip(guarded.model.modules(), bare.model.modules(), strict=True):
-        assert vars(module).keys() == vars(other).keys()
-        hooks = {name: held for name, held in vars(module).items() if name.endswith("_hooks")}
+    for module, bare_module in zip(guarded.model.modules(), bare.model.modules(), strict=True):
+        assert vars(module).keys() == vars(bare_module).keys()
+        hooks = {name: value for name, value in vars(module).items() if name.endswith("_hooks")}
         assert not any(hooks.values())
     for parameter in guarded.model.parameters():
         assert not parameter._backward_hooks
@@ -123,8 +123,8 @@ def test_a_deep_copy_of_the_optimizer_steps_by_itself() -> None:
     loop = Loop(guarded=True)
     assert loop.guard is not None
     model, optimizer = copy.deepcopy((loop.model, loop.optimizer))
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in model.parameters()}
+    optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert optimized_ids == {id(p) for p in model.parameters()}
     step(model, optimizer, bad_batch(5))
     assert not any(bool(p.isfinite().any()) for p in model.parameters())
     assert loop.guard.events == []
@@ -135,23 +135,23 @@ def objects_of_a_loop(*, accelerated: bool, fault: bool) -> dict[str, weakref.re
     model: Any = Net()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
     loader: Any = DataLoader([(bad_batch if fault else batch)(n)[1] for n in range(4)])
-    made: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
     if accelerated:
-        accelerator = made["accelerator"] = fresh_accelerator()
+        accelerator = objects["accelerator"] = fresh_accelerator()
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         backward = accelerator.backward
-        guard = made["guard"] = Guard.attach(accelerator, model, optimizer)
+        guard = objects["guard"] = Guard.attach(accelerator, model, optimizer)
     else:
-        guard = made["guard"] = Guard.watch(model, optimizer)
-    made |= {"loader": loader, "prepared model": model, "prepared optimizer": optimizer}
+        guard = objects["guard"] = Guard.watch(model, optimizer)
+    objects |= {"loader": loader, "prepared model": model, "prepared optimizer": optimizer}
     for number, x in enumerate(loader):
         optimizer.zero_grad()
         backward(model(x).square().mean())
         optimizer.step()
-        made[f"batch {number}"] = x
+        objects[f"batch {number}"] = x
     assert bool(guard.events) is fault
-    return {name: weakref.ref(value) for name, value in made.items()}
+    return {name: weakref.ref(value) for name, value in objects.items()}
 
 
 @pytest.mark.parametrize("accelerated", [False, True])
@@ -216,7 +216,7 @@ def test_a_schedule_that_is_made_late_moves_as_without_a_guard(name: str) -> Non
 def test_a_step_that_the_loop_has_kept_as_a_bound_method_is_guarded_by_the_command(
     tmp_path: Path,
 ) -> None:
-    overseer = Overseer(LoopConfig(), tmp_path, lambda words: None)
+    overseer = Overseer(LoopConfig(), tmp_path, lambda message: None)
     with overseer.overseeing():
         model = nn.Linear(4, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -234,7 +234,7 @@ def test_a_step_that_the_loop_has_kept_as_a_bound_method_is_guarded_by_the_comma
 def test_a_schedule_that_is_made_late_under_the_command_is_held_in_a_skipped_step(
     tmp_path: Path,
 ) -> None:
-    overseer = Overseer(LoopConfig(), tmp_path, lambda words: None)
+    overseer = Overseer(LoopConfig(), tmp_path, lambda message: None)
     with overseer.overseeing():
         torch.manual_seed(0)
         model = nn.Linear(4, 2)

@@ -128,8 +128,8 @@ def test_a_bad_micro_batch_is_seen_though_each_of_them_is_clipped(accelerated: b
         loop.drop_gradients()
         assert same(everything([loop.model], []), before) is (spoiled is not None)
     assert loop.guard is not None
-    found = [(event["verdict"]["cause"], event["sample_ids"]) for event in loop.guard.events]
-    assert found == [("inputs", [f"row 1 of micro-batch {number}"]) for number in (0, 1)]
+    actual = [(event["verdict"]["cause"], event["sample_ids"]) for event in loop.guard.events]
+    assert actual == [("inputs", [f"row 1 of micro-batch {number}"]) for number in (0, 1)]
 
 
 @BOTH
@@ -141,7 +141,7 @@ def test_gradients_of_a_skipped_step_are_left_as_they_are(accelerated: bool) -> 
 
 
 def test_zeros_that_clipping_makes_of_an_infinite_norm_are_no_lost_gradient() -> None:
-    """They are those of another optimizer: its step is taken, and only the bad gradient is told."""
+    """They belong to another optimizer: its step is taken, and only the bad gradient is reported."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 3), nn.Linear(3, 1)]
     model = nn.Sequential(*layers)
@@ -168,7 +168,7 @@ def test_a_step_without_a_backward_of_its_own_lacks_no_gradient() -> None:
 
 
 def test_the_loss_of_a_model_that_is_not_watched_is_not_the_loops() -> None:
-    """A probe, say, that is trained beside the model in the same process."""
+    """For example a probe that trains in the same process as the model."""
     torch.manual_seed(0)
     model, probe = nn.Linear(4, 2), nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -278,10 +278,10 @@ def test_an_index_out_of_range_keeps_its_type_and_message(
         run()
     assert type(guarded.value) is type(bare.value)
     assert str(guarded.value) == str(bare.value)
-    said = [
+    messages = [
         "guard: no table of the model has these indices\n  - b.txt: argument 0 has 9, 0 has 0..6"
     ]
-    assert caplog.messages == (said if named else [])
+    assert caplog.messages == (messages if named else [])
 
 
 class OptimizersInTheBackward:

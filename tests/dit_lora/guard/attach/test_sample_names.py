@@ -82,15 +82,15 @@ FIVE = ("data", ["dataset index 5"])
 def test_an_item_is_named_in_every_epoch(options: dict[str, Any]) -> None:
     loader = DataLoader(Rows(5), **{"batch_size": 3, **options})
     epochs = 3
-    seen: list[bool] = []
+    recorded: list[bool] = []
 
     def batches() -> Iterator[torch.Tensor]:
         for x in loader:
-            seen.append(bool(x.isnan().any()))
+            recorded.append(bool(x.isnan().any()))
             yield x
 
-    assert train(batches, epochs=epochs) == [FIVE] * sum(seen)
-    assert sum(seen) >= epochs - 1
+    assert train(batches, epochs=epochs) == [FIVE] * sum(recorded)
+    assert sum(recorded) >= epochs - 1
 
 
 def test_items_of_a_loader_that_is_cycled_are_named_though_its_iterator_has_ended() -> None:
@@ -142,8 +142,8 @@ def test_a_row_that_the_loop_spoils_is_not_a_bad_item_of_its_batch() -> None:
             x[(~x.isfinite()).any(1).nonzero().item() - 1, 0] = torch.inf  # another row
         return x
 
-    (found,) = train(lambda: DataLoader(Rows(5), batch_size=3), spoil)
-    assert found == ("inputs", ["row 1 of micro-batch 0", "row 2 of micro-batch 0"])
+    (event,) = train(lambda: DataLoader(Rows(5), batch_size=3), spoil)
+    assert event == ("inputs", ["row 1 of micro-batch 0", "row 2 of micro-batch 0"])
     only_spoiled = train(
         lambda: DataLoader(Rows(), batch_size=6),
         lambda x: x.index_fill(0, torch.tensor(4), torch.inf),
@@ -158,8 +158,8 @@ def test_rows_that_the_loop_overwrites_in_place_are_no_items_any_more() -> None:
             x[1, 0] = torch.nan
         return x
 
-    (found,) = train(lambda: DataLoader(Rows(5), batch_size=3), overwrite)
-    assert found == ("inputs", ["row 1 of micro-batch 0"])
+    (event,) = train(lambda: DataLoader(Rows(5), batch_size=3), overwrite)
+    assert event == ("inputs", ["row 1 of micro-batch 0"])
 
 
 def test_two_bad_items_of_a_batch_are_both_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -168,8 +168,8 @@ def test_two_bad_items_of_a_batch_are_both_named(caplog: pytest.LogCaptureFixtur
 
     names = ["dataset index 3", "dataset index 5"]
     assert train(loader) == [("data", names)]
-    said = "; ".join(f"{name}: argument 0 has 1 NaN among 5 values" for name in names)
-    assert f"\n  - {said}" in caplog.text  # each of them once
+    expected = "; ".join(f"{name}: argument 0 has 1 NaN among 5 values" for name in names)
+    assert f"\n  - {expected}" in caplog.text  # each of them once
     assert train(loader, lambda x: x.flip(0) * 0.5) == [("data", names)]
 
 
@@ -189,13 +189,13 @@ def test_items_with_the_same_content_are_not_told_apart_by_it() -> None:
 
 def test_an_item_of_a_subset_is_named_by_both_indices() -> None:
     subset = Subset(Rows(5), [0, 2, 4, 5, 6, 8])
-    (found,) = train(lambda: DataLoader(subset, batch_size=3))
-    assert found == ("data", ["dataset index 5 (index 3 of the Subset)"])
+    (event,) = train(lambda: DataLoader(subset, batch_size=3))
+    assert event == ("data", ["dataset index 5 (index 3 of the Subset)"])
 
 
 def test_items_of_a_stream_have_no_index() -> None:
-    found = train(lambda: DataLoader(RowStream(), batch_size=3), epochs=2)
-    assert found == [("inputs", ["row 1 of micro-batch 0"])] * 2
+    events = train(lambda: DataLoader(RowStream(), batch_size=3), epochs=2)
+    assert events == [("inputs", ["row 1 of micro-batch 0"])] * 2
 
 
 def sorted_by_value(items: list[torch.Tensor]) -> torch.Tensor:
@@ -351,8 +351,8 @@ def test_samples_are_told_apart_by_the_grids_of_their_patches(
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     # The second batch holds items 3 to 5.
     assert [event["step"] for event in guard.events] == [2, 4]
-    found = [(event["verdict"]["cause"], event["sample_ids"]) for event in guard.events]
-    assert found == [expected] * 2
+    causes = [(event["verdict"]["cause"], event["sample_ids"]) for event in guard.events]
+    assert causes == [expected] * 2
 
 
 class Normed(nn.Module):
@@ -371,8 +371,8 @@ def test_a_model_that_cannot_run_one_sample_is_asked_without_it() -> None:
         def __getitem__(self, index: int) -> torch.Tensor:
             return super().__getitem__(index).abs() * (-1 if index == 5 else 1)
 
-    found = train(lambda: DataLoader(Positive(), batch_size=4), model=Normed())
-    assert found == [("inputs", ["dataset index 5"])]
+    events = train(lambda: DataLoader(Positive(), batch_size=4), model=Normed())
+    assert events == [("inputs", ["dataset index 5"])]
 
 
 @pytest.mark.parametrize("breaks_off", [False, True])
@@ -403,13 +403,13 @@ def test_accelerates_batches_are_named_after_an_epoch_was_broken_off(breaks_off:
 
 def test_memory_that_is_used_again_does_not_make_a_row_a_carried_state() -> None:
     """The loop's own tensors come to lie where outputs of the same size have been."""
-    found = train(
+    events = train(
         lambda: DataLoader(RowStream(), batch_size=3),
         lambda x: x * 0.5,
         epochs=30,
         model=nn.Linear(5, 5),
     )
-    assert found == [("inputs", ["row 1 of micro-batch 0"])] * 30
+    assert events == [("inputs", ["row 1 of micro-batch 0"])] * 30
 
 
 class Recurrent(nn.Module):
@@ -432,10 +432,10 @@ def test_state_that_the_loop_carries_over_is_told_and_names_no_sample_of_the_nex
         hidden = model(x, hidden.detach())
         hidden.square().mean().backward()
         optimizer.step()
-    first, *rest = guard.events
-    assert (first["step"], first["sample_ids"]) == (2, ["dataset index 5"])
-    assert [event["step"] for event in rest] == [3, 4]
-    for event in rest:
+    first_event, *later_events = guard.events
+    assert (first_event["step"], first_event["sample_ids"]) == (2, ["dataset index 5"])
+    assert [event["step"] for event in later_events] == [3, 4]
+    for event in later_events:
         assert event["sample_ids"] == []
         assert event["verdict"]["cause"] == "unknown"
         assert "it was carried over from an earlier call" in event["verdict"]["words"]

@@ -1,4 +1,4 @@
-"""What failed steps cost: once for what is new, in the last hundred steps."""
+"""Cost of failed steps: each new cause counts once in the last hundred steps."""
 
 from dit_lora.guard.attach.skip_budget import SkipBudget
 from dit_lora.guard.verdict import Cause, Verdict

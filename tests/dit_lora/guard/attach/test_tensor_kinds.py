@@ -1,4 +1,4 @@
-"""Weights and gradients of every layout and dtype are looked at, and healthy loops with them are left alone."""
+"""Weights and gradients of every layout and dtype are checked, and healthy loops are not changed."""
 
 from collections.abc import Callable
 from typing import Any

@@ -46,7 +46,7 @@ def test_the_deepest_of_equal_blocks_stands_for_all() -> None:
 
 
 def test_a_block_whose_input_does_not_learn_is_a_kind_of_its_own() -> None:
-    """The stock code computes no gradient for it, and a kernel may be wrong in one direction alone."""
+    """The stock code computes no gradient for it, and a kernel may be wrong in only one direction."""
     assert chosen(Model(*(Block() for _ in range(5)))) == ["blocks.0", "blocks.4"]
 
 

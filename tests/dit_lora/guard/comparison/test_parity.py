@@ -29,27 +29,27 @@ def test_parts_are_asked_where_the_whole_differs(
     wrong: tuple[str, ...], asked: list[str], off: list[str]
 ) -> None:
     calls: list[str] = []
-    done: list[str] = []
+    runs: list[str] = []
     parts = ("norm", "rope")
     switches = [
-        switch("other", done),
-        *(switch(name, done, "all") for name in parts),
-        switch("all", done),
+        switch("other", runs),
+        *(switch(name, runs, "all") for name in parts),
+        switch("all", runs),
     ]
 
     def compare(one: Switch, others: Sequence[Switch]) -> Difference | None:
         calls.append(one.name)
-        alone = {"other", *parts} if one.part_of else {"other", "all"}
-        assert {switch.name for switch in others} == alone - {one.name}
+        expected = {"other", *parts} if one.part_of else {"other", "all"}
+        assert {switch.name for switch in others} == expected - {one.name}
         inside = {*parts, "glue"} if one.name == "all" else {one.name}
-        is_wrong = any(name in inside and name not in done for name in wrong)
+        is_wrong = any(name in inside and name not in runs for name in wrong)
         return Difference(one.name, "block", 1.0) if is_wrong else None
 
-    for found, difference in differences(switches, compare):
-        assert difference.switch == found.name
-        found.turn_off()
+    for name_found, difference in differences(switches, compare):
+        assert difference.switch == name_found.name
+        name_found.turn_off()
     assert calls == asked
-    assert done == off
+    assert runs == off
 
 
 class Keys(nn.Module):
@@ -80,8 +80,8 @@ def test_a_gradient_of_rounding_errors_is_no_difference(noise: float, differs: b
     model.noise = noise
     kernel = Switch("k", "kernel", off, lambda: None, "stock")
     outer = nn.Sequential(model)
-    found = first_difference(kernel, lambda: (outer(x) * weights).flatten(1).sum(1), outer)
-    assert (found is not None) is differs
+    difference = first_difference(kernel, lambda: (outer(x) * weights).flatten(1).sum(1), outer)
+    assert (difference is not None) is differs
 
 
 def test_what_the_stock_model_makes_nan_of_shows_nothing() -> None:
@@ -130,5 +130,5 @@ def test_a_rotation_differs_by_its_imaginary_part_too(angle: float) -> None:
 
     model["rope"].angle = angle
     kernel = Switch("k", "kernel", off, lambda: None, "stock")
-    found = first_difference(kernel, losses, model)
-    assert (found is not None) is (angle != 0.5)
+    difference = first_difference(kernel, losses, model)
+    assert (difference is not None) is (angle != 0.5)

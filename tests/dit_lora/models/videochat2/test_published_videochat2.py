@@ -71,8 +71,8 @@ def test_parts_have_the_published_sizes(name: str) -> None:
     assert trunk.extra_query_tokens.shape == (1, 64, 768)
     assert counted(trunk.projection) == linear(768, text)
     assert counted(trunk.language_model) + counted(model.lm_head) == LANGUAGE_MODELS[name]
-    rest = vision_count(23) + 2 * 1024 + qformer_count() + 96 * 768 + linear(768, text)
-    assert counted(model) == LANGUAGE_MODELS[name] + rest
+    other_parts = vision_count(23) + 2 * 1024 + qformer_count() + 96 * 768 + linear(768, text)
+    assert counted(model) == LANGUAGE_MODELS[name] + other_parts
 
 
 def test_stage_3_of_mistral_adapts_225_layers() -> None:
@@ -83,7 +83,7 @@ def test_stage_3_of_mistral_adapts_225_layers() -> None:
         adapted: Any = peft.inject_adapter_in_model(
             peft.LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS), model
         )
-    found = {
+    expected = {
         n.removesuffix(".lora_A.default.weight") for n in adapted.state_dict() if "lora_A" in n
     }
     released = [
@@ -95,9 +95,9 @@ def test_stage_3_of_mistral_adapts_225_layers() -> None:
         )
     ]
     released.append("mistral_model.base_model.model.lm_head.lora_A.default.weight")
-    places = [place(n) for n in released]
-    assert {p.name for p in places if p and p.part == "A"} == found
-    assert len(found) == 225
+    placements = [place(n) for n in released]
+    assert {p.name for p in placements if p and p.part == "A"} == expected
+    assert len(expected) == 225
     sizes = sum(p.numel() for n, p in adapted.named_parameters() if "lora_" in n)
     per_layer = 2 * (width + width) + 2 * (width + heads) + 3 * (width + inner)
     assert sizes == 16 * (32 * per_layer + width + 32000)

@@ -1,4 +1,4 @@
-"""VideoChat2 computes what the original computes, values and gradients, whatever else is in the batch."""
+"""VideoChat2 computes the values and gradients of the original, independent of the rest of the batch."""
 
 import pytest
 import torch
@@ -82,10 +82,10 @@ def test_gradients_are_those_of_the_published_architecture() -> None:
 def test_without_text_the_qformer_has_no_words() -> None:
     """Neither embeddings nor the words' feed-forward, in any layer; all else stays."""
     with_text = set(tiny_model(tiny_config()).model.qformer.state_dict())
-    without = set(
+    names_without_text = set(
         tiny_model(tiny_config(qformer_config={"use_text": False})).model.qformer.state_dict()
     )
-    assert without < with_text
+    assert names_without_text < with_text
     feed_forward = {
         f"encoder.layer.{layer}.{name}.{kind}"
         for layer in range(3)
@@ -93,18 +93,18 @@ def test_without_text_the_qformer_has_no_words() -> None:
         for kind in ("weight", "bias")
     }
     embeddings = {f"embeddings.{kind}_embeddings.weight" for kind in ("word", "position")}
-    assert with_text - without == feed_forward | embeddings
+    assert with_text - names_without_text == feed_forward | embeddings
 
 
 def test_batch_neighbours_and_padding_change_nothing() -> None:
-    """A row alone, without its padding, gives the logits that it gives in the batch."""
+    """A single row without padding gives the same logits as in the batch."""
     config = tiny_config()
     model = tiny_model(config)
     batch = tiny_batch(config)
     logits = model(**batch).logits
     for row, ours in zip(rows(batch), logits, strict=True):
-        alone = model(**{name: value[None] for name, value in row.items()}).logits[0]
-        torch.testing.assert_close(ours[: len(alone)], alone, atol=TOLERANCE, rtol=0)
+        unbatched = model(**{name: value[None] for name, value in row.items()}).logits[0]
+        torch.testing.assert_close(ours[: len(unbatched)], unbatched, atol=TOLERANCE, rtol=0)
 
 
 def test_generate_with_a_cache_is_step_by_step_argmax() -> None:
@@ -136,7 +136,7 @@ def test_generate_reads_the_media_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     read = model.model.get_media_features
     monkeypatch.setattr(
-        model.model, "get_media_features", lambda *given: calls.append(1) or read(*given)
+        model.model, "get_media_features", lambda *args: calls.append(1) or read(*args)
     )
     batch = tiny_batch(config)
     inputs = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
@@ -152,11 +152,11 @@ def test_labels_give_the_mean_next_token_loss() -> None:
     labels = batch["input_ids"].where(batch["input_ids"] != MEDIA, -100)
     output = model(**batch, labels=labels)
     log_probabilities = output.logits[:, :-1].double().log_softmax(-1)
-    kept = labels[:, 1:] != -100
-    picked = log_probabilities.gather(2, labels[:, 1:, None].clamp(min=0))[..., 0][kept]
+    has_label = labels[:, 1:] != -100
+    picked = log_probabilities.gather(2, labels[:, 1:, None].clamp(min=0))[..., 0][has_label]
     torch.testing.assert_close(output.loss.double(), -picked.mean(), atol=1e-6, rtol=0)
-    last = model(**batch, logits_to_keep=2).logits
-    torch.testing.assert_close(last, output.logits[:, -2:])
+    last_logits = model(**batch, logits_to_keep=2).logits
+    torch.testing.assert_close(last_logits, output.logits[:, -2:])
 
 
 def test_text_alone_needs_no_pixels() -> None:
@@ -199,8 +199,8 @@ def test_position_table_of_another_size_is_the_pretrained_one_resized(
     table = position_table(20, side, frames, pretrained, device, pretrained_side=14)
     expected = positions(frames, pretrained, side * side, 20, 14).flatten(0, 1)
     torch.testing.assert_close(table.double(), expected, atol=2e-6, rtol=0)
-    own = position_table(20, side, frames, pretrained, device)
-    assert torch.equal(own, table) is (side == 14)
+    resized = position_table(20, side, frames, pretrained, device)
+    assert torch.equal(resized, table) is (side == 14)
 
 
 def test_media_tokens_are_counted_by_the_configuration() -> None:

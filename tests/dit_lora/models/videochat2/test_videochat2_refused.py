@@ -1,4 +1,4 @@
-"""What is no release of VideoChat2: refused with all that is wrong, no code run, nothing left behind."""
+"""Files that are not a VideoChat2 release are refused with every problem listed; no code runs, no file remains."""
 
 import os
 import pickle
@@ -17,15 +17,15 @@ from dit_lora.models.videochat2 import convert
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    made = World(tmp_path)
-    made.write()
-    return made
+    new_world = World(tmp_path)
+    new_world.write()
+    return new_world
 
 
 def test_a_folder_without_all_its_weights_is_refused(world: World) -> None:
     weights = world.folder / "llm" / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-9])
+    original_bytes = weights.read_bytes()
+    weights.write_bytes(original_bytes[:-9])
     with pytest.raises(DitLoraError, match=r"model\.safetensors is no whole safetensors file"):
         world.convert()
     weights.unlink()
@@ -57,8 +57,8 @@ def test_all_that_does_not_fit_is_listed_at_once(world: World) -> None:
         torch.zeros(4, VOCAB)
     )
     world.stage2["vision_encoder.encoder.class_embedding"] = torch.zeros(VISION)
-    words = "qformer.bert.embeddings.word_embeddings.weight"
-    world.stage3[words] = world.stage3[words][:-1]
+    parameter_name = "qformer.bert.embeddings.word_embeddings.weight"
+    world.stage3[parameter_name] = world.stage3[parameter_name][:-1]
     lora = "mistral_model.base_model.model.model.layers.{}.lora_{}.default.weight"
     del world.stage3[lora.format("0.self_attn.q_proj", "A")]
     world.stage3[lora.format("1.mlp.down_proj", "B")] = torch.zeros(5, 4)
@@ -67,14 +67,14 @@ def test_all_that_does_not_fit_is_listed_at_once(world: World) -> None:
     world.write()
     with pytest.raises(DitLoraError) as raised:
         world.convert()
-    rows, columns = world.stage3[words].shape
+    rows, columns = world.stage3[parameter_name].shape
     assert sorted(str(raised.value).splitlines()[1:]) == sorted(
         [
             "  - stage3.pth: something.else: unknown",
             "  - stage3.pth: model.vision_encoder.encoder.pos_embed: not of this model",
             "  - stage2.pth: model.vision_encoder.encoder.class_embedding: not of this model",
             "  - stage3.pth: model.language_model.embed_tokens.lora_embedding_A.default: not of this model",
-            f"  - stage3.pth: model.{words.replace('bert.', '')}: shape {(rows, columns)}, "
+            f"  - stage3.pth: model.{parameter_name.replace('bert.', '')}: shape {(rows, columns)}, "
             f"the config makes {(rows + 1, columns)}",
             "  - model.qformer.encoder.layer.1.output.dense.bias: missing from every file",
             "  - LoRA of model.language_model.layers.0.self_attn.q_proj: B without its other half",
@@ -98,10 +98,10 @@ def test_missing_files_are_listed_at_once(world: World) -> None:
 
 
 def test_a_language_model_of_another_kind_is_refused(world: World, tmp_path: Path) -> None:
-    other = World(tmp_path / "other", "llama")
+    llama_world = World(tmp_path / "other", "llama")
     with pytest.raises(DitLoraError, match=r"are of a mistral language model .* is a llama"):
-        world.convert(llm=other.folder / "llm")
-    torch.save(other.stage2, world.folder / "llama2.pth")
+        world.convert(llm=llama_world.folder / "llm")
+    torch.save(llama_world.stage2, world.folder / "llama2.pth")
     with pytest.raises(DitLoraError, match="of one language model") as raised:
         world.convert(stages=[world.folder / "llama2.pth", world.folder / "stage3.pth"])
     assert "llama2.pth: llama" in str(raised.value)

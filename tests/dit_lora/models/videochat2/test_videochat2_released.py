@@ -1,4 +1,4 @@
-"""VideoChat2's released files to a folder that opens and computes; all that does not fit is said."""
+"""VideoChat2's released files become a folder that loads and runs; every tensor that does not fit is reported."""
 
 import json
 import re
@@ -28,9 +28,9 @@ from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGenerati
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    made = World(tmp_path)
-    made.write()
-    return made
+    new_world = World(tmp_path)
+    new_world.write()
+    return new_world
 
 
 def test_every_tensor_gets_where_it_belongs(world: World) -> None:
@@ -43,9 +43,9 @@ def test_every_tensor_gets_where_it_belongs(world: World) -> None:
             module = name.removeprefix("mistral_model.base_model.model.").split(".lora_A")[0]
             module = module.replace("model.", "model.language_model.", 1)
             expected[f"{module}.weight"] = expected[f"{module}.weight"] + 2 * (b @ a)
-    found = load_file(world.folder / "out" / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    converted = load_file(world.folder / "out" / "model.safetensors")
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(converted[name], expected[name]) for name in converted)
     assert "11 layers merged at scale 2" in report.lora
     assert not report.fresh
 
@@ -65,10 +65,10 @@ def opened(world: World) -> Any:
 def inputs(model: Any) -> dict[str, torch.Tensor]:
     """Two rows with different pictures, instructions and words."""
     generator = torch.Generator().manual_seed(9)
-    media, words = model.config.media_token_id, QUERIES + EXTRA
-    ids = torch.randint(3, VOCAB, (2, 4 + words), generator=generator)
+    media, num_queries = model.config.media_token_id, QUERIES + EXTRA
+    ids = torch.randint(3, VOCAB, (2, 4 + num_queries), generator=generator)
     ids[:, 0] = 1
-    ids[0, 2 : 2 + words] = ids[1, 1 : 1 + words] = media
+    ids[0, 2 : 2 + num_queries] = ids[1, 1 : 1 + num_queries] = media
     return {
         "input_ids": ids,
         "pixel_values": torch.randn((2, 2, 3, 16, 16), generator=generator),
@@ -80,9 +80,9 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
 def test_what_is_not_needed_is_named_with_its_reason(world: World) -> None:
     report = world.convert()
     unused = {name for names in report.unused.values() for name in names}
-    last = {n for n in world.stage1 if f"blocks.{BLOCKS}." in n}
+    dropped_block = {n for n in world.stage1 if f"blocks.{BLOCKS}." in n}
     assert unused == {
-        *(f"umt_l16_qformer.pth: {name}" for name in STAGE_1_ONLY | dict.fromkeys(last)),
+        *(f"umt_l16_qformer.pth: {name}" for name in STAGE_1_ONLY | dict.fromkeys(dropped_block)),
         *(
             f"{file}: qformer.bert.embeddings.position_ids"
             for file in ("umt_l16_qformer.pth", "stage2.pth", "stage3.pth")
@@ -104,10 +104,10 @@ def test_other_language_models_are_known_by_their_names(
     layer = next(name for name in world.stage3 if ".lora_A." in name)
     b = world.stage3[layer.replace("lora_A", "lora_B")]
     name = layer.split("base_model.model.")[1].split(".lora_A")[0] + ".weight"
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    merged = found[name.replace("model.", "model.language_model.", 1)]
+    converted = load_file(tmp_path / "out" / "model.safetensors")
+    merged = converted[name.replace("model.", "model.language_model.", 1)]
     assert torch.equal(merged, world.base[name] + 2 * (b @ world.stage3[layer]))
-    assert torch.equal(found["model.projection.bias"], world.stage3[f"{llm}_proj.bias"])
+    assert torch.equal(converted["model.projection.bias"], world.stage3[f"{llm}_proj.bias"])
     assert opened(world).config.prompt_format == prompt
     assert f"prompt format: {prompt}" in report.lines()[-1]
 
@@ -116,11 +116,11 @@ def test_stage_2_alone_is_not_legacy_and_takes_text_from_stage_1(world: World) -
     del world.stage2["extra_query_tokens"]
     world.write()
     report = world.convert(stages=[world.folder / "stage2.pth"], seed=4)
-    found = load_file(world.folder / "out" / "model.safetensors")
+    converted = load_file(world.folder / "out" / "model.safetensors")
     expected = world.expected(world.stage1, world.stage2)
-    extra = found.pop("model.extra_query_tokens")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    extra = converted.pop("model.extra_query_tokens")
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(converted[name], expected[name]) for name in converted)
     assert report.fresh == ("model.extra_query_tokens",)
     assert extra.shape == (1, EXTRA, QFORMER)
     assert 0.01 < float(extra.std()) < 0.03
@@ -136,8 +136,8 @@ def test_legacy_is_the_callers_to_say(world: World) -> None:
 def test_a_kept_adapter_computes_what_a_merged_one_does(world: World) -> None:
     report = world.convert(keep_adapter=True)
     assert "11 layers kept in adapter/" in report.lora
-    found = load_file(world.folder / "out" / "model.safetensors")
-    assert torch.equal(found["lm_head.weight"], world.base["lm_head.weight"])
+    converted = load_file(world.folder / "out" / "model.safetensors")
+    assert torch.equal(converted["lm_head.weight"], world.base["lm_head.weight"])
     model = opened(world)
     plain = model(**inputs(model)).logits
     adapted: Any = PeftModel.from_pretrained(model, str(world.folder / "out" / "adapter"))
@@ -153,17 +153,17 @@ def test_bf16_weights_are_rounded_once(tmp_path: Path) -> None:
     world = World(tmp_path, dtype=torch.bfloat16)
     world.write()
     report = world.convert()
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    converted = load_file(tmp_path / "out" / "model.safetensors")
     before = "mistral_model.base_model.model.lm_head.lora_"
     a, b = (world.stage3[f"{before}{half}.default.weight"] for half in "AB")
     exact = world.base["lm_head.weight"].float() + 2 * (b @ a)
-    head = found["lm_head.weight"]
+    head = converted["lm_head.weight"]
     assert head.dtype == torch.bfloat16
     assert torch.equal(head, exact.bfloat16())
     # The base in bf16, then the update in bf16, then their sum: three roundings.
     assert not torch.equal(head, world.base["lm_head.weight"] + (2 * (b @ a)).bfloat16())
     assert (head != world.base["lm_head.weight"]).any()
-    assert found["model.projection.weight"].dtype == torch.float32
+    assert converted["model.projection.weight"].dtype == torch.float32
     assert re.search(r"rounding to bfloat16 is off by 0\.\d\d% of the update", report.lora)
 
 
@@ -177,8 +177,8 @@ def test_shards_are_read_as_one(world: World) -> None:
     sharded = opened(world).state_dict()
     (world.folder / "out").rename(world.folder / "sharded")
     world.convert()
-    whole = opened(world).state_dict()
-    assert all(torch.equal(sharded[name], tensor) for name, tensor in whole.items())
+    unsharded = opened(world).state_dict()
+    assert all(torch.equal(sharded[name], tensor) for name, tensor in unsharded.items())
 
 
 def test_old_folders_of_pickles_are_read(world: World) -> None:
@@ -194,8 +194,8 @@ def test_old_folders_of_pickles_are_read(world: World) -> None:
     text = '{"weight_map": ' + str(index).replace("'", '"') + "}"
     (world.folder / "llm" / "pytorch_model.bin.index.json").write_text(text)
     report = world.convert(keep_adapter=True)
-    found = load_file(world.folder / "out" / "model.safetensors")
-    assert torch.equal(found["lm_head.weight"], world.base["lm_head.weight"])
+    converted = load_file(world.folder / "out" / "model.safetensors")
+    assert torch.equal(converted["lm_head.weight"], world.base["lm_head.weight"])
     assert any("inv_freq" in name for names in report.unused.values() for name in names)
 
 
@@ -206,14 +206,14 @@ def test_a_trained_language_model_replaces_the_folders(world: World) -> None:
     world.stage3["mistral_model.base_model.model.model.norm.weight"] = torch.randn(TEXT)
     world.write()
     world.convert()
-    found = load_file(world.folder / "out" / "model.safetensors")
+    converted = load_file(world.folder / "out" / "model.safetensors")
     a, b = (world.stage3[f"{query}.lora_{half}.default.weight"] for half in "AB")
     assert torch.equal(
-        found["model.language_model.layers.0.self_attn.q_proj.weight"],
+        converted["model.language_model.layers.0.self_attn.q_proj.weight"],
         world.stage3[f"{query}.base_layer.weight"] + 2 * (b @ a),
     )
     norm = world.stage3["mistral_model.base_model.model.model.norm.weight"]
-    assert torch.equal(found["model.language_model.norm.weight"], norm)
+    assert torch.equal(converted["model.language_model.norm.weight"], norm)
 
 
 def test_a_qformer_that_reads_no_text_needs_no_stage_1(world: World) -> None:
@@ -242,11 +242,14 @@ def test_the_language_models_folder_is_completed(world: World) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     report = world.convert()
     assert "bos_token_id 0 -> 1, the tokenizer's" in report.notes
-    out = world.folder / "out"
+    output_folder = world.folder / "out"
     assert opened(world).config.text_config.bos_token_id == 1
-    assert AutoTokenizer.from_pretrained(out).pad_token == "</s>"
-    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
-    assert str(world.folder) not in (out / "config.json").read_text()
+    assert AutoTokenizer.from_pretrained(output_folder).pad_token == "</s>"
+    assert json.loads((output_folder / "generation_config.json").read_text())["eos_token_id"] == [
+        2,
+        7,
+    ]
+    assert str(world.folder) not in (output_folder / "config.json").read_text()
 
 
 def test_plain_bert_gets_the_decoder_token(world: World) -> None:

@@ -41,7 +41,7 @@ def test_a_saved_model_loads_equal(tmp_path: Path) -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name
     assert isinstance(loaded.config, VideoChat2Config)
-    kept = (
+    keys = (
         "vision_config",
         "qformer_config",
         "legacy",
@@ -49,7 +49,7 @@ def test_a_saved_model_loads_equal(tmp_path: Path) -> None:
         "media_token_id",
         "tile_size",
     )
-    assert all(getattr(loaded.config, key) == getattr(config, key) for key in kept)
+    assert all(getattr(loaded.config, key) == getattr(config, key) for key in keys)
     batch = tiny_batch(config)
     assert torch.equal(model(**batch).logits, loaded(**batch).logits)
 
@@ -77,17 +77,19 @@ def test_bf16_weights_leave_the_positions_fp32(tmp_path: Path) -> None:
     tiny_model(tiny_config()).save_pretrained(tmp_path)
     model = VideoChat2ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    seen: dict[str, torch.Tensor] = {}
+    captured: dict[str, torch.Tensor] = {}
     encoder = model.model.vision_encoder.encoder
-    encoder.patch_embed.register_forward_hook(lambda _m, _i, out: seen.update(patches=out))
-    encoder.blocks[0].register_forward_pre_hook(lambda _m, given: seen.update(tokens=given[0]))
+    encoder.patch_embed.register_forward_hook(
+        lambda _m, _i, output: captured.update(patches=output)
+    )
+    encoder.blocks[0].register_forward_pre_hook(lambda _m, args: captured.update(tokens=args[0]))
     logits = model(**tiny_batch(model.config)).logits
     assert logits.dtype == torch.bfloat16
     assert torch.isfinite(logits).all()
     table = position_table(20, 3, 3, 2, torch.device("cpu"), pretrained_side=14)
-    expected = (seen["patches"].float() + table).bfloat16()
-    assert torch.equal(seen["tokens"], expected)
-    assert not torch.equal(seen["patches"] + table.bfloat16(), expected)
+    expected = (captured["patches"].float() + table).bfloat16()
+    assert torch.equal(captured["tokens"], expected)
+    assert not torch.equal(captured["patches"] + table.bfloat16(), expected)
 
 
 @pytest.mark.parametrize("kind", ["vision", "qformer"])
@@ -105,10 +107,10 @@ def test_fp16_attention_survives_products_that_fp16_cannot_store(kind: str) -> N
     for weight in weights:
         weight.copy_(30 * torch.eye(32).repeat(len(weight) // 32, 1))
     tokens = 2.5 * torch.randn(2, 7, 32)
-    given = (tokens,) if kind == "vision" else (tokens, tokens, None)
+    inputs = (tokens,) if kind == "vision" else (tokens, tokens, None)
     assert (30 * tokens @ (30 * tokens).mT).abs().max() > 1e5
-    expected = attention(*given)
-    half = attention.half()(*(x if x is None else x.half() for x in given))
+    expected = attention(*inputs)
+    half = attention.half()(*(x if x is None else x.half() for x in inputs))
     torch.testing.assert_close(half.float(), expected, atol=2e-2, rtol=1e-2)
 
 
@@ -132,7 +134,7 @@ def test_checkpointing_changes_no_bit_with_dropout() -> None:
         loss.backward()
         runs.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
     assert len(entered) == 3 * len(set(entered)) == 3 * (3 + 3 + 2)
-    assert all(torch.equal(plain, again) for plain, again in zip(*runs, strict=True))
+    assert all(torch.equal(plain, checkpointed) for plain, checkpointed in zip(*runs, strict=True))
     torch.manual_seed(4)
     assert model(**batch, labels=labels, use_cache=False).loss != runs[0][0]
 
@@ -143,9 +145,9 @@ def test_stochastic_depth_drops_whole_branches_of_samples() -> None:
     branch = torch.randn(4000, 3, 2)
     assert torch.equal(drop.eval()(branch), branch)
     dropped = drop.train()(branch)
-    kept = dropped.flatten(1).any(1)
-    assert abs(kept.float().mean() - 0.75) < 0.03
-    torch.testing.assert_close(dropped[kept], branch[kept] / 0.75)
+    is_retained = dropped.flatten(1).any(1)
+    assert abs(is_retained.float().mean() - 0.75) < 0.03
+    torch.testing.assert_close(dropped[is_retained], branch[is_retained] / 0.75)
 
 
 def test_stochastic_depth_drops_every_branch_and_no_residual() -> None:
@@ -162,7 +164,7 @@ def test_stochastic_depth_drops_every_branch_and_no_residual() -> None:
 
 
 def test_stochastic_depth_grows_with_depth() -> None:
-    """Over all blocks of the pretrained encoder, the last of which is not built; over the Q-Former's layers."""
+    """Over all blocks of the pretrained encoder (the last block is not built) and over the Q-Former's layers."""
     model = VideoChat2ForConditionalGeneration(tiny_config(**DROPOUT)).model
     blocks = [block.drop_path.rate for block in model.vision_encoder.encoder.blocks]
     assert blocks == pytest.approx([0.0, 0.1, 0.2])
@@ -170,8 +172,8 @@ def test_stochastic_depth_grows_with_depth() -> None:
         {m.rate for m in layer.modules() if isinstance(m, DropPath)}
         for layer in model.qformer.encoder.layer
     ]
-    assert [len(found) for found in rates] == [1, 1, 1]
-    assert [found.pop() for found in rates] == pytest.approx([0.0, 0.15, 0.3])
+    assert [len(values) for values in rates] == [1, 1, 1]
+    assert [values.pop() for values in rates] == pytest.approx([0.0, 0.15, 0.3])
     layers = [m for m in model.qformer.modules() if isinstance(m, VideoChat2QFormerLayer)]
     assert ["crossattention" in dict(layer.named_children()) for layer in layers] == [1, 0, 1]
 
@@ -223,8 +225,8 @@ def test_peft_adapters_attach_save_and_load(tmp_path: Path) -> None:
     assert {name.split(".")[-4] for name in lora} == set(targets)
     assert all(parameter.grad.abs().sum() > 0 for parameter in lora.values())
     model.save_pretrained(tmp_path)
-    again = tiny_model(config)
-    again.load_adapter(str(tmp_path))
-    torch.testing.assert_close(again(**batch).logits, adapted, atol=1e-5, rtol=0)
+    reloaded = tiny_model(config)
+    reloaded.load_adapter(str(tmp_path))
+    torch.testing.assert_close(reloaded(**batch).logits, adapted, atol=1e-5, rtol=0)
     weights = model.state_dict()
-    assert all(torch.equal(weights[name], value) for name, value in again.state_dict().items())
+    assert all(torch.equal(weights[name], value) for name, value in reloaded.state_dict().items())

@@ -35,8 +35,8 @@ def jpeg(level: int = 90, size: tuple[int, int] = (96, 16)) -> bytes:
 
 def write(folder: Path, judged: list[JudgedSample], **more: Any) -> Page:
     path = folder / "audit.html"
-    given = {"title": "kittens", "totals": totals(judged), **more}
-    assert write_audit_page(path, judged, **given) == path
+    page_values = {"title": "kittens", "totals": totals(judged), **more}
+    assert write_audit_page(path, judged, **page_values) == path
     return Page(path)
 
 
@@ -119,12 +119,12 @@ def test_rejects_come_first_and_their_worst_finding_first(
 
 def test_pictures_are_those_of_the_samples(tmp_path: Path, judged: list[JudgedSample]) -> None:
     page = write(tmp_path, judged)
-    shown = {str(image["alt"]): str(image["src"]) for image in page.all("img")}
-    assert set(shown) == {"frames of bad.mp4", "frames of warned.mp4"}
-    for place, file in ((1, "warned.mp4"), (2, "bad.mp4")):
-        kind, _, data = shown[f"frames of {file}"].partition(",")
+    sources = {str(image["alt"]): str(image["src"]) for image in page.all("img")}
+    assert set(sources) == {"frames of bad.mp4", "frames of warned.mp4"}
+    for position, file in ((1, "warned.mp4"), (2, "bad.mp4")):
+        kind, _, data = sources[f"frames of {file}"].partition(",")
         assert kind == "data:image/jpeg;base64"
-        assert base64.b64decode(data) == judged[place].thumbnail
+        assert base64.b64decode(data) == judged[position].thumbnail
 
 
 def decoded(uri: str | None) -> np.ndarray:
@@ -134,15 +134,15 @@ def decoded(uri: str | None) -> np.ndarray:
 
 
 def test_references_are_beside_their_sample_in_order(tmp_path: Path) -> None:
-    alike = Finding("reference_unlike", "nothing in common", "warn", "look")
-    judged = [
-        JudgedSample("two.png", (alike,), {}, jpeg(200), (jpeg(50), None)),
+    finding = Finding("reference_unlike", "nothing in common", "warn", "look")
+    samples = [
+        JudgedSample("two.png", (finding,), {}, jpeg(200), (jpeg(50), None)),
         JudgedSample("one.png", (), {}, jpeg(201), (jpeg(51),)),
         JudgedSample("none.png", (), {}, jpeg(202)),
     ]
-    page = write(tmp_path, judged)
-    shown = [(str(image["alt"]), decoded(image["src"])[0, 0, 0]) for image in page.all("img")]
-    assert [(alt, round(int(level) / 50)) for alt, level in shown] == [
+    page = write(tmp_path, samples)
+    images = [(str(image["alt"]), decoded(image["src"])[0, 0, 0]) for image in page.all("img")]
+    assert [(alt, round(int(level) / 50)) for alt, level in images] == [
         ("reference 1 of two.png", 1),
         ("frames of two.png", 4),
         ("reference 1 of one.png", 1),
@@ -158,28 +158,28 @@ def test_what_a_mask_leaves_out_is_tinted_in_every_frame(tmp_path: Path) -> None
     stream = io.BytesIO()
     Image.fromarray(levels).save(stream, "JPEG", quality=95)
     facts = {"seconds": 2.0}
-    judged = [JudgedSample("a.mp4", (), facts, jpeg(200, (96, 16)), (), stream.getvalue())]
-    page = write(tmp_path, judged)
+    samples = [JudgedSample("a.mp4", (), facts, jpeg(200, (96, 16)), (), stream.getvalue())]
+    page = write(tmp_path, samples)
     (image,) = page.all("img")
-    shown = decoded(image["src"])
+    images = decoded(image["src"])
     plain = decoded("," + base64.b64encode(jpeg(200, (96, 16))).decode())
-    differs = np.abs(shown - plain).max(-1).mean(0)
+    differs = np.abs(images - plain).max(-1).mean(0)
     # Four frames of 24 columns, of which the second half of each is learned.
     for frame in range(4):
         assert (differs[24 * frame + 2 : 24 * frame + 10] > 40).all()
         assert (differs[24 * frame + 14 : 24 * frame + 22] < 12).all()
     assert page.section("Pairs").startswith("One sample without a finding")
     # Of a picture, a mask of another shape is drawn once.
-    judged = [JudgedSample("a.png", (), {}, jpeg(200, (96, 16)), (), stream.getvalue())]
-    (image,) = write(tmp_path, judged).all("img")
+    samples = [JudgedSample("a.png", (), {}, jpeg(200, (96, 16)), (), stream.getvalue())]
+    (image,) = write(tmp_path, samples).all("img")
     differs = np.abs(decoded(image["src"]) - plain).max(-1).mean(0)
     assert (differs[2:44] > 40).all()
     assert (differs[52:] < 12).all()
 
 
 def test_of_many_pairs_some_are_shown_from_first_to_last(tmp_path: Path) -> None:
-    judged = [JudgedSample(f"{n:03d}.png", (), {}, jpeg(), (jpeg(),)) for n in range(500)]
-    page = write(tmp_path, judged)
+    samples = [JudgedSample(f"{n:03d}.png", (), {}, jpeg(), (jpeg(),)) for n in range(500)]
+    page = write(tmp_path, samples)
     names = re.findall(r"\d{3}(?=\.png)", page.section("Pairs"))
     assert len(names) == len(set(names)) == 12
     assert (names[0], names[-1]) == ("000", "499")
@@ -204,12 +204,12 @@ def test_thousands_of_samples_stay_a_small_page_that_says_what_it_leaves_out(
     """Every code is shown, however many samples the others have."""
     big = jpeg(size=(1600, 1600)) + bytes(120_000)  # 160 kB of base64
     rare = Finding("truncated", "cut off", "reject")
-    words = Finding("caption_long", "word " * 2000, "warn")
-    judged = [JudgedSample(f"{n}.mp4", (BLACK,), {}, big) for n in range(3000)]
-    judged += [JudgedSample("rare.mp4", (rare,), {}, big)]
-    judged += [JudgedSample(f"w{n}.mp4", (words, LOW), {}, big) for n in range(3000)]
-    judged += [JudgedSample(f"l{n}.mp4", (LOW,)) for n in range(10)]
-    page = write(tmp_path, judged)
+    finding = Finding("caption_long", "word " * 2000, "warn")
+    samples = [JudgedSample(f"{n}.mp4", (BLACK,), {}, big) for n in range(3000)]
+    samples += [JudgedSample("rare.mp4", (rare,), {}, big)]
+    samples += [JudgedSample(f"w{n}.mp4", (finding, LOW), {}, big) for n in range(3000)]
+    samples += [JudgedSample(f"l{n}.mp4", (LOW,)) for n in range(10)]
+    page = write(tmp_path, samples)
     assert len(page.source) < 10_000_000
     assert len(page.text) < 200_000, "long words are cut"
     assert len(page.all("article")) == CARDS
@@ -229,7 +229,7 @@ def test_a_set_without_a_finding_says_so(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_is_drawn_and_nothing_else(tmp_path: Path) -> None:
-    judged = [
+    samples = [
         JudgedSample(
             f"{n}.mp4",
             (),
@@ -243,7 +243,7 @@ def test_what_was_measured_is_drawn_and_nothing_else(tmp_path: Path) -> None:
         )
         for n in range(1, 101)
     ]
-    page = write(tmp_path, judged)
+    page = write(tmp_path, samples)
     made_of = page.section("What the set is made of")
     assert "24 33 33% 25 34 34% 30 33 33%" in made_of
     assert "1280x720 75 75% 480x720 25 25%" in made_of
@@ -255,9 +255,9 @@ def test_what_was_measured_is_drawn_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_few_far_values_do_not_squeeze_a_histogram(tmp_path: Path) -> None:
-    judged = [JudgedSample(f"{n}", (), {"seconds": 2 + 0.03 * n}) for n in range(200)]
-    judged.append(JudgedSample("long", (), {"seconds": 3600.0}))
-    page = write(tmp_path, judged)
+    samples = [JudgedSample(f"{n}", (), {"seconds": 2 + 0.03 * n}) for n in range(200)]
+    samples.append(JudgedSample("long", (), {"seconds": 3600.0}))
+    page = write(tmp_path, samples)
     bins = re.findall(r'title="([^"]*) seconds: (\d+)"', page.source)
     assert len(bins) > 10
     assert sum(int(count) for _, count in bins) == 201
@@ -268,7 +268,7 @@ def test_copies_are_grouped_with_what_they_are_copies_of(tmp_path: Path) -> None
     def copy(file: str, of: str, code: str = "duplicate_clip") -> JudgedSample:
         return JudgedSample(file, (Finding(code, f"the same bytes as {of}", "warn"),))
 
-    judged = [
+    samples = [
         JudgedSample("my clips/a b.mp4"),
         copy("c.mp4", "my clips/a b.mp4"),
         copy("d.mp4", "c.mp4", "near_duplicate_clip"),
@@ -276,7 +276,7 @@ def test_copies_are_grouped_with_what_they_are_copies_of(tmp_path: Path) -> None
         copy("y.mp4", "x.mp4"),
         copy("lost.mp4", "somewhere else"),
     ]
-    lines = write(tmp_path, judged).section("Duplicates")
+    lines = write(tmp_path, samples).section("Duplicates")
     assert lines.endswith("more than once. my clips/a b.mp4, c.mp4, d.mp4 x.mp4, y.mp4")
 
 

@@ -82,9 +82,9 @@ def test_the_page_shows_what_the_file_holds_and_an_unchanged_save_changes_no_byt
     edits = CaptionEdits(folder, TextRules())
     page = edits.page(1, False)
     assert folder.name in page
-    shown = Cards(page).by_name
-    assert {name: card["caption"] for name, card in shown.items()} == by_name
-    for name, card in shown.items():
+    cards = Cards(page).by_name
+    assert {name: card["caption"] for name, card in cards.items()} == by_name
+    for name, card in cards.items():
         # A browser's text area has line ends of its own.
         for text in (card["caption"], card["caption"].replace("\r\n", "\n").replace("\r", "\n")):
             edits.put(name, text, card["version"])
@@ -108,11 +108,11 @@ def test_line_ends_of_windows_stay_in_an_edited_caption(tmp_path: Path) -> None:
 
 def test_a_stale_edit_is_refused_with_what_is_there(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"a.png": "old", "b.png": "other"})
-    one, two = (CaptionEdits(folder, TextRules()) for _ in range(2))
-    version = Cards(one.page(1, False)).by_name["a.png"]["version"]
+    first_edits, two = (CaptionEdits(folder, TextRules()) for _ in range(2))
+    version = Cards(first_edits.page(1, False)).by_name["a.png"]["version"]
     assert version == Cards(two.page(1, False)).by_name["a.png"]["version"]
-    one.put("a.png", "first", version)
-    for server in (one, two):  # another tab of this server, and another server
+    first_edits.put("a.png", "first", version)
+    for server in (first_edits, two):  # another tab of this server, and another server
         with pytest.raises(StaleCaptionError) as refused:
             server.put("a.png", "second", version)
         assert refused.value.state.caption == "first"
@@ -124,7 +124,7 @@ def test_a_stale_edit_is_refused_with_what_is_there(tmp_path: Path) -> None:
     text = (folder / "metadata.jsonl").read_text().replace("second", "by hand")
     (folder / "metadata.jsonl").write_text(text)
     with pytest.raises(StaleCaptionError):
-        one.put("a.png", "third", caption_version("second"))
+        first_edits.put("a.png", "third", caption_version("second"))
 
 
 EDITOR = """
@@ -170,8 +170,8 @@ def test_two_editors_and_a_caption_command_lose_none_of_a_thousand_writes(
     assert written == 200
     assert [editor.wait(600) for editor in editors] == [0, 0]
     table = CaptionTable.read(folder)
-    words = " ".join(table.captions[f"shared_{number}.png"] for number in range(8)).split()
-    assert sorted(word for word in words if word != "start") == sorted(
+    caption_words = " ".join(table.captions[f"shared_{number}.png"] for number in range(8)).split()
+    assert sorted(word for word in caption_words if word != "start") == sorted(
         f"{editor}{number}" for editor in "ab" for number in range(400)
     )
     assert table.missing == []

@@ -64,8 +64,8 @@ def ask(
 
 def test_captions_are_judged_as_the_audit_does_and_by_the_trigger(folder: Path) -> None:
     table = CaptionTable.read(folder)
-    found = judged_captions(table, TextRules(trigger="sks"))
-    codes = [[one.code for one in found.get(name, [])] for name in table.media]
+    findings = judged_captions(table, TextRules(trigger="sks"))
+    codes = [[finding.code for finding in findings.get(name, [])] for name in table.media]
     assert codes == [
         ["caption_duplicate", "trigger_missing"],
         ["caption_duplicate", "trigger_missing"],
@@ -80,13 +80,13 @@ def test_captions_are_judged_as_the_audit_does_and_by_the_trigger(folder: Path) 
 
 def test_the_written_page_is_self_contained_and_escaped(folder: Path, tmp_path: Path) -> None:
     table = CaptionTable.read(folder)
-    for place in (folder / "captions.html", tmp_path / "elsewhere" / "page.html"):
-        page = write_captions_page(place, table, TextRules()).read_text()
+    for page_path in (folder / "captions.html", tmp_path / "elsewhere" / "page.html"):
+        page = write_captions_page(page_path, table, TextRules()).read_text()
         assert "<script" not in page.lower().replace("&lt;script", "")
         assert "<img src=x" not in page
         assert page.count("data:image/jpeg;base64,") == 5
         linked = 'href="stills/' in page
-        assert linked == (place.parent == folder)
+        assert linked == (page_path.parent == folder)
 
 
 def test_an_edit_is_taken_from_its_own_page_alone(
@@ -155,10 +155,10 @@ def test_media_of_the_folder_are_served_and_nothing_else(
 ) -> None:
     serving, _ = server
     name = CaptionTable.read(folder).media[0]
-    whole = (folder / name).read_bytes()
-    assert ask(serving, "GET", f"/media/{name}")[:2] == (200, whole)
+    original_bytes = (folder / name).read_bytes()
+    assert ask(serving, "GET", f"/media/{name}")[:2] == (200, original_bytes)
     status, part, headers = ask(serving, "GET", f"/media/{name}", Range="bytes=3-9")
-    assert (status, part, headers["Content-Type"]) == (206, whole[3:10], "video/mp4")
+    assert (status, part, headers["Content-Type"]) == (206, original_bytes[3:10], "video/mp4")
     (folder.parent / "secret.mp4").write_bytes(b"secret")
     for path in (
         "/media/metadata.jsonl",
@@ -208,9 +208,9 @@ def test_an_edit_in_a_browser_lands_in_the_file(
         card.locator("button").click()
         sync_api.expect(card.locator(".now")).to_be_hidden()
         # By keys; and what cannot be trained on is refused, and still to be saved.
-        other = cards.nth(4).locator("textarea")
-        other.fill("a still")
-        other.press("Control+Enter")
+        second_textarea = cards.nth(4).locator("textarea")
+        second_textarea.fill("a still")
+        second_textarea.press("Control+Enter")
         sync_api.expect(cards.nth(4).locator(".findings .code")).to_have_text("trigger_missing")
         cards.nth(3).locator("textarea").fill("")
         cards.nth(3).locator("button").click()

@@ -20,7 +20,7 @@ def test_a_short_line_is_held_as_it_is() -> None:
 
 
 def test_a_long_line_is_held_by_means_and_extremes() -> None:
-    """A point stands for 50 of 100,000 values; a spike is among the highest, and what is not finite leaves a gap."""
+    """A point stands for 50 of 100,000 values; a spike is among the highest, and non-finite values leave a gap."""
     values = [float(step) for step in range(100_000)]
     values[31_234], values[70] = 1e9, math.nan
     assert joined(range(100_000))[:2, -1].tolist() == [49, 99]
@@ -65,8 +65,8 @@ def test_the_files_of_others_are_as_they_were_published() -> None:
     digests = re.findall(
         r"^([0-9a-f]{64})  (\S+)$", (folder / "README.md").read_text(), re.MULTILINE
     )
-    found = {path.name for path in folder.iterdir()}
-    assert {name for _, name in digests} == found - {"README.md"}
+    filenames = {path.name for path in folder.iterdir()}
+    assert {name for _, name in digests} == filenames - {"README.md"}
     for digest, name in digests:
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
 

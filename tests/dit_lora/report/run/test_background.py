@@ -13,8 +13,8 @@ from dit_lora.report.run.background import Reporting
 def test_a_page_of_a_run_that_goes_on_links_its_samples_and_the_last_one_holds_them(
     run_dir: Path,
 ) -> None:
-    said: list[str] = []
-    reporting = Reporting(run_dir, said.append)
+    messages: list[str] = []
+    reporting = Reporting(run_dir, messages.append)
     reporting.update()
     reporting._settle()
     page = (run_dir / "report.html").read_text()
@@ -25,7 +25,7 @@ def test_a_page_of_a_run_that_goes_on_links_its_samples_and_the_last_one_holds_t
     page = (run_dir / "report.html").read_text()
     assert "interrupted" in page
     assert page.count("data:video") == 3
-    assert said == []
+    assert messages == []
 
 
 def test_training_waits_for_no_report_and_one_is_written_at_a_time(
@@ -57,15 +57,15 @@ def test_an_error_of_any_kind_is_said_once_and_raised_never(
         raise KeyError("loss")
 
     monkeypatch.setattr(background, "write_run_page", write_run_page)
-    said: list[str] = []
-    reporting = Reporting(run_dir, said.append)
+    messages: list[str] = []
+    reporting = Reporting(run_dir, messages.append)
     for _ in range(3):
         reporting.update()
         reporting._settle()
-    assert said == ["warning: no report: KeyError: 'loss'"]
+    assert messages == ["warning: no report: KeyError: 'loss'"]
     assert reporting.finish() is None
-    assert len(said) == 2  # of the last one again
-    other = Reporting(run_dir, said.append, writes=False)  # another rank's
-    other.update()
-    assert other.finish() is None
-    assert len(said) == 2
+    assert len(messages) == 2  # of the last one again
+    other_reporting = Reporting(run_dir, messages.append, writes=False)  # another rank's
+    other_reporting.update()
+    assert other_reporting.finish() is None
+    assert len(messages) == 2

@@ -1,4 +1,4 @@
-"""Files that grow, are torn or are written anew are read on from where reading ended, as if read whole."""
+"""Files that grow, are truncated or are rewritten continue from the last position, with the result of a full read."""
 
 import json
 import math
@@ -51,20 +51,24 @@ def test_a_file_that_was_written_anew_is_read_from_its_beginning(tmp_path: Path,
 def test_a_reader_that_goes_on_finds_what_a_new_one_finds(run_dir: Path) -> None:
     path, reader = run_dir / "metrics.jsonl", RunReader(run_dir)
     reader.read()
-    for last, first in ((25, 1), (12, 1), (30, 9)):  # it grew, was rolled back, and repeats steps
+    for last_step, first_step in (
+        (25, 1),
+        (12, 1),
+        (30, 9),
+    ):  # it grew, was rolled back, and repeats steps
         write_lines(path, [metrics_line(step) for step in range(1, 13)])
         with path.open("a") as file:
-            for step in range(first, last + 1):
-                file.write(json.dumps(metrics_line(step, loss=last + step / 8)) + "\n")
+            for step in range(first_step, last_step + 1):
+                file.write(json.dumps(metrics_line(step, loss=last_step + step / 8)) + "\n")
         went_on, anew = reader.read(), RunReader(run_dir).read()
-        assert list(went_on.metrics.steps) == list(range(1, last + 1))
+        assert list(went_on.metrics.steps) == list(range(1, last_step + 1))
         assert repr(went_on.metrics.columns) == repr(anew.metrics.columns)  # NaN and all
         assert went_on.held_out == anew.held_out
 
 
 def test_the_fingerprint_changes_with_every_file_that_is_shown(run_dir: Path) -> None:
     reader = RunReader(run_dir)
-    seen = {reader.fingerprint()}
+    fingerprints = {reader.fingerprint()}
     for name in (
         "metrics.jsonl",
         "events.jsonl",
@@ -75,10 +79,10 @@ def test_the_fingerprint_changes_with_every_file_that_is_shown(run_dir: Path) ->
         path.parent.mkdir(exist_ok=True)
         with path.open("a") as file:
             file.write("{}\n")
-        seen.add(reader.fingerprint())
+        fingerprints.add(reader.fingerprint())
     (run_dir / "report.html").write_text("")
-    assert reader.fingerprint() in seen
-    assert len(seen) == 5
+    assert reader.fingerprint() in fingerprints
+    assert len(fingerprints) == 5
 
 
 @pytest.mark.parametrize(
@@ -95,8 +99,8 @@ def test_the_fingerprint_changes_with_every_file_that_is_shown(run_dir: Path) ->
 )
 def test_odd_lines_cost_no_more_than_themselves(line: dict[str, Any]) -> None:
     metrics = Metrics()
-    for one in (metrics_line(1), metrics_line(2), line, metrics_line(4)):
-        metrics.add(one)
+    for text_line in (metrics_line(1), metrics_line(2), line, metrics_line(4)):
+        metrics.add(text_line)
     assert metrics.steps[-1] == 4
     assert metrics.column("loss")[-1] == 1.8
     assert all(len(column) == len(metrics.steps) for column in metrics.columns.values())
@@ -141,7 +145,7 @@ def test_a_map_has_a_value_for_each_row_and_step() -> None:
     for step in (10, 20, 40):
         history.add(step, modules(step))
     history.add(50, {"blocks.1.to_q": {"grad_norm": 2.0}})
-    maps = {(one.grouping, one.statistic): one for one in heat_maps(history)}
+    maps = {(entry.grouping, entry.statistic): entry for entry in heat_maps(history)}
     assert len(maps) == 6
     norms = maps["by block", "gradient norm"]
     assert norms.steps == [10, 20, 40, 50]

@@ -31,9 +31,9 @@ def test_the_page_loads_nothing_and_runs_its_own_scripts_alone(run_dir: Path) ->
         for key, value in attributes.items()
         if key in ("src", "href", "srcset", "poster", "data", "action", "xlink:href")
     ]
-    own = [address for address in addresses if not address.startswith("#")]
-    assert len(own) == 4  # the empty icon and three videos
-    assert all(address.startswith("data:") for address in own)
+    local_addresses = [address for address in addresses if not address.startswith("#")]
+    assert len(local_addresses) == 4  # the empty icon and three videos
+    assert all(address.startswith("data:") for address in local_addresses)
     library, own_script = re.findall(r"<script>(.*?)</script>", page.source, re.DOTALL)
     assert library.startswith("/*! https://github.com/leeoniya/uPlot")
     assert not re.search(r"https?://|url\(|@import", page.source.replace(library, ""))
@@ -166,8 +166,8 @@ def test_what_a_prompt_is_made_from_is_shown_before_its_samples(
 ) -> None:
     folder = run_dir / "samples" / "references"
     folder.mkdir()
-    for place in (10, 2, 1):
-        Image.new("RGB", (9, 9), (place, 0, 0)).save(folder / f"prompt_00_{place}.jpg")
+    for step in (10, 2, 1):
+        Image.new("RGB", (9, 9), (step, 0, 0)).save(folder / f"prompt_00_{step}.jpg")
     (folder / "prompt_00_1.html").write_text("<script>window.hit=1</script>")
     (folder / "prompt_07_1.jpg").write_bytes(b"of no prompt that is sampled")
     page = report(run_dir)
@@ -175,7 +175,7 @@ def test_what_a_prompt_is_made_from_is_shown_before_its_samples(
     assert [(image["alt"] or "").split(":")[0] for image in images] == [
         *("reference 1", "reference 2", "reference 3"),
     ]
-    paths = [folder / f"prompt_00_{place}.jpg" for place in (1, 2, 10)]
+    paths = [folder / f"prompt_00_{position}.jpg" for position in (1, 2, 10)]
     prefix = "data:image/jpeg;base64,"
     decoded = [base64.b64decode((image["src"] or "").removeprefix(prefix)) for image in images]
     assert decoded == [path.read_bytes() for path in paths]
@@ -247,13 +247,13 @@ def test_events_are_listed_in_words(run_dir: Path) -> None:
 
 
 def test_what_is_missing_is_said_where_it_is_expected(tmp_path: Path) -> None:
-    """A folder with a recipe alone gives a page."""
+    """A folder with only a recipe gives a page."""
     (tmp_path / "config.yaml").write_text(
         "model: {family: cogvideox, path: x}\ntrain: {steps: 5}\n"
     )
     text = report(tmp_path).text
-    for words in ("Steps 0 of 5", "No step has been recorded", "No samples", "None recorded"):
-        assert words in text
+    for text_part in ("Steps 0 of 5", "No step has been recorded", "No samples", "None recorded"):
+        assert text_part in text
     assert "Not recorded: environment.json is absent" in text
 
 
@@ -286,20 +286,22 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(
 def test_the_report_appears_whole_or_not_at_all(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old page stays until the rename, and nothing is left beside the new one."""
+    """The old page stays until the rename, and no temporary file remains."""
     (run_dir / "report.html").write_text("old")
-    seen = []
+    observed = []
 
     def replace(source: Path, target: Path) -> None:
-        seen.append((target.read_text(encoding="utf-8"), Path(source).read_text(encoding="utf-8")))
+        observed.append(
+            (target.read_text(encoding="utf-8"), Path(source).read_text(encoding="utf-8"))
+        )
         source.rename(target)
 
     monkeypatch.setattr(os, "replace", replace)
     path = write_report(run_dir)
-    [(before, whole)] = seen
+    [(before, complete)] = observed
     assert before == "old"
-    assert whole == path.read_text(encoding="utf-8")
-    assert whole.rstrip().endswith("</html>")
+    assert complete == path.read_text(encoding="utf-8")
+    assert complete.rstrip().endswith("</html>")
     assert not [name for name in os.listdir(run_dir) if "partial" in name]
 
 
@@ -312,20 +314,24 @@ def test_a_report_that_cannot_be_written_is_one_line(run_dir: Path) -> None:
 
 def test_the_drawn_timesteps_are_shown_beside_the_losses(run_dir: Path) -> None:
     """Counts of all steps are added up; shares are of all samples."""
-    drawn = [{"0-49": 1, "950-999": 2}, {"950-999": 3}, {"0-49": 1, "100-149": 3}]
-    lines = [metrics_line(step, drawn_by_timestep=drawn[step % 3]) for step in range(1, 7)]
+    counts = [{"0-49": 1, "950-999": 2}, {"950-999": 3}, {"0-49": 1, "100-149": 3}]
+    lines = [metrics_line(step, drawn_by_timestep=counts[step % 3]) for step in range(1, 7)]
     write_lines(run_dir / "metrics.jsonl", lines)
     text = " ".join(report(run_dir).text.split())
     assert "Timesteps drawn share of 20 samples" in text
-    shown = text[text.index("Timesteps drawn") :]
-    for words in ("0\u201349 20% 4 drawn", "100\u2013149 30% 6 drawn", "950\u2013999 50% 10 drawn"):
-        assert words in shown
+    section = text[text.index("Timesteps drawn") :]
+    for text_part in (
+        "0\u201349 20% 4 drawn",
+        "100\u2013149 30% 6 drawn",
+        "950\u2013999 50% 10 drawn",
+    ):
+        assert text_part in section
 
 
 def test_a_chat_models_answers_and_losses_by_media_are_shown(run_dir: Path) -> None:
     shutil.rmtree(run_dir / "samples")
-    said = {0: "", 10: "in between", 20: "<b>a disc</b>"}
-    for step, answer in said.items():
+    texts = {0: "", 10: "in between", 20: "<b>a disc</b>"}
+    for step, answer in texts.items():
         folder = run_dir / "samples" / f"step_{step:06d}"
         folder.mkdir(parents=True)
         answers = [{"prompt": HOSTILE, "media": "/data/clips/a.mp4", "answer": answer}]

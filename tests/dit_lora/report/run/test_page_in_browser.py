@@ -92,7 +92,7 @@ class Opened:
             self.page.wait_for_timeout(30)
 
     def is_quiet(self, own: str) -> bool:
-        """Whether it said nothing and asked its own address alone."""
+        """Whether it printed nothing and requested only its own address."""
         foreign = [url for url in self.asked if not url.startswith((own, "data:"))]
         assert self.said == []
         assert foreign == []
@@ -148,13 +148,15 @@ def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) ->
     page.dispatch_event("#seek", "input")
     opened.wait_for(f"{VIDEOS}.every((one) => Math.abs(one.currentTime - one.duration / 2) < 0.05)")
     page.select_option("#right", "10")
-    shown = "[...document.querySelectorAll('.pair figure:not([hidden])')].map((one) => one.dataset.step)"
-    assert page.evaluate(shown) == ["0", "10"]
+    script = "[...document.querySelectorAll('.pair figure:not([hidden])')].map((one) => one.dataset.step)"
+    assert page.evaluate(script) == ["0", "10"]
     page.select_option("#mode", "slider")
-    boxes = [one.bounding_box() for one in page.query_selector_all(".pair figure:not([hidden])")]
+    boxes = [
+        figure.bounding_box() for figure in page.query_selector_all(".pair figure:not([hidden])")
+    ]
     assert boxes[0] == boxes[1]
     page.select_option("#mode", "all")
-    assert page.evaluate(shown) == ["0", "10", "20"]
+    assert page.evaluate(script) == ["0", "10", "20"]
 
 
 def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(
@@ -163,18 +165,22 @@ def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(
     opened = Opened(browser, report)
     page = opened.page
     chart = page.locator(".curves").first
-    said, tip, plot = chart.locator(".u-legend"), chart.locator(".tip"), chart.locator(".plot")
-    assert legend(said) == "step 20 training 1.1 held-out 2 each step 1"  # the last ones
+    legend_table, tip, plot = (
+        chart.locator(".u-legend"),
+        chart.locator(".tip"),
+        chart.locator(".plot"),
+    )
+    assert legend(legend_table) == "step 20 training 1.1 held-out 2 each step 1"  # the last ones
     assert not tip.is_visible()
     plot.scroll_into_view_if_needed()
     box = chart.locator(".u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
     # The means of steps 6 to 10, and step 10.
-    assert legend(said) == "step 10 training 1.6 held-out 2.5 at step 0 each step 1.5"
+    assert legend(legend_table) == "step 10 training 1.6 held-out 2.5 at step 0 each step 1.5"
     assert HOSTILE[:20] in tip.inner_text()
     plot.focus()
     page.keyboard.press("ArrowRight")
-    assert "training 1.55" in legend(said)
+    assert "training 1.55" in legend(legend_table)
     page.keyboard.press("Escape")
     assert not tip.is_visible()
     page.evaluate("document.getElementById('smoothing').value = 0")
@@ -192,11 +198,11 @@ def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(
 
 
 def legend(locator: Any) -> str:
-    """What is read under a chart, in the order that is seen."""
-    seen = """(legend) => [...legend.querySelectorAll('tr')]
+    """The legend text under a chart, in visual order."""
+    script = """(legend) => [...legend.querySelectorAll('tr')]
       .sort((a, b) => getComputedStyle(a).order - getComputedStyle(b).order)
       .map((row) => [...row.children].map((cell) => cell.innerText).join(' ')).join(' ')"""
-    return str(locator.evaluate(seen))
+    return str(locator.evaluate(script))
 
 
 def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(
@@ -211,8 +217,8 @@ def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(
 
     def first_step(chart: int) -> str:
         """What the left end of a chart is."""
-        other = page.locator(".u-over").nth(chart).bounding_box()
-        page.mouse.move(other["x"] + 1, other["y"] + 30)
+        overlay_bounds = page.locator(".u-over").nth(chart).bounding_box()
+        page.mouse.move(overlay_bounds["x"] + 1, overlay_bounds["y"] + 30)
         return legend(page.locator(".u-legend").nth(chart)).split(" ")[1]
 
     assert (first_step(0), first_step(1)) == ("0", "1")

@@ -1,4 +1,4 @@
-"""What the guard, the checks, the data and the modules said is told in words, however odd the files."""
+"""Sections of the guard, the checks, the data and the modules as text, also for malformed files."""
 
 import json
 import time
@@ -33,8 +33,8 @@ def test_a_verdict_is_told_in_full_words_and_marked_on_the_curves(run_dir: Path)
     assert "Op aten.bmm" in text
     assert "Timesteps 7, 900" in text
     assert "trail: a reaches 2e38 b is Inf" in text
-    said = "non finite gradient, fallback: finite with flash off"
-    assert page.data[0]["marks"] == [[8, said]]
+    detail = "non finite gradient, fallback: finite with flash off"
+    assert page.data[0]["marks"] == [[8, detail]]
     assert "1 fallback" in page.text
 
 
@@ -59,7 +59,7 @@ def test_verification_quarantine_data_and_audit_are_shown(run_dir: Path) -> None
     }
     record = {"adapter": "a", "passed": False, "checks": checks, "modules": modules}
     (run_dir / "verification.json").write_text(json.dumps(record))
-    left = {
+    left_out_events = {
         "sample_id": HOSTILE,
         "from_epoch": 2,
         "to_epoch": None,
@@ -67,7 +67,7 @@ def test_verification_quarantine_data_and_audit_are_shown(run_dir: Path) -> None
         "cause": "data",
         "reason": "NaN",
     }
-    write_lines(run_dir / "quarantine.jsonl", [left])
+    write_lines(run_dir / "quarantine.jsonl", [left_out_events])
     shape = {"frames": 9, "height": 32, "width": 48}
     bucket = {
         "shape": shape,
@@ -95,8 +95,8 @@ def test_verification_quarantine_data_and_audit_are_shown(run_dir: Path) -> None
     assert "29.to_q 0.2900" in result
     assert "All modules 30" in result
     assert "from 2 on data NaN" in page.text
-    shown = page.section("Data")
-    for words in (
+    section_text = page.section("Data")
+    for expected_text in (
         "samples 4",
         "Audit: reject 1",
         "too_short 1",
@@ -104,7 +104,7 @@ def test_verification_quarantine_data_and_audit_are_shown(run_dir: Path) -> None
         "Rejected 700 samples",
         "699 more",
     ):
-        assert words in shown
+        assert expected_text in section_text
     assert page.source.count("<script>") == 2
 
 
@@ -138,8 +138,8 @@ def test_statistics_of_modules_become_heat_maps(run_dir: Path) -> None:
     write_lines(run_dir / "metrics.jsonl", lines)
     page = report(run_dir)
     heat = [data for data in page.data if "rows" in data]
-    assert [one["steps"] for one in heat] == [[5, 10, 15, 20]] * 2
-    assert [len(one["rows"]) for one in heat] == [3, 1]  # by block, by layer
+    assert [heat_map["steps"] for heat_map in heat] == [[5, 10, 15, 20]] * 2
+    assert [len(heat_map["rows"]) for heat_map in heat] == [3, 1]  # by block, by layer
     assert [row[-1] for row in heat[0]["values"]] == [0.0, 0.1, 0.2]
     assert page.source.count("<script>") == 2
 
@@ -162,14 +162,14 @@ def test_the_recipes_own_file_is_compared_with_first_and_none_is_said() -> None:
     config["model"]["path"] = "elsewhere/mine"
     assert against_stock(config, None) is None
     for file in ("cogvideox.yaml", "smoke_cogvideox.yaml"):
-        found = against_stock(config, file)
-        assert found is not None
-        assert found.name == "smoke/cogvideox"
-        assert found.changed == []
+        comparison = against_stock(config, file)
+        assert comparison is not None
+        assert comparison.name == "smoke/cogvideox"
+        assert comparison.changed == []
 
 
 def test_a_long_run_is_bounded_in_size_and_time(run_dir: Path) -> None:
-    """Once read, a run of 10,000 steps is written anew in a fraction of a second, as large as one of 2,000."""
+    """Once read, a run of 10,000 steps is rewritten in a fraction of a second, and is as large as one of 2,000."""
     reader, sizes = RunReader(run_dir), []
     path = run_dir / "metrics.jsonl"
     for count in (2_000, 10_000):

@@ -1,4 +1,4 @@
-"""The served report answers to this machine alone, with the page and its samples, and nothing else of the disk."""
+"""The served report answers only this machine, with the page and its samples and no other file of the disk."""
 
 import http.client
 import json
@@ -69,26 +69,28 @@ def test_the_page_follows_the_run(server: ReportServer, run_dir: Path) -> None:
 def test_a_range_of_a_video_is_that_part_of_it(
     server: ReportServer, run_dir: Path, asked: str, first: int, last: int | None
 ) -> None:
-    whole = (run_dir / VIDEO[1:]).read_bytes()
+    video_bytes = (run_dir / VIDEO[1:]).read_bytes()
     status, body, headers = ask(server, VIDEO, Range=asked)
-    expected = whole[first:] if last is None else whole[first : last + 1]
+    expected = video_bytes[first:] if last is None else video_bytes[first : last + 1]
     assert (status, body) == (206, expected)
-    start = whole.index(expected)
-    assert headers["Content-Range"] == f"bytes {start}-{start + len(expected) - 1}/{len(whole)}"
+    start = video_bytes.index(expected)
+    assert (
+        headers["Content-Range"] == f"bytes {start}-{start + len(expected) - 1}/{len(video_bytes)}"
+    )
 
 
 def test_a_whole_video_its_head_and_ranges_that_it_does_not_have(
     server: ReportServer, run_dir: Path
 ) -> None:
-    whole = (run_dir / VIDEO[1:]).read_bytes()
+    video_bytes = (run_dir / VIDEO[1:]).read_bytes()
     status, body, headers = ask(server, VIDEO)
-    assert (status, body) == (200, whole)
+    assert (status, body) == (200, video_bytes)
     assert (headers["Accept-Ranges"], headers["Content-Type"]) == ("bytes", "video/mp4")
     status, body, headers = ask(server, VIDEO, "HEAD")
-    assert (status, body, headers["Content-Length"]) == (200, b"", str(len(whole)))
-    assert ask(server, VIDEO, Range=f"bytes={len(whole)}-")[0] == 416
+    assert (status, body, headers["Content-Length"]) == (200, b"", str(len(video_bytes)))
+    assert ask(server, VIDEO, Range=f"bytes={len(video_bytes)}-")[0] == 416
     assert ask(server, VIDEO, Range="bytes=9-5")[0] == 416
-    assert ask(server, VIDEO, Range="bytes=0-1,5-6")[1] == whole
+    assert ask(server, VIDEO, Range="bytes=0-1,5-6")[1] == video_bytes
 
 
 def test_what_samples_are_made_from_is_given_too(server: ReportServer, run_dir: Path) -> None:
@@ -141,10 +143,10 @@ def test_another_sites_name_for_this_machine_is_refused(server: ReportServer, ho
 
 
 def test_what_cannot_be_served_is_one_clear_line(run_dir: Path, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(DitLoraError, match=rf"port {port} cannot be used: .*--port"):
             ReportServer(run_dir, port)
     with pytest.raises(DitLoraError, match="is not a run"):
@@ -164,17 +166,17 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_with_a_line(run_dir: Path) -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     def tell(line: str) -> None:
-        told.append(line)
-        if len(told) == 1:
+        messages.append(line)
+        if len(messages) == 1:
             main = threading.main_thread().ident
             threading.Timer(0.3, lambda: signal.pthread_kill(main or 0, signal.SIGINT)).start()
 
     serve(run_dir, 0, tell)
-    assert "http://127.0.0.1:" in told[0]
-    assert told[1:] == ["ended"]
+    assert "http://127.0.0.1:" in messages[0]
+    assert messages[1:] == ["ended"]
     assert HOST == "127.0.0.1"
 
 
@@ -216,7 +218,7 @@ def test_a_client_that_hangs_up_leaves_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
     request_line: bytes,
 ) -> None:
-    """Whatever it is refused with; writing to it fails."""
+    """For every refusal: writing the reply fails."""
     failed = threading.Event()
 
     def broken(self: object, data: bytes) -> int:
@@ -225,12 +227,12 @@ def test_a_client_that_hangs_up_leaves_no_traceback(
 
     with (
         monkeypatch.context() as patch,
-        socket.create_connection((HOST, server.server_port)) as one,
+        socket.create_connection((HOST, server.server_port)) as connection,
     ):
         patch.setattr("socketserver._SocketWriter.write", broken)
-        one.sendall(request_line + b"\r\n\r\n")
+        connection.sendall(request_line + b"\r\n\r\n")
         assert failed.wait(100)
-        assert one.recv(1) == b""  # closed, its thread done
+        assert connection.recv(1) == b""  # closed, its thread done
     assert ask(server, "/state")[0] == 200
     assert capfd.readouterr().err == ""
 
@@ -246,7 +248,7 @@ def test_a_run_that_cannot_be_read_any_more_is_an_error_in_words(
 
 
 def test_an_address_that_is_none_is_refused(server: ReportServer) -> None:
-    with socket.create_connection((HOST, server.server_port), timeout=100) as one:
+    with socket.create_connection((HOST, server.server_port), timeout=100) as connection:
         host = f"Host: {HOST}:{server.server_port}"
-        one.sendall(f"GET http://[ HTTP/1.1\r\n{host}\r\n\r\n".encode())
-        assert one.recv(64).startswith(b"HTTP/1.1 400 ")
+        connection.sendall(f"GET http://[ HTTP/1.1\r\n{host}\r\n\r\n".encode())
+        assert connection.recv(64).startswith(b"HTTP/1.1 400 ")

@@ -95,8 +95,8 @@ def test_a_step_is_taken_once_and_by_its_own_page_alone(
     ):
         assert ask(server, "POST", "/export", body, **headers)[0] == status, body
     assert exports.asked == []
-    status, words = ask(server, "POST", "/export", {"token": token, "step": 4}, **origin)
-    assert (status, json.loads(words)) == (200, {"written": "exports/step_000004"})
+    status, message = ask(server, "POST", "/export", {"token": token, "step": 4}, **origin)
+    assert (status, json.loads(message)) == (200, {"written": "exports/step_000004"})
     file = folder / "checkpoints" / "step_000004" / "trainable.safetensors"
     assert exports.asked == [(file, "diffusers", folder / "exports" / "step_000004")]
     assert ask(server, "POST", "/export", {"token": token, "step": 4}, **origin)[0] == 422
@@ -145,10 +145,10 @@ def test_the_button_exports_the_step_that_is_chosen(
         page.click("#export")
         sync_api.expect(page.locator("#exported")).to_have_text("written: exports/step_000004")
         page.click("#export")
-        said = "not exported: step_000004 exists already"
-        sync_api.expect(page.locator("#exported")).to_have_text(said)
+        expected = "not exported: step_000004 exists already"
+        sync_api.expect(page.locator("#exported")).to_have_text(expected)
         page.goto(f"file://{write_report(folder)}")
         page.select_option("#take", "4")
         assert "step_000004 " in f"{page.locator('#take-line').text_content()} "
         browser.close()
-    assert [out.name for _, _, out in exports.asked] == ["step_000004"]
+    assert [path.name for _, _, path in exports.asked] == ["step_000004"]

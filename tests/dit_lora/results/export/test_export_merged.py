@@ -1,4 +1,4 @@
-"""A merged pipeline is base plus adapter for anybody who has Diffusers alone."""
+"""A merged pipeline is base plus adapter, and needs only Diffusers."""
 
 import json
 import shutil
@@ -42,8 +42,10 @@ MODELS = (
 
 
 def merged(one: Trained, **kwargs: Any) -> Path:
-    out = one.folder.parent / "merged"
-    return export(ExportRequest((one.folder,), "merged", out, model=str(one.base), **kwargs))
+    output_folder = one.folder.parent / "merged"
+    return export(
+        ExportRequest((one.folder,), "merged", output_folder, model=str(one.base), **kwargs)
+    )
 
 
 def copied(base: Path, out: Path, dtype: torch.dtype = torch.float32, shards: int = 1) -> Path:
@@ -59,9 +61,9 @@ def copied(base: Path, out: Path, dtype: torch.dtype = torch.float32, shards: in
         n: f"diffusion_pytorch_model-{n + 1:05}-of-{shards:05}.safetensors" for n in range(shards)
     }
     index = {name: names[number % shards] for number, name in enumerate(tensors)}
-    for own in names.values():
-        part = {name: tensors[name] for name in tensors if index[name] == own}
-        save_file(part, file.with_name(own), metadata={"format": "pt"})
+    for filename in names.values():
+        part = {name: tensors[name] for name in tensors if index[name] == filename}
+        save_file(part, file.with_name(filename), metadata={"format": "pt"})
     size = sum(tensor.nbytes for tensor in tensors.values())
     listed = {"metadata": {"total_size": size}, "weight_map": index}
     file.with_name(f"{WEIGHTS}.index.json").write_text(json.dumps(listed))
@@ -78,18 +80,18 @@ def test_stock_diffusers_loads_base_plus_adapter(
     family: str, variant: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     base = tiny_checkpoints[variant]
-    one = trained(family, base, tmp_path / "adapter", connector=True)
-    out = merged(one)
+    trained_adapter = trained(family, base, tmp_path / "adapter", connector=True)
+    output_folder = merged(trained_adapter)
     kind = VideoDiTPipeline if family == "video_dit" else DiffusionPipeline
-    pipeline: Any = kind.from_pretrained(out)
-    assert type(pipeline) is one.checkpoint.pipeline_class
-    updates, names = deltas(one.model), dict(one.model.named_parameters())
-    old, new = stored(base), stored(out)
+    pipeline: Any = kind.from_pretrained(output_folder)
+    assert type(pipeline) is trained_adapter.checkpoint.pipeline_class
+    updates, names = deltas(trained_adapter.model), dict(trained_adapter.model.named_parameters())
+    old, new = stored(base), stored(output_folder)
     assert old.keys() == new.keys()
     changed = set()
     for name, tensor in new.items():
-        own = names.get(name, names.get(f"{name.removesuffix('.weight')}.base_layer.weight"))
-        exact = old[name].double() if own is None else own.double()
+        parameter = names.get(name, names.get(f"{name.removesuffix('.weight')}.base_layer.weight"))
+        exact = old[name].double() if parameter is None else parameter.double()
         if name.removesuffix(".weight") in updates:
             exact = exact + updates[name.removesuffix(".weight")]
         assert tensor.dtype == old[name].dtype
@@ -101,36 +103,36 @@ def test_stock_diffusers_loads_base_plus_adapter(
     assert {f"{name}.weight" for name in updates} < changed
     loaded = pipeline.transformer.state_dict()
     assert all(torch.equal(loaded[name], tensor.float()) for name, tensor in new.items())
-    others = {p.relative_to(base) for p in base.rglob("*") if p.is_file()}
-    assert {p.relative_to(out) for p in out.rglob("*") if p.is_file()} == others | {
-        Path("dit_lora.json")
-    }
-    made = json.loads((out / "dit_lora.json").read_text())
-    assert made["exported"] == {"to": "merged"}
-    assert made["steps"] == 3
+    base_files = {p.relative_to(base) for p in base.rglob("*") if p.is_file()}
+    assert {
+        p.relative_to(output_folder) for p in output_folder.rglob("*") if p.is_file()
+    } == base_files | {Path("dit_lora.json")}
+    metadata = json.loads((output_folder / "dit_lora.json").read_text())
+    assert metadata["exported"] == {"to": "merged"}
+    assert metadata["steps"] == 3
 
 
 def test_half_precision_in_several_files_is_rounded_once(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Of W + s B A in fp64, not of W + the rounded product; what is not adapted keeps its bytes."""
+    """W + s B A is summed in fp64 and rounded once; weights without an adapter keep their bytes."""
     base = copied(tiny_checkpoints["cogvideox-2b"], tmp_path / "base", torch.bfloat16, shards=2)
     save_file({}, base / "transformer" / "diffusion_pytorch_model.fp16.safetensors")  # a variant
-    one = trained("cogvideox", base, tmp_path / "adapter", scale=0.05)
-    out = merged(one)
-    assert {p.name for p in (out / "transformer").iterdir()} == {
+    trained_adapter = trained("cogvideox", base, tmp_path / "adapter", scale=0.05)
+    output_folder = merged(trained_adapter)
+    assert {p.name for p in (output_folder / "transformer").iterdir()} == {
         "config.json",
         f"{WEIGHTS}.index.json",
         "diffusion_pytorch_model-00001-of-00002.safetensors",
         "diffusion_pytorch_model-00002-of-00002.safetensors",
     }
-    old, new, updates = stored(base), stored(out), deltas(one.model)
+    old, new, updates = stored(base), stored(output_folder), deltas(trained_adapter.model)
     once = twice = 0
     for layer, delta in updates.items():
         weight = old[f"{layer}.weight"].double()
-        found = new[f"{layer}.weight"]
-        once += int((found != (weight + delta).bfloat16()).sum())
-        twice += int((found != (weight + delta.bfloat16().double()).bfloat16()).sum())
+        merged_weight = new[f"{layer}.weight"]
+        once += int((merged_weight != (weight + delta).bfloat16()).sum())
+        twice += int((merged_weight != (weight + delta.bfloat16().double()).bfloat16()).sum())
     assert once <= 20  # of 32,768, where fp32 and fp64 are on two sides of a tie
     assert twice > 200
     assert all(torch.equal(old[n], new[n]) for n in old if n.removesuffix(".weight") not in updates)
@@ -140,19 +142,19 @@ def test_classes_that_training_added_are_in_the_pipeline(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     base = tiny_checkpoints["dit-tiny"]
-    one = trained("dit", base, tmp_path / "adapter")
+    trained_adapter = trained("dit", base, tmp_path / "adapter")
     rows = {name: t for name, t in stored(base).items() if "embedding_table" in name}
     count = len(next(iter(rows.values())))
     labels = json.loads((base / "model_index.json").read_text())["id2label"]
     grown = {**labels, str(count): "kitten"}  # behind the null class
-    made = {"family": "dit", "index": {"id2label": grown}}
-    file = one.folder / "pytorch_lora_weights.safetensors"
-    metadata = {"format": "pt", "dit_lora": json.dumps(made)}
+    table_metadata = {"family": "dit", "index": {"id2label": grown}}
+    file = trained_adapter.folder / "pytorch_lora_weights.safetensors"
+    metadata = {"format": "pt", "dit_lora": json.dumps(table_metadata)}
     tables = {name: torch.randn(count + 1, table.shape[1]) for name, table in rows.items()}
-    save_file(tables, one.folder / "base_weights.safetensors", metadata=metadata)
+    save_file(tables, trained_adapter.folder / "base_weights.safetensors", metadata=metadata)
     save_file(load_file(file), file, metadata=metadata)
-    out = merged(one)
-    pipeline: Any = DiffusionPipeline.from_pretrained(out)
+    output_folder = merged(trained_adapter)
+    pipeline: Any = DiffusionPipeline.from_pretrained(output_folder)
     assert pipeline.labels["kitten"] == count
     assert pipeline.transformer.config.num_embeds_ada_norm == count
     state = pipeline.transformer.state_dict()
@@ -163,21 +165,21 @@ def test_what_cannot_be_merged_leaves_nothing(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = copied(tiny_checkpoints["cogvideox-2b"], tmp_path / "base", torch.float16)
-    one = trained("cogvideox", base, tmp_path / "adapter", scale=500)
+    trained_adapter = trained("cogvideox", base, tmp_path / "adapter", scale=500)
     with pytest.raises(CheckFailedError, match=r"not finite once merged\n  - .*attn1"):
-        merged(one)
+        merged(trained_adapter)
     file = base / "transformer" / WEIGHTS
     weights = load_file(file)
     narrow = {n: t.to(torch.float8_e4m3fn) if "to_q" in n else t for n, t in weights.items()}
     save_file(narrow, file, metadata={"format": "pt"})
     with pytest.raises(DitLoraError, match=r"in fp32, bf16 or fp16, to merge into\n  - .*F8_E4M3"):
-        merged(one)
+        merged(trained_adapter)
     save_file(weights, file, metadata={"format": "pt"})
     config = json.loads((base / "transformer" / "config.json").read_text())
     quantised = {**config, "quantization_config": {"quant_method": "bitsandbytes"}}
     (base / "transformer" / "config.json").write_text(json.dumps(quantised))
     with pytest.raises(DitLoraError, match="is quantised; give --model the checkpoint"):
-        merged(one)
+        merged(trained_adapter)
     (base / "transformer" / "config.json").write_text(json.dumps(config))
     small = trained("cogvideox", base, tmp_path / "adapter", scale=0.05)
     monkeypatch.setattr(merge_pipeline, "_merged", lambda _name, tensor, *_: tensor)

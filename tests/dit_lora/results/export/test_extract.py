@@ -49,13 +49,13 @@ Files = Callable[[Path, Callable[[dict[str, torch.Tensor]], object]], Path]
 
 
 def merged(one: Trained, part: str = "") -> Path:
-    out = one.folder.parent / f"{one.folder.name}-merged"
-    return export(ExportRequest((one.folder,), "merged", out, model=str(one.base)))
+    output_folder = one.folder.parent / f"{one.folder.name}-merged"
+    return export(ExportRequest((one.folder,), "merged", output_folder, model=str(one.base)))
 
 
 def extracted(tuned: object, base: object, out: Path, rank: int = 4, **kwargs: Any) -> Any:
-    (found,) = extract(ExtractRequest(str(tuned), str(base), out, RankChoice(rank), **kwargs))
-    return found
+    (extraction,) = extract(ExtractRequest(str(tuned), str(base), out, RankChoice(rank), **kwargs))
+    return extraction
 
 
 def assert_near(found: Deltas, expected: Deltas, within: float = 1e-5) -> None:
@@ -68,13 +68,15 @@ def assert_near(found: Deltas, expected: Deltas, within: float = 1e-5) -> None:
 
 def output(step: TinyStep, model: nn.Module) -> torch.Tensor:
     """What the transformer returns for the batch of two, called as its family calls it."""
-    seen: list[Any] = []
-    handle = model.eval().register_forward_hook(lambda _module, _args, out: seen.append(out))
+    outputs: list[Any] = []
+    handle = model.eval().register_forward_hook(
+        lambda _module, _args, result: outputs.append(result)
+    )
     with torch.no_grad():
         step.losses(model, step.batch)
     handle.remove()
-    found = seen[-1][0]
-    return torch.stack(found) if isinstance(found, list) else found
+    actual = outputs[-1][0]
+    return torch.stack(actual) if isinstance(actual, list) else actual
 
 
 @pytest.mark.parametrize(("family", "variant", "targets"), MODELS)
@@ -86,34 +88,40 @@ def test_a_merged_adapter_comes_back(
     tmp_path: Path,
 ) -> None:
     """At its own rank, alpha included; the stock pipeline with it computes what the merged model computes."""
-    one = trained(family, tiny_checkpoints[variant], tmp_path / "adapter", targets=targets)
-    whole, out = merged(one), tmp_path / "back"
-    found = extracted(whole, one.base, out)
-    expected = deltas(one.model)
+    trained_adapter = trained(
+        family, tiny_checkpoints[variant], tmp_path / "adapter", targets=targets
+    )
+    merged_folder, output_folder = merged(trained_adapter), tmp_path / "back"
+    extraction = extracted(merged_folder, trained_adapter.base, output_folder)
+    expected = deltas(trained_adapter.model)
     if targets:
         shapes = {delta.shape[2:] for delta in expected.values()}
         assert len(shapes) > 1
-    assert {layer.name for layer in found.layers} == expected.keys()
-    assert found.energy == pytest.approx(1, abs=1e-10)
-    assert not found.left_out
-    pipeline = with_lora(one.checkpoint.pipeline(torch.float32, text=False))
+    assert {layer.name for layer in extraction.layers} == expected.keys()
+    assert extraction.energy == pytest.approx(1, abs=1e-10)
+    assert not extraction.left_out
+    pipeline = with_lora(trained_adapter.checkpoint.pipeline(torch.float32, text=False))
     step = tiny_step(tiny_checkpoints, variant)
     before = output(step, pipeline.transformer)
-    pipeline.load_lora_weights(out)
+    pipeline.load_lora_weights(output_folder)
     loaded = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
     assert_near(loaded, expected)
-    model = one.checkpoint.transformer_class.from_pretrained(whole, subfolder="transformer")
-    wanted = output(step, model)
-    assert (before - wanted).abs().max() > 1e-2
-    torch.testing.assert_close(output(step, pipeline.transformer), wanted, rtol=1e-4, atol=1e-4)
-    made = read_provenance(out / ADAPTER_FILE)
-    assert (made["family"], made["base_model"], made["rank"], made["alpha"]) == (
-        *(family, one.base.name),
+    model = trained_adapter.checkpoint.transformer_class.from_pretrained(
+        merged_folder, subfolder="transformer"
+    )
+    expected_output = output(step, model)
+    assert (before - expected_output).abs().max() > 1e-2
+    torch.testing.assert_close(
+        output(step, pipeline.transformer), expected_output, rtol=1e-4, atol=1e-4
+    )
+    metadata = read_provenance(output_folder / ADAPTER_FILE)
+    assert (metadata["family"], metadata["base_model"], metadata["rank"], metadata["alpha"]) == (
+        *(family, trained_adapter.base.name),
         *(4, 4),
     )
-    assert len(made["transformer_digest"]) == 64
-    assert made["extracted"]["from"] == whole.name
-    assert str(tmp_path) not in json.dumps(made)
+    assert len(metadata["transformer_digest"]) == 64
+    assert metadata["extracted"]["from"] == merged_folder.name
+    assert str(tmp_path) not in json.dumps(metadata)
 
 
 @pytest.fixture
@@ -152,13 +160,13 @@ def tune(tensors: dict[str, torch.Tensor], names: tuple[str, ...] = LAYERS) -> N
 def test_what_a_rank_keeps_is_what_svd_says(base: Path, tmp_path: Path) -> None:
     """Against `torch.linalg.svd` of each whole difference; what no LoRA holds is listed with its share."""
     tuned = changed(base, tmp_path / "tuned", tune)
-    old, new = (load_file(one / "transformer" / WEIGHTS) for one in (base, tuned))
+    old, new = (load_file(folder / "transformer" / WEIGHTS) for folder in (base, tuned))
     change = {n: new[n].double() - old[n].double() for n in old if not new[n].equal(old[n])}
     squares = {name: delta.square().sum().item() for name, delta in change.items()}
-    found = extracted(tuned, base, tmp_path / "out")
+    extraction = extracted(tuned, base, tmp_path / "out")
     stored = load_file(tmp_path / "out" / ADAPTER_FILE)
-    kept = 0.0
-    for layer in found.layers:
+    kept_energy = 0.0
+    for layer in extraction.layers:
         u, s, v = torch.linalg.svd(change[f"{layer.name}.weight"], full_matrices=False)
         best = (u[:, :4] * s[:4]) @ v[:4]
         a, b = (stored[f"transformer.{layer.name}.lora_{side}.weight"].double() for side in "AB")
@@ -166,19 +174,19 @@ def test_what_a_rank_keeps_is_what_svd_says(base: Path, tmp_path: Path) -> None:
         share = (s[:4].square().sum() / s.square().sum()).item()
         assert 0.5 < share < 0.99
         assert layer.energy == pytest.approx(share, rel=1e-9)
-        kept += s[:4].square().sum().item()
+        kept_energy += s[:4].square().sum().item()
     layers = sum(squares[f"{name}.weight"] for name in LAYERS)
-    assert found.energy == pytest.approx(kept / layers, rel=1e-9)
-    assert found.of_all == pytest.approx(kept / sum(squares.values()), rel=1e-9)
-    record = found.record()
+    assert extraction.energy == pytest.approx(kept_energy / layers, rel=1e-9)
+    assert extraction.of_all == pytest.approx(kept_energy / sum(squares.values()), rel=1e-9)
+    record = extraction.record()
     assert record["left_out"] == {
         name: pytest.approx(squares[name] / sum(squares.values()))
         for name in ("norm_final.weight", "proj_out.bias")
     }
-    words = "\n".join(found.lines())
-    assert "rank 4 keeps " in words
+    report = "\n".join(extraction.lines())
+    assert "rank 4 keeps " in report
     assert re.search(
-        r"no LoRA holds what changed in these 2 tensors, [\d.]+% of all:\n  \w+\.\w+: ", words
+        r"no LoRA holds what changed in these 2 tensors, [\d.]+% of all:\n  \w+\.\w+: ", report
     )
 
 
@@ -186,10 +194,10 @@ def test_a_share_of_the_energy_chooses_each_layers_rank(base: Path, tmp_path: Pa
     """The smallest that keeps it; a stock pipeline scales every layer as it was."""
     tuned = changed(base, tmp_path / "tuned", tune)
     request = ExtractRequest(str(tuned), str(base), tmp_path / "out", RankChoice(energy=0.9))
-    (found,) = extract(request)
-    old, new = (load_file(one / "transformer" / WEIGHTS) for one in (base, tuned))
+    (extraction,) = extract(request)
+    old, new = (load_file(folder / "transformer" / WEIGHTS) for folder in (base, tuned))
     ranks = {}
-    for layer in found.layers:
+    for layer in extraction.layers:
         name = f"{layer.name}.weight"
         energies = torch.linalg.svdvals(new[name].double() - old[name].double()).square()
         reached = energies.cumsum(0) / energies.sum()
@@ -204,33 +212,35 @@ def test_a_share_of_the_energy_chooses_each_layers_rank(base: Path, tmp_path: Pa
         u, s, v = torch.linalg.svd(new[f"{name}.weight"].double() - old[f"{name}.weight"].double())
         best = (u[:, : ranks[name]] * s[: ranks[name]]) @ v[: ranks[name]]
         assert (delta - best).norm() <= 1e-6 * best.norm()
-    words = next(iter(found.lines()))
-    assert words.startswith(f"ranks {min(ranks.values())} to {max(ranks.values())} keep ")
+    report = next(iter(extraction.lines()))
+    assert report.startswith(f"ranks {min(ranks.values())} to {max(ranks.values())} keep ")
 
 
 def test_both_experts_come_back_in_a_file_each(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     base = tiny_checkpoints["wan-2.2-t2v-a14b"]
-    one = trained("wan", base, tmp_path / "adapter")
+    trained_adapter = trained("wan", base, tmp_path / "adapter")
     (tmp_path / "both").mkdir()
     header = {"part": "transformer", "family": "wan"}
     for name, part in (("high_noise", "transformer"), ("low_noise", "transformer_2")):
         metadata = {"format": "pt", "dit_lora": json.dumps({**header, "part": part})}
-        with safe_open(one.folder / ADAPTER_FILE, framework="pt") as opened:
+        with safe_open(trained_adapter.folder / ADAPTER_FILE, framework="pt") as opened:
             metadata = {**opened.metadata(), **metadata}
-        tensors = load_file(one.folder / ADAPTER_FILE)
+        tensors = load_file(trained_adapter.folder / ADAPTER_FILE)
         if part == "transformer_2":
             tensors = {n: -2 * t if "lora_B" in n else t for n, t in tensors.items()}
         save_file(tensors, tmp_path / "both" / f"x_{name}.safetensors", metadata=metadata)
-    whole = tmp_path / "whole"
-    export(ExportRequest((tmp_path / "both",), "merged", whole, model=str(base)))
-    found = extract(ExtractRequest(str(whole), str(base), tmp_path / "out", RankChoice(4)))
-    assert [one.part for one in found] == ["transformer", "transformer_2"]
+    merged_folder = tmp_path / "whole"
+    export(ExportRequest((tmp_path / "both",), "merged", merged_folder, model=str(base)))
+    extraction = extract(
+        ExtractRequest(str(merged_folder), str(base), tmp_path / "out", RankChoice(4))
+    )
+    assert [entry.part for entry in extraction] == ["transformer", "transformer_2"]
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == ["out_high_noise.safetensors", "out_low_noise.safetensors"]
-    expected = deltas(one.model)
-    pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+    expected = deltas(trained_adapter.model)
+    pipeline = trained_adapter.checkpoint.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path / "out" / files[0])
     pipeline.load_lora_weights(tmp_path / "out" / files[1], load_into_transformer_2=True)
     assert_near({n: d for n, d in deltas(pipeline.transformer).items() if d.any()}, expected)
@@ -238,12 +248,12 @@ def test_both_experts_come_back_in_a_file_each(
     assert_near(low, {n: -2 * d for n, d in expected.items()})
     # Of one expert alone, what is written is one adapter.
     only = tmp_path / "only"
-    first = str(one.folder)
+    first_folder = str(trained_adapter.folder)
     header_of = read_provenance(tmp_path / "out" / files[1])
     assert header_of["part"] == "transformer_2"
-    export(ExportRequest((Path(first),), "merged", only, model=str(base)))
-    (alone,) = extract(ExtractRequest(str(only), str(base), tmp_path / "one", RankChoice(4)))
-    assert alone.part == "transformer"
+    export(ExportRequest((Path(first_folder),), "merged", only, model=str(base)))
+    (single,) = extract(ExtractRequest(str(only), str(base), tmp_path / "one", RankChoice(4)))
+    assert single.part == "transformer"
     assert [path.name for path in (tmp_path / "one").iterdir()] == [ADAPTER_FILE]
 
 
@@ -252,9 +262,9 @@ def test_single_files_and_folders_of_a_transformer(
 ) -> None:
     """By Diffusers' names, with ComfyUI's prefix, and by the published model's own; the pipeline gives the configs."""
     base = tiny_checkpoints["ltx-video"]
-    one = trained("ltx_video", base, tmp_path / "adapter")
-    tuned = merged(one) / "transformer"
-    expected = deltas(one.model)
+    trained_adapter = trained("ltx_video", base, tmp_path / "adapter")
+    tuned = merged(trained_adapter) / "transformer"
+    expected = deltas(trained_adapter.model)
     tensors = load_file(tuned / WEIGHTS)
     prefixed = tmp_path / "prefixed.safetensors"
     save_file({f"model.diffusion_model.{n}": t for n, t in tensors.items()}, prefixed)
@@ -273,12 +283,12 @@ def test_single_files_and_folders_of_a_transformer(
         (published, base, {}),
     )
     for number, (ours, theirs, more) in enumerate(cases):
-        out = tmp_path / f"out{number}"
-        extracted(ours, theirs, out, **more)
-        pipeline = one.checkpoint.pipeline(torch.float32, text=False)
-        pipeline.load_lora_weights(out)
+        output_folder = tmp_path / f"out{number}"
+        extracted(ours, theirs, output_folder, **more)
+        pipeline = trained_adapter.checkpoint.pipeline(torch.float32, text=False)
+        pipeline.load_lora_weights(output_folder)
         assert_near(deltas(pipeline.transformer), expected)
-        assert read_provenance(out / ADAPTER_FILE)["base_model"] == base.name
+        assert read_provenance(output_folder / ADAPTER_FILE)["base_model"] == base.name
 
 
 def own_name(name: str) -> str:
@@ -303,16 +313,16 @@ def test_what_cannot_be_extracted_is_said_in_a_line(
     base: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     tuned = changed(base, tmp_path / "tuned", tune)
-    out = ("--out", tmp_path / "out")
-    four = ("--rank", 4, *out)
+    out_option = ("--out", tmp_path / "out")
+    four = ("--rank", 4, *out_option)
     assert "do not differ: there is nothing to extract" in refused(base, base, *four)
     sana = tiny_checkpoints["sana-600m"]
     assert "a SanaTransformer2DModel in transformer, and CogVideoXTransformer3DModel" in refused(
         sana, base, *four
     )
     wide = changed(base, tmp_path / "wide", lambda t: t.update({"proj_out.bias": torch.ones(7)}))
-    said = refused(wide, base, *four)
-    assert said.splitlines()[1:] == ["  - proj_out.bias: [7], the model has [16]"]
+    message = refused(wide, base, *four)
+    assert message.splitlines()[1:] == ["  - proj_out.bias: [7], the model has [16]"]
     torn = changed(base, tmp_path / "torn", lambda t: t.pop("proj_out.bias"))
     assert "  - proj_out.bias: not there, the model has [16]" in refused(base, torn, *four)
     more = changed(base, tmp_path / "more", lambda t: t.update({"extra": torch.ones(2)}))
@@ -326,18 +336,18 @@ def test_what_cannot_be_extracted_is_said_in_a_line(
     bad = changed(base, tmp_path / "bad", lambda t: t["proj_out.weight"].fill_(float("nan")))
     assert "proj_out.weight: not finite in one of the checkpoints" in refused(bad, base, *four)
     norms = changed(base, tmp_path / "norms", lambda t: t["norm_final.weight"].add_(1))
-    said = refused(norms, base, *four)
-    assert said.startswith("no layer of ")
-    assert said.endswith("differs from " + str(base) + "; these do\n  - norm_final.weight")
-    said = refused(tuned, base, "--rank", 500, *out)
-    assert said.startswith("--rank 500 is above the size of these layers; give at most ")
-    assert len(said.splitlines()) == 1 + len(LAYERS)
+    message = refused(norms, base, *four)
+    assert message.startswith("no layer of ")
+    assert message.endswith("differs from " + str(base) + "; these do\n  - norm_final.weight")
+    message = refused(tuned, base, "--rank", 500, *out_option)
+    assert message.startswith("--rank 500 is above the size of these layers; give at most ")
+    assert len(message.splitlines()) == 1 + len(LAYERS)
     assert "--rank takes a number above 0, or auto; got 0" in refused(
-        tuned, base, "--rank", 0, *out
+        tuned, base, "--rank", 0, *out_option
     )
     assert "--energy is for --rank auto" in refused(tuned, base, *four, "--energy", 0.5)
     assert "--energy is a share above 0 and up to 1; got 2" in refused(
-        tuned, base, "--rank", "auto", "--energy", 2, *out
+        tuned, base, "--rank", "auto", "--energy", 2, *out_option
     )
     assert "is no checkpoint; give a pipeline's folder" in refused(tmp_path, base, *four)
     assert "exists already; give another folder" in refused(
@@ -355,6 +365,6 @@ def test_json_says_all_of_it(base: Path, tmp_path: Path) -> None:
     command = ["extract", str(tuned), str(base), "--rank", "3", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
     (record,) = json.loads(result.stdout)
-    assert {one["name"]: one["rank"] for one in record["layers"]} == dict.fromkeys(LAYERS, 3)
-    shares = [one["share"] for one in record["layers"]] + list(record["left_out"].values())
+    assert {layer["name"]: layer["rank"] for layer in record["layers"]} == dict.fromkeys(LAYERS, 3)
+    shares = [layer["share"] for layer in record["layers"]] + list(record["left_out"].values())
     assert sum(shares) == pytest.approx(1)

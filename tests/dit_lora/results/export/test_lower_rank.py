@@ -1,4 +1,4 @@
-"""A LoRA in a lower rank is the best one of that rank, whatever form it came in."""
+"""A LoRA in a lower rank is the best one of that rank, for every input format."""
 
 import json
 from pathlib import Path
@@ -43,45 +43,58 @@ def test_the_update_is_the_nearest_of_that_rank(
     tmp_path: Path,
 ) -> None:
     """By `torch.linalg.svd` of every product, alpha over rank in it; as the stock pipeline loads it."""
-    one = trained(family, tiny_checkpoints[variant], tmp_path / "adapter", targets=targets, rank=6)
-    found = lowered(one.folder, one, tmp_path / "out", RankChoice(2))
-    pipeline = with_lora(one.checkpoint.pipeline(torch.float32, text=False))
+    trained_adapter = trained(
+        family, tiny_checkpoints[variant], tmp_path / "adapter", targets=targets, rank=6
+    )
+    lowered_result = lowered(
+        trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(2)
+    )
+    pipeline = with_lora(trained_adapter.checkpoint.pipeline(torch.float32, text=False))
     pipeline.load_lora_weights(tmp_path / "out")
     loaded = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
-    expected = deltas(one.model)
+    expected = deltas(trained_adapter.model)
     assert loaded.keys() == expected.keys()
-    kept = whole = 0.0
-    for layer in found.layers:
+    kept_energy = total_energy = 0.0
+    for layer in lowered_result.layers:
         delta = expected[layer.name]
         u, s, v = torch.linalg.svd(delta.flatten(1), full_matrices=False)
         best = ((u[:, :2] * s[:2]) @ v[:2]).reshape(delta.shape)
         assert (loaded[layer.name] - best).norm() <= 1e-6 * best.norm()
         assert layer.energy == pytest.approx((s[:2].square().sum() / s.square().sum()).item())
         assert layer.energy < 0.9
-        kept, whole = kept + s[:2].square().sum().item(), whole + s.square().sum().item()
-    assert found.energy == pytest.approx(kept / whole)
-    made = read_provenance(tmp_path / "out" / ADAPTER_FILE)
-    assert (made["rank"], made["alpha"], made["steps"]) == (2, 2, 3)
-    assert made["resized"] == {"rank": 6, "alpha": 7, "energy": pytest.approx(kept / whole)}
+        kept_energy, total_energy = (
+            kept_energy + s[:2].square().sum().item(),
+            total_energy + s.square().sum().item(),
+        )
+    assert lowered_result.energy == pytest.approx(kept_energy / total_energy)
+    metadata = read_provenance(tmp_path / "out" / ADAPTER_FILE)
+    assert (metadata["rank"], metadata["alpha"], metadata["steps"]) == (2, 2, 3)
+    assert metadata["resized"] == {
+        "rank": 6,
+        "alpha": 7,
+        "energy": pytest.approx(kept_energy / total_energy),
+    }
 
 
 def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """`add_weighted_adapter` with `svd`: of whole products, without their energy, and of two adapters at least."""
-    one = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=6)
-    lowered(one.folder, one, tmp_path / "out", RankChoice(3))
+    trained_adapter = trained(
+        "cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=6
+    )
+    lowered(trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(3))
     stored = load_file(tmp_path / "out" / ADAPTER_FILE)
-    config = one.model.peft_config["default"]
+    config = trained_adapter.model.peft_config["default"]
     assert isinstance(config, LoraConfig)
-    wrapped = PeftModel(hollow_of(one.checkpoint), config, adapter_name="six")
-    own = dict(one.model.named_parameters())
+    wrapped = PeftModel(hollow_of(trained_adapter.checkpoint), config, adapter_name="six")
+    parameters = dict(trained_adapter.model.named_parameters())
     with torch.no_grad():
         for name, parameter in wrapped.base_model.model.named_parameters():
             if ".six." in name:
-                parameter.copy_(own[name.replace(".six.", ".default.")])
+                parameter.copy_(parameters[name.replace(".six.", ".default.")])
     wrapped.base_model.add_weighted_adapter(
         ["six", "six"], [0.5, 0.5], "three", combination_type="svd", svd_rank=3
     )
-    for name in deltas(one.model):
+    for name in deltas(trained_adapter.model):
         layer = wrapped.base_model.model.get_submodule(name)
         theirs = layer.get_delta_weight("three").double()
         a, b = (stored[f"transformer.{name}.lora_{side}.weight"].double() for side in "AB")
@@ -92,19 +105,21 @@ def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: 
 def test_forms_of_other_trainers_and_base_weights(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """ComfyUI's, kohya's and PEFT's forms all give the file of Diffusers' form; what trained beside it stays."""
+    """ComfyUI's, kohya's and PEFT's formats all give the file of Diffusers' format; other trained weights stay."""
     base = tiny_checkpoints["cogvideox-2b"]
-    one = trained("cogvideox", base, tmp_path / "adapter", rank=6)
-    lowered(one.folder, one, tmp_path / "out", RankChoice(2))
+    trained_adapter = trained("cogvideox", base, tmp_path / "adapter", rank=6)
+    lowered(trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(2))
     expected = load_file(tmp_path / "out" / ADAPTER_FILE)
     for form in ("comfyui", "kohya", "peft"):
-        source = export(ExportRequest((one.folder,), form, tmp_path / form, model=str(base)))
+        source = export(
+            ExportRequest((trained_adapter.folder,), form, tmp_path / form, model=str(base))
+        )
         target = source if form == "peft" else source / f"{form}.safetensors"
-        lowered(target, one, tmp_path / f"{form}-2", RankChoice(2))
-        found = load_file(tmp_path / f"{form}-2" / ADAPTER_FILE)
-        assert found.keys() == expected.keys()
-        for name in found:
-            torch.testing.assert_close(found[name].abs(), expected[name].abs())
+        lowered(target, trained_adapter, tmp_path / f"{form}-2", RankChoice(2))
+        tensors = load_file(tmp_path / f"{form}-2" / ADAPTER_FILE)
+        assert tensors.keys() == expected.keys()
+        for name in tensors:
+            torch.testing.assert_close(tensors[name].abs(), expected[name].abs())
     wide = trained("cogvideox", base, tmp_path / "wide", rank=6, connector=True)
     lowered(wide.folder, wide, tmp_path / "wide-2", RankChoice(2))
     before, after = (load_file(f / BASE_FILE) for f in (wide.folder, tmp_path / "wide-2"))
@@ -113,27 +128,31 @@ def test_forms_of_other_trainers_and_base_weights(
 
 
 def test_each_layers_own_rank_by_energy(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    one = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=8)
-    found = lowered(one.folder, one, tmp_path / "out", RankChoice(energy=0.8))
-    assert all(0.8 <= layer.energy < 1 for layer in found.layers)
-    less = {layer.name: layer.stored.rank - 1 for layer in found.layers}
-    for name, delta in deltas(one.model).items():
+    trained_adapter = trained(
+        "cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=8
+    )
+    lowered_result = lowered(
+        trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(energy=0.8)
+    )
+    assert all(0.8 <= layer.energy < 1 for layer in lowered_result.layers)
+    less = {layer.name: layer.stored.rank - 1 for layer in lowered_result.layers}
+    for name, delta in deltas(trained_adapter.model).items():
         energies = torch.linalg.svdvals(delta).square()
         assert energies[: less[name]].sum() < 0.8 * energies.sum()
     assert len(set(less.values())) > 1
-    made = read_provenance(tmp_path / "out" / ADAPTER_FILE)
-    ranks = {made["rank"], *made["rank_pattern"].values()}
-    assert ranks == {layer.stored.rank for layer in found.layers}
+    metadata = read_provenance(tmp_path / "out" / ADAPTER_FILE)
+    ranks = {metadata["rank"], *metadata["rank_pattern"].values()}
+    assert ranks == {layer.stored.rank for layer in lowered_result.layers}
 
 
 def test_a_sum_is_lowered_and_written_in_any_form(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     base = tiny_checkpoints["cogvideox-2b"]
-    one = trained("cogvideox", base, tmp_path / "one", rank=4)
+    trained_adapter = trained("cogvideox", base, tmp_path / "one", rank=4)
     two = trained("cogvideox", base, tmp_path / "two", rank=3, seed=2)
     request = ExportRequest(
-        (one.folder, two.folder),
+        (trained_adapter.folder, two.folder),
         "comfyui",
         tmp_path / "out",
         weights=(1.0, -0.5),
@@ -141,10 +160,10 @@ def test_a_sum_is_lowered_and_written_in_any_form(
         rank=RankChoice(2),
     )
     (result,) = export_and_report(request)
-    first, second = deltas(one.model), deltas(two.model)
-    assert {layer.name for layer in result.layers} == first.keys()
+    first_deltas, second = deltas(trained_adapter.model), deltas(two.model)
+    assert {layer.name for layer in result.layers} == first_deltas.keys()
     for layer in result.layers:
-        u, s, v = torch.linalg.svd(first[layer.name] - 0.5 * second[layer.name])
+        u, s, v = torch.linalg.svd(first_deltas[layer.name] - 0.5 * second[layer.name])
         best = (u[:, :2] * s[:2]) @ v[:2]
         stored = layer.stored.b.double() @ layer.stored.a.double()
         assert (stored - best).norm() <= 1e-6 * best.norm()
@@ -156,14 +175,16 @@ def test_a_sum_is_lowered_and_written_in_any_form(
 def test_a_layer_without_an_update_stays_without_one(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    one = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=4)
-    file = one.folder / ADAPTER_FILE
+    trained_adapter = trained(
+        "cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=4
+    )
+    file = trained_adapter.folder / ADAPTER_FILE
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
     tensors = load_file(file)
     name = next(name for name in tensors if ".lora_B." in name)
     save_file({**tensors, name: torch.zeros_like(tensors[name])}, file, metadata=metadata)
-    result = lowered(one.folder, one, tmp_path / "out", RankChoice(2))
+    result = lowered(trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(2))
     (layer,) = [layer for layer in result.layers if not layer.whole]
     assert layer.energy == 1
     assert f"  {layer.name}: 100%, rank 2" in list(result.lines())
@@ -173,37 +194,54 @@ def test_what_has_no_lower_rank_is_refused_in_one_line(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     base = tiny_checkpoints["cogvideox-2b"]
-    one = trained("cogvideox", base, tmp_path / "adapter")
+    trained_adapter = trained("cogvideox", base, tmp_path / "adapter")
 
     def refused(target: Path, *more: object) -> str:
         arguments = ["export", target, "--model", base, *more]
-        result = CliRunner().invoke(app, [str(one) for one in arguments])
+        result = CliRunner().invoke(app, [str(entry) for entry in arguments])
         assert isinstance(result.exception, DitLoraError), result.output
         return str(result.exception)
 
-    out = ("--out", tmp_path / "out")
-    assert "--rank 4 lowers nothing: the ranks of " in refused(one.folder, "--rank", 4, *out)
-    assert "no file or folder" in refused(tmp_path / "gone", "--rank", 2, *out)
+    output_folder = ("--out", tmp_path / "out")
+    assert "--rank 4 lowers nothing: the ranks of " in refused(
+        trained_adapter.folder, "--rank", 4, *output_folder
+    )
+    assert "no file or folder" in refused(tmp_path / "gone", "--rank", 2, *output_folder)
     (tmp_path / "bare").mkdir()
-    assert "no adapter in" in refused(tmp_path / "bare", "--rank", 2, *out)
-    assert "is a whole pipeline, not an adapter" in refused(base, "--rank", 2, *out)
-    stray = {**load_file(one.folder / ADAPTER_FILE), "gone.lora_A.weight": torch.ones(4, 8)}
+    assert "no adapter in" in refused(tmp_path / "bare", "--rank", 2, *output_folder)
+    assert "is a whole pipeline, not an adapter" in refused(base, "--rank", 2, *output_folder)
+    stray = {
+        **load_file(trained_adapter.folder / ADAPTER_FILE),
+        "gone.lora_A.weight": torch.ones(4, 8),
+    }
     save_file(stray, tmp_path / "stray.safetensors")
     assert "layers are not in the model" in refused(
-        tmp_path / "stray.safetensors", "--rank", 2, *out
+        tmp_path / "stray.safetensors", "--rank", 2, *output_folder
     )
-    assert "exists already" in refused(one.folder, "--rank", 2, "--out", base)
-    merged = refused(one.folder, "--rank", 2, "--to", "merged", *out)
+    assert "exists already" in refused(trained_adapter.folder, "--rank", 2, "--out", base)
+    merged = refused(trained_adapter.folder, "--rank", 2, "--to", "merged", *output_folder)
     assert "a merged checkpoint has no rank" in merged
-    assert refused(one.folder, "--energy", 0.9, *out) == "--energy goes with --rank"
-    assert refused(one.folder, "--json", *out) == "--json goes with --rank"
+    assert (
+        refused(trained_adapter.folder, "--energy", 0.9, *output_folder)
+        == "--energy goes with --rank"
+    )
+    assert refused(trained_adapter.folder, "--json", *output_folder) == "--json goes with --rank"
     dora = trained("cogvideox", base, tmp_path / "dora", kind="dora")
-    assert "is of the kind dora" in refused(dora.folder, "--rank", 2, *out)
+    assert "is of the kind dora" in refused(dora.folder, "--rank", 2, *output_folder)
     assert not (tmp_path / "out").exists()
     result = CliRunner().invoke(
         app,
-        ["export", str(one.folder), "--model", str(base), "--rank", "2", *map(str, out), "--json"],
+        [
+            "export",
+            str(trained_adapter.folder),
+            "--model",
+            str(base),
+            "--rank",
+            "2",
+            *map(str, output_folder),
+            "--json",
+        ],
         catch_exceptions=False,
     )
     (record,) = json.loads(result.stdout)
-    assert len(record["layers"]) == len(deltas(one.model))
+    assert len(record["layers"]) == len(deltas(trained_adapter.model))

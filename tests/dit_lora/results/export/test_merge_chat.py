@@ -1,4 +1,4 @@
-"""A merged checkpoint is the adapted model, for anybody who has Transformers alone."""
+"""A merged checkpoint is the adapted model, and needs only Transformers."""
 
 import json
 from pathlib import Path
@@ -51,28 +51,33 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_stock_transformers_loads_the_adapted_model(name: str, tmp_path: Path) -> None:
-    base, out, said = tmp_path / "base", tmp_path / "out", list[str]()
+    base, output_folder, messages = tmp_path / "base", tmp_path / "out", list[str]()
     model = saved_base(name, base)
     before = logits(model, name)
     expected = logits(trained(model, name, tmp_path / "adapter"), name)
     # None of ours is a class of Transformers.
-    given = {"model_class": type(model)} if name == "videochat2" else {}
-    assert merge_adapter(tmp_path / "adapter", base, out, **given, on_progress=said.append) == out
-    loaded, info = type(model).from_pretrained(out, output_loading_info=True)
+    merge_options = {"model_class": type(model)} if name == "videochat2" else {}
+    assert (
+        merge_adapter(
+            tmp_path / "adapter", base, output_folder, **merge_options, on_progress=messages.append
+        )
+        == output_folder
+    )
+    loaded, info = type(model).from_pretrained(output_folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     torch.testing.assert_close(logits(loaded.eval(), name), expected, rtol=1e-5, atol=1e-5)
     assert (before - expected).abs().max() > 0.1
-    assert said == ["loading base in float32", "merging 3 layers", f"writing {out}"]
-    assert json.loads((out / "dit_lora.json").read_text()) == {"steps": 3}
-    assert {p.name for p in out.iterdir() if "model" not in p.name} == {
+    assert messages == ["loading base in float32", "merging 3 layers", f"writing {output_folder}"]
+    assert json.loads((output_folder / "dit_lora.json").read_text()) == {"steps": 3}
+    assert {p.name for p in output_folder.iterdir() if "model" not in p.name} == {
         *(p.name for p in base.iterdir() if "model" not in p.name),
         "dit_lora.json",
     }
-    assert (out / "generation_config.json").read_bytes() == (
+    assert (output_folder / "generation_config.json").read_bytes() == (
         base / "generation_config.json"
     ).read_bytes()
-    assert {k: v.dtype for k, v in stored(out).items()} == {
+    assert {k: v.dtype for k, v in stored(output_folder).items()} == {
         k: v.dtype for k, v in stored(base).items()
     }
 
@@ -131,51 +136,51 @@ def test_a_checkpoint_in_two_dtypes_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:
-    base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
+    base, adapter, output_folder = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
     model = saved_base("mistral", base, torch.float16)
     trained(model, "mistral", adapter, scale=3e3)
     with pytest.raises(
         CheckFailedError, match=r"not finite once merged in torch\.float16\n  - .*v_proj"
     ):
-        merge_adapter(adapter, base, out)
+        merge_adapter(adapter, base, output_folder)
     lora = load_file(adapter / "adapter_model.safetensors")
     lora.popitem()
     save_file(lora, adapter / "adapter_model.safetensors")
     with pytest.raises(DitLoraError, match="is of another model"):
-        merge_adapter(adapter, base, out)
+        merge_adapter(adapter, base, output_folder)
     config = json.loads((base / "config.json").read_text())
-    for changed, said in (
+    for changed, expected_message in (
         ({"architectures": ["NoSuchModel"]}, "Transformers has no class NoSuchModel"),
         ({"quantization_config": {}}, "is quantised"),
     ):
         (base / "config.json").write_text(json.dumps({**config, **changed}))
-        with pytest.raises(DitLoraError, match=said):
-            merge_adapter(adapter, base, out)
+        with pytest.raises(DitLoraError, match=expected_message):
+            merge_adapter(adapter, base, output_folder)
     with pytest.raises(DitLoraError, match="is quantised"):  # whatever the family's class is
-        merge_adapter(adapter, base, out, model_class=type(model))
+        merge_adapter(adapter, base, output_folder, model_class=type(model))
     (base / "config.json").write_text(json.dumps(config))
     for file in base.glob("*.safetensors"):
         file.unlink()
     with pytest.raises(DitLoraError, match=r"needs model\*\.safetensors in fp32.*got none"):
-        merge_adapter(adapter, base, out)
+        merge_adapter(adapter, base, output_folder)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
-    out.mkdir()
+    output_folder.mkdir()
     with pytest.raises(DitLoraError, match="out exists already"):
-        merge_adapter(adapter, base, out)
+        merge_adapter(adapter, base, output_folder)
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         "dora",
-        *(pytest.param(one, marks=pytest.mark.thorough) for one in ("lokr", "loha", "oft")),
+        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("lokr", "loha", "oft")),
     ],
 )
 def test_every_kind_of_adapter_is_merged_and_loaded_as_trained(kind: Any, tmp_path: Path) -> None:
-    name, base, out = next(iter(MODELS)), tmp_path / "base", tmp_path / "out"
+    name, base, output_folder = next(iter(MODELS)), tmp_path / "base", tmp_path / "out"
     model = saved_base(name, base)
-    how: dict[str, Any] = {"block_size": 4} if kind == "oft" else {"rank": 3, "alpha": 5}
-    lora = LoraConfig(kind=kind, targets=("v_proj", "o_proj"), **how)
+    kind_options: dict[str, Any] = {"block_size": 4} if kind == "oft" else {"rank": 3, "alpha": 5}
+    lora = LoraConfig(kind=kind, targets=("v_proj", "o_proj"), **kind_options)
     before = logits(model, name)
     attach_lora(model, lora, (), seed=0, within=WITHIN[name])
     torch.testing.assert_close(logits(model, name), before)
@@ -183,9 +188,9 @@ def test_every_kind_of_adapter_is_merged_and_loaded_as_trained(kind: Any, tmp_pa
     save_chat_adapter(model, tmp_path / "adapter", {"steps": 3})
     expected = logits(model, name)
     assert (before - expected).abs().max() > 0.05
-    given = {"model_class": type(model)} if name == "videochat2" else {}
-    merge_adapter(tmp_path / "adapter", base, out, **given)
-    merged = type(model).from_pretrained(out).eval()
+    merge_options = {"model_class": type(model)} if name == "videochat2" else {}
+    merge_adapter(tmp_path / "adapter", base, output_folder, **merge_options)
+    merged = type(model).from_pretrained(output_folder).eval()
     torch.testing.assert_close(logits(merged, name), expected, rtol=1e-4, atol=1e-4)
     fresh = type(model).from_pretrained(base)
     load_chat_adapter(fresh, tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""Adapters of other kinds than LoRA in every form that reads them; what is merged is what PEFT computes."""
+"""Adapters of other kinds than LoRA in every format that reads them; merged weights equal PEFT's."""
 
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,15 @@ def layers(model: Any) -> dict[str, Any]:
 def test_merged_weights_are_what_the_adapted_layers_compute(
     kind: Kind, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    made = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
-    out = export(ExportRequest((made.folder,), "merged", tmp_path / "out", model=str(made.base)))
-    found = get_family("flux2").open(ModelConfig(family="flux2", path=str(out)))
-    merged = found.load_transformer(torch.float32)
-    adapted = layers(made.model)
+    trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
+    output_folder = export(
+        ExportRequest(
+            (trained_adapter.folder,), "merged", tmp_path / "out", model=str(trained_adapter.base)
+        )
+    )
+    checkpoint = get_family("flux2").open(ModelConfig(family="flux2", path=str(output_folder)))
+    merged = checkpoint.load_transformer(torch.float32)
+    adapted = layers(trained_adapter.model)
     assert len(adapted) > 4
     for name, layer in adapted.items():
         plain = merged.get_submodule(name)
@@ -58,21 +62,29 @@ def test_merged_weights_are_what_the_adapted_layers_compute(
 def test_it_goes_to_peft_and_back_bit_for_bit(
     kind: Kind, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    made = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
-    out = export(ExportRequest((made.folder,), "peft", tmp_path / "out", model=str(made.base)))
-    fresh = made.checkpoint.load_transformer(torch.float32)
-    loaded = layers(peft.PeftModel.from_pretrained(fresh, str(out)).eval())
-    for name, layer in layers(made.model).items():
+    trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
+    output_folder = export(
+        ExportRequest(
+            (trained_adapter.folder,), "peft", tmp_path / "out", model=str(trained_adapter.base)
+        )
+    )
+    fresh = trained_adapter.checkpoint.load_transformer(torch.float32)
+    loaded = layers(peft.PeftModel.from_pretrained(fresh, str(output_folder)).eval())
+    for name, layer in layers(trained_adapter.model).items():
         x = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(len(name)))
         assert torch.equal(loaded[name](x), layer(x))
-    again = ExportRequest((out,), "diffusers", tmp_path / "again", model=str(made.base))
+    request = ExportRequest(
+        (output_folder,), "diffusers", tmp_path / "again", model=str(trained_adapter.base)
+    )
     if kind in FILES:
-        first, last = (load_file(written(kind, one)) for one in (made.folder, export(again)))
-        assert first.keys() == last.keys()
-        assert all(torch.equal(first[key], last[key]) for key in first)
+        original, round_trip = (
+            load_file(written(kind, folder)) for folder in (trained_adapter.folder, export(request))
+        )
+        assert original.keys() == round_trip.keys()
+        assert all(torch.equal(original[key], round_trip[key]) for key in original)
     else:
         with pytest.raises(DitLoraError, match=f"nothing reads {kind} in this form"):
-            export(again)
+            export(request)
 
 
 def comfyui_delta(own: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
@@ -88,19 +100,23 @@ def comfyui_delta(own: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tens
 def test_comfyui_adds_the_same_update(
     kind: Kind, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    made = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter", rank=2, alpha=5)
-    out = export(ExportRequest((made.folder,), "comfyui", tmp_path / "out", model=str(made.base)))
-    tensors = load_file(out / "out.safetensors")
+    trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter", rank=2, alpha=5)
+    output_folder = export(
+        ExportRequest(
+            (trained_adapter.folder,), "comfyui", tmp_path / "out", model=str(trained_adapter.base)
+        )
+    )
+    tensors = load_file(output_folder / "out.safetensors")
     names = get_family("flux2").comfyui
     claimed = set()
-    for name, layer in layers(made.model).items():
+    for name, layer in layers(trained_adapter.model).items():
         key = f"{names.of(name)}."
-        own = {n.removeprefix(key): t for n, t in tensors.items() if n.startswith(key)}
-        claimed |= {f"{key}{one}" for one in own}
+        layer_tensors = {n.removeprefix(key): t for n, t in tensors.items() if n.startswith(key)}
+        claimed |= {f"{key}{suffix}" for suffix in layer_tensors}
         shape = layer.get_base_layer().weight.shape
         delta = layer.get_delta_weight("default")
         assert delta.abs().max() > 1e-4
-        torch.testing.assert_close(comfyui_delta(own, shape), delta)
+        torch.testing.assert_close(comfyui_delta(layer_tensors, shape), delta)
     assert claimed == tensors.keys()
 
 
@@ -116,18 +132,26 @@ def test_comfyui_adds_the_same_update(
 def test_a_form_that_reads_no_such_kind_is_refused_by_name(
     kind: Kind, form: Any, words: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    made = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
+    trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
     with pytest.raises(DitLoraError, match=words):
-        export(ExportRequest((made.folder,), form, tmp_path / "out", model=str(made.base)))
+        export(
+            ExportRequest(
+                (trained_adapter.folder,), form, tmp_path / "out", model=str(trained_adapter.base)
+            )
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_lora_is_neither_weighted_nor_added(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    one = adapter_of("lokr", tiny_checkpoints, tmp_path / "one")
+    trained_adapter = adapter_of("lokr", tiny_checkpoints, tmp_path / "one")
     request = ExportRequest(
-        (one.folder,), "diffusers", tmp_path / "out", (0.5,), model=str(one.base)
+        (trained_adapter.folder,),
+        "diffusers",
+        tmp_path / "out",
+        (0.5,),
+        model=str(trained_adapter.base),
     )
     with pytest.raises(DitLoraError, match=r"LoRAs alone are weighted and added up.*\n.*lokr"):
         export(request)
@@ -145,13 +169,17 @@ def test_what_is_no_lora_is_neither_weighted_nor_added(
 def test_a_file_that_does_not_fit_is_refused_by_name(
     spoil: Any, words: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    made = adapter_of("lokr", tiny_checkpoints, tmp_path / "one", rank=1)
-    file = written("lokr", made.folder)
+    trained_adapter = adapter_of("lokr", tiny_checkpoints, tmp_path / "one", rank=1)
+    file = written("lokr", trained_adapter.folder)
     tensors = load_file(file)
     name = next(key for key in tensors if "lokr_w1" in key)
-    rest = {key: one for key, one in tensors.items() if key != name}
-    save_file(rest | spoil(name, tensors[name]), file, {"lora_adapter_metadata": _metadata(file)})
-    request = ExportRequest((made.folder,), "peft", tmp_path / "out", model=str(made.base))
+    other_tensors = {key: tensor for key, tensor in tensors.items() if key != name}
+    save_file(
+        other_tensors | spoil(name, tensors[name]), file, {"lora_adapter_metadata": _metadata(file)}
+    )
+    request = ExportRequest(
+        (trained_adapter.folder,), "peft", tmp_path / "out", model=str(trained_adapter.base)
+    )
     with pytest.raises((CheckFailedError, DitLoraError), match=words):
         export(request)
 

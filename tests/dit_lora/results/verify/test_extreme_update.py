@@ -28,8 +28,8 @@ def test_an_extreme_update_passes_where_it_is_meant(
             "optim.groups.adapter.lr=10",
             *more,
         )
-        own = (f"data.cache={tmp_path / 'cache'}", f"run.dir={tmp_path / name}")
-        lora_main([str(SMOKES / "cogvideox.yaml"), *args, *own])
+        overrides = (f"data.cache={tmp_path / 'cache'}", f"run.dir={tmp_path / name}")
+        lora_main([str(SMOKES / "cogvideox.yaml"), *args, *overrides])
 
     with pytest.raises(DitLoraError) as caught:
         trained("refused")
@@ -38,5 +38,5 @@ def test_an_extreme_update_passes_where_it_is_meant(
     trained("meant", "guard.allow_extreme_update=true")
     assert json.loads((tmp_path / "meant" / VERIFICATION_FILE).read_text())["passed"]
     for more, code in (([], 1), (["--allow-extreme-update"], 0)):
-        told = CliRunner().invoke(app, ["verify", str(tmp_path / "refused"), *more])
-        assert told.exit_code == code, told.output
+        result = CliRunner().invoke(app, ["verify", str(tmp_path / "refused"), *more])
+        assert result.exit_code == code, result.output

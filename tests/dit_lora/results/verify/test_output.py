@@ -1,4 +1,4 @@
-"""What is noted of a model's output tells an adapter that acts otherwise from rounding."""
+"""The recorded model output separates an adapter that acts differently from rounding error."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_an_effect_below_rounding_is_compared_at_a_multiple_of_its_scale(
 
 @pytest.fixture(scope="module")
 def noted_at_other_levels(tiny_checkpoints: dict[str, Path]) -> tuple[Any, Any, dict[str, Any]]:
-    """The checkpoint, its model, and the output that a run with a shift of its own notes of it."""
+    """The checkpoint, its model, and the output recorded by a run with another timestep shift."""
     path = str(tiny_checkpoints["sd3.5-medium"])
     checkpoint: Any = get_family("sd3").open(ModelConfig(family="sd3", path=path))
     shifted = replace(checkpoint, objective=replace(checkpoint.objective, shift=9.0))
@@ -80,7 +80,7 @@ def noted_at_other_levels(tiny_checkpoints: dict[str, Path]) -> tuple[Any, Any, 
 def test_an_output_is_compared_at_the_noise_level_that_it_was_noted_at(
     noted_at_other_levels: tuple[Any, Any, dict[str, Any]],
 ) -> None:
-    """Whatever the checkpoint's own default is: `train.timesteps` is no part of it."""
+    """Independent of the checkpoint's default: `train.timesteps` does not take part."""
     checkpoint, model, noted = noted_at_other_levels
     (level,) = noted["inputs"]["draw/timestep"]["values"]
     assert 0 < level < 1
@@ -94,17 +94,21 @@ def test_a_file_that_does_not_say_its_noise_level_is_judged_by_the_bases_digest(
 ) -> None:
     checkpoint, model, noted = noted_at_other_levels
     stock = DiffusionStock(checkpoint)
-    sizes = {k: one for k, one in noted["inputs"].items() if not k.startswith("draw/")}
+    sizes = {k: value for k, value in noted["inputs"].items() if not k.startswith("draw/")}
     earlier = {**noted, "inputs": sizes}
-    same = compare_output(stock, model, earlier, torch.float32, "the base", digest=stock.digest())
-    assert same.passed
-    assert same.words.startswith("not compared: its file is of an earlier version")
-    other = compare_output(stock, model, earlier, torch.float32, "the base", digest="0" * 64)
-    assert not other.passed
-    assert "the base differs" in other.words
-    assert "did not record the noise level" in other.words
+    same_base = compare_output(
+        stock, model, earlier, torch.float32, "the base", digest=stock.digest()
+    )
+    assert same_base.passed
+    assert same_base.words.startswith("not compared: its file is of an earlier version")
+    other_base = compare_output(stock, model, earlier, torch.float32, "the base", digest="0" * 64)
+    assert not other_base.passed
+    assert "the base differs" in other_base.words
+    assert "did not record the noise level" in other_base.words
     # A file that says it has no such excuse.
     inputs = {**noted["inputs"], "draw/timestep": {"values": [0.01], "dtype": "float32"}}
     moved = {**noted, "inputs": inputs}
-    wrong = compare_output(stock, model, moved, torch.float32, "the base", digest=stock.digest())
-    assert not wrong.passed
+    moved_result = compare_output(
+        stock, model, moved, torch.float32, "the base", digest=stock.digest()
+    )
+    assert not moved_result.passed

@@ -45,10 +45,10 @@ def run(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """A finished run of a tiny CogVideoX that keeps averages and trains some of the base."""
-    out = tmp_path_factory.mktemp("verify")
+    output_folder = tmp_path_factory.mktemp("verify")
     args = quick(
         shape_clips,
-        out,
+        output_folder,
         f"model.path={tiny_checkpoints['cogvideox-2b']}",
         "train.ema=0.9",
         "optim.groups.connector={lr: 1.0e-3}",
@@ -57,7 +57,7 @@ def run(
     with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
         lora_main([str(SMOKES / "cogvideox.yaml"), *args])
     said["cogvideox"] = heard.getvalue()
-    return out / "run"
+    return output_folder / "run"
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,11 @@ def chat_run(
     lora_main: Main, tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A finished run of a tiny VideoChat2, which trains a LoRA and base weights."""
-    out = tmp_path_factory.mktemp("verify_chat")
+    output_folder = tmp_path_factory.mktemp("verify_chat")
     base = tiny_checkpoints["videochat2-mistral"]
-    args = common("videochat2", base, write_data(out / "data"), out)
-    lora_main([*args, f"run.dir={out / 'run'}", "train.steps=2", "guard.preflight=false"])
-    return out / "run"
+    args = common("videochat2", base, write_data(output_folder / "data"), output_folder)
+    lora_main([*args, f"run.dir={output_folder / 'run'}", "train.steps=2", "guard.preflight=false"])
+    return output_folder / "run"
 
 
 def test_a_run_verifies_its_own_result_and_says_so(run: Path, said: dict[str, str]) -> None:
@@ -81,7 +81,7 @@ def test_a_run_verifies_its_own_result_and_says_so(run: Path, said: dict[str, st
     assert str(run.parent) not in json.dumps(record)
     modules = record["modules"]
     assert len(modules) == 8
-    assert all(0 < one["relative"] < 0.1 for one in modules)
+    assert all(0 < module["relative"] < 0.1 for module in modules)
     (line,) = [line for line in said["cogvideox"].splitlines() if line.startswith("verified: ")]
     assert line.startswith("verified: 8 modules, update ")
     assert line.endswith("% of their weights; output as trained")
@@ -96,11 +96,11 @@ def test_the_command_finds_what_the_run_found(run: Path) -> None:
         record = json.loads(result.stdout)
         assert record["modules"] == written["modules"]
         assert record["checks"].keys() == written["checks"].keys()
-    told = CliRunner().invoke(app, ["verify", str(run)]).stdout
-    assert "takes all 16 tensors of 8 modules, and 16 base weights beside it" in told
-    assert "rank 4, alpha 8, as header and provenance say: updates are scaled by 2" in told
-    assert "as trained: " in told
-    assert told.endswith("every check passed\n")
+    output = CliRunner().invoke(app, ["verify", str(run)]).stdout
+    assert "takes all 16 tensors of 8 modules, and 16 base weights beside it" in output
+    assert "rank 4, alpha 8, as header and provenance say: updates are scaled by 2" in output
+    assert "as trained: " in output
+    assert output.endswith("every check passed\n")
 
 
 def nan(tensors: Tensors, _header: dict[str, str]) -> None:
@@ -167,8 +167,11 @@ def rank(tensors: Tensors, _header: dict[str, str]) -> None:
 def swapped(tensors: Tensors, _header: dict[str, str]) -> None:
     """Two layers of equal size exchanged, which no other check can see."""
     for part in ("lora_A", "lora_B"):
-        one, other = f"{BLOCK}.{part}.weight", f"{BLOCK.replace('to_q', 'to_v')}.{part}.weight"
-        tensors[one], tensors[other] = tensors[other], tensors[one]
+        first_key, second_key = (
+            f"{BLOCK}.{part}.weight",
+            f"{BLOCK.replace('to_q', 'to_v')}.{part}.weight",
+        )
+        tensors[first_key], tensors[second_key] = tensors[second_key], tensors[first_key]
 
 
 DIFFUSION: dict[Change, tuple[set[str], str]] = {
@@ -197,12 +200,14 @@ DIFFUSION: dict[Change, tuple[set[str], str]] = {
 def test_what_is_wrong_with_a_diffusion_adapter_is_named(
     change: Change, run: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    failed, words = DIFFUSION[change]
+    failed, expected_message = DIFFUSION[change]
     folder = changed(run / "adapter", tmp_path / "adapter", change)
-    found = verify_adapter(folder, str(tiny_checkpoints["cogvideox-2b"]))
-    assert failing(found) == failed, found.lines()
-    assert any(words in check.words for check in found.checks.values()), found.lines()
-    assert not found.passed
+    verification = verify_adapter(folder, str(tiny_checkpoints["cogvideox-2b"]))
+    assert failing(verification) == failed, verification.lines()
+    assert any(expected_message in check.words for check in verification.checks.values()), (
+        verification.lines()
+    )
+    assert not verification.passed
 
 
 def test_the_command_exits_1_where_a_check_fails(
@@ -220,10 +225,12 @@ def test_the_command_exits_1_where_a_check_fails(
 def test_another_base_is_named_and_not_the_adapter(run: Path, tmp_path: Path) -> None:
     get_family("cogvideox").build_tiny("cogvideox-2b", tmp_path / "other", 1)
     # What was trained of the base comes with the adapter: the rest differs.
-    found = verify_adapter(run, str(tmp_path / "other"))
-    assert failing(found) == {"output"}
-    assert "the base differs: without the adapter its output is" in found.checks["output"].words
-    assert "cogvideox-2b, with --model" in found.checks["output"].words
+    verification = verify_adapter(run, str(tmp_path / "other"))
+    assert failing(verification) == {"output"}
+    assert (
+        "the base differs: without the adapter its output is" in verification.checks["output"].words
+    )
+    assert "cogvideox-2b, with --model" in verification.checks["output"].words
 
 
 def test_base_weights_are_checked_too(
@@ -238,15 +245,15 @@ def test_base_weights_are_checked_too(
         tensors["proj_in.weight"] = torch.ones(2)
 
     bad = changed(run / "adapter", tmp_path / "bad", not_finite, BASE_FILE)
-    found = verify_adapter(bad, base)
-    assert failing(found) == {"finite", "output"}
-    assert "proj_out.weight has 1 Inf" in found.checks["finite"].words
-    other = changed(run / "adapter", tmp_path / "other", unknown, BASE_FILE)
-    found = verify_adapter(other, base)
-    assert "proj_in.weight" in found.checks["keys"].words
+    verification = verify_adapter(bad, base)
+    assert failing(verification) == {"finite", "output"}
+    assert "proj_out.weight has 1 Inf" in verification.checks["finite"].words
+    changed_folder = changed(run / "adapter", tmp_path / "other", unknown, BASE_FILE)
+    verification = verify_adapter(changed_folder, base)
+    assert "proj_in.weight" in verification.checks["keys"].words
     (tmp_path / "other" / BASE_FILE).unlink()  # the base as it was before
-    found = verify_adapter(other, base)
-    assert "the base differs" in found.checks["output"].words
+    verification = verify_adapter(changed_folder, base)
+    assert "the base differs" in verification.checks["output"].words
 
 
 def test_an_adapter_of_others_passes_and_says_what_it_does_not_say(
@@ -256,10 +263,10 @@ def test_an_adapter_of_others_passes_and_says_what_it_does_not_say(
         header.clear()
 
     folder = changed(run / "adapter", tmp_path / "adapter", stranger)
-    found = verify_adapter(folder, str(tiny_checkpoints["cogvideox-2b"]))
-    assert found.passed, found.lines()
-    assert "alpha 4, not recorded, so that alpha is rank" in found.checks["scale"].words
-    assert found.checks["output"].words.startswith("not recorded")
+    verification = verify_adapter(folder, str(tiny_checkpoints["cogvideox-2b"]))
+    assert verification.passed, verification.lines()
+    assert "alpha 4, not recorded, so that alpha is rank" in verification.checks["scale"].words
+    assert verification.checks["output"].words.startswith("not recorded")
     with pytest.raises(DitLoraError, match="does not say where its base model is; give --model"):
         verify_adapter(folder)
 
@@ -281,10 +288,10 @@ def test_what_cannot_be_checked_is_one_line_and_an_exit_code(
         (adapter, str(tiny_checkpoints["sana-600m"]), 2, "is a SanaPipeline checkpoint; family"),
         (tiny_checkpoints["cogvideox-2b"], base, 2, "--model does not apply"),
     ]
-    for target, model, code, words in cases:
-        with pytest.raises(DitLoraError, match=words) as caught:
+    for target, model, code, expected_message in cases:
+        with pytest.raises(DitLoraError, match=expected_message) as caught:
             verify_adapter(target, model)
-        assert caught.value.exit_code == code, words
+        assert caught.value.exit_code == code, expected_message
         assert "\n" not in str(caught.value)
 
 
@@ -315,7 +322,7 @@ def test_a_result_that_fails_ends_the_run_with_1_and_stays(
     assert (tmp_path / "run" / "report.html").is_file()
     record = json.loads((tmp_path / "run" / VERIFICATION_FILE).read_text())
     assert not record["passed"]
-    assert {name for name, one in record["checks"].items() if not one["passed"]} == {
+    assert {name for name, check in record["checks"].items() if not check["passed"]} == {
         "scale",
         "output",
     }
@@ -324,10 +331,10 @@ def test_a_result_that_fails_ends_the_run_with_1_and_stays(
 def test_a_chat_run_and_the_command_agree(chat_run: Path) -> None:
     written = json.loads((chat_run / VERIFICATION_FILE).read_text())
     assert written["passed"], written
-    found = verify_adapter(chat_run)
-    assert found.passed, found.lines()
-    assert found.record()["modules"] == written["modules"]
-    assert "takes all 30 tensors of 15 modules, and" in found.checks["keys"].words
+    verification = verify_adapter(chat_run)
+    assert verification.passed, verification.lines()
+    assert verification.record()["modules"] == written["modules"]
+    assert "takes all 30 tensors of 15 modules, and" in verification.checks["keys"].words
 
 
 def chat_nan(tensors: Tensors, _header: dict[str, str]) -> None:
@@ -353,11 +360,13 @@ CHAT: dict[Change, tuple[set[str], str]] = {
 def test_what_is_wrong_with_a_chat_adapter_is_named(
     change: Change, chat_run: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    failed, words = CHAT[change]
+    failed, expected_message = CHAT[change]
     folder = changed(chat_run / "adapter", tmp_path / "adapter", change, CHAT_FILE)
-    found = verify_adapter(folder, str(tiny_checkpoints["videochat2-mistral"]))
-    assert failing(found) == failed, found.lines()
-    assert any(words in check.words for check in found.checks.values()), found.lines()
+    verification = verify_adapter(folder, str(tiny_checkpoints["videochat2-mistral"]))
+    assert failing(verification) == failed, verification.lines()
+    assert any(expected_message in check.words for check in verification.checks.values()), (
+        verification.lines()
+    )
 
 
 def test_the_scale_and_the_base_of_a_chat_adapter_are_checked(
@@ -366,13 +375,13 @@ def test_the_scale_and_the_base_of_a_chat_adapter_are_checked(
     folder = Path(shutil.copytree(chat_run / "adapter", tmp_path / "adapter"))
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 32}))
-    found = verify_adapter(folder, str(tiny_checkpoints["videochat2-mistral"]))
-    assert failing(found) == {"scale", "output"}
-    assert "alpha 32 in the header, and 8 was trained" in found.checks["scale"].words
+    verification = verify_adapter(folder, str(tiny_checkpoints["videochat2-mistral"]))
+    assert failing(verification) == {"scale", "output"}
+    assert "alpha 32 in the header, and 8 was trained" in verification.checks["scale"].words
     get_family("videochat2").build_tiny("videochat2-mistral", tmp_path / "other", 1)
-    found = verify_adapter(chat_run, str(tmp_path / "other"))
-    assert failing(found) == {"output"}
-    assert "the base differs" in found.checks["output"].words
+    verification = verify_adapter(chat_run, str(tmp_path / "other"))
+    assert failing(verification) == {"output"}
+    assert "the base differs" in verification.checks["output"].words
 
 
 def test_a_whole_pipeline_is_verified(
@@ -394,6 +403,6 @@ def test_a_whole_pipeline_is_verified(
         save_file({**tensors, name: value}, file, metadata={"format": "pt"})
         assert failing(verify_adapter(run)) == failed
     save_file({n: t for n, t in tensors.items() if n != name}, file, metadata={"format": "pt"})
-    found = verify_adapter(run)
-    assert failing(found) == {"keys", "output"}
-    assert f"{name}: not in the files" in found.checks["keys"].words
+    verification = verify_adapter(run)
+    assert failing(verification) == {"keys", "output"}
+    assert f"{name}: not in the files" in verification.checks["keys"].words

@@ -1,4 +1,4 @@
-"""What every family saves verifies, on one process and on ranks, whatever lever is on."""
+"""Adapters of every family verify, on one process and on ranks, with every option on."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ PAIRS = ("flux-kontext", "qwen-image-edit", "qwen-image-edit-plus")
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [(name, one) for name in DIFFUSION_FAMILIES for one in get_family(name).tiny_variants],
+    [(name, variant) for name in DIFFUSION_FAMILIES for variant in get_family(name).tiny_variants],
 )
 def test_every_diffusion_family_verifies_what_it_saves(
     family: str,
@@ -43,16 +43,16 @@ def test_every_diffusion_family_verifies_what_it_saves(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A base of another seed is told apart, whatever the model is conditioned on."""
+    """A base of another seed is detected for every kind of conditioning."""
     small_references(monkeypatch)
     classes = ("--frames=9",) if variant == "video-dit-text" else DATA.get(family, ())
     classes = ("--pairs",) if variant in PAIRS else classes
-    made = CliRunner().invoke(app, ["tiny", "shapes", str(tmp_path / "data"), *classes])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["tiny", "shapes", str(tmp_path / "data"), *classes])
+    assert result.exit_code == 0, result.output
     recipe = [str(SMOKES / f"{family}.yaml"), f"model.path={tiny_checkpoints[variant]}"]
-    args = [one for one in quick(tmp_path / "data", tmp_path) if "height" not in one]
+    args = [argument for argument in quick(tmp_path / "data", tmp_path) if "height" not in argument]
     further = FURTHER.get(variant, [])
-    lora_main([*recipe, *(one for one in args if "width" not in one), *further])
+    lora_main([*recipe, *(argument for argument in args if "width" not in argument), *further])
     record = json.loads((tmp_path / "run" / VERIFICATION_FILE).read_text())
     assert record["passed"], record
     assert record["checks"]["output"]["words"].startswith("as trained")
@@ -60,9 +60,9 @@ def test_every_diffusion_family_verifies_what_it_saves(
     if (tmp_path / "run" / "model").exists():
         return
     get_family(family).build_tiny(variant, tmp_path / "other", 1)
-    found = verify_adapter(tmp_path / "run", str(tmp_path / "other"))
-    assert failing(found) == {"output"}
-    assert "the base differs" in found.checks["output"].words
+    verification = verify_adapter(tmp_path / "run", str(tmp_path / "other"))
+    assert failing(verification) == {"output"}
+    assert "the base differs" in verification.checks["output"].words
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,10 @@ def test_levers_change_nothing_of_what_is_verified(
     for name, more in levers.items():
         args = quick(shape_clips, tmp_path, base, *more, f"run.dir={tmp_path / name}")
         lora_main([str(SMOKES / "cogvideox.yaml"), *args])
-        words = json.loads((tmp_path / name / VERIFICATION_FILE).read_text())["checks"]["output"]
-        assert words["words"].startswith("as trained"), name
+        output_check = json.loads((tmp_path / name / VERIFICATION_FILE).read_text())["checks"][
+            "output"
+        ]
+        assert output_check["words"].startswith("as trained"), name
         assert verify_adapter(tmp_path / name).passed, name
 
 
@@ -108,24 +110,24 @@ def test_levers_change_nothing_of_what_is_verified(
 def test_ranks_note_together_and_the_command_compares(
     tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path
 ) -> None:
-    """Sharded weights are in no one place to be compared at the run's end, and that is said."""
+    """Sharded weights are not compared when the run ends, and the record says so."""
     base = f"model.path={tiny_checkpoints['cogvideox-5b']}"
     more = {"fsdp2": ["train.ema=0.9"], "context": ["train.context_parallel=2"]}
     cases = []
-    for name, own in more.items():
-        args = quick(shape_clips, tmp_path, base, *own, f"run.dir={tmp_path / name}")
+    for name, overrides in more.items():
+        args = quick(shape_clips, tmp_path, base, *overrides, f"run.dir={tmp_path / name}")
         recipe = str(SMOKES / "cogvideox.yaml")
         cases.append(Case("fsdp2" if name == "fsdp2" else "ddp", (recipe, *args)))
-    for seen in on_ranks(2, run_all, cases):
-        assert [(one.exit_code, one.error) for one in seen] == [(0, "")] * 2
-    for name, words in (
+    for results in on_ranks(2, run_all, cases):
+        assert [(result.exit_code, result.error) for result in results] == [(0, "")] * 2
+    for name, expected_message in (
         ("fsdp2", "not compared: the run's weights are"),
         ("context", "as trained"),
     ):
         record = json.loads((tmp_path / name / VERIFICATION_FILE).read_text())
-        assert record["checks"]["output"]["words"].startswith(words)
+        assert record["checks"]["output"]["words"].startswith(expected_message)
         assert record["passed"]
-        found = verify_adapter(tmp_path / name)
-        assert found.checks["output"].words.startswith("as trained")
-        for own, theirs in zip(found.modules, record["modules"], strict=True):
-            assert own.relative == pytest.approx(theirs["relative"], rel=1e-5)
+        verification = verify_adapter(tmp_path / name)
+        assert verification.checks["output"].words.startswith("as trained")
+        for overrides, theirs in zip(verification.modules, record["modules"], strict=True):
+            assert overrides.relative == pytest.approx(theirs["relative"], rel=1e-5)

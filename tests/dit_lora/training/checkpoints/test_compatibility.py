@@ -1,4 +1,4 @@
-"""Continuing elsewhere is said in one line, and a step of other samples is refused with its remedy."""
+"""Resuming on another topology prints one line; a step with other samples is refused with its remedy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -80,18 +80,18 @@ def test_what_differs_and_what_it_means(now: dict[str, Any], dropout: bool, word
 def test_the_value_that_restores_the_samples_of_a_step(
     samples: int, processes: int, batch: int, remedy: str
 ) -> None:
-    place = PLACE | {"data_ranks": processes, "train.batch_size": batch}
-    assert samples_remedy(SAMPLES, samples, place) == f"; {remedy}"
-    assert samples_remedy("lora.rank", samples, place) == ""
+    topology = PLACE | {"data_ranks": processes, "train.batch_size": batch}
+    assert samples_remedy(SAMPLES, samples, topology) == f"; {remedy}"
+    assert samples_remedy("lora.rank", samples, topology) == ""
 
 
 def test_a_checkpoint_of_other_samples_is_refused_with_the_remedy(tmp_path: Path) -> None:
     path = save_checkpoint(
         tmp_path, 1, SavedState({"w": nn.Linear(3, 2).weight.detach()}, {}), {SAMPLES: 8}, keep=1
     )
-    place = PLACE | {"data_ranks": 1}
+    topology = PLACE | {"data_ranks": 1}
     with pytest.raises(DitLoraError) as error:
-        load_checkpoint(path, {SAMPLES: 2}, place)
+        load_checkpoint(path, {SAMPLES: 2}, topology)
     assert (
         "8 in the checkpoint, 2 in the recipe; on 1 process(es), train.accumulate=4 restores it"
         in str(error.value)
@@ -102,9 +102,9 @@ def test_where_this_process_is(recipe_values: dict[str, Any]) -> None:
     recipe_values["train"] |= {"batch_size": 3, "accumulate": 5}
     recipe = parse_recipe(recipe_values, "recipe")
     session = Session(recipe, Accelerator(cpu=True), Precision(torch.float32, ""))
-    place = place_of(session)
-    assert place.pop("torch") == torch.__version__
-    assert place == {
+    topology = place_of(session)
+    assert topology.pop("torch") == torch.__version__
+    assert topology == {
         "processes": 1,
         "data_ranks": 1,
         "train.batch_size": 3,

@@ -74,11 +74,11 @@ def test_a_resumed_optimizer_continues_bit_for_bit(tmp_path: Path) -> None:
     train(model, optimizer, 0, 3)
     path = save(tmp_path, 3, model, optimizer)
     train(model, optimizer, 3, 6)
-    again, resumed = build()
-    loaded = load(path, again, resumed)
+    rebuilt, resumed = build()
+    loaded = load(path, rebuilt, resumed)
     assert (loaded.step, loaded.guard, loaded.place) == (3, {}, {})
-    train(again, resumed, 3, 6)
-    assert torch.equal(model[1].weight, again[1].weight)
+    train(rebuilt, resumed, 3, 6)
+    assert torch.equal(model[1].weight, rebuilt[1].weight)
     ours, theirs = optimizer_state(optimizer), optimizer_state(resumed)
     assert set(ours) == {
         f"adapter/1.{p}/{s}" for p in ("weight", "bias") for s in ("step", "exp_avg", "exp_avg_sq")
@@ -231,13 +231,13 @@ def test_a_removal_that_died_half_way_leaves_nothing_like_a_checkpoint(
 ) -> None:
     model, optimizer = build()
     paths = [save(tmp_path, step, model, optimizer) for step in (1, 2)]
-    place = Path if at == "rename" else shutil
+    module = Path if at == "rename" else shutil
 
     def die(*_args: object, **_kwargs: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(place, at, die)
+        patched.setattr(module, at, die)
         with pytest.raises(KeyboardInterrupt):
             remove_checkpoints_after(tmp_path, 1)
     steps = checkpoint_steps(tmp_path)
@@ -262,10 +262,10 @@ def test_a_start_reads_each_file_of_the_newest_checkpoint_once(
         return digest(path)
 
     monkeypatch.setattr(files, "_digest", note)
-    found = find_checkpoint("auto", tmp_path)
-    assert found is not None
-    load(found, *build())
-    assert found.name == "step_000002"
+    checkpoint = find_checkpoint("auto", tmp_path)
+    assert checkpoint is not None
+    load(checkpoint, *build())
+    assert checkpoint.name == "step_000002"
     assert len(read) == len(set(read))
     assert not any(name.startswith("step_000001") for name in read)
 
@@ -322,9 +322,9 @@ def test_a_key_that_the_recipe_lacks_is_a_difference(tmp_path: Path) -> None:
 def test_another_recipes_checkpoint_is_refused_with_every_difference(tmp_path: Path) -> None:
     model, optimizer = build()
     path = save(tmp_path, 1, model, optimizer)
-    other = {**IDENTITY, "lora.rank": 8, "optim.betas": (0.9, 0.999)}
+    other_identity = {**IDENTITY, "lora.rank": 8, "optim.betas": (0.9, 0.999)}
     with pytest.raises(DitLoraError) as error:
-        load_checkpoint(path, other)
+        load_checkpoint(path, other_identity)
     message = str(error.value)
     assert "belongs to another recipe" in message
     assert "lora.rank: 4 in the checkpoint, 8 in the recipe" in message
@@ -365,12 +365,12 @@ def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_recovery_changed_of_the_run_travels_with_the_checkpoint(tmp_path: Path) -> None:
     guard = {"state": {"lr_scale": 0.5, "switched_off": ["attention:flash"]}, "start_peak": 0.25}
-    place = {"processes": 4, "device": "cpu"}
+    topology = {"processes": 4, "device": "cpu"}
     path = save_checkpoint(
-        tmp_path, 2, state_of(*build()), IDENTITY, keep=1, guard=guard, place=place
+        tmp_path, 2, state_of(*build()), IDENTITY, keep=1, guard=guard, place=topology
     )
     loaded = load_checkpoint(path, IDENTITY)
-    assert (loaded.step, loaded.guard, loaded.place) == (2, guard, place)
+    assert (loaded.step, loaded.guard, loaded.place) == (2, guard, topology)
 
 
 def test_dropped_state_starts_as_on_the_first_step(tmp_path: Path) -> None:
@@ -382,10 +382,10 @@ def test_dropped_state_starts_as_on_the_first_step(tmp_path: Path) -> None:
     assert list(optimizer_state(optimizer)) == [name for name in names if "/1.weight/" in name]
     drop_optimizer_state(optimizer, names)
     assert not optimizer.state
-    fresh, first = build()
+    fresh, first_state = build()
     fresh.load_state_dict(model.state_dict())
     train(model, optimizer, 2, 4)
-    train(fresh, first, 2, 4)
+    train(fresh, first_state, 2, 4)
     assert torch.equal(model[1].weight, fresh[1].weight)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints are written beside the loop, from a copy of their step, and their errors are not lost."""
+"""Checkpoints are written in the background, from a copy of their step, and their errors are not lost."""
 
 import threading
 import time
@@ -59,18 +59,18 @@ def test_the_loop_goes_on_and_what_is_written_is_the_state_of_the_save() -> None
 
 
 def test_a_second_save_waits_for_the_first_whose_copy_it_overwrites() -> None:
-    saver, first, second = Saver(), Gate(), Gate()
-    saver.start(1, state(1.0), first)
+    saver, first_gate, second = Saver(), Gate(), Gate()
+    saver.start(1, state(1.0), first_gate)
     waiting = threading.Thread(target=saver.start, args=(2, state(2.0), second))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
     assert not second.began.is_set()
-    first.open.set()
+    first_gate.open.set()
     second.open.set()
     waiting.join(10)
     assert saver.wait() is None
-    assert same(first.written[0], state(1.0))
+    assert same(first_gate.written[0], state(1.0))
     assert same(second.written[0], state(2.0))
 
 
@@ -85,8 +85,8 @@ def test_an_error_is_known_without_waiting_and_no_save_follows_it() -> None:
 
     saver.start(1, state(1.0), fail)
     failed.wait(100)
-    last = time.monotonic() + 100
-    while saver.stop_code() == 0 and time.monotonic() < last:  # the result is set just after
+    deadline = time.monotonic() + 100
+    while saver.stop_code() == 0 and time.monotonic() < deadline:  # the result is set just after
         time.sleep(0.001)
     assert saver.stop_code() == 3
     gate = Gate()
@@ -121,8 +121,8 @@ def test_a_defect_in_the_thread_ends_in_words_too_and_a_forgotten_error_lets_the
     assert saver.stop_code() == 0
     with saver.noted():
         raise OSError(28, "No space left on device", "quarantine.jsonl")
-    told = saver.wait()
-    assert str(told) == "cannot write quarantine.jsonl: No space left on device"
+    message = saver.wait()
+    assert str(message) == "cannot write quarantine.jsonl: No space left on device"
 
 
 def test_a_copy_is_written_and_read_back_bit_for_bit(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loop over parts that DeepSpeed's ZeRO-2 keeps, on gloo ranks: DDP's trajectory, the gate, and what is saved."""
+"""The loop over DeepSpeed ZeRO-2 shards on gloo ranks: DDP's trajectory, the gate, and saved files."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ def sample(number: int) -> Batch:
 
 
 class Recorder:
-    """Recovery that replays what tripped on this rank alone, and takes the step again."""
+    """Recovery that replays the failed batches of this rank only, and repeats the step."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -74,10 +74,10 @@ class Recorder:
     ) -> int:
         self.trips.append((trip.step, trip.kind, trip.micro_batches))
         self.found.append(copied(self.engine.own_state()))
-        for one in micro_batches:
-            if (one.rank, one.micro_step) in trip.micro_batches:
-                replay(one, self.engine.bare)
-                self.replayed += one.ids
+        for micro_batch in micro_batches:
+            if (micro_batch.rank, micro_batch.micro_step) in trip.micro_batches:
+                replay(micro_batch, self.engine.bare)
+                self.replayed += micro_batch.ids
         return trip.step - 1
 
 
@@ -118,8 +118,8 @@ class Training:
     def given(self, step: int) -> list[Batch]:
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         return [
-            sample(first + number)
-            for first in range(step * SAMPLES, STEPS * SAMPLES, SAMPLES)
+            sample(first_sample + number)
+            for first_sample in range(step * SAMPLES, STEPS * SAMPLES, SAMPLES)
             for number in range(rank, SAMPLES, ranks)
         ]
 
@@ -174,7 +174,7 @@ def on_two(path: Path) -> dict[str, Any]:
     from_ddp.engine.load(*ddp_half)
     moved = Training(path, accelerator, zero=False)
     moved.engine.load(*half)
-    last = zero.states[STEPS]
+    last_state = zero.states[STEPS]
     undone = Training(path, accelerator, zero=True)
     engine = undone.engine
     snapshots = Snapshots(engine.own_state, every=1, put=engine.put_numbers)
@@ -184,20 +184,20 @@ def on_two(path: Path) -> dict[str, Any]:
     undone.take(HALF, STEPS)
     engine.forget(snapshots.restore(HALF))
     rolled_back = equal(copied(engine.own_state()), undone.states[HALF])
-    rolled_back &= equal(undone.take(HALF, STEPS).states[STEPS], last)
+    rolled_back &= equal(undone.take(HALF, STEPS).states[STEPS], last_state)
     engine.forget(snapshots.restore(0))  # its moments were born since
-    rolled_back &= equal(undone.take(0, STEPS).states[STEPS], last)
+    rolled_back &= equal(undone.take(0, STEPS).states[STEPS], last_state)
     return {
         "held": {
-            name: tensor.numel() for name, tensor in last.items() if name.endswith("/exp_avg")
+            name: tensor.numel() for name, tensor in last_state.items() if name.endswith("/exp_avg")
         },
         "results": [asdict(r) | {"seconds": 0, "data_seconds": 0} for r in zero.results],
         "trips": (spoiled.recorder.trips, spoiled.recorder.replayed),
         "untouched": equal(spoiled.recorder.found[0], before),
         "moved since": not equal(before, spoiled.states[SPOILED]),
-        "recovered": equal(spoiled.states[STEPS], last) and spoiled.rows() == zero.rows(),
+        "recovered": equal(spoiled.states[STEPS], last_state) and spoiled.rows() == zero.rows(),
         "rolled back": rolled_back,
-        "resumed": equal(resumed.take(HALF, STEPS).states[STEPS], last),
+        "resumed": equal(resumed.take(HALF, STEPS).states[STEPS], last_state),
         "same ranks": zero.rows()[HALF:] == resumed.rows(),
         "rows": {
             "ddp": ddp.rows(),
@@ -234,21 +234,23 @@ def test_it_takes_ddps_steps_with_half_of_the_moments_on_each_rank(
     two: list[dict[str, Any]],
 ) -> None:
     """Losses, each group's gradient norm, weights and moments; each group is clipped by its own rule."""
-    for seen in two:
-        close(seen["rows"]["zero"], seen["rows"]["ddp"])
-        for zero, ddp in zip(seen["whole"]["zero"], seen["whole"]["ddp"], strict=True):
+    for rank_result in two:
+        close(rank_result["rows"]["zero"], rank_result["rows"]["ddp"])
+        for zero, ddp in zip(
+            rank_result["whole"]["zero"], rank_result["whole"]["ddp"], strict=True
+        ):
             assert zero.keys() == ddp.keys()
             for name, tensor in zero.items():
                 assert (tensor - ddp[name]).norm() <= 1e-4 * ddp[name].norm(), name
-        assert any(row[2] > 0.0005 for row in seen["rows"]["zero"])
-        for _, joint, adapter, adapter_b, *_ in seen["rows"]["zero"]:
+        assert any(row[2] > 0.0005 for row in rank_result["rows"]["zero"])
+        for _, joint, adapter, adapter_b, *_ in rank_result["rows"]["zero"]:
             assert joint == pytest.approx((adapter**2 + adapter_b**2) ** 0.5, rel=1e-6)
             assert adapter_b > 0.002
     moments = {n: t for n, t in two[0]["whole"]["zero"][1].items() if n.endswith("/exp_avg")}
-    held = [seen["held"] for seen in two]
+    held_sizes = [recorded["held"] for recorded in two]
     for name, tensor in moments.items():
-        assert sum(own.get(name, 0) for own in held) == tensor.numel()
-    assert sum(held[0].values()) == pytest.approx(sum(held[1].values()), rel=0.01)
+        assert sum(sizes.get(name, 0) for sizes in held_sizes) == tensor.numel()
+    assert sum(held_sizes[0].values()) == pytest.approx(sum(held_sizes[1].values()), rel=0.01)
 
 
 def test_a_nan_on_one_rank_moves_no_rank_and_the_run_ends_as_without_it(
@@ -256,35 +258,35 @@ def test_a_nan_on_one_rank_moves_no_rank_and_the_run_ends_as_without_it(
 ) -> None:
     """Weights, parts and moments, bit for bit; and a replay by one rank waits for no other."""
     spoiled = str((SPOILED - 1) * SAMPLES + 1)
-    for rank, seen in enumerate(two):
-        assert seen["trips"] == (
+    for rank, rank_result in enumerate(two):
+        assert rank_result["trips"] == (
             [(SPOILED, "non_finite_loss", ((1, 0),))],
             [spoiled] if rank == 1 else [],
         )
-        assert seen["untouched"]
-        assert seen["moved since"]
-        assert seen["recovered"]
+        assert rank_result["untouched"]
+        assert rank_result["moved since"]
+        assert rank_result["recovered"]
     assert two[0]["results"] == two[1]["results"]
 
 
 def test_a_rollback_puts_parts_and_moments_back_bit_for_bit(two: list[dict[str, Any]]) -> None:
     """To a step in the middle, and to before the first, where there were no moments."""
-    assert all(seen["rolled back"] for seen in two)
+    assert all(rank_result["rolled back"] for rank_result in two)
 
 
 def test_it_resumes_bit_for_bit_and_from_ddp_and_to_ddp(two: list[dict[str, Any]]) -> None:
-    for seen in two:
-        assert seen["resumed"]
-        assert seen["same ranks"]
+    for rank_result in two:
+        assert rank_result["resumed"]
+        assert rank_result["same ranks"]
         for which in ("ddp to zero", "zero to ddp"):
-            close(seen["rows"][which], seen["rows"]["ddp"])
+            close(rank_result["rows"][which], rank_result["rows"]["ddp"])
 
 
 def test_four_ranks_train_alike_and_two_go_on_from_their_checkpoint(
     two: list[dict[str, Any]], tiny_checkpoints: dict[str, Path]
 ) -> None:
     path = tiny_checkpoints["cogvideox-5b"]
-    rows, whole = on_ranks(4, on_four, path)[3]
+    rows, unsharded = on_ranks(4, on_four, path)[3]
     close(rows, two[0]["rows"]["zero"][:HALF])
-    for own in on_ranks(2, continued_on_two, path, whole):
-        close(own, two[0]["rows"]["zero"][HALF:])
+    for rank_result in on_ranks(2, continued_on_two, path, unsharded):
+        close(rank_result, two[0]["rows"]["zero"][HALF:])

@@ -54,9 +54,9 @@ class Calls(TorchDispatchMode):
 def calls(step: TinyStep, mode: Mode) -> Counter[str]:
     """Of a forward and backward pass."""
     set_checkpointing(step.transformer, mode)
-    with Calls() as found:
+    with Calls() as op_calls:
         step.gradients()
-    return found.ops
+    return op_calls.ops
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -71,9 +71,9 @@ def test_no_mode_changes_a_bit_and_dropout_draws_the_same(
     for mode in MODES:
         set_checkpointing(step.transformer, mode)
         assert torch.equal(step.loss(), loss)
-        found = step.gradients()
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
+        grads = step.gradients()
+        assert grads.keys() == expected.keys()
+        for name, gradient in grads.items():
             assert torch.equal(gradient, expected[name]), (mode, name)
 
 
@@ -82,8 +82,8 @@ def test_no_mode_changes_a_bit_under_autocast(tiny_checkpoints: dict[str, Path])
     expected = step.gradients()
     for mode in MODES:
         set_checkpointing(step.transformer, mode)
-        found = step.gradients()
-        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), mode
+        grads = step.gradients()
+        assert all(torch.equal(grads[name], gradient) for name, gradient in expected.items()), mode
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_attention_is_every_fused_forward_and_nothing_else() -> None:
         Named("_diffusers_flash_attn_3::_flash_attn_forward"),
         Named("dit_lora::relu_linear_attention"),
     ]
-    others: list[Any] = [
+    other_modes: list[Any] = [
         ATEN._scaled_dot_product_flash_attention_backward.default,
         ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
         ATEN._flash_attention_backward.default,
@@ -143,7 +143,7 @@ def test_attention_is_every_fused_forward_and_nothing_else() -> None:
         Named("dit_lora::ada_norm"),
     ]
     assert [op.name() for op in attention if not is_attention(op)] == []
-    assert [op.name() for op in others if is_attention(op)] == []
+    assert [op.name() for op in other_modes if is_attention(op)] == []
 
 
 class Plain(nn.Module):
@@ -188,12 +188,12 @@ def test_for_a_while_everything_is_computed_again_and_then_as_before(
     step = tiny_step(tiny_checkpoints, "cogvideox-2b")
     full = calls(step, "full")
     before = calls(step, mode)
-    with in_mode(step.transformer, least_memory(step.transformer)), Calls() as found:
+    with in_mode(step.transformer, least_memory(step.transformer)), Calls() as op_calls:
         step.gradients()
-    assert found.ops == full
-    with Calls() as found:
+    assert op_calls.ops == full
+    with Calls() as op_calls:
         step.gradients()
-    assert found.ops == before
+    assert op_calls.ops == before
 
 
 def test_a_model_without_checkpointing_stays_as_it_is() -> None:
@@ -211,18 +211,18 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def block_ops(step: TinyStep) -> list[str]:
     """The ops that a step's dispatch modes of selective checkpointing were asked about."""
-    asked: list[str] = []
+    requests: list[str] = []
     real = activation_checkpointing._policy
 
     def noted(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         if not context.is_recompute:  # torch 2.11 asks then too
-            asked.append(op.name())
+            requests.append(op.name())
         return real(context, op, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_checkpointing, "_policy", noted)
         step.gradients()
-    return asked
+    return requests
 
 
 OPS_OF = {
@@ -247,12 +247,12 @@ def test_fused_attention_alone_meets_the_dispatch_modes(
     fuse(step.transformer, dict.fromkeys(OPS_OF[variant], "on"), check=False)
     expected = step.gradients()
     set_checkpointing(step.transformer, "selective")
-    first, second = block_ops(step), block_ops(step)
-    assert len(second) < len(first) / 5
-    attention = sum(map(is_named_attention, first))
+    first_ops, second = block_ops(step), block_ops(step)
+    assert len(second) < len(first_ops) / 5
+    attention = sum(map(is_named_attention, first_ops))
     assert sum(map(is_named_attention, second)) == attention > 0
-    found = step.gradients()
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    grads = step.gradients()
+    assert all(torch.equal(grads[name], gradient) for name, gradient in expected.items())
     assert calls(step, "selective")["attention"] == attention
 
 

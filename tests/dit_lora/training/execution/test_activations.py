@@ -40,19 +40,19 @@ NEEDS: Needs = {"none": 90 * GIB, "selective": 18 * GIB, "full": 9 * GIB}
 
 def saved_bytes(step: TinyStep) -> int:
     """What autograd saves of a real forward pass, each storage once, without weights and buffers."""
-    own = [*step.transformer.parameters(), *step.transformer.buffers()]
-    weights = {tensor.untyped_storage().data_ptr() for tensor in own}
-    kept: dict[int, torch.UntypedStorage] = {}
+    model_tensors = [*step.transformer.parameters(), *step.transformer.buffers()]
+    weights = {tensor.untyped_storage().data_ptr() for tensor in model_tensors}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
+            storages[storage.data_ptr()] = storage
         return tensor
 
     with saved_tensors_hooks(pack, lambda saved: saved):
         step.loss()
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @pytest.mark.parametrize("mixed", ["no", "bf16"])
@@ -60,18 +60,22 @@ def saved_bytes(step: TinyStep) -> int:
 def test_the_count_is_exactly_what_a_real_step_saves(
     tiny_checkpoints: dict[str, Path], variant: str, mixed: str
 ) -> None:
-    """By autograd's own word, and by what is alive after the forward pass: that and the scalar loss."""
+    """Counted from autograd's saved tensors, and from tensors alive after forward (these and the scalar loss)."""
     step = tiny_step(tiny_checkpoints, variant, mixed=mixed, dropout=0.3)
     needs = measure(step.transformer, step.losses, step.spec, CPU)
     assert needs["none"] == saved_bytes(step)
-    own = [*step.transformer.parameters(), *step.transformer.buffers()]
-    with Live([*own, *step.batch.values()]) as live:
+    model_tensors = [*step.transformer.parameters(), *step.transformer.buffers()]
+    with Live([*model_tensors, *step.batch.values()]) as live:
         loss = step.loss()
         alive = live.now - loss.nbytes
     batch = sum(tensor.nbytes for tensor in step.batch.values())  # of which some is saved too
     # Tables that are neither weights nor buffers, such as Qwen-Image's rotations, exist before the step and count.
-    attributes = [one for module in step.transformer.modules() for one in vars(module).values()]
-    tables = sum(one.nbytes for one in attributes if isinstance(one, torch.Tensor))
+    attributes = [
+        attribute for module in step.transformer.modules() for attribute in vars(module).values()
+    ]
+    tables = sum(
+        attribute.nbytes for attribute in attributes if isinstance(attribute, torch.Tensor)
+    )
     assert alive <= needs["none"] <= alive + batch + tables
 
 
@@ -135,11 +139,11 @@ def test_a_count_by_hand() -> None:
     """x is 256 bytes, a logsumexp 64 and the table 128; a buffer is nobody's."""
     model = Counted()
     needs = measure(model, lambda m, batch: m(**batch), COUNTED, CPU)
-    given = 256  # for the gradient of `scale`
+    gradient_bytes = 256  # for the gradient of `scale`
     assert needs == {
-        "none": given + 3 * (4 * 256 + 64),
-        "selective": given + 3 * 256 + 128 + 3 * (256 + 64) + 2 * 256,
-        "full": given + 3 * 256 + 128 + 3 * 256 + 64,
+        "none": gradient_bytes + 3 * (4 * 256 + 64),
+        "selective": gradient_bytes + 3 * 256 + 128 + 3 * (256 + 64) + 2 * 256,
+        "full": gradient_bytes + 3 * 256 + 128 + 3 * 256 + 64,
     }
     assert model.function is None
 
@@ -162,7 +166,7 @@ def test_a_model_without_checkpointing_needs_what_it_needs() -> None:
 @pytest.mark.parametrize("variant", ["cogvideox-5b", "video-dit-class", "sana-video"])
 def test_counting_leaves_no_trace(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     """Not in weights, nor in torch's generator, nor in tables that a model computes once and keeps."""
-    counted, other = (tiny_step(tiny_checkpoints, variant, dropout=0.3) for _ in range(2))
+    counted, reference_step = (tiny_step(tiny_checkpoints, variant, dropout=0.3) for _ in range(2))
     state = torch.get_rng_state()
     before = dict(counted.transformer.named_parameters())
     measure(counted.transformer, counted.losses, counted.spec, CPU)
@@ -171,9 +175,9 @@ def test_counting_leaves_no_trace(tiny_checkpoints: dict[str, Path], variant: st
     after = dict(counted.transformer.named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items())
     assert all(parameter.grad is None for parameter in after.values())
-    expected = other.gradients()
-    found = counted.gradients()
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    expected = reference_step.gradients()
+    grads = counted.gradients()
+    assert all(torch.equal(grads[name], gradient) for name, gradient in expected.items())
 
 
 def test_cogvideox_5b_is_counted_at_its_real_shape_without_its_weights() -> None:
@@ -230,8 +234,8 @@ def test_the_least_recomputation_that_fits_is_taken(free: float, mode: Mode) -> 
 
 def test_each_shape_gets_its_own() -> None:
     small: Needs = {mode: need // 10 for mode, need in NEEDS.items()}
-    found = [advise(needs, 30 * GIB, "auto") for needs in (NEEDS, small)]
-    assert [advice.mode for advice in found] == ["selective", "none"]
+    decisions = [advise(needs, 30 * GIB, "auto") for needs in (NEEDS, small)]
+    assert [advice.mode for advice in decisions] == ["selective", "none"]
 
 
 def test_where_nothing_fits_the_smallest_is_taken() -> None:
@@ -243,13 +247,13 @@ def test_where_nothing_fits_the_smallest_is_taken() -> None:
 def test_the_advice_says_what_every_mode_needs() -> None:
     chosen = advise(NEEDS, 61 * GIB, "auto")
     assert chosen.words == ("selective: activations 18 of 61 GiB free (none would need 90, full 9)")
-    asked = advise(NEEDS, 61 * GIB, "none")
-    assert asked.words == "none: activations 90 of 61 GiB free (selective would need 18, full 9)"
-    assert not asked.fits
+    advice = advise(NEEDS, 61 * GIB, "none")
+    assert advice.words == "none: activations 90 of 61 GiB free (selective would need 18, full 9)"
+    assert not advice.fits
     wasteful = advise(NEEDS, 61 * GIB, "full")
     assert (wasteful.mode, wasteful.fits) == ("full", True)
-    alone = advise({"none": 150 * GIB + 5}, 1234 * GIB, "auto")
-    assert alone.words == "none: activations 150 of 1234 GiB free"
+    single = advise({"none": 150 * GIB + 5}, 1234 * GIB, "auto")
+    assert single.words == "none: activations 150 of 1234 GiB free"
 
 
 def test_all_ranks_follow_the_one_that_must_save_most() -> None:
@@ -275,7 +279,7 @@ def test_gradients_and_moments_are_counted_until_they_exist() -> None:
 
 def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
     """What of a run the choice looks at, and what it says."""
-    said: list[str] = []
+    messages: list[str] = []
     specs = {name: (shape[1:], dtype) for name, (shape, dtype) in step.spec.items()}
     trained = [p for p in step.transformer.parameters() if p.requires_grad]
     train = TrainConfig(steps=1, checkpointing=asked, batch_size=2, seed=0)
@@ -283,14 +287,14 @@ def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
         recipe=SimpleNamespace(train=train, optim=SimpleNamespace(name="adamw")),
         engine=SimpleNamespace(bytes_in_flight=0, alone=nullcontext),
         session=SimpleNamespace(
-            accelerator=SimpleNamespace(device=CPU, num_processes=1), say=said.append
+            accelerator=SimpleNamespace(device=CPU, num_processes=1), say=messages.append
         ),
         data=SimpleNamespace(clips=SimpleNamespace(largest=(None, specs), known=dict)),
         checkpoint=step.checkpoint,
         transformer=step.transformer,
         optimizer=torch.optim.AdamW(trained),
     )
-    return run, said
+    return run, messages
 
 
 def is_set(step: TinyStep) -> str:
@@ -307,16 +311,16 @@ def test_a_run_takes_what_its_free_memory_allows(
 ) -> None:
     step = tiny_step(tiny_checkpoints, "cogvideox-2b")
     needs = measure(step.transformer, step.losses, step.spec, CPU)
-    run, said = stand_in(step, "auto")
+    run, messages = stand_in(step, "auto")
     step.transformer.eval()
     free = int(needs[expected] / SHARE + 1)
     for _ in range(2):  # once more, from the mode that it set
         choose_checkpointing(run, lambda _setup: free)
         assert is_set(step) == expected
         assert step.transformer.training
-    assert len(said) == 2
-    assert said[0] == said[1]
-    assert said[0].startswith(f"checkpointing: {expected}: activations 0.00")
+    assert len(messages) == 2
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"checkpointing: {expected}: activations 0.00")
 
 
 def test_an_explicit_mode_is_taken_and_what_will_not_fit_is_said(
@@ -324,16 +328,16 @@ def test_an_explicit_mode_is_taken_and_what_will_not_fit_is_said(
 ) -> None:
     step = tiny_step(tiny_checkpoints, "dit-tiny")
     for mode in MODES:
-        run, said = stand_in(step, mode)
+        run, messages = stand_in(step, mode)
         choose_checkpointing(run)
         assert is_set(step) == mode
-        assert [line.partition(": act")[0] for line in said] == [f"checkpointing: {mode}"]
+        assert [line.partition(": act")[0] for line in messages] == [f"checkpointing: {mode}"]
     for mode, hint in (("none", True), ("auto", False)):
-        run, said = stand_in(step, mode)
+        run, messages = stand_in(step, mode)
         choose_checkpointing(run, lambda _setup: 100)
         assert is_set(step) == ("none" if mode == "none" else "full")
-        assert said[1].startswith("warning: these activations will hardly fit")
-        assert ("train.checkpointing=auto" in said[1]) == hint
+        assert messages[1].startswith("warning: these activations will hardly fit")
+        assert ("train.checkpointing=auto" in messages[1]) == hint
 
 
 def test_another_ranks_advice_is_followed(
@@ -342,23 +346,28 @@ def test_another_ranks_advice_is_followed(
     step = tiny_step(tiny_checkpoints, "dit-tiny")
     theirs = Advice("selective", "selective: theirs", True)
     monkeypatch.setattr(choosing, "gather_object", lambda own: [*own, theirs])
-    run, said = stand_in(step, "auto")
+    run, messages = stand_in(step, "auto")
     choose_checkpointing(run)
     assert is_set(step) == "selective"
-    assert said == ["checkpointing: selective: theirs"]
+    assert messages == ["checkpointing: selective: theirs"]
 
 
 def test_a_forward_that_cannot_be_counted_is_said(tiny_checkpoints: dict[str, Path]) -> None:
     step = tiny_step(tiny_checkpoints, "dit-tiny")
     reads = lambda _model, batch, _streams: batch["latent_mean"].sum().item()  # noqa: E731
     mismatch = lambda *_: int("media tokens")  # noqa: E731  # ValueError
-    for asked, taken, losses in (("auto", "full", reads), ("none", "none", mismatch)):
-        run, said = stand_in(step, asked)
+    for requested_mode, chosen_mode, losses in (
+        ("auto", "full", reads),
+        ("none", "none", mismatch),
+    ):
+        run, messages = stand_in(step, requested_mode)
         run.checkpoint = SimpleNamespace(losses=losses)
         choose_checkpointing(run)
-        assert is_set(step) == taken
-        assert said[0].startswith(f"checkpointing: {taken}: activations could not be counted: ")
-        assert "\n" not in said[0]
+        assert is_set(step) == chosen_mode
+        assert messages[0].startswith(
+            f"checkpointing: {chosen_mode}: activations could not be counted: "
+        )
+        assert "\n" not in messages[0]
 
 
 def test_a_model_without_checkpointing_is_refused_before_it_is_counted(
@@ -366,13 +375,13 @@ def test_a_model_without_checkpointing_is_refused_before_it_is_counted(
 ) -> None:
     step = tiny_step(tiny_checkpoints, "dit-tiny")
     monkeypatch.setattr(type(step.transformer), "_supports_gradient_checkpointing", False)
-    run, said = stand_in(step, "selective")
+    run, messages = stand_in(step, "selective")
     with pytest.raises(DitLoraError, match="DiTTransformer2DModel has no gradient checkpointing"):
         choose_checkpointing(run)
-    assert said == []
-    run, said = stand_in(step, "auto")
+    assert messages == []
+    run, messages = stand_in(step, "auto")
     choose_checkpointing(run)
-    assert said[0].startswith("checkpointing: none: activations")
+    assert messages[0].startswith("checkpointing: none: activations")
 
 
 def test_free_memory_is_shared_by_the_processes_of_a_cpu(

@@ -62,14 +62,14 @@ class ChatStep:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         self.loss().backward()
-        found = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         self.model.zero_grad()
-        return found
+        return grads
 
     def needs(self) -> dict[Mode, int]:
-        whole = {n: t for n, t in self.batch.items() if not t.is_floating_point()}
+        integer_inputs = {n: t for n, t in self.batch.items() if not t.is_floating_point()}
         spec: Spec = {n: (t.shape, t.dtype) for n, t in self.batch.items()}
-        return dict(measure(self.model, lambda m, b: m(**b), spec, CPU, known=whole))
+        return dict(measure(self.model, lambda m, b: m(**b), spec, CPU, known=integer_inputs))
 
     @property
     def own(self) -> list[torch.Tensor]:
@@ -95,9 +95,9 @@ def test_no_mode_changes_a_bit_and_dropout_draws_the_same(step: ChatStep) -> Non
     for mode in MODES:
         set_checkpointing(step.model, mode)
         assert torch.equal(step.loss(), loss), mode
-        found = step.gradients()
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
+        grads = step.gradients()
+        assert grads.keys() == expected.keys()
+        for name, gradient in grads.items():
             assert torch.equal(gradient, expected[name]), (mode, name)
 
 
@@ -114,9 +114,9 @@ class Calls(TorchDispatchMode):
 
 
 def calls(step: ChatStep) -> Counter[str]:
-    with Calls() as found:
+    with Calls() as op_calls:
         step.gradients()
-    return found.ops
+    return op_calls.ops
 
 
 LAYERS = tiny.TEXT["num_hidden_layers"]
@@ -207,8 +207,8 @@ class Blocks(nn.Module):
 
     def gradient(self, x: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(5)
-        out = self.function(self.block, x) if self.function else self.block(x)
-        (gradient,) = torch.autograd.grad(out.sum(), self.block.linear.weight)
+        output = self.function(self.block, x) if self.function else self.block(x)
+        (gradient,) = torch.autograd.grad(output.sum(), self.block.linear.weight)
         return gradient
 
 
@@ -220,10 +220,10 @@ def test_dropout_after_attention_with_dropout_draws_the_same(rate: float) -> Non
     expected = model.gradient(x)
     for mode in MODES:
         set_checkpointing(model, mode)
-        with Calls() as found:
+        with Calls() as op_calls:
             assert torch.equal(model.gradient(x), expected), mode
-        again = mode == "full" or (mode == "selective" and rate > 0)
-        assert found.ops["attention"] == 1 + again
+        is_recomputed = mode == "full" or (mode == "selective" and rate > 0)
+        assert op_calls.ops["attention"] == 1 + is_recomputed
 
 
 def test_attention_is_kept_unless_it_drops() -> None:
@@ -243,18 +243,18 @@ def test_the_count_is_what_a_real_step_saves(step: ChatStep) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p is before[n] for n, p in step.model.named_parameters())
     assert not is_checkpointed(step.model)
-    kept: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     weights = {t.untyped_storage().data_ptr() for t in step.own[: -len(step.batch)]}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
+            storages[storage.data_ptr()] = storage
         return tensor
 
     with saved_tensors_hooks(pack, lambda saved: saved):
         loss = step.loss()
-    saved = sum(storage.nbytes() for storage in kept.values())
+    saved = sum(storage.nbytes() for storage in storages.values())
     del loss
     rows, vocabulary, width = 4, tiny.TEXT["vocab_size"], tiny.TEXT["hidden_size"]
     answers = step.batch["answer_labels"].numel()
@@ -280,7 +280,7 @@ def test_real_peaks_are_in_the_order_of_the_count(step: ChatStep) -> None:
 
 
 class Held(nn.Module):
-    """As a block of Transformers, with a table of its own by name."""
+    """Like a block of Transformers, with its own named table."""
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return x * table
@@ -307,9 +307,9 @@ def test_what_blocks_are_given_by_name_is_kept() -> None:
 
 def test_logits_are_counted_by_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     step = ChatStep("mistral")
-    found = {}
+    results = {}
     for rows in (2, 8):
         monkeypatch.setattr(answer_losses, "CHUNK", rows)
-        found[rows] = step.needs()
+        results[rows] = step.needs()
     width = tiny.TEXT["vocab_size"] * 4
-    assert found[8]["none"] - found[2]["none"] >= 6 * width
+    assert results[8]["none"] - results[2]["none"] >= 6 * width

@@ -85,24 +85,24 @@ def test_blocks_share_what_is_compiled_and_every_other_mode_uses_it_too(
 ) -> None:
     """Checkpointed, offloaded, observed from outside; what looks inside of a block runs without."""
     step, expected = compiled_step(tiny_checkpoints, recipe_values)
-    found = step.gradients()
-    assert same(found, expected)
+    grads = step.gradients()
+    assert same(grads, expected)
     # The first block's input needs no gradient; the others are alike.
     assert (traced.graphs, traced.calls) == (2, 3)
     Offload(step.transformer, torch.device("cpu"))
     set_checkpointing(step.transformer, "full")
-    again = step.gradients()
-    assert all(torch.equal(again[name], found[name]) for name in found)
+    repeated_grads = step.gradients()
+    assert all(torch.equal(repeated_grads[name], grads[name]) for name in grads)
     assert (traced.graphs, traced.calls) == (2, 9)
 
     parts = {name for name, _ in called_modules(step.transformer)}
     assert "transformer_blocks.1" in parts
     assert not any(name.startswith("transformer_blocks.1.") for name in parts)
-    seen: list[str] = []
+    recorded: list[str] = []
     block = step.transformer.get_submodule("transformer_blocks.1")
-    handle = block.register_forward_hook(lambda *_: seen.append("block"))
+    handle = block.register_forward_hook(lambda *_: recorded.append("block"))
     step.loss()
-    assert (seen, traced.graphs, traced.calls) == (["block"], 2, 12)
+    assert (recorded, traced.graphs, traced.calls) == (["block"], 2, 12)
     handle.remove()
 
     with eager(step.transformer), Probe(step.transformer).watching() as trace:
@@ -145,8 +145,8 @@ def test_a_chat_model_is_compiled_beneath_its_layers_checkpointing(
         list(map(type, repeated_blocks(step.transformer))),
     )
     compile_blocks(asked(recipe_values), step.transformer, accelerator())
-    found = step.gradients()
-    assert same(found, expected)
+    grads = step.gradients()
+    assert same(grads, expected)
     torch.testing.assert_close(step.loss(), loss, rtol=1e-5, atol=0)
     assert traced.graphs == graphs
     assert all(
@@ -157,8 +157,8 @@ def test_a_chat_model_is_compiled_beneath_its_layers_checkpointing(
     set_checkpointing(step.transformer, "full")
     Offload(step.transformer, CPU)
     traced.calls = 0
-    again = step.gradients()
-    assert all(torch.equal(again[name], found[name]) for name in found)
+    repeated_grads = step.gradients()
+    assert all(torch.equal(repeated_grads[name], grads[name]) for name in grads)
     assert traced.graphs == graphs
     assert traced.calls > forward_only  # the backward pass computes again, compiled
 
@@ -181,10 +181,10 @@ def test_each_shape_is_compiled_on_its_own_whatever_came_before(
     tiny_checkpoints: dict[str, Path], recipe_values: dict[str, Any], traced: Traced
 ) -> None:
     step, _ = compiled_step(tiny_checkpoints, recipe_values)
-    whole = step.batch
-    half = {name: tensor[..., : tensor.shape[-1] // 2] for name, tensor in whole.items()}
-    half["prompt_embeds"] = whole["prompt_embeds"]
-    for number, batch in enumerate((whole, half, whole, half)):
+    full_batch = step.batch
+    half = {name: tensor[..., : tensor.shape[-1] // 2] for name, tensor in full_batch.items()}
+    half["prompt_embeds"] = full_batch["prompt_embeds"]
+    for number, batch in enumerate((full_batch, half, full_batch, half)):
         step.batch = batch
         step.loss()
         assert traced.graphs == (2 if number == 0 else 4)

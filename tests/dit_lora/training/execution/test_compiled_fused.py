@@ -21,7 +21,7 @@ FAMILIES = ("cogvideox-5b", "sana-1.5", "dit-tiny")
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What was traced is dropped before and after; ops run their references, as what is traced is the same."""
+    """Traced graphs are dropped before and after; ops run their references, since the traced graph is the same."""
     torch._dynamo.reset()
     counters.clear()
     with by("reference", monkeypatch):
@@ -84,12 +84,12 @@ def test_a_fused_model_trains_compiled_as_it_does_eager(
     step = fused_step(tiny_checkpoints, variant, mixed)
     losses, weights = trained(step, 3)
     compile_whole(step, recipe_values, monkeypatch, tmp_path)
-    found, moved = trained(step, 3)
+    results, moved = trained(step, 3)
     assert not counters["graph_break"], counters["graph_break"]
     assert counters["stats"]["unique_graphs"] >= 1
     assert losses[-1] < losses[1]
     tolerance = 1e-4 if mixed == "no" else 2e-2
-    assert found == pytest.approx(losses, rel=tolerance)
+    assert results == pytest.approx(losses, rel=tolerance)
     if mixed == "no":
         assert all(torch.allclose(moved[n], weights[n], rtol=1e-3, atol=1e-4) for n in weights)
 
@@ -106,7 +106,7 @@ def test_inductor_trains_it_too(
     step = fused_step(tiny_checkpoints, variant)
     losses, weights = trained(step, 2)
     compile_whole(step, recipe_values, monkeypatch, tmp_path)
-    found, moved = trained(step, 2)
+    results, moved = trained(step, 2)
     assert not counters["graph_break"], counters["graph_break"]
-    assert found == pytest.approx(losses, rel=1e-3)
+    assert results == pytest.approx(losses, rel=1e-3)
     assert all(torch.allclose(moved[n], weights[n], rtol=1e-2, atol=1e-3) for n in weights)

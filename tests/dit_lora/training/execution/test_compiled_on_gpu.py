@@ -46,12 +46,12 @@ def fused_step(paths: dict[str, Path], variant: str) -> TinyStep:
 def block_call(step: TinyStep, patch: pytest.MonkeyPatch, *, masked: bool) -> tuple[Any, Any, Any]:
     """The first block that attends with a mask, or else the second block, with the arguments that a step gives it."""
     calls: list[tuple[Any, Any, Any]] = []
-    found: list[int] = []
+    graph_counts: list[int] = []
     attend = attention.attend
 
     def noting(*given: Any) -> Any:
         if given[3] is not None:
-            found.append(len(calls) - 1)
+            graph_counts.append(len(calls) - 1)
         return attend(*given)
 
     def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -66,8 +66,8 @@ def block_call(step: TinyStep, patch: pytest.MonkeyPatch, *, masked: bool) -> tu
     for handle in hooks:
         handle.remove()
     patch.setattr(attention, "attend", attend)
-    assert bool(found) == masked
-    return calls[found[0] if masked else 1]
+    assert bool(graph_counts) == masked
+    return calls[graph_counts[0] if masked else 1]
 
 
 def on_a_gpu(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

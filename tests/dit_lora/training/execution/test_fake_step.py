@@ -30,8 +30,8 @@ class Merged(nn.Module):
         numbers = marked.cumsum(-1) - 1
         placed = torch.zeros_like(self.table(ids))
         placed[marked] = self.project(features)[numbers[marked]]
-        words = self.table(ids)[~marked]
-        return placed.square().sum() + words.sum()
+        text_embeddings = self.table(ids)[~marked]
+        return placed.square().sum() + text_embeddings.sum()
 
 
 @pytest.mark.parametrize("marked", [(), (1, 4), (0, 1, 2, 3, 4, 5)])

@@ -97,7 +97,7 @@ def test_a_step_has_the_same_bits_and_reads_no_weight_that_is_away(
     tiny_checkpoints: dict[str, Path], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = a_step(tiny_checkpoints, variant)
-    first, called = next(step.transformer.parameters()), []
+    first_parameter, called = next(step.transformer.parameters()), []
 
     def note(block: nn.Module, *args: Any) -> Any:
         called.append(called_block(block))
@@ -108,16 +108,18 @@ def test_a_step_has_the_same_bits_and_reads_no_weight_that_is_away(
     assert set(called) == set(repeated_blocks(step.transformer))
     set_checkpointing(step.transformer, "full")
     families = every_family().values()
-    alone = next((one.called_alone for one in families if variant in one.tiny_variants), ())
-    device = Elsewhere(step.transformer, monkeypatch, alone)
+    called_directly = next(
+        (family.called_alone for family in families if variant in family.tiny_variants), ()
+    )
+    device = Elsewhere(step.transformer, monkeypatch, called_directly)
     for _ in range(2):  # the order of blocks is known the second time
         assert torch.equal(step.loss(), loss)
-        found = step.gradients()
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        grads = step.gradients()
+        assert grads.keys() == expected.keys()
+        assert all(torch.equal(grads[name], expected[name]) for name in expected)
         assert device.there == []
     # Models are asked where they are by their first weight.
-    assert not any(first is p for group in device.home for p in group.parameters)
+    assert not any(first_parameter is p for group in device.home for p in group.parameters)
 
 
 def test_two_blocks_at_most_are_on_the_device_and_the_next_one_comes_early(
@@ -129,14 +131,14 @@ def test_two_blocks_at_most_are_on_the_device_and_the_next_one_comes_early(
     step.gradients()
     assert device.early == 2 * LAYERS * [False]
     device.early.clear()
-    found = step.gradients()
+    grads = step.gradients()
     # All but the first of the forward pass and of the backward pass.
     assert device.early == 2 * [False, *[True] * (LAYERS - 1)]
     assert device.most == 2
     with torch.no_grad():
         step.loss()
     assert device.there == []
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
 
 
 def test_what_trains_never_moves(
@@ -149,8 +151,8 @@ def test_what_trains_never_moves(
     trained = {n: p for n, p in step.transformer.named_parameters() if p.requires_grad}
     where = {name: parameter.data_ptr() for name, parameter in trained.items()}
     device = Elsewhere(step.transformer, monkeypatch)
-    found = step.gradients()
-    assert found.keys() == where.keys()
+    grads = step.gradients()
+    assert grads.keys() == where.keys()
     assert {name: parameter.data_ptr() for name, parameter in trained.items()} == where
     assert not any(p.requires_grad for group in device.home for p in group.parameters)
 
@@ -160,8 +162,8 @@ def test_a_pass_that_raises_leaves_everything_in_host_memory(
 ) -> None:
     step = deep(tiny_checkpoints)
     expected = step.gradients()
-    held = Offload(step.transformer, CPU)
-    home = {p: p.data_ptr() for group in held.groups.values() for p in group.parameters}
+    offloader = Offload(step.transformer, CPU)
+    home = {p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters}
     block = repeated_blocks(step.transformer)[2]
 
     def fail(*_: Any) -> None:
@@ -170,7 +172,7 @@ def test_a_pass_that_raises_leaves_everything_in_host_memory(
     hook = block.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="say"):
         step.loss()
-    assert held.resident == []
+    assert offloader.resident == []
     hook.remove()
 
     loss = step.loss()
@@ -179,9 +181,9 @@ def test_a_pass_that_raises_leaves_everything_in_host_memory(
         loss.backward()
     hook.remove()
     step.transformer.zero_grad()
-    found = step.gradients()
-    assert held.resident == []
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    grads = step.gradients()
+    assert offloader.resident == []
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
     assert {p: p.data_ptr() for p in home} == home
 
 
@@ -190,15 +192,17 @@ def test_a_diagnosis_in_fp32_computes_every_block_in_fp32(
 ) -> None:
     """It puts other values in the weights' place, for a while."""
     step = deep(tiny_checkpoints, mixed="bf16")
-    held, seen = Offload(step.transformer, CPU), []
-    home = {p: p.data_ptr() for group in held.groups.values() for p in group.parameters}
-    for block, group in held.groups.items():
+    offloader, recorded = Offload(step.transformer, CPU), []
+    home = {p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters}
+    for block, group in offloader.groups.items():
         block.register_forward_pre_hook(
-            lambda _block, _inputs, group=group: seen.append({p.dtype for p in group.parameters})
+            lambda _block, _inputs, group=group: recorded.append(
+                {p.dtype for p in group.parameters}
+            )
         )
     with in_fp32(step.transformer):
         step.loss().backward()
-    assert seen == 2 * LAYERS * [{torch.float32}]
+    assert recorded == 2 * LAYERS * [{torch.float32}]
     assert {p: p.data_ptr() for p in home} == home
 
 
@@ -210,14 +214,14 @@ def accelerator() -> Accelerator:
 def test_accelerate_leaves_an_offloaded_model_where_it_is(
     tiny_checkpoints: dict[str, Path], recipe_values: dict[str, Any]
 ) -> None:
-    step, other = deep(tiny_checkpoints), nn.Linear(2, 2)
+    step, other_layer = deep(tiny_checkpoints), nn.Linear(2, 2)
     offload_base(parse_recipe(recipe_values, "test"), step.transformer, accelerator())
-    assert placement(step.transformer, other) is None
+    assert placement(step.transformer, other_layer) is None
     recipe_values["train"] |= {"offload": "group", "checkpointing": "auto"}
     recipe = parse_recipe(recipe_values, "test")
     assert recipe.train.asked_checkpointing == "full"
     offload_base(recipe, step.transformer, accelerator())
-    assert placement(step.transformer, other) == [False, True]
+    assert placement(step.transformer, other_layer) == [False, True]
     ignored: Any = step.transformer._ddp_params_and_buffers_to_ignore
     assert {n for n, p in step.transformer.named_parameters() if not p.requires_grad} > ignored
     assert {n for n in ignored if not n.startswith("transformer_blocks.")} == set()
@@ -246,11 +250,11 @@ def test_a_model_with_nothing_to_offload_is_refused(
         Offload(nn.Linear(2, 2), CPU)
     transformer = deep(tiny_checkpoints).transformer
     weight: Any = transformer.get_submodule("transformer_blocks.0.ff.net.2")
-    whole = weight.weight
-    weight.weight = nn.Parameter(whole.to(torch.int8), requires_grad=False)
+    original_weight = weight.weight
+    weight.weight = nn.Parameter(original_weight.to(torch.int8), requires_grad=False)
     with pytest.raises(DitLoraError, match=r"weights of CogVideoX.* are quantised"):
         Offload(transformer, CPU)
-    weight.weight = whole
+    weight.weight = original_weight
     for block in repeated_blocks(transformer):
         block.requires_grad_()
     with pytest.raises(DitLoraError, match=r"no block of CogVideoX.* has frozen weights"):
@@ -314,28 +318,28 @@ def test_a_recipe_trains_samples_and_resumes_with_the_same_bits(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_on_cuda_holds_two_blocks_of_the_base(tiny_checkpoints: dict[str, Path]) -> None:
-    """Blocks of 100 MiB and more each, so that what a step computes with is small beside them."""
+    """Blocks of 100 MiB and more each, so that activations of a step are small in comparison."""
     wide = {"num_layers": 8, "num_attention_heads": 32, "attention_head_dim": 64}
-    gpu, peaks, found = torch.device("cuda"), {}, {}
+    gpu, peaks, results = torch.device("cuda"), {}, {}
     for mode in ("none", "group"):
         step = tiny_step(tiny_checkpoints, "cogvideox-5b", scratch=wide)
         set_checkpointing(step.transformer, "full")
         if mode == "group":
-            held = Offload(step.transformer, gpu)
+            offloader = Offload(step.transformer, gpu)
         else:
             step.transformer.to(gpu)
         step.batch = {name: tensor.to(gpu) for name, tensor in step.batch.items()}
         step.gradients()  # cuBLAS takes its workspaces, and the order of blocks is learned
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        found[mode] = step.gradients()
+        results[mode] = step.gradients()
         torch.cuda.synchronize()
         peaks[mode] = torch.cuda.max_memory_allocated()
         assert torch.cuda.memory_allocated() - before < 2**26
         del step
-    blocks = [sum(p.nbytes for p in group.parameters) for group in held.groups.values()]
+    blocks = [sum(p.nbytes for p in group.parameters) for group in offloader.groups.values()]
     assert peaks["none"] - peaks["group"] > 0.9 * (sum(blocks) - 2 * max(blocks))
     # Not to the bit: on CUDA the backward of PyTorch's attention adds in no fixed order.
-    for name, grad in found["none"].items():
-        difference = torch.linalg.vector_norm(found["group"][name] - grad)
+    for name, grad in results["none"].items():
+        difference = torch.linalg.vector_norm(results["group"][name] - grad)
         assert difference <= 1e-4 * torch.linalg.vector_norm(grad), name

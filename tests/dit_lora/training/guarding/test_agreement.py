@@ -29,8 +29,8 @@ def test_ranks_that_differ_again_at_one_step_are_no_learning_rate() -> None:
     policy = Policy(LadderConfig())
     verdict = Verdict("weights", "differs", step=4, rank=1, evidence={"ranks": [1]})
     assert policy.choose(4, [verdict], []) == Action("rollback", lower_lr=False)
-    again = policy.choose(4, [verdict], [])
-    assert (again.kind, "leave that machine out" in again.why) == ("stop", True)
+    second_choice = policy.choose(4, [verdict], [])
+    assert (second_choice.kind, "leave that machine out" in second_choice.why) == ("stop", True)
 
 
 def test_an_average_is_bounded_by_what_its_weight_has_been() -> None:
@@ -40,8 +40,8 @@ def test_an_average_is_bounded_by_what_its_weight_has_been() -> None:
     now = {"w": torch.tensor([0.01, 0.0]), "zero": torch.zeros(3)}
     assert bounds.beyond(now, weight) == {}
     for bad in (5.0, -5.0, 1e30):
-        found = bounds.beyond(now, {"w": torch.tensor([0.1, bad]), "zero": torch.zeros(3)})
-        assert found == {"w": (pytest.approx(abs(bad)), pytest.approx(0.1))}
+        exceeded = bounds.beyond(now, {"w": torch.tensor([0.1, bad]), "zero": torch.zeros(3)})
+        assert exceeded == {"w": (pytest.approx(abs(bad)), pytest.approx(0.1))}
     assert list(bounds.beyond(now, {**now, "zero": torch.tensor([0.0, 0.0, 1e-3])})) == ["zero"]
 
 
@@ -76,10 +76,10 @@ def test_a_rank_with_other_weights_is_named_and_undone(
         "stop": case("stop", "ddp", Fault("weight", 2, 1, adds=0.5), "guard.max_rollbacks=0"),
     }
     ranks = on_ranks(2, run_all, list(cases.values()), timeout=1200)
-    seen = dict(zip(cases, zip(*ranks, strict=True), strict=True))
+    results = dict(zip(cases, zip(*ranks, strict=True), strict=True))
 
     for name, clean in (("weight", "clean"), ("moment", "clean"), ("zero", "zero_clean")):
-        assert [own.error for own in seen[name]] == ["", ""], name
+        assert [result.error for result in results[name]] == ["", ""], name
         (event,) = lines(tmp_path / name, "events.jsonl")
         assert (event["kind"], event["action"], event["step"]) == ("ranks_differ", "rollback", 4)
         assert (event["rank"], event["verdict"]["evidence"]["ranks"]) == (1, [1])
@@ -88,11 +88,11 @@ def test_a_rank_with_other_weights_is_named_and_undone(
         assert same_adapter(tmp_path / name, tmp_path / clean)
     assert not lines(tmp_path / "clean", "events.jsonl")
 
-    assert [own.exit_code for own in seen["stop"]] == [3, 3]
+    assert [result.exit_code for result in results["stop"]] == [3, 3]
     assert not (tmp_path / "stop" / "adapter").exists()
     assert sorted(path.name for path in (tmp_path / "stop" / "checkpoints").iterdir()) == [
         "step_000002"
     ]
     # What is frozen is alike in no state: each rank's output is compared with that of the start.
-    assert [own.exit_code for own in seen["frozen"]] == [1, 1]
-    assert "with adapters and kernels off its output on rank 1 (" in seen["frozen"][0].error
+    assert [result.exit_code for result in results["frozen"]] == [1, 1]
+    assert "with adapters and kernels off its output on rank 1 (" in results["frozen"][0].error

@@ -1,4 +1,4 @@
-"""What is done about a tripped step: each action's effect, and what is written of it. Diagnosis is faked."""
+"""Handling of a failed step: the effect of each action and its record. Diagnosis is faked."""
 
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,14 @@ def test_a_bad_draw_leaves_its_sample_out_for_one_epoch_and_the_next_time_for_go
     assert guarded.trip(1, verdict("inputs", sample, evidence=evidence)) == 0
     assert [(r.from_epoch, r.to_epoch) for r in guarded.recovery.quarantine.records] == [(0, 0)]
     assert guarded.files.calls[1:] == [("quarantined", [sample])]  # its entry will be read again
-    again = next(step for step in range(1, 9) if sample in guarded.in_step(step))
-    micro = guarded.in_step(again).index(sample)
-    guarded.trip(again, verdict("inputs", sample, micro_step=micro, evidence=evidence))
+    repeated_step = next(step for step in range(1, 9) if sample in guarded.in_step(step))
+    micro = guarded.in_step(repeated_step).index(sample)
+    guarded.trip(repeated_step, verdict("inputs", sample, micro_step=micro, evidence=evidence))
     assert [event["action"] for event in guarded.files.events] == ["skip", "quarantine"]
     assert guarded.recovery.quarantine.is_out(sample, 5)
     assert [
-        one.evidence["control_with_the_same_draws"] for one in guarded.recovery.quarantine.records
+        record.evidence["control_with_the_same_draws"]
+        for record in guarded.recovery.quarantine.records
     ] == ["healthy"] * 2
 
 
@@ -78,7 +79,7 @@ def test_a_rank_at_fault_stops_the_run_with_the_last_good_step_saved(guarded: Gu
 
 
 def test_samples_that_were_out_for_an_epoch_that_is_over_are_not_lost(guarded: Guarded) -> None:
-    past = [LeftOut(one, 0, 0, step=1, cause="inputs", reason="") for one in SAMPLES[1:]]
+    past = [LeftOut(sample, 0, 0, step=1, cause="inputs", reason="") for sample in SAMPLES[1:]]
     guarded.recovery.quarantine.add(past)
     step = next(step for step in range(2, 9) if SAMPLES[0] in guarded.in_step(step))
     micro = guarded.in_step(step).index(SAMPLES[0])
@@ -86,8 +87,8 @@ def test_samples_that_were_out_for_an_epoch_that_is_over_are_not_lost(guarded: G
 
 
 def test_a_bad_backend_is_switched_off_and_stays_off(guarded: Guarded) -> None:
-    found = verdict("attention_backend", switch="attention:flash")
-    assert guarded.trip(3, found) == 2
+    diagnosis = verdict("attention_backend", switch="attention:flash")
+    assert guarded.trip(3, diagnosis) == 2
     assert guarded.turned_off == ["attention:flash"]
     assert guarded.recovery.state.switched_off == ["attention:flash"]
     assert "attention:flash stays off for this run" in guarded.files.said[0]
@@ -98,11 +99,11 @@ def test_bad_weights_go_back_to_the_newest_snapshot_bit_for_bit(guarded: Guarded
     for step in (2, 4):
         guarded.train(step - 1, step)
         snapshots.take(step)
-    held = guarded.copy()
+    expected = guarded.copy()
     guarded.train(5, 5)
     guarded.model.weight.data[0, 0] = torch.nan
     assert guarded.trip(6, verdict("weights")) == 4
-    assert equal(guarded.state(), held)
+    assert equal(guarded.state(), expected)
     assert guarded.files.calls == [("bundle", 0, 0), ("rewind", 4, False)]  # of the bad weights
     assert guarded.recovery.state.lr_scale == 1.0
 
@@ -111,10 +112,10 @@ def test_going_back_to_before_the_first_update_drops_what_adamw_made_since(
     guarded: Guarded,
 ) -> None:
     guarded.recovery.snapshots.take(0)
-    held = guarded.copy()
+    expected = guarded.copy()
     guarded.train(1, 1)
     assert guarded.trip(2, verdict("optimizer")) == 0
-    assert equal(guarded.state(), held)
+    assert equal(guarded.state(), expected)
     assert not any(guarded.optimizer.state.values())
 
 
@@ -154,9 +155,9 @@ def test_a_snapshot_that_is_bad_on_another_rank_is_passed_over_here_too(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gathered(own: list[Any]) -> list[Any]:
-        return own or others.pop(0)  # a snapshot that is finite here
+        return own or other_answers.pop(0)  # a snapshot that is finite here
 
-    others: list[list[str]] = [["lora_A"], []]
+    other_answers: list[list[str]] = [["lora_A"], []]
     monkeypatch.setattr(recovery_module, "gather_object", gathered)
     for step in (2, 4):
         guarded.recovery.snapshots.take(step)
@@ -191,7 +192,7 @@ def test_an_event_has_the_contracts_keys_and_no_other(tmp_path: Path, action: st
 
 
 def joined_by(patch: pytest.MonkeyPatch, *theirs: Verdict, **bundles: str) -> None:
-    """Another rank's verdicts on the next trip and its bundle, gathered beside our own."""
+    """Another rank's verdicts on the next failed step and its bundle, gathered with the local ones."""
     waiting = [list(theirs), [{(1, 0): name} for name in bundles.values()]]
 
     def gathered(own: list[Any]) -> list[Any]:

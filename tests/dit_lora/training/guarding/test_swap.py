@@ -26,7 +26,7 @@ DATA = Verdict("data", "it fails whatever is switched off", 4, 1, 0, sample_ids=
 def test_a_sample_is_at_fault_only_where_it_fails_on_every_rank(
     outcomes: Sequence[Sequence[bool | None]], cause: Cause, blamed: tuple[str, ...]
 ) -> None:
-    """A rank whose memory is full has seen nothing: `unknown`, by which no sample is left out for good."""
+    """A rank that is out of memory has no evidence: `unknown`, which drops no sample permanently."""
     verdict = _compared(DATA, outcomes)
     assert (verdict.cause, verdict.sample_ids) == (cause, blamed)
     assert ("does not fit into memory" in verdict.words) is (cause == "unknown")

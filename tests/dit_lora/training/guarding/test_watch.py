@@ -65,12 +65,12 @@ def test_statistics_are_of_the_steps_that_are_due_and_of_no_other() -> None:
         optimizer.step()
         watched.after_update(step)
         optimizer.zero_grad()
-        found = watched.statistics(step)
+        statistics = watched.statistics(step)
         if step != 3:
-            assert found is None
+            assert statistics is None
             continue
-        assert found is not None
-        assert set(found["1"]) == {"grad_norm", "update_ratio", "abs_max", "headroom"}
+        assert statistics is not None
+        assert set(statistics["1"]) == {"grad_norm", "update_ratio", "abs_max", "headroom"}
 
 
 def test_the_watcher_waits_for_a_snapshot_before_the_weights_change(
@@ -109,8 +109,8 @@ def test_statistics_of_modules_are_in_metrics_at_the_asked_steps(
 ) -> None:
     """In the others not, and with 0 never; no bit of the training changes."""
     runs = [tmp_path / name for name in ("every", "never")]
-    for run, every in zip(runs, (2, 0), strict=True):
-        args = [f"guard.monitor_every={every}", "train.steps=5", f"run.dir={run}"]
+    for run, interval in zip(runs, (2, 0), strict=True):
+        args = [f"guard.monitor_every={interval}", "train.steps=5", f"run.dir={run}"]
         lora_main([*smoke, *args])
     watched, never = map(lines, runs)
     assert [m["step"] for m in watched if "modules" in m] == [2, 4]
@@ -126,7 +126,7 @@ def test_statistics_of_modules_are_in_metrics_at_the_asked_steps(
 
 
 def spiking(patch: pytest.MonkeyPatch, at: int, factor: float) -> None:
-    """The loss of one call, counted from 1, multiplied; what counts memory or notes the base's output is no call."""
+    """The loss of one call, counted from 1, multiplied; memory counting and base fingerprints are not calls."""
     losses, calls = CogVideoXCheckpoint.losses, []
 
     def changed(self: Any, transformer: Any, batch: Any, streams: Streams) -> LossOutput:
@@ -200,12 +200,14 @@ def test_a_resumed_run_clips_as_the_uninterrupted_one(
     lora_main([*parts, "train.steps=27", "train.resume=auto"])
     lora_main([*parts, "train.steps=34", "train.resume=auto"])
     lora_main([*smoke, *WATCHED, tight[2], "train.steps=34", f"run.dir={tmp_path / 'plain'}"])
-    whole, again, plain = (
+    uninterrupted, repeated, plain = (
         load_file(tmp_path / name / "checkpoints/step_000034/trainable.safetensors")
         for name in ("whole", "parts", "plain")
     )
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    assert not all(torch.equal(whole[name], plain[name]) for name in whole)  # it did clip
+    assert all(torch.equal(uninterrupted[name], repeated[name]) for name in uninterrupted)
+    assert not all(
+        torch.equal(uninterrupted[name], plain[name]) for name in uninterrupted
+    )  # it did clip
     events = [lines(tmp_path / name, "events.jsonl") for name in ("whole", "parts")]
     assert events[0] == events[1] != []
 

@@ -57,8 +57,8 @@ def groups_with(*gradients: list[float]) -> list[dict]:
 
 def config(**clips: float | None) -> OptimConfig:
     shared = clips.pop("shared")
-    given = {name: GroupConfig(lr=1, clip=clip) for name, clip in clips.items()}
-    return OptimConfig(groups=GroupsConfig(**given), clip=shared)
+    group_configs = {name: GroupConfig(lr=1, clip=clip) for name, clip in clips.items()}
+    return OptimConfig(groups=GroupsConfig(**group_configs), clip=shared)
 
 
 def test_the_shared_clip_bounds_the_joint_norm() -> None:
@@ -147,7 +147,7 @@ def test_one_bad_element_makes_its_groups_norm_bad_and_no_other(value: float) ->
 
 
 def test_groups_decay_and_step_at_their_own_rates() -> None:
-    """AdamW's first step moves by lr whatever the gradient, and decays by lr * weight_decay."""
+    """AdamW's first step moves by lr for every gradient, and decays by lr * weight_decay."""
     groups = groups_with([3.0], [-0.1])
     for group in groups:
         group["params"][0].data.fill_(1.0)
@@ -182,9 +182,9 @@ def test_an_adaptive_bound_scales_its_group_alone_and_the_shared_clip_takes_what
 def test_a_groups_bound_is_the_smaller_of_its_clip_and_the_limit(
     limit: float, clip: float | None
 ) -> None:
-    for own in (True, False):
+    for has_own_lr in (True, False):
         groups = groups_with([300.0])
-        optim = config(adapter=clip if own else None, shared=None if own else clip)
+        optim = config(adapter=clip if has_own_lr else None, shared=None if has_own_lr else clip)
         clip_gradients(groups, gradient_norms(groups), optim, bounds(adapter=limit))
         expected = min(limit, clip or limit)
         assert groups[0]["params"][0].grad.item() == pytest.approx(expected, rel=1e-5)
@@ -199,10 +199,12 @@ def test_a_limit_above_the_norm_changes_no_bit() -> None:
 
 
 def test_a_schedule_falls_to_its_least_share() -> None:
-    given: dict[str, int] = {"warmup": 2, "steps": 6}
+    schedule_options: dict[str, int] = {"warmup": 2, "steps": 6}
     for kind in ("linear", "cosine"):
-        plain = [schedule_factor(kind, step, **given) for step in range(1, 9)]
-        raised = [schedule_factor(kind, step, **given, least=0.25) for step in range(1, 9)]
+        plain = [schedule_factor(kind, step, **schedule_options) for step in range(1, 9)]
+        raised = [
+            schedule_factor(kind, step, **schedule_options, least=0.25) for step in range(1, 9)
+        ]
         assert raised[:2] == plain[:2]  # warm-up is as it was
         assert raised[2:] == pytest.approx([0.25 + 0.75 * factor for factor in plain[2:]])
         assert raised[-1] == 0.25

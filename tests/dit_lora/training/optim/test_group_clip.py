@@ -1,4 +1,4 @@
-"""One group's enormous gradient takes nothing from the others' updates, if it has a clip of its own."""
+"""One group's enormous gradient does not reduce the others' updates, if it has its own clip."""
 
 import pytest
 import torch

@@ -199,25 +199,27 @@ def test_a_loop_that_is_not_ours_goes_back_as_well(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_optimizer_goes_on_bit_for_bit_in_a_new_process(name: str) -> None:
-    whole, first, resumed = Training(name), Training(name), Training(name)
-    whole.train(1, 6)
-    first.train(1, 3)
-    weights = {n: p.detach() for n, p in first.model.named_parameters()}
-    stored = load(save({n: t.contiguous() for n, t in optimizer_state(first.optimizer).items()}))
+    uninterrupted, interrupted, resumed = Training(name), Training(name), Training(name)
+    uninterrupted.train(1, 6)
+    interrupted.train(1, 3)
+    weights = {n: p.detach() for n, p in interrupted.model.named_parameters()}
+    stored = load(
+        save({n: t.contiguous() for n, t in optimizer_state(interrupted.optimizer).items()})
+    )
     resumed.model.load_state_dict(weights)
     load_optimizer_state(Accelerator(cpu=True).prepare(resumed.optimizer), stored)
-    assert_same(without_rates(resumed.everything()), without_rates(first.everything()))
+    assert_same(without_rates(resumed.everything()), without_rates(interrupted.everything()))
     for tensor in stored.values():
         tensor.zero_()  # the file's memory: nothing of it is the optimizer's
     resumed.train(4, 6)
-    assert_same(resumed.everything(), whole.everything())
+    assert_same(resumed.everything(), uninterrupted.everything())
 
 
 def test_8_bit_moments_keep_the_codes_that_they_were_written_in() -> None:
     """Another release may come with others."""
-    first, resumed = Training("adamw_8bit"), Training("adamw_8bit")
-    first.train(1, 2)
-    stored = {n: t.clone() for n, t in optimizer_state(first.optimizer).items()}
+    interrupted, resumed = Training("adamw_8bit"), Training("adamw_8bit")
+    interrupted.train(1, 2)
+    stored = {n: t.clone() for n, t in optimizer_state(interrupted.optimizer).items()}
     assert [name for name in stored if "qmap" in name] == ["qmap1", "qmap2"]
     stored["qmap2"] *= 2
     load_optimizer_state(resumed.optimizer, stored)
@@ -229,17 +231,17 @@ def test_8_bit_moments_keep_the_codes_that_they_were_written_in() -> None:
 
 def test_a_parameter_that_had_no_gradient_starts_after_a_resume() -> None:
     for name in NAMES:
-        whole, resumed = Training(name), Training(name)
-        for run in (whole, resumed):
+        uninterrupted, resumed = Training(name), Training(name)
+        for run in (uninterrupted, resumed):
             run.gradients(1)
             run.model.narrow.grad = None
             gated_step(run.optimizer, torch.tensor(0.0))
-        state = optimizer_state(whole.optimizer)
+        state = optimizer_state(uninterrupted.optimizer)
         assert not any(key.startswith("connector/narrow/") for key in state)
         load_optimizer_state(resumed.optimizer, {n: t.clone() for n, t in state.items()})
-        for run in (whole, resumed):
+        for run in (uninterrupted, resumed):
             run.train(2, 4)
-        assert_same(resumed.everything(), whole.everything())
+        assert_same(resumed.everything(), uninterrupted.everything())
 
 
 def library_of(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -270,29 +272,29 @@ def test_the_trajectory_is_that_of_the_librarys_optimizer(name: str) -> None:
         plain.gradients(step)
         gated_step(ours.optimizer, torch.tensor(0.0))
         library.step()
-    for (key, one), other in zip(
+    for (key, value), other_value in zip(
         ours.model.named_parameters(), plain.model.parameters(), strict=True
     ):
-        assert torch.equal(one, other), key
-        assert not torch.equal(one, Training(name).model.get_parameter(key)), key
+        assert torch.equal(value, other_value), key
+        assert not torch.equal(value, Training(name).model.get_parameter(key)), key
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bytes_that_are_told_are_those_that_are_kept(name: str) -> None:
     run = Training(name)
     state_bytes = OPTIMIZERS[name].state_bytes
-    told = state_bytes(list(run.model.parameters()))
+    predicted_bytes = state_bytes(list(run.model.parameters()))
     meta = state_bytes([p.to("meta") for p in run.model.parameters()])
     run.train(1, 2)
-    held = {
+    actual_bytes = {
         id(value): value.nbytes
         for state in run.optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
     }
-    assert sum(held.values()) == told
+    assert sum(actual_bytes.values()) == predicted_bytes
     zero = 4 * (41 * 103 - 1) if name == "prodigy" else 0  # its start is one element
-    assert meta == told + zero
+    assert meta == predicted_bytes + zero
 
 
 def test_paged_moments_are_as_large_as_those_that_stay() -> None:
@@ -366,15 +368,15 @@ def test_a_resume_pages_what_was_paged() -> None:
             parameter.grad = torch.randn(parameter.shape, generator=draws).cuda()
             optimizer.step()
 
-    (weight, optimizer), (again, resumed) = build(), build()
+    (weight, optimizer), (rebuilt, resumed) = build(), build()
     train(weight, optimizer, 1, 2, 3)
     stored = load(save({n: t.cpu() for n, t in optimizer_state(optimizer).items()}))
-    again.data.copy_(weight.detach())
+    rebuilt.data.copy_(weight.detach())
     load_optimizer_state(resumed, stored)
     assert all(
-        getattr(resumed.state[again][name], "is_paged", False) for name in ("state1", "state2")
+        getattr(resumed.state[rebuilt][name], "is_paged", False) for name in ("state1", "state2")
     )
     train(weight, optimizer, 4, 5)
-    train(again, resumed, 4, 5)
-    assert torch.equal(weight, again)
+    train(rebuilt, resumed, 4, 5)
+    assert torch.equal(weight, rebuilt)
     assert_same(optimizer_state(resumed), optimizer_state(optimizer))

@@ -30,7 +30,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def optional(said: list[str]) -> OptionalWork:
-    return OptionalWork(lambda own: [own], said.append)
+    return OptionalWork(lambda value: [value], said.append)
 
 
 def test_what_succeeds_is_given_and_not_told(optional: OptionalWork, said: list[str]) -> None:
@@ -98,14 +98,16 @@ def test_a_failure_of_another_rank_counts_on_this_one(said: list[str]) -> None:
 
 def test_what_others_cannot_be_told_of_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a forward pass that needs all ranks, they wait where this one has failed."""
-    optional = OptionalWork(lambda own: pytest.fail("the others are elsewhere"), lambda line: None)
+    optional = OptionalWork(
+        lambda value: pytest.fail("the others are elsewhere"), lambda line: None
+    )
     monkeypatch.setattr(OptionalWork, "_is_shared", lambda self: True)
     with pytest.raises(MemoryError):
         optional.attempt("samples", 2, raising(MemoryError()), is_collective=True)
     agreed = DitLoraError("all ranks know")
     agreed.collective = True
-    alone = OptionalWork(lambda own: [own, own], lambda line: None)
-    assert alone.attempt("samples", 2, raising(agreed), is_collective=True) is None
+    single_rank = OptionalWork(lambda value: [value, value], lambda line: None)
+    assert single_rank.attempt("samples", 2, raising(agreed), is_collective=True) is None
 
 
 def test_what_did_not_fit_is_let_go_before_training_goes_on(optional: OptionalWork) -> None:
@@ -115,15 +117,15 @@ def test_what_did_not_fit_is_let_go_before_training_goes_on(optional: OptionalWo
         def __init__(self) -> None:
             self.own = self
 
-    seen = []
+    recorded = []
 
     def work() -> None:
         big = Big()
-        seen.append(weakref.ref(big))
+        recorded.append(weakref.ref(big))
         raise MemoryError
 
     optional.attempt("samples", 2, work)
-    assert seen[0]() is None
+    assert recorded[0]() is None
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)

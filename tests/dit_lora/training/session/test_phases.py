@@ -1,4 +1,4 @@
-"""Phases of a run: what is timed counts once, where it belongs, and is said and written."""
+"""Phases of a run: each timed part counts once, in the right phase, and is printed and written."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_what_no_phase_names_is_said_as_other(tmp_path: Path) -> None:
     phases.end_steps()
     phases.write(tmp_path)
     record = json.loads((tmp_path / PHASES_FILE).read_text())
-    stages = {one["name"]: one["stage"] for one in record["phases"]}
+    stages = {phase["name"]: phase["stage"] for phase in record["phases"]}
     assert stages == {"named": "before", "first step": "before", "saving": "training"}
     assert record["stages"]["before"] >= 0.18
     assert set(record["stages"]) == {"before", "training", "after"}
@@ -94,15 +94,15 @@ def test_imports_are_what_a_process_did_before() -> None:
         "print(one.name, one.seconds, one.cpu_seconds, launcher.name, launcher.seconds)\n"
     )
     began = time.perf_counter()
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
     )
     took = time.perf_counter() - began
-    assert done.returncode == 0, done.stderr
-    name, seconds, cpu, launcher, before = done.stdout.split()
+    assert result.returncode == 0, result.stderr
+    name, seconds, cpu, launcher, before = result.stdout.split()
     assert (name, launcher) == ("imports", "launcher")
     assert 0.65 < float(seconds) < took + 0.05
     assert 0.3 <= float(cpu) < float(seconds) - 0.3

@@ -65,20 +65,22 @@ def test_a_second_process_is_refused_by_pid_and_host_and_a_killed_one_hinders_no
 ) -> None:
     (tmp_path / "config.yaml").write_text("model: {}\n")
     (tmp_path / "status.json").write_text('{"state": "running"}')
-    with held_elsewhere(tmp_path) as other:
+    with held_elsewhere(tmp_path) as other_process:
         before = (tmp_path / LOCK).read_bytes()
         named = holder_of(tmp_path)
         assert named is not None
         with pytest.raises(DitLoraError) as error:
             RunLock(tmp_path).acquire()
-        assert f"is in use by process {other.pid} on {named.host} (since" in str(error.value)
+        assert f"is in use by process {other_process.pid} on {named.host} (since" in str(
+            error.value
+        )
         assert "\n" not in str(error.value)
         assert error.value.exit_code == 2
         assert (tmp_path / LOCK).read_bytes() == before
         assert is_live(tmp_path) is True
         assert RunReader(tmp_path).read().state == "running"
-        other.kill()
-        other.wait()
+        other_process.kill()
+        other_process.wait()
         assert is_live(tmp_path) is False
         assert RunReader(tmp_path).read().state == "silent"
         began = time.monotonic()
@@ -91,20 +93,20 @@ def test_a_second_process_is_refused_by_pid_and_host_and_a_killed_one_hinders_no
 
 def test_a_paused_process_keeps_its_folder_however_old_its_last_beat_is(tmp_path: Path) -> None:
     """A lease such as filelock's would expire: the paused process would then resume in another run's folder."""
-    with held_elsewhere(tmp_path) as other:
-        other.send_signal(signal.SIGSTOP)
+    with held_elsewhere(tmp_path) as other_process:
+        other_process.send_signal(signal.SIGSTOP)
         age(tmp_path, 1000)
         assert is_live(tmp_path) is True
-        with pytest.raises(DitLoraError, match=f"is in use by process {other.pid} on"):
+        with pytest.raises(DitLoraError, match=f"is in use by process {other_process.pid} on"):
             RunLock(tmp_path).acquire()
 
 
 def test_letting_go_leaves_nothing_and_a_process_may_take_what_it_has(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
-    first, second = RunLock(folder), RunLock(folder)
-    first.acquire()
+    first_lock, second = RunLock(folder), RunLock(folder)
+    first_lock.acquire()
     second.acquire()  # a notebook's next run
-    first.release()
+    first_lock.release()
     assert is_live(folder) is True
     second.release()
     assert list(tmp_path.iterdir()) == []  # the folders that it had made, too
@@ -130,14 +132,14 @@ def test_a_disk_without_room_for_it_is_said_and_left_as_it_was(
 def test_a_live_process_of_another_host_is_refused_though_its_flock_does_not_reach_here(
     tmp_path: Path, elsewhere: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     age(tmp_path, 5)
     monkeypatch.setattr(time, "sleep", lambda seconds: age(tmp_path, 1))  # it beats
     with pytest.raises(
         DitLoraError, match=r"process 1 on node7 .*Slurm job 88.*, remove .*run.lock"
     ):
-        RunLock(tmp_path, said.append).acquire()
-    assert "waiting 85 s to see whether that lives" in said[0]
+        RunLock(tmp_path, messages.append).acquire()
+    assert "waiting 85 s to see whether that lives" in messages[0]
 
 
 def test_a_dead_process_of_another_host_gives_way_once_it_is_silent(
@@ -165,15 +167,15 @@ def test_a_job_that_slurm_requeued_on_another_node_goes_on_at_once(
     restarts: str,
     waits: bool,
 ) -> None:
-    """Another step of the same job, which is no restart, may live beside it."""
+    """Another step of the same job, which is not a restart, may run at the same time."""
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     monkeypatch.setattr(run_lock, "STALE", 1.0)
-    said: list[str] = []
-    lock = RunLock(tmp_path, said.append)
+    messages: list[str] = []
+    lock = RunLock(tmp_path, messages.append)
     lock.acquire()
     lock.release()
-    assert [("waiting" in line) for line in said] == [waits]
+    assert [("waiting" in line) for line in messages] == [waits]
 
 
 def test_who_was_held_for_dead_learns_that_the_folder_is_anothers(
@@ -188,8 +190,8 @@ def test_who_was_held_for_dead_learns_that_the_folder_is_anothers(
     assert (tmp_path / LOCK).stat().st_mtime > begun
     assert lock.lost() is None
     (tmp_path / LOCK).write_text(json.dumps(asdict(elsewhere)))
-    last = time.monotonic() + 100
-    while lock.lost() is None and time.monotonic() < last:
+    deadline = time.monotonic() + 100
+    while lock.lost() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert "was taken by process 1 on node7" in str(lock.lost())
     lock.release()
@@ -200,11 +202,11 @@ def test_where_there_is_no_flock_a_process_id_tells(
 ) -> None:
     """Also from a later process that has the id of a dead one."""
     monkeypatch.setattr(run_lock, "_flock", lambda handle, kind: None)
-    own = Holder.own()
-    (tmp_path / LOCK).write_text(json.dumps(asdict(replace(own, token="t"))))
-    with pytest.raises(DitLoraError, match=f"process {own.pid} on"):
+    holder = Holder.own()
+    (tmp_path / LOCK).write_text(json.dumps(asdict(replace(holder, token="t"))))
+    with pytest.raises(DitLoraError, match=f"process {holder.pid} on"):
         RunLock(tmp_path).acquire()
-    (tmp_path / LOCK).write_text(json.dumps(asdict(replace(own, born=own.born - 100))))
+    (tmp_path / LOCK).write_text(json.dumps(asdict(replace(holder, born=holder.born - 100))))
     lock = RunLock(tmp_path)
     lock.acquire()
     lock.release()

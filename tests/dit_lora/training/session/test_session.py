@@ -35,12 +35,12 @@ def test_the_first_signal_asks_and_the_second_acts(
 ) -> None:
     before = signal.getsignal(number)
     acts = KeyboardInterrupt if number == signal.SIGINT else SystemExit
-    with stop_signals() as asked:
-        assert asked() == 0
+    with stop_signals() as is_requested:
+        assert is_requested() == 0
         os.kill(os.getpid(), number)
-        assert asked() == code
+        assert is_requested() == code
         os.kill(os.getpid(), number)  # torchrun passes on what the ranks were sent too
-        assert asked() == code
+        assert is_requested() == code
         monkeypatch.setattr(session, "_PASSED_ON", 0.0)
         with pytest.raises(acts) as raised:
             os.kill(os.getpid(), number)
@@ -50,12 +50,12 @@ def test_the_first_signal_asks_and_the_second_acts(
 
 def test_the_end_of_the_launcher_is_a_request_to_stop() -> None:
     """`accelerate launch` dies of SIGTERM and leaves its script running."""
-    with stop_signals(launcher=os.getppid()) as asked:
-        assert asked() == 0
-    with stop_signals(launcher=1 + os.getppid()) as asked:
-        assert asked() == 143
-    with stop_signals() as asked:
-        assert asked() == 0
+    with stop_signals(launcher=os.getppid()) as is_requested:
+        assert is_requested() == 0
+    with stop_signals(launcher=1 + os.getppid()) as is_requested:
+        assert is_requested() == 143
+    with stop_signals() as is_requested:
+        assert is_requested() == 0
 
 
 def launched(*options: str, **variables: str) -> list[str]:
@@ -67,14 +67,14 @@ several_gpus = [started_alone(os.environ, gpus) for gpus in (0, 1, 8)]
 print(*several_gpus, waiting_launcher(os.environ) == os.getppid())
 """
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, "--no_python"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, sys.executable, "-c", script, str(ROOT)],
         env={**launch_environment(), **variables},
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout.split()
+    return result.stdout.split()
 
 
 def test_a_launch_that_starts_one_of_several_processes_is_seen_in_the_environment(

@@ -60,7 +60,7 @@ class World:
 
 @pytest.fixture(scope="module", autouse=True)
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """W&B logs to the run's folder, Trackio (which reads it when imported) to one of its own."""
+    """W&B logs to the run's folder, Trackio (which reads it when imported) to a separate folder."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
@@ -72,30 +72,30 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, offline: Path) -> World:
     """Steps 1 to 4 with samples and an event in step 3, then again from step 3, after a checkpoint of step 2."""
-    found = World(tmp_path_factory.mktemp("runs") / "kitten")
-    found.folder.mkdir()
+    new_world = World(tmp_path_factory.mktemp("runs") / "kitten")
+    new_world.folder.mkdir()
     config = {
         "model": {"path": "/home/somebody/models/tiny"},
         "optim": {"betas": [0.9, 0.95], "groups": {"adapter": {"lr": 1e-3, "clip": None}}},
     }
-    first = found.started(**config)
+    first_run = new_world.started(**config)
     for step in (1, 2, 3, 4):
-        first.scalars({"loss": 1 / step, "lr/adapter": 1e-3}, step)
-    samples = found.folder / "samples" / "step_000003"
+        first_run.scalars({"loss": 1 / step, "lr/adapter": 1e-3}, step)
+    samples = new_world.folder / "samples" / "step_000003"
     frames = torch.randint(0, 256, (5, 64, 480, 3), dtype=torch.uint8)
     write_video(samples / "prompt_00.mp4", frames, 8)
     write_sample(samples / "prompt_01", frames[:1, :32, :48], None)
     (samples / "answers.json").write_text(json.dumps(ANSWERS))
-    first.samples(3, PROMPTS)
-    found.event(first)
-    first.finish(failed=True)
-    second = found.started(step=2, **config)
+    first_run.samples(3, PROMPTS)
+    new_world.event(first_run)
+    first_run.finish(failed=True)
+    second = new_world.started(step=2, **config)
     for step in (3, 4):
         second.scalars({"loss": 10 / step, "lr/adapter": 1e-3}, step)
     second.finish(failed=False)
-    assert found.said == []
+    assert new_world.said == []
     wandb.teardown()  # its service has written everything when it is gone
-    return found
+    return new_world
 
 
 def test_tensorboard_has_each_step_once(world: World) -> None:
@@ -103,7 +103,7 @@ def test_tensorboard_has_each_step_once(world: World) -> None:
 
     events = EventAccumulator(str(world.folder / "dit-lora"), size_guidance={"images": 0})
     events.Reload()
-    losses = [(one.step, one.value) for one in events.Scalars("loss")]
+    losses = [(event.step, event.value) for event in events.Scalars("loss")]
     assert losses == [(1, 1.0), (2, 0.5), (3, pytest.approx(10 / 3)), (4, 2.5)]
     names = {path.parent.name for path in world.folder.rglob("*tfevents*")}
     assert names == {"dit-lora"}  # one run, not one more for each start
@@ -115,7 +115,7 @@ def test_tensorboard_keeps_an_event_of_a_step_that_is_done_again(world: World) -
 
     events = EventAccumulator(str(world.folder / "dit-lora"))
     events.Reload()
-    assert [one.step for one in events.Tensors("loss")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Tensors("loss")] == [1, 2, 3, 4]
     (text,) = events.Tensors("guard/table/text_summary")
     assert text.step == 3
     assert (
@@ -141,10 +141,14 @@ def test_tensorboards_animation_has_all_frames_in_a_small_size(tmp_path: Path) -
     events.Reload()
     (video,), (image,) = events.Images("samples/prompt_00"), events.Images("samples/prompt_01")
     (tmp_path / "a.gif").write_bytes(video.encoded_image_string)
-    with Image.open(tmp_path / "a.gif") as shown:
-        assert (shown.n_frames, shown.size, shown.info["duration"]) == (5, (320, 43), 120)
-        shown.seek(3)
-        red = np.asarray(shown.convert("RGB"))[20, :, 0]
+    with Image.open(tmp_path / "a.gif") as gif:
+        assert (gif.n_frames, gif.size, gif.info["duration"]) == (
+            5,
+            (320, 43),
+            120,
+        )
+        gif.seek(3)
+        red = np.asarray(gif.convert("RGB"))[20, :, 0]
         assert red[64 * 3 + 32] > 200
         assert red[64 * 1 + 32] < 50
     assert (video.step, image.step, image.width, image.height) == (7, 7, 48, 32)
@@ -159,49 +163,51 @@ def test_tensorboard_lists_the_recipe_flat(world: World) -> None:
     events = EventAccumulator(str(world.folder / "dit-lora"))
     events.Reload()
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    given = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert given["optim.groups.adapter.lr"].number_value == 1e-3
-    assert given["optim.betas"].string_value == "[0.9, 0.95]"
-    assert given["model.path"].string_value == "tiny"
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams["optim.groups.adapter.lr"].number_value == 1e-3
+    assert hparams["optim.betas"].string_value == "[0.9, 0.95]"
+    assert hparams["model.path"].string_value == "tiny"
 
 
 def test_wandb_goes_on_with_its_run_and_plots_over_the_runs_own_steps(world: World) -> None:
-    first, second = wandb_starts(world.folder)
-    runs = [next(r.run for r in records if r.HasField("run")) for records in (first, second)]
+    start, second = wandb_starts(world.folder)
+    runs = [next(r.run for r in records if r.HasField("run")) for records in (start, second)]
     assert runs[0].run_id == runs[1].run_id
     assert [run.display_name for run in runs] == ["kitten", "kitten"]
     losses = [
         [(row["step"], row["loss"]) for row in history(records) if "loss" in row]
-        for records in (first, second)
+        for records in (start, second)
     ]
     assert losses == [[(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)], [(3, 10 / 3), (4, 2.5)]]
-    metric = next(r.metric for r in first if r.HasField("metric") and r.metric.glob_name == "*")
+    metric = next(r.metric for r in start if r.HasField("metric") and r.metric.glob_name == "*")
     assert metric.step_metric == "step"
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert config["optim"]["groups"]["adapter"]["lr"] == 1e-3
     codes = [
-        next(r.exit.exit_code for r in records if r.HasField("exit")) for records in (first, second)
+        next(r.exit.exit_code for r in records if r.HasField("exit")) for records in (start, second)
     ]
     assert codes == [1, 0]
 
 
 def test_wandb_has_videos_images_answers_and_events(world: World) -> None:
-    first, second = wandb_starts(world.folder)
-    rows = history(first)
-    shown = next(row for row in rows if "samples/prompt_00._type" in row)
-    assert (shown["samples/prompt_00._type"], shown["samples/prompt_01._type"]) == (
+    start, second = wandb_starts(world.folder)
+    rows = history(start)
+    sample_row = next(row for row in rows if "samples/prompt_00._type" in row)
+    assert (sample_row["samples/prompt_00._type"], sample_row["samples/prompt_01._type"]) == (
         "video-file",
         "image-file",
     )
-    assert (shown["step"], shown["samples/prompt_01.caption"]) == (3, "a circle")
-    (alert,) = [record.alert for record in first if record.HasField("alert")]
+    assert (sample_row["step"], sample_row["samples/prompt_01.caption"]) == (3, "a circle")
+    (alert,) = [record.alert for record in start if record.HasField("alert")]
     assert (alert.title, alert.level) == ("guard: non_finite_loss", "WARN")
-    said = [json.loads(path.read_text()) for path in world.folder.rglob("*.table.json")]
-    assert ["What moves?", "a.mp4", "A | square"] in [row for one in said for row in one["data"]]
+    tables = [json.loads(path.read_text()) for path in world.folder.rglob("*.table.json")]
+    assert ["What moves?", "a.mp4", "A | square"] in [
+        row for table in tables for row in table["data"]
+    ]
     # The whole list of events is at the end of each start, the resumed one too.
     row = [3, "non_finite_loss", "data", "proj_out", "horse.mp4", "quarantine", "in 5e0c"]
-    assert [one["data"] for one in said].count([row]) == 2
-    assert any("guard/table._type" in one for one in history(second))
+    assert [table["data"] for table in tables].count([row]) == 2
+    assert any("guard/table._type" in entry for entry in history(second))
 
 
 def test_trackio_goes_on_with_its_run(world: World, offline: Path) -> None:
@@ -215,10 +221,10 @@ def test_trackio_goes_on_with_its_run(world: World, offline: Path) -> None:
         ((config,),) = database.execute("select config from configs").fetchall()
     losses = [(step, values["loss"]) for step, values in mine if "loss" in values]
     assert losses == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25), (3, 10 / 3), (4, 2.5)]
-    shown = next(values for _, values in mine if "samples/prompt_00" in values)
-    assert shown["samples/prompt_00"]["_type"] == "trackio.video"
-    assert shown["samples/prompt_01"]["_type"] == "trackio.image"
-    media = offline / "trackio" / "media" / shown["samples/prompt_00"]["file_path"]
+    sample_row = next(values for _, values in mine if "samples/prompt_00" in values)
+    assert sample_row["samples/prompt_00"]["_type"] == "trackio.video"
+    assert sample_row["samples/prompt_01"]["_type"] == "trackio.image"
+    media = offline / "trackio" / "media" / sample_row["samples/prompt_00"]["file_path"]
     original = world.folder / "samples" / "step_000003" / "prompt_00.mp4"
     assert media.read_bytes() == original.read_bytes()
     assert any("samples/answers" in values for _, values in mine)
@@ -303,10 +309,10 @@ def test_wandb_that_cannot_be_reached_logs_to_the_runs_folder(
     trackers.scalars({"loss": 0.5}, 1)
     trackers.finish(failed=False)
     wandb.teardown()
-    (said,) = world.said
-    assert said.startswith("warning: wandb: CommError: ")
-    assert said.endswith("; logging to the run's folder instead")
-    (records,) = [one for one in wandb_starts(tmp_path) if history(one)]
+    (message,) = world.said
+    assert message.startswith("warning: wandb: CommError: ")
+    assert message.endswith("; logging to the run's folder instead")
+    (records,) = [start for start in wandb_starts(tmp_path) if history(start)]
     assert [(row["step"], row["loss"]) for row in history(records)] == [(1, 0.5)]
 
 
@@ -359,18 +365,18 @@ def test_a_run_tells_its_trackers_its_steps_samples_and_losses(
     events = EventAccumulator(str(run / "dit-lora"))
     events.Reload()
     metrics = lines(run, "metrics.jsonl")
-    assert [one.step for one in events.Scalars("loss")] == [1, 2, 3]
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
     for name in ("loss", "grad_norm", "seconds", "peak_gib", "samples"):
-        told = [one.value for one in events.Scalars(name)]
-        assert told == pytest.approx([line[name] for line in metrics]), name
-    rates = [one.value for one in events.Scalars("samples_per_second")]
+        logged_values = [event.value for event in events.Scalars(name)]
+        assert logged_values == pytest.approx([line[name] for line in metrics]), name
+    rates = [event.value for event in events.Scalars("samples_per_second")]
     assert rates == pytest.approx([2 / line["seconds"] for line in metrics])
-    assert [one.value for one in events.Scalars("lr/adapter")] == pytest.approx([1e-3] * 3)
-    held_out = {one.step: one.value for one in events.Scalars("held_out_loss")}
-    kept = {one["step"]: one["held_out_loss"] for one in lines(run, "held_out.jsonl")}
-    assert held_out == pytest.approx(kept)
+    assert [event.value for event in events.Scalars("lr/adapter")] == pytest.approx([1e-3] * 3)
+    held_out = {event.step: event.value for event in events.Scalars("held_out_loss")}
+    journal_losses = {row["step"]: row["held_out_loss"] for row in lines(run, "held_out.jsonl")}
+    assert held_out == pytest.approx(journal_losses)
     assert held_out.keys() == {0, 2, 3}
-    assert [one.step for one in events.Images("samples/prompt_00")] == [0, 2, 3]
+    assert [event.step for event in events.Images("samples/prompt_00")] == [0, 2, 3]
 
 
 def test_nested_values_are_flattened_as_a_recipes_overrides_are() -> None:

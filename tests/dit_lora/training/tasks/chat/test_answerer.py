@@ -28,29 +28,31 @@ from dit_lora.training.tasks.chat.answerer import converse, load_answerer, typed
 
 def test_turns_are_one_conversation_about_the_same_frames(shape_clips: Path) -> None:
     clip = MediaFile(min(shape_clips.glob("*.mp4")))
-    asked = replace(answerer(lambda model, question: f"{question}!"), system="Be brief.")
-    said = converse(asked, clip, ["What?", "Why?"], instruction="Look.")
-    assert list(said) == ["What?!", "Why?!"]
-    _, (second, seconds) = asked.checkpoint.asked
+    tested_answerer = replace(answerer(lambda model, question: f"{question}!"), system="Be brief.")
+    answers = converse(tested_answerer, clip, ["What?", "Why?"], instruction="Look.")
+    assert list(answers) == ["What?!", "Why?!"]
+    _, (second, seconds) = tested_answerer.checkpoint.asked
     assert second.turns == (Turn("What?", "What?!", "Look."), Turn("Why?", "", "Look."))
     assert (second.system, second.kind) == ("Be brief.", "video")
     assert seconds == (0.0, 0.25, 0.5, 0.875)
-    first, again = asked.checkpoint.pixels
-    assert first is again
+    first_pixels, second_pixels = tested_answerer.checkpoint.pixels
+    assert first_pixels is second_pixels
 
 
 def test_a_question_may_be_about_nothing_or_an_image(tmp_path: Path, shape_clips: Path) -> None:
     from PIL import Image
 
     Image.new("RGB", (30, 20), (200, 10, 10)).save(tmp_path / "red.png")
-    asked = answerer()
-    asked.ask(None, "Hello?")
-    asked.ask(MediaFile(tmp_path / "red.png"), "What colour?", history=(Turn("Hi", "Hello"),))
-    (text, _), (image, seconds) = asked.checkpoint.asked
+    tested_answerer = answerer()
+    tested_answerer.ask(None, "Hello?")
+    tested_answerer.ask(
+        MediaFile(tmp_path / "red.png"), "What colour?", history=(Turn("Hi", "Hello"),)
+    )
+    (text, _), (image, seconds) = tested_answerer.checkpoint.asked
     assert (text.kind, image.kind, seconds) == ("text", "image", ())
     assert [turn.question for turn in image.turns] == ["Hi", "What colour?"]
-    assert asked.checkpoint.pixels[0] is None
-    assert asked.checkpoint.pixels[1].shape == (1, 3, 8, 10)
+    assert tested_answerer.checkpoint.pixels[0] is None
+    assert tested_answerer.checkpoint.pixels[1].shape == (1, 3, 8, 10)
 
 
 def test_typing_ends_with_the_input() -> None:
@@ -102,7 +104,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 @pytest.fixture
 def trained(tmp_path: Path, family: list[ModelConfig]) -> Trained:
-    """An adapter with base weights beside it, and its base."""
+    """An adapter with base weights next to it, and its base."""
     base = tmp_path / "base"
     base.mkdir()
     (base / "fake").touch()
@@ -116,27 +118,27 @@ def trained(tmp_path: Path, family: list[ModelConfig]) -> Trained:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    made = {
+    metadata = {
         "family": "fake",
         "base_model": "base",
         "viewing": {"frames": 6, "height": 8, "width": 10, "timestamps": False},
         "system": "Be brief.",
     }
-    save_chat_adapter(model, tmp_path / "run" / "adapter", made)
-    return Trained(base, tmp_path / "run" / "adapter", made, fresh, logits(model))
+    save_chat_adapter(model, tmp_path / "run" / "adapter", metadata)
+    return Trained(base, tmp_path / "run" / "adapter", metadata, fresh, logits(model))
 
 
 def test_the_fine_tune_is_loaded_bit_for_bit(trained: Trained) -> None:
-    found = load_answerer(trained.adapter, str(trained.base))
-    assert not found.model.training
-    assert torch.equal(logits(found.model), trained.tuned)
+    loaded = load_answerer(trained.adapter, str(trained.base))
+    assert not loaded.model.training
+    assert torch.equal(logits(loaded.model), trained.tuned)
     assert not torch.equal(trained.tuned, trained.fresh)
 
 
 def test_an_adapter_says_how_it_was_trained(trained: Trained) -> None:
-    found = load_answerer(trained.adapter, str(trained.base))
-    assert found.checkpoint.how == Viewing(6, 8, 10, timestamps=False)
-    assert found.system == "Be brief."
+    loaded = load_answerer(trained.adapter, str(trained.base))
+    assert loaded.checkpoint.how == Viewing(6, 8, 10, timestamps=False)
+    assert loaded.system == "Be brief."
     assert load_answerer(trained.adapter, str(trained.base), frames=3).checkpoint.how.frames == 3
     with pytest.raises(
         DitLoraError, match=r"where its base model \(trained on base\) is; give --model"
@@ -159,10 +161,10 @@ def test_a_run_knows_its_base(trained: Trained, family: list[ModelConfig]) -> No
     run = trained.adapter.parent
     (run / "config.yaml").write_text(recipe_text(trained.base))
     for target in (run, trained.adapter):
-        found = load_answerer(target)
-        assert torch.equal(logits(found.model), trained.tuned)
-        assert found.checkpoint.how == Viewing(5, 8, 10, timestamps=False)
-        assert found.system == "Be brief."
+        loaded = load_answerer(target)
+        assert torch.equal(logits(loaded.model), trained.tuned)
+        assert loaded.checkpoint.how == Viewing(5, 8, 10, timestamps=False)
+        assert loaded.system == "Be brief."
         assert family[-1].path == str(trained.base)
     elsewhere = trained.base.rename(trained.base.with_name("elsewhere"))
     load_answerer(run, str(elsewhere))
@@ -186,9 +188,9 @@ def test_a_run_of_the_whole_model_is_opened_itself(
 
 
 def test_a_checkpoint_is_opened_by_the_family_that_can(trained: Trained, tmp_path: Path) -> None:
-    found = load_answerer(trained.base)
-    assert found.checkpoint.how == Viewing(4, 8, 10)
-    assert torch.equal(logits(found.model), trained.fresh)
+    loaded = load_answerer(trained.base)
+    assert loaded.checkpoint.how == Viewing(4, 8, 10)
+    assert torch.equal(logits(loaded.model), trained.fresh)
     with pytest.raises(
         DitLoraError, match=r"nor a chat model's checkpoint\n  - fake: .* is no fake"
     ):

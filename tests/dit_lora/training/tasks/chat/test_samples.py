@@ -32,7 +32,7 @@ def test_each_sample_has_its_kind_its_pixels_and_its_length(
 ) -> None:
     clips = set_of(recipe_of(tiny, write_records(media, records()), tmp_path))
     shapes = {entry.id: entry.shape for entry in clips.entries}
-    assert [one.kind for one in shapes.values()] == ["video"] * 2 + ["image"] * 2 + ["text"] * 2
+    assert [shape.kind for shape in shapes.values()] == ["video"] * 2 + ["image"] * 2 + ["text"] * 2
     assert {(s.kind, s.frames, s.height, s.width) for s in shapes.values()} == {
         ("video", 4, 32, 32),
         ("image", 1, 32, 32),
@@ -61,19 +61,21 @@ def test_no_draw_is_longer_than_its_bucket_nor_has_other_answers(
     side = SIDES[variant]
     data = recipe.data.model_copy(update={"height": side, "width": side})
     clips = set_of(recipe.model_copy(update={"data": data}))
-    seen: dict[str, set[tuple[int, int]]] = {}
+    orders_by_id: dict[str, set[tuple[int, int]]] = {}
     for entry in clips.entries:
         for draw in range(12):
             rendered, _ = clips.render(entry, draws_of(1, draw))
             assert rendered.answers == entry.answers
             assert len(rendered) <= entry.shape.length
             assert len(rendered.instruction) <= entry.instruction
-            seen.setdefault(entry.id, set()).add((len(rendered), len(rendered.instruction)))
-        lengths, told = zip(*seen[entry.id], strict=True)
+            orders_by_id.setdefault(entry.id, set()).add((len(rendered), len(rendered.instruction)))
+        lengths, counts = zip(*orders_by_id[entry.id], strict=True)
         assert max(lengths) == entry.shape.length
-        assert max(told) == entry.instruction
+        assert max(counts) == entry.instruction
     if variant.startswith("videochat2"):
-        assert len(seen[clips.entries[0].id]) > 1  # another instruction first, another length
+        assert (
+            len(orders_by_id[clips.entries[0].id]) > 1
+        )  # another instruction first, another length
 
 
 def test_questions_that_are_too_long_are_shortened_and_answers_are_not(
@@ -96,41 +98,41 @@ def test_what_cannot_be_used_is_named_with_its_reason(
     media: Path, tiny: Path, tmp_path: Path
 ) -> None:
     cut = media / "clips" / "cut.mp4"
-    whole = (media / "clips" / "00_red_disc_right.mp4").read_bytes()
-    cut.write_bytes(whole[: len(whole) // 3])
-    asked = [{"q": "What?", "a": "It."}]
+    clip_bytes = (media / "clips" / "00_red_disc_right.mp4").read_bytes()
+    cut.write_bytes(clip_bytes[: len(clip_bytes) // 3])
+    questions = [{"q": "What?", "a": "It."}]
     path = write_records(
         media,
         [
             *records(),
-            {"video": "clips/cut.mp4", "QA": asked},
-            {"video": "clips/gone.mp4", "QA": asked},
+            {"video": "clips/cut.mp4", "QA": questions},
+            {"video": "clips/gone.mp4", "QA": questions},
             {"video": "clips/00_red_disc_right.mp4", "QA": [{"q": "What?", "a": "long " * 300}]},
-            {"video": "clips/01_green_disc_left.mp4", "QA": asked, "start": 50, "end": 60},
+            {"video": "clips/01_green_disc_left.mp4", "QA": questions, "start": 50, "end": 60},
         ],
     )
-    _, found = found_in(recipe_of(tiny, path, tmp_path))
+    _, found_records = found_in(recipe_of(tiny, path, tmp_path))
     cut.unlink()
-    assert len(found.entries) == 6
-    assert set(found.rejected) == {
+    assert len(found_records.entries) == 6
+    assert set(found_records.rejected) == {
         "clips/cut.mp4",
         "clips/gone.mp4",
         "clips/00_red_disc_right.mp4#2",
         "clips/01_green_disc_left.mp4#2",
     }
-    why = found.rejected
-    assert "no such file" in why["clips/gone.mp4"]
-    assert "chat.max_tokens is 256" in why["clips/00_red_disc_right.mp4#2"]
-    assert "nothing lies between 50 s" in why["clips/01_green_disc_left.mp4#2"]
-    assert set(found.names) == {entry.id for entry in found.entries} | set(why)
-    assert len(found.media) == 4 + 3  # that were there, the broken one among them
+    reasons = found_records.rejected
+    assert "no such file" in reasons["clips/gone.mp4"]
+    assert "chat.max_tokens is 256" in reasons["clips/00_red_disc_right.mp4#2"]
+    assert "nothing lies between 50 s" in reasons["clips/01_green_disc_left.mp4#2"]
+    assert set(found_records.names) == {entry.id for entry in found_records.entries} | set(reasons)
+    assert len(found_records.media) == 4 + 3  # that were there, the broken one among them
 
 
 def test_the_recipes_system_text_is_that_of_samples_without_their_own(
     media: Path, tiny: Path, tmp_path: Path
 ) -> None:
-    own = {"system": "Be rude.", "messages": turns("What?", "This.")}
-    path = write_records(media, [own, {"messages": turns("What is it?", "Nothing.")}])
+    own_system = {"system": "Be rude.", "messages": turns("What?", "This.")}
+    path = write_records(media, [own_system, {"messages": turns("What is it?", "Nothing.")}])
     clips = set_of(recipe_of(tiny, path, tmp_path, system="Be brief."))
     texts = [clips.checkpoint.tokenizer.decode(clips.render(e, None)[0].ids) for e in clips.entries]
     assert ["Be rude." in text for text in texts] == [True, False]
@@ -144,20 +146,22 @@ def test_the_digest_changes_with_all_that_is_trained_on(
     change: str, media: Path, tiny: Path, tmp_path: Path
 ) -> None:
     data = Path(shutil.copytree(media, tmp_path / "data"))
-    given = records()[:2]
-    recipe = recipe_of(tiny, write_records(data, given), tmp_path)
+    raw_records = records()[:2]
+    recipe = recipe_of(tiny, write_records(data, raw_records), tmp_path)
     entries = found_in(recipe)[1].entries
     before = digest_of(entries)
     assert digest_of(entries[1:]) != before  # one is left out
     assert digest_of(found_in(recipe)[1].entries) == before
-    turn = given[0]["QA"][0]
+    turn = raw_records[0]["QA"][0]
     if change in ("answer", "question", "instruction"):
         turn[{"answer": "a", "question": "q", "instruction": "i"}[change]] += " Yes."
-        write_records(data, given)
+        write_records(data, raw_records)
     elif change == "file":
-        one, other = data / given[0]["video"], data / "images" / ".."
-        write_conversations(other / "more", clips=1, images=0, frames=9, height=64, width=96, fps=8)
-        shutil.copy(next((other / "more" / "clips").glob("*.mp4")), one)
+        clip_path, other_path = data / raw_records[0]["video"], data / "images" / ".."
+        write_conversations(
+            other_path / "more", clips=1, images=0, frames=9, height=64, width=96, fps=8
+        )
+        shutil.copy(next((other_path / "more" / "clips").glob("*.mp4")), clip_path)
     elif change == "frames":
         update = {"data": recipe.data.model_copy(update={"frames": 3})}
         recipe = recipe.model_copy(update=update)
@@ -174,11 +178,11 @@ def test_turns_are_shuffled_where_they_are_independent_and_nowhere_else(
     media: Path, tiny: Path, tmp_path: Path
 ) -> None:
     """Messages follow one another; only lists of questions are shuffled."""
-    given: list[Any] = [
+    raw_records: list[Any] = [
         {"video": "clips/00_red_disc_right.mp4", "messages": turns("One?", "1", "Two?", "2")},
         {"video": "clips/01_green_disc_left.mp4", "QA": [{"q": q, "a": q} for q in "abc"]},
     ]
-    path = write_records(media, given)
+    path = write_records(media, raw_records)
 
     def orders(**chat: Any) -> list[set[str]]:
         clips = set_of(recipe_of(tiny, path, tmp_path, timestamps=False, **chat))
@@ -192,5 +196,5 @@ def test_turns_are_shuffled_where_they_are_independent_and_nowhere_else(
             for entry in clips.entries
         ]
 
-    assert [len(one) for one in orders()] == [1, 6]
-    assert [len(one) for one in orders(shuffle_turns=False)] == [1, 1]
+    assert [len(order) for order in orders()] == [1, 6]
+    assert [len(order) for order in orders(shuffle_turns=False)] == [1, 1]

@@ -1,4 +1,4 @@
-"""What is special about training a chat model: its LoRA targets, what has no effect, what identifies a run."""
+"""Specifics of training a chat model: its LoRA targets, options without effect, the identity of a run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,57 +35,59 @@ def recipe(tiny_checkpoints: dict[str, Path], media: Path, tmp_path: Path) -> An
 def test_every_linear_layer_of_the_language_model_is_adapted(
     variant: str, tiny_checkpoints: dict[str, Path]
 ) -> None:
-    """Whatever it calls them; of the vision encoder none."""
+    """Under all names of the layers; none of the vision encoder."""
     subject = open_chat(variant, tiny_checkpoints[variant])
     model = subject.model()
-    linear = [name for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     inside = [name for name in linear if {*name.split(".")} & {*subject.family.lora_within}]
     targets = default_targets(subject.family, model)
     assert {name.rpartition(".")[2] for name in inside} == set(targets)
 
 
 def test_text_is_refused_where_nothing_that_it_goes_through_trains(recipe: Any) -> None:
-    _, found = found_in(recipe)
-    assert _without_effect(recipe, found.entries) == {}
+    _, scan = found_in(recipe)
+    assert _without_effect(recipe, scan.entries) == {}
     groups = GroupsConfig(adapter=None, connector=recipe.optim.groups.adapter)
     optim = recipe.optim.model_copy(update={"groups": groups})
-    refused = _without_effect(recipe.model_copy(update={"optim": optim}), found.entries)
+    refused = _without_effect(recipe.model_copy(update={"optim": optim}), scan.entries)
     assert set(refused) == {"mine.json#5", "mine.json#6"}
 
 
 def test_a_group_without_a_gradient_has_the_norm_0_and_is_not_scaled(recipe: Any) -> None:
     """As the vision encoder's in a step of text."""
-    seen, unseen = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    seen.grad = torch.full((3,), 2.0)
+    seen_weight, unseen = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    seen_weight.grad = torch.full((3,), 2.0)
     groups: Any = [
-        {"name": "adapter", "params": [seen]},
+        {"name": "adapter", "params": [seen_weight]},
         {"name": "backbone", "params": [unseen]},
     ]
     norms = gradient_norms(groups)
     assert norms["backbone"] == 0
-    given = GroupsConfig.model_validate(
+    groups_config = GroupsConfig.model_validate(
         {"adapter": {"lr": 1.0, "clip": 1.0}, "backbone": {"lr": 1.0, "clip": 1.0}}
     )
-    joint = clip_gradients(groups, norms, recipe.optim.model_copy(update={"groups": given}))
+    joint = clip_gradients(groups, norms, recipe.optim.model_copy(update={"groups": groups_config}))
     assert joint == pytest.approx(12**0.5)
-    assert seen.grad.norm() == pytest.approx(1.0, rel=1e-5)
+    assert seen_weight.grad.norm() == pytest.approx(1.0, rel=1e-5)
     assert unseen.grad is None
 
 
 def test_the_lines_at_the_start_count_what_there_is(recipe: Any) -> None:
     clips = set_of(recipe)
-    said = _told(clips)
-    assert said.startswith("conversations: 2 image, 2 video, 2 text, in ")
+    message = _told(clips)
+    assert message.startswith("conversations: 2 image, 2 video, 2 text, in ")
     tokens = sum(entry.answers for entry in clips.entries)
-    assert f"{len(clips.rooms)} buckets, the largest {clips.largest[0]}; {tokens:,} answer" in said
-    assert "shortened" not in said
+    assert (
+        f"{len(clips.rooms)} buckets, the largest {clips.largest[0]}; {tokens:,} answer" in message
+    )
+    assert "shortened" not in message
 
 
 def test_what_a_resumed_run_must_share_is_the_chat_section(recipe: Any) -> None:
-    found = ChatTask().identity(recipe)
-    assert found["chat.max_tokens"] == 256
-    assert found["chat.length_step"] == 32
-    assert all(name.startswith("chat.") for name in found)
+    identity = ChatTask().identity(recipe)
+    assert identity["chat.max_tokens"] == 256
+    assert identity["chat.length_step"] == 32
+    assert all(name.startswith("chat.") for name in identity)
 
 
 def test_the_models_digest_is_of_weights_and_tokenizers(recipe: Any, tmp_path: Path) -> None:
@@ -116,8 +118,8 @@ def test_with_an_adapter_and_groups_all_of_them_train(recipe: Any) -> None:
     checkpoint, _ = found_in(recipe)
     from dit_lora.families.videochat2 import FAMILY
 
-    model, found, said = ChatTask().load_trainable(both, FAMILY, checkpoint, torch.float32)  # type: ignore[arg-type]
-    assert [group["name"] for group in found] == ["adapter", "connector", "backbone"]
-    trained = {id(p) for group in found for p in group["params"]}
+    model, parts, note = ChatTask().load_trainable(both, FAMILY, checkpoint, torch.float32)  # type: ignore[arg-type]
+    assert [group["name"] for group in parts] == ["adapter", "connector", "backbone"]
+    trained = {id(p) for group in parts for p in group["params"]}
     assert trained == {id(p) for p in model.parameters() if p.requires_grad}
-    assert "lora: 15 of" in said
+    assert "lora: 15 of" in note

@@ -47,15 +47,23 @@ def steps(clips: ChatSet, tmp_path: Path, **how: int) -> list[Batch]:
 def test_a_step_has_one_kind_and_one_shape_on_all_ranks(clips: ChatSet, tmp_path: Path) -> None:
     ranks = [steps(clips, tmp_path, accumulate=2, rank=rank, ranks=2) for rank in (0, 1)]
     shapes = {entry.id: entry.shape for entry in clips.entries}
-    seen = []
+    recorded = []
     for step in range(12):
-        micro = [one for rank in ranks for one in rank[2 * step : 2 * step + 2]]
-        samples = [sample for one in micro for sample in one.ids]
+        micro = [micro_batch for rank in ranks for micro_batch in rank[2 * step : 2 * step + 2]]
+        samples = [sample for micro_batch in micro for sample in micro_batch.ids]
         assert len(samples) == 8
         assert len({shapes[sample] for sample in samples}) == 1
-        assert len({tuple((n, t.shape) for n, t in one.tensors.items()) for one in micro}) == 1
-        seen.append(kind_of(samples[0]))
-    assert set(seen) == {"clips", "images", "text"}
+        assert (
+            len(
+                {
+                    tuple((n, t.shape) for n, t in micro_batch.tensors.items())
+                    for micro_batch in micro
+                }
+            )
+            == 1
+        )
+        recorded.append(kind_of(samples[0]))
+    assert set(recorded) == {"clips", "images", "text"}
 
 
 def test_every_bucket_has_tensors_of_its_own_shape(clips: ChatSet) -> None:
@@ -80,9 +88,11 @@ def test_every_bucket_has_tensors_of_its_own_shape(clips: ChatSet) -> None:
 def test_a_bucket_has_room_for_its_longest_answer_wherever_it_stands(
     media: Path, tiny: Path, tmp_path: Path
 ) -> None:
-    said = ["No, it is not.", "Yes, it is, and it always was and will be.", "No."]
-    given = [{"messages": turns(f"Is it {number}?", text)} for number, text in enumerate(said)]
-    clips = set_of(recipe_of(tiny, write_records(media, given), tmp_path, length_step=256))
+    answers = ["No, it is not.", "Yes, it is, and it always was and will be.", "No."]
+    raw_records = [
+        {"messages": turns(f"Is it {number}?", text)} for number, text in enumerate(answers)
+    ]
+    clips = set_of(recipe_of(tiny, write_records(media, raw_records), tmp_path, length_step=256))
     assert len(clips.rooms) == 1
     for entry in clips.entries:
         labels = clips.sample(entry, 0).tensors["labels"]
@@ -135,10 +145,10 @@ def test_a_steps_mean_of_weighted_losses_is_the_mean_over_its_answer_tokens(
 def test_a_sources_weight_and_times_are_its_samples(
     media: Path, tiny: Path, tmp_path: Path
 ) -> None:
-    one = write_records(media, [{"messages": turns("One?", "Uno.")}], "one.json")
+    first_file = write_records(media, [{"messages": turns("One?", "Uno.")}], "one.json")
     two = write_records(media, [{"messages": turns("Two?", "Dos, or two.")}], "two.json")
-    values = json.loads(recipe_of(tiny, one, tmp_path).model_dump_json())
-    sources = [{"path": str(one), "repeats": 3}, {"path": str(two), "loss_weight": 0.25}]
+    values = json.loads(recipe_of(tiny, first_file, tmp_path).model_dump_json())
+    sources = [{"path": str(first_file), "repeats": 3}, {"path": str(two), "loss_weight": 0.25}]
     values["data"] |= {"path": None, "sources": sources}
     clips = set_of(parse_recipe(values, "test"))
     batches = steps(clips, tmp_path, size=4, steps=6)
@@ -161,25 +171,27 @@ def test_a_sample_is_whole_and_from_the_middle_and_a_draw_is_by_chance(clips: Ch
     assert header.seconds is not None
     assert header.fps is not None
     middle = frame_seconds(header.seconds, header.fps, 4)
-    whole = clips.sample(entry, 0)
+    full_sample = clips.sample(entry, 0)
     expected = read_at(media, middle, height=32, width=32, fit="stretch")
-    assert torch.equal(whole.tensors["pixels"][0], expected)
-    assert whole.tensors["seconds"][0].tolist() == pytest.approx(list(middle))
-    assert same(clips.sample(entry, 5), whole)
+    assert torch.equal(full_sample.tensors["pixels"][0], expected)
+    assert full_sample.tensors["seconds"][0].tolist() == pytest.approx(list(middle))
+    assert same(clips.sample(entry, 5), full_sample)
 
-    drawn = [clips.drawn(entry, draw, 1) for draw in range(8)]
-    assert same(clips.drawn(entry, 3, 1), drawn[3])
-    assert len({tuple(one.tensors["seconds"][0].tolist()) for one in drawn}) > 4
-    for one in drawn:  # the words are of the frames that are seen
-        seconds = one.tensors["seconds"][0].tolist()
+    draws = [clips.drawn(entry, draw, 1) for draw in range(8)]
+    assert same(clips.drawn(entry, 3, 1), draws[3])
+    assert len({tuple(sample.tensors["seconds"][0].tolist()) for sample in draws}) > 4
+    for sample_draw in draws:  # the words are of the frames that are seen
+        seconds = sample_draw.tensors["seconds"][0].tolist()
         listed = ", ".join(str(round(second, 1)) for second in seconds)
         ids = [
-            i for i in one.tensors["input_ids"][0].tolist() if i < len(clips.checkpoint.tokenizer)
+            i
+            for i in sample_draw.tensors["input_ids"][0].tolist()
+            if i < len(clips.checkpoint.tokenizer)
         ]
         assert f"sampled at {listed} seconds" in clips.checkpoint.tokenizer.decode(ids)
         frames = read_at(media, seconds, height=32, width=32, fit="stretch")
-        assert torch.equal(one.tensors["pixels"][0], frames)
-    assert not same(clips.drawn(entry, 3, 2), drawn[3])
+        assert torch.equal(sample_draw.tensors["pixels"][0], frames)
+    assert not same(clips.drawn(entry, 3, 2), draws[3])
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -198,11 +210,11 @@ def test_crops_are_drawn_in_training_alone(clips: ChatSet) -> None:
     update = {"frames": "middle", "crop": 0.3}
     cropped = replace(clips, chat=clips.chat.model_copy(update=update))
     for entry in (clips.entries[1], clips.entries[2]):
-        whole = clips.sample(entry, 0).tensors["pixels"]
-        assert torch.equal(cropped.sample(entry, 0).tensors["pixels"], whole)
-        drawn = [cropped.drawn(entry, draw, 1).tensors["pixels"] for draw in range(4)]
-        assert all(not torch.equal(one, whole) for one in drawn)
-        assert not torch.equal(drawn[0], drawn[1])
+        full_sample = clips.sample(entry, 0).tensors["pixels"]
+        assert torch.equal(cropped.sample(entry, 0).tensors["pixels"], full_sample)
+        draws = [cropped.drawn(entry, draw, 1).tensors["pixels"] for draw in range(4)]
+        assert all(not torch.equal(pixels, full_sample) for pixels in draws)
+        assert not torch.equal(draws[0], draws[1])
 
 
 def test_every_draw_of_a_sample_learns_the_same_tokens(clips: ChatSet) -> None:
@@ -222,16 +234,16 @@ def test_a_draw_is_the_samples_and_the_epochs_not_its_places(
 ) -> None:
     (batch, *_) = steps(clips, tmp_path, size=1)
     (name,) = batch.ids
-    entry = next(one for one in clips.entries if one.id == name)
+    entry = next(candidate for candidate in clips.entries if candidate.id == name)
     assert batch.draws == (draw_number(name, 0),)
-    again = clips.drawn(entry, batch.draws[0], 3)
-    assert all(torch.equal(batch.tensors[key], again.tensors[key]) for key in again.tensors)
+    repeated = clips.drawn(entry, batch.draws[0], 3)
+    assert all(torch.equal(batch.tensors[key], repeated.tensors[key]) for key in repeated.tensors)
 
 
 def test_workers_read_the_same(clips: ChatSet, tmp_path: Path) -> None:
-    alone, read = (steps(clips, tmp_path, steps=5, workers=workers) for workers in (0, 2))
-    assert [one.ids for one in alone] == [one.ids for one in read]
-    assert all(same(a, b) for a, b in zip(alone, read, strict=True))
+    in_process, read = (steps(clips, tmp_path, steps=5, workers=workers) for workers in (0, 2))
+    assert [batch.ids for batch in in_process] == [batch.ids for batch in read]
+    assert all(same(a, b) for a, b in zip(in_process, read, strict=True))
 
 
 def test_a_clip_that_breaks_is_the_fault_of_its_sample(
@@ -239,11 +251,11 @@ def test_a_clip_that_breaks_is_the_fault_of_its_sample(
 ) -> None:
     broken = media / "clips" / "broken.mp4"
     broken.write_bytes((media / "clips" / "00_red_disc_right.mp4").read_bytes())
-    given = [
+    raw_records = [
         {"video": f"clips/{n}", "QA": [{"q": "What?", "a": "It."}]}
         for n in (broken.name, "01_green_disc_left.mp4")
     ]
-    clips = set_of(recipe_of(tiny, write_records(media, given), tmp_path))
+    clips = set_of(recipe_of(tiny, write_records(media, raw_records), tmp_path))
     data = broken.read_bytes()
     broken.write_bytes(data[: len(data) // 2])
     (batch, *_) = steps(clips, tmp_path, steps=1)
@@ -253,9 +265,9 @@ def test_a_clip_that_breaks_is_the_fault_of_its_sample(
     row = batch.ids.index("clips/broken.mp4")
     assert not batch.tensors["pixels"][row].any()
     assert batch.tensors["pixels"][1 - row].any()
-    gone = clips.sample(clips.entries[0], 0)  # and one that is not there at all
-    assert set(gone.faults) == {"clips/broken.mp4"}
-    assert same_shapes(gone, clips.sample(clips.entries[1], 0))
+    missing = clips.sample(clips.entries[0], 0)  # and one that is not there at all
+    assert set(missing.faults) == {"clips/broken.mp4"}
+    assert same_shapes(missing, clips.sample(clips.entries[1], 0))
 
 
 def same_shapes(one: Batch, other: Batch) -> bool:
@@ -267,19 +279,19 @@ def same_shapes(one: Batch, other: Batch) -> bool:
 def test_weights_are_of_the_samples_that_come_once_others_are_left_out(
     clips: ChatSet, tmp_path: Path
 ) -> None:
-    how = reading(tmp_path)
-    before = list(clips.loader(how))
+    read_options = reading(tmp_path)
+    before = list(clips.loader(read_options))
     left_out = before[0].ids[0]
-    how.quarantine.add([LeftOut(left_out, 0, None, 0, "data", "broken")])
-    after = list(clips.loader(how))
+    read_options.quarantine.add([LeftOut(left_out, 0, None, 0, "data", "broken")])
+    after = list(clips.loader(read_options))
     assert left_out not in {sample for batch in after for sample in batch.ids}
-    assert [one.ids for one in before] != [one.ids for one in after]
+    assert [step_batch.ids for step_batch in before] != [step_batch.ids for step_batch in after]
     for batch in after:
         answers = (batch.tensors["labels"] != IGNORE).sum(1)
         torch.testing.assert_close(batch.tensors[LOSS_WEIGHT], 2 * answers / answers.sum())
 
 
 def test_seeds_draw_differently() -> None:
-    first, other = (torch.rand(3, generator=draws_of(seed, 7)) for seed in (1, 2))
-    assert not torch.equal(first, other)
-    assert torch.equal(first, torch.rand(3, generator=draws_of(1, 7)))
+    first_draw, other_draw = (torch.rand(3, generator=draws_of(seed, 7)) for seed in (1, 2))
+    assert not torch.equal(first_draw, other_draw)
+    assert torch.equal(first_draw, torch.rand(3, generator=draws_of(1, 7)))

@@ -29,19 +29,19 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tiny_checkpoints: dict[str, Path], media: Path, tmp_path: Path) -> Any:
-    """What is needed of one, with the model of the checkpoint."""
+    """The attributes that validation needs, with the model of the checkpoint."""
     base = tiny_checkpoints["videochat2-mistral"]
     recipe = recipe_of(base, write_records(media, records()), tmp_path)
     clips = set_of(recipe)
     model = clips.checkpoint.load_model(torch.float32).eval()
-    said: list[str] = []
+    messages: list[str] = []
     session = SimpleNamespace(
         accelerator=Accelerator(cpu=True),
-        say=said.append,
+        say=messages.append,
         is_main=True,
         dir=tmp_path / "run",
         precision=SimpleNamespace(dtype=torch.float32),
-        said=said,
+        said=messages,
     )
     return SimpleNamespace(
         session=session,
@@ -61,37 +61,37 @@ def validating(run: Any, **values: Any) -> Any:
 
 
 def test_the_held_out_loss_is_the_mean_over_answer_tokens(run: Any) -> None:
-    """By the stock model, of each sample alone."""
+    """Computed with the stock model, one sample at a time."""
     total, count = 0.0, 0
     for entry in run.clips.entries:
         tensors = run.clips.sample(entry, 0).tensors
         with torch.no_grad():
             logits = run.model(**run.checkpoint.inputs(tensors)).logits[0].double()
-        labels, places = tensors["labels"][0], tensors["answer_positions"][0]
+        labels, positions = tensors["labels"][0], tensors["answer_positions"][0]
         learned = labels != IGNORE
-        found = torch.log_softmax(logits[places[learned]], -1)
-        total -= found.gather(1, labels[learned][:, None]).sum().item()
+        log_probs = torch.log_softmax(logits[positions[learned]], -1)
+        total -= log_probs.gather(1, labels[learned][:, None]).sum().item()
         count += int(learned.sum())
     loss = ChatTask().held_out_loss(validating(run, held_out_clips=99))
     assert loss == pytest.approx(total / count, rel=1e-5)
     assert ChatTask().held_out_loss(run) == loss
-    (first, *_) = run.clips.entries
+    (first_entry, *_) = run.clips.entries
     few = ChatTask().held_out_loss(validating(run, held_out_clips=1))
     assert few is not None
     assert few != pytest.approx(loss)
-    assert first.answers < count
+    assert first_entry.answers < count
 
 
 def test_a_clip_that_broke_is_left_out_of_it_and_said(run: Any, media: Path) -> None:
-    whole = ChatTask().held_out_loss(validating(run, held_out_clips=99))
+    expected_loss = ChatTask().held_out_loss(validating(run, held_out_clips=99))
     clip = media / run.clips.entries[0].id
     data = clip.read_bytes()
     clip.write_bytes(data[: len(data) // 2])
-    rest = ChatTask().held_out_loss(run)
+    actual_loss = ChatTask().held_out_loss(run)
     clip.write_bytes(data)
-    assert rest != whole
-    (said,) = run.session.said
-    assert said.startswith(f"held-out loss leaves out {run.clips.entries[0].id}: ")
+    assert actual_loss != expected_loss
+    (message,) = run.session.said
+    assert message.startswith(f"held-out loss leaves out {run.clips.entries[0].id}: ")
 
 
 def test_answers_are_what_the_model_says_when_asked(run: Any, media: Path) -> None:
@@ -99,14 +99,14 @@ def test_answers_are_what_the_model_says_when_asked(run: Any, media: Path) -> No
     prompts = ("What is it?", "Why?")
     write_answers(validating(run, prompts=prompts, media=(clip, clip), max_answer_tokens=5), 7)
     written = json.loads((run.session.dir / "samples" / "step_000007" / "answers.json").read_text())
-    asked = load_answerer(run.checkpoint.path)
+    answering = load_answerer(run.checkpoint.path)
     # The recipe says at which seconds the frames are; the checkpoint was trained without.
-    asked.checkpoint = asked.checkpoint.viewing(Viewing.of(run.recipe))
+    answering.checkpoint = answering.checkpoint.viewing(Viewing.of(run.recipe))
     from dit_lora.data.media.media import MediaFile
 
-    expected = [asked.ask(MediaFile(Path(clip)), prompt, max_tokens=5) for prompt in prompts]
-    assert [one["answer"] for one in written] == expected
-    assert [(one["prompt"], one["media"]) for one in written] == [(p, clip) for p in prompts]
+    expected = [answering.ask(MediaFile(Path(clip)), prompt, max_tokens=5) for prompt in prompts]
+    assert [row["answer"] for row in written] == expected
+    assert [(row["prompt"], row["media"]) for row in written] == [(p, clip) for p in prompts]
 
 
 def test_without_prompts_nothing_is_written_and_a_lost_clip_is_named(run: Any) -> None:

@@ -33,15 +33,15 @@ class Placed(nn.Module):
 
     def forward(self) -> None:
         assert self.place == GPU
-        self.on_gpu.append(sum(one.place == GPU for one in self.all))
+        self.on_gpu.append(sum(expert.place == GPU for expert in self.all))
 
 
 @pytest.fixture
 def pair() -> tuple[Placed, Placed]:
-    trained, other = Placed(GPU), Placed(CPU)
-    for one in (trained, other):
-        one.on_gpu, one.all = [], [trained, other]
-    return trained, other
+    trained, other_expert = Placed(GPU), Placed(CPU)
+    for expert in (trained, other_expert):
+        expert.on_gpu, expert.all = [], [trained, other_expert]
+    return trained, other_expert
 
 
 @pytest.mark.parametrize(
@@ -50,37 +50,39 @@ def pair() -> tuple[Placed, Placed]:
 def test_one_expert_is_on_the_device_at_a_time(
     pair: tuple[Placed, Placed], part: str, second: str
 ) -> None:
-    trained, other = pair
-    pipeline = SimpleNamespace(**{part: trained, second: other, "vae": SimpleNamespace(device=GPU)})
+    trained, other_expert = pair
+    pipeline = SimpleNamespace(
+        **{part: trained, second: other_expert, "vae": SimpleNamespace(device=GPU)}
+    )
     checkpoint: Any = SimpleNamespace(parts=EXPERTS, part=part)
     with both_experts(pipeline, checkpoint, trained, None):
-        for model in (trained, trained, other, other, trained, other):
+        for model in (trained, trained, other_expert, other_expert, trained, other_expert):
             model()
-    assert trained.on_gpu + other.on_gpu == [1] * 6
-    assert (trained.place, other.place) == (GPU, CPU)
-    other.place = GPU
+    assert trained.on_gpu + other_expert.on_gpu == [1] * 6
+    assert (trained.place, other_expert.place) == (GPU, CPU)
+    other_expert.place = GPU
     trained()  # without a hook: nobody moves any more
     assert trained.on_gpu[-1] == 2
 
 
 def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> None:
-    """Under `train.offload` the other expert alone moves, and stays beside it."""
-    trained, other = pair
+    """With `train.offload` only the other expert moves, and both are on the device."""
+    trained, other_expert = pair
     trained.register_buffer("elsewhere", torch.zeros(1))
     pipeline = SimpleNamespace(
-        transformer=trained, transformer_2=other, vae=SimpleNamespace(device=GPU)
+        transformer=trained, transformer_2=other_expert, vae=SimpleNamespace(device=GPU)
     )
     checkpoint: Any = SimpleNamespace(parts=EXPERTS, part="transformer")
     with both_experts(pipeline, checkpoint, trained, None):
         trained()
-        other()
+        other_expert()
     assert trained.place == GPU
 
 
 def test_a_checkpoint_with_one_transformer_is_left_alone(pair: tuple[Placed, Placed]) -> None:
-    trained, other = pair
+    trained, other_expert = pair
     with both_experts(
         SimpleNamespace(), SimpleNamespace(parts={}, part="transformer"), trained, None
     ):  # type: ignore[arg-type]
         trained()
-    assert other.place == CPU
+    assert other_expert.place == CPU

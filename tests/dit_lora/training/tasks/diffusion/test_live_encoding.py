@@ -1,4 +1,4 @@
-"""Encoding on the fly: what cannot be decoded, or comes out bad, is told as a cache tells it."""
+"""Encoding on the fly: undecodable or bad samples are reported as a cache reports them."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -73,10 +73,10 @@ def test_captions_are_encoded_once_and_judged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     captions = {"1": "one", "2": "two", "3": "bad"}
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def encode_text(captions: Any) -> dict[str, torch.Tensor]:
-        asked.extend(captions)
+        requests.extend(captions)
         value = torch.inf if captions == ["bad"] else 1.0
         return {"embeds": torch.full((1, 2), value)}
 
@@ -90,4 +90,4 @@ def test_captions_are_encoded_once_and_judged(
     assert texts.read("3", {})[1] == "caption 'bad': embeds has 2 Inf among 2 values"
     texts.read("2", {})  # the first is forgotten
     texts.read("1", {})
-    assert asked == ["one", "bad", "two", "one"]
+    assert requests == ["one", "bad", "two", "one"]

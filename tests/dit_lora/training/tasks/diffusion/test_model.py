@@ -32,8 +32,8 @@ def full_values(recipe_values: dict[str, Any]) -> dict[str, Any]:
 def test_mode_full_trains_every_weight_from_its_fp32_value(
     full_values: dict[str, Any], tiny_checkpoints: dict[str, Path]
 ) -> None:
-    """Whatever the run computes in: a value that was rounded to bf16 on its way would stay so."""
-    model, groups, said = load(full_values, torch.bfloat16)
+    """Weights are fp32 for every compute dtype: a value rounded to bf16 while loading would stay rounded."""
+    model, groups, message = load(full_values, torch.bfloat16)
     stored = tiny_checkpoints["cogvideox-2b"] / "transformer"
     weights = load_file(stored / "diffusion_pytorch_model.safetensors")
     parameters = dict(model.named_parameters())
@@ -43,19 +43,19 @@ def test_mode_full_trains_every_weight_from_its_fp32_value(
         assert torch.equal(parameter, weights[name]), name
     assert {group["name"]: group["lr"] for group in groups} == {"connector": 1e-5, "backbone": 1e-4}
     assert sum(len(group["params"]) for group in groups) == len(parameters)
-    assert "every weight" in said
+    assert "every weight" in message
 
 
 def test_mode_lora_trains_matrices_on_a_base_of_the_runs_dtype(
     recipe_values: dict[str, Any],
 ) -> None:
-    model, groups, said = load(recipe_values, torch.bfloat16)
+    model, groups, message = load(recipe_values, torch.bfloat16)
     for name, parameter in model.named_parameters():
         is_lora = "lora_" in name
         assert parameter.requires_grad is is_lora
         assert parameter.dtype is (torch.float32 if is_lora else torch.bfloat16)
     assert [group["name"] for group in groups] == ["adapter"]
-    assert "8 of" in said
+    assert "8 of" in message
 
 
 def test_random_weights_depend_on_the_seed_alone(full_values: dict[str, Any]) -> None:

@@ -65,9 +65,9 @@ def test_another_shape_or_rate_is_another_clip_entry_and_the_same_caption(
 
 
 def test_another_dtype_is_another_entry_of_both(encode: Encode) -> None:
-    for one, other in zip(keys(encode()), keys(encode(model__dtype="bf16")), strict=True):
-        assert one[0] != other[0]
-        assert one[1] != other[1]
+    for key, other_key in zip(keys(encode()), keys(encode(model__dtype="bf16")), strict=True):
+        assert key[0] != other_key[0]
+        assert key[1] != other_key[1]
 
 
 def test_another_file_under_the_same_name_is_another_entry(
@@ -79,7 +79,7 @@ def test_another_file_under_the_same_name_is_another_entry(
     write_shapes(tmp_path / "new", clips=2, frames=9, height=48, width=96, fps=8)
     shutil.copy(next((tmp_path / "new").glob("*.mp4")), clips / names[0])
     after = keys(encode(data__path=str(clips)))
-    changed = [one[0] != other[0] for one, other in zip(before, after, strict=True)]
+    changed = [key[0] != other_key[0] for key, other_key in zip(before, after, strict=True)]
     assert changed == [True, False, False, False, False]
 
 
@@ -88,10 +88,10 @@ def test_captions_that_differ_only_in_case_or_end_are_different_entries(
 ) -> None:
     prompts = ["A cat", "a cat", "a cat runs", "a cat"]
     encoded = encode(validation__prompts=prompts)
-    first, second, third, fourth = (key for key, _ in encoded.prompt_keys)
-    assert len({first, second, third}) == 3
+    first_key, second, third, fourth = (key for key, _ in encoded.prompt_keys)
+    assert len({first_key, second, third}) == 3
     assert second == fourth
-    assert encoded.clips.empty_text_key not in {first, second, third}
+    assert encoded.clips.empty_text_key not in {first_key, second, third}
     assert {negative for _, negative in encoded.prompt_keys} == {encoded.clips.empty_text_key}
     path = str(tiny_checkpoints["cogvideox-2b"])
     checkpoint = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
@@ -136,13 +136,13 @@ def test_a_bad_entry_that_all_samples_share_is_encoded_anew(
     for entry in list(texts.entries()):
         if entry.key in shared:
             overwrite(entry, "prompt_embeds", 0, torch.tensor([torch.nan]))
-    again = encode(**changes)
+    encoded_again = encode(**changes)
     for key, embeds in zip(shared, good, strict=True):
         assert torch.equal(texts.read(key, {})[0]["prompt_embeds"], embeds)
-    assert again.clips.empty_text[1] is None
-    said = capsys.readouterr().err
-    assert "caption '' is encoded anew" in said
-    assert "caption 'a cat' is encoded anew" in said
+    assert encoded_again.clips.empty_text[1] is None
+    printed = capsys.readouterr().err
+    assert "caption '' is encoded anew" in printed
+    assert "caption 'a cat' is encoded anew" in printed
 
 
 def test_a_mirror_image_is_an_entry_of_its_own_beside_the_image(
@@ -265,16 +265,16 @@ def test_each_window_of_a_clip_is_an_entry_of_its_own(
     encoded = encode(data__fps=16.0, data__windows="all")
     entries = encoded.clips.entries
     assert len({entry.video_key for entry in entries}) == len(entries) == 10
-    first, second = entries[:2]
-    assert second.id == f"{first.id}@0.562s"  # to the millisecond
+    first_entry, second = entries[:2]
+    assert second.id == f"{first_entry.id}@0.562s"  # to the millisecond
     path = str(tiny_checkpoints["cogvideox-2b"])
     vae = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
     encoder = vae.load_video_encoder(torch.float32, torch.device("cpu"))
     size = {"frames": 9, "height": 32, "width": 48, "fps": 16.0}
-    for entry, start in ((first, 0.0), (second, 0.5625)):
+    for entry, start in ((first_entry, 0.0), (second, 0.5625)):
         tensors, fault = encoded.clips.videos.read(entry.video_key, {})
         assert fault is None
-        frames = read_frames(shape_clips / first.id, start=start, **size)
+        frames = read_frames(shape_clips / first_entry.id, start=start, **size)
         assert torch.equal(tensors["latent_mean"], encoder(frames)["latent_mean"])
 
 
@@ -289,14 +289,14 @@ def test_captions_that_the_audit_rejects_are_refused_whatever_the_cache_holds(
     for line, caption in zip(lines, bad, strict=False):
         line["text"] = caption
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    wrong = {line["file_name"] for line, _ in zip(lines, bad, strict=False)}
+    bad_files = {line["file_name"] for line, _ in zip(lines, bad, strict=False)}
 
     values = json.loads(json.dumps(recipe_values))
     values["data"] |= {"path": str(folder), "cache": str(tmp_path / "cache")}
     recipe = parse_recipe(values, "test")
     checkpoint = get_family("cogvideox").open(recipe.model)
     audit = audit_recipe(recipe, checkpoint, progress=False)
-    assert {one.file for one in audit.judged if one.verdict == "reject"} == wrong
+    assert {sample.file for sample in audit.judged if sample.verdict == "reject"} == bad_files
 
     for precomputed in (True, False):
         with pytest.raises(DitLoraError) as error:
@@ -304,7 +304,7 @@ def test_captions_that_the_audit_rejects_are_refused_whatever_the_cache_holds(
         named = {
             line.split(": ")[0].removeprefix("  - ") for line in str(error.value).split("\n")[1:]
         }
-        assert named == wrong
+        assert named == bad_files
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -330,8 +330,8 @@ def test_a_caption_beyond_the_text_limit_is_one_line(
         encoded.clips.texts.read(entry.text_key, {})
     for library in libraries:
         library.removeHandler(theirs)
-    said = capsys.readouterr()
-    (line,) = [line for line in said.err.splitlines() if line.startswith("captions: ")]
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.err.splitlines() if line.startswith("captions: ")]
     assert f"1 of {len(rows)} are longer than the 226 tokens that the text encoder reads" in line
     assert rows[1]["file_name"] in line
     assert not theirs.stream.getvalue()

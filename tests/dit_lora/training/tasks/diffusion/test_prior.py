@@ -54,8 +54,8 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> None:
     def generate(
         self: SanaCheckpoint, pipeline: Any, conditions: Any, how: Sampling
     ) -> torch.Tensor:
-        drawn = torch.Generator().manual_seed(how.seed)
-        return torch.randint(256, (1, 32, 32, 3), generator=drawn).to(torch.uint8)
+        generator = torch.Generator().manual_seed(how.seed)
+        return torch.randint(256, (1, 32, 32, 3), generator=generator).to(torch.uint8)
 
     monkeypatch.setattr(SanaCheckpoint, "pipeline", lambda *_: MagicMock())
     monkeypatch.setattr(SanaCheckpoint, "generate", generate)
@@ -68,11 +68,11 @@ def contents(paths: list[Path]) -> dict[str, bytes]:
 def test_the_folder_is_filled_and_can_be_trained_on(
     fill: Fill, recipe_values: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each sample has a seed of its own; the folder's clips have the source's caption and weight."""
-    made = fill(3)  # the tiny model's own
-    assert [path.name for path in made] == [f"prior_00000{n}.png" for n in range(3)]
-    assert len(set(contents(made).values())) == 3
-    assert all(Image.open(path).size == (32, 32) for path in made)
+    """Each sample has its own seed; the folder's clips have the source's caption and weight."""
+    generated = fill(3)  # the tiny model's own
+    assert [path.name for path in generated] == [f"prior_00000{n}.png" for n in range(3)]
+    assert len(set(contents(generated).values())) == 3
+    assert all(Image.open(path).size == (32, 32) for path in generated)
     assert "holds 0 of 3; sampling 'a dog'" in capsys.readouterr().err
     clips = read_clips(parse_recipe(recipe_values, "test").data)
     assert [(c.id, c.caption, c.loss_weight) for c in clips] == [
@@ -83,8 +83,8 @@ def test_the_folder_is_filled_and_can_be_trained_on(
 def test_a_killed_run_goes_on_with_the_next_and_makes_the_same(
     fill: Fill, noise: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is half written does not count; media that were there do; a full folder loads no model."""
-    whole = contents(fill(3))
+    """Partly written media do not count; existing media do; a full folder loads no model."""
+    expected = contents(fill(3))
     for path in (tmp_path / "prior").iterdir():
         path.unlink()
     write, written = prior.write_sample, []
@@ -103,7 +103,7 @@ def test_a_killed_run_goes_on_with_the_next_and_makes_the_same(
     assert len(stamps) == 2
     monkeypatch.setattr(prior, "write_sample", write)
     fill(3)
-    assert contents(written_files(tmp_path)) == whole
+    assert contents(written_files(tmp_path)) == expected
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     with monkeypatch.context() as full:
         full.setattr(prior, "_Sampler", lambda *_: None)
@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on_with_the_next_and_makes_the_same(
         fill(2)
     (tmp_path / "prior" / "prior_000000.png").rename(tmp_path / "prior" / "mine.png")
     fill(4)
-    assert contents(written_files(tmp_path))["prior_000000.png"] == whole["prior_000000.png"]
+    assert contents(written_files(tmp_path))["prior_000000.png"] == expected["prior_000000.png"]
     assert len(written_files(tmp_path)) == 4
 
 
@@ -120,16 +120,16 @@ def written_files(tmp_path: Path) -> list[Path]:
 
 
 def test_another_seed_gives_other_samples(fill: Fill, noise: None, tmp_path: Path) -> None:
-    first = contents(fill(1))
+    first_contents = contents(fill(1))
     (tmp_path / "prior" / "prior_000000.png").unlink()
-    assert contents(fill(1, train__seed=7)) != first
+    assert contents(fill(1, train__seed=7)) != first_contents
 
 
 def test_clips_are_videos(fill: Fill) -> None:
     size = {"data__frames": 5, "data__height": 32, "data__width": 48, "data__fps": 8}
-    (made,) = fill(1, "cogvideox-2b", **size)
-    assert made.name == "prior_000000.mp4"
-    header = read_header(made)
+    (generated,) = fill(1, "cogvideox-2b", **size)
+    assert generated.name == "prior_000000.mp4"
+    header = read_header(generated)
     assert (header.height, header.width, header.fps) == (32, 48, 8)
 
 

@@ -65,12 +65,12 @@ def test_a_reference_is_encoded_at_its_own_size(
     encoded = encode()
     picture = Image.open(pairs / "before" / "001.png").convert("RGB")
     pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-    given = pixels.view(1, picture.height, picture.width, 3).permute(0, 3, 1, 2)
+    frames = pixels.view(1, picture.height, picture.width, 3).permute(0, 3, 1, 2)
     model = ModelConfig(family="flux2", path=str(tiny_checkpoints["flux2-klein"]))
     encoder: Any = get_family("flux2").open(model).load_video_encoder(torch.float32, CPU)
     entry = encoded.clips.entries[1]
     assert entry.shape is not None
-    expected = encoder.references([given], entry.shape)["reference_0"]
+    expected = encoder.references([frames], entry.shape)["reference_0"]
     assert tuple(expected.shape[1:]) == (8, 10)
     assert torch.equal(sample(encoded, 1)["reference_0"][0], expected)
     assert not torch.equal(sample(encoded, 0)["reference_0"], sample(encoded, 1)["reference_0"])
@@ -81,7 +81,7 @@ def test_another_reference_under_the_same_name_is_another_entry(
 ) -> None:
     before = keys(encode())
     shutil.copy(pairs / "after" / "002.png", pairs / "before" / "000.png")
-    changed = [one != other for one, other in zip(before, keys(encode()), strict=True)]
+    changed = [key != other_key for key, other_key in zip(before, keys(encode()), strict=True)]
     assert changed == [True, False, False]
 
 
@@ -93,14 +93,14 @@ def test_references_have_an_order(encode: Encode, pairs: Path) -> None:
         table.write_text("".join(json.dumps({**row, "references": names}) + "\n" for row in rows))
 
     write(["before/000.png", "before/001.png"])
-    one = encode()
+    first_set = encode()
     write(["before/001.png", "before/000.png"])
-    other = encode()
-    assert not set(keys(one)) & set(keys(other))
-    first, second = sample(one, 0), sample(other, 0)
-    assert torch.equal(first["reference_0"], second["reference_1"])
-    assert torch.equal(first["reference_1"], second["reference_0"])
-    assert not torch.equal(first["reference_0"], first["reference_1"])
+    second_set = encode()
+    assert not set(keys(first_set)) & set(keys(second_set))
+    first_sample, second = sample(first_set, 0), sample(second_set, 0)
+    assert torch.equal(first_sample["reference_0"], second["reference_1"])
+    assert torch.equal(first_sample["reference_1"], second["reference_0"])
+    assert not torch.equal(first_sample["reference_0"], first_sample["reference_1"])
 
 
 def test_without_a_cache_a_sample_is_the_same_bit_for_bit(encode: Encode) -> None:
@@ -108,10 +108,10 @@ def test_without_a_cache_a_sample_is_the_same_bit_for_bit(encode: Encode) -> Non
     for index in range(3):
         expected, got = sample(cached, index), sample(live, index)
         assert expected.keys() == got.keys() >= {"reference_0", LOSS_MASK}
-        assert all(torch.equal(got[name], one) for name, one in expected.items())
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     spec = live.clips.video_specs[live.clips.entries[0].shape]
-    assert {name: one[0] for name, one in spec.items()} == {
-        name: one.shape[1:] for name, one in expected.items() if name in spec
+    assert {name: entry[0] for name, entry in spec.items()} == {
+        name: tensor.shape[1:] for name, tensor in expected.items() if name in spec
     }
 
 
@@ -148,8 +148,8 @@ def test_a_source_without_masks_is_learned_whole_beside_one_with(
     ]
     sources[0]["reference_columns"] = []
     encoded = encode("sana", "sana-600m", path=None, sources=sources)
-    whole = [bool((sample(encoded, index)[LOSS_MASK] == 1).all()) for index in range(6)]
-    assert sorted(whole) == [False] * 3 + [True] * 3
+    is_unmasked = [bool((sample(encoded, index)[LOSS_MASK] == 1).all()) for index in range(6)]
+    assert sorted(is_unmasked) == [False] * 3 + [True] * 3
 
 
 def test_what_does_not_fit_is_refused_in_one_line_each(encode: Encode, pairs: Path) -> None:

@@ -32,14 +32,14 @@ def files(tmp_path: Path) -> list[Path]:
 def test_pictures_are_scaled_down_and_in_order(tmp_path: Path, files: list[Path]) -> None:
     red, lime, blue = files
     keep_references(tmp_path, takes(), [how(red), how(), how(blue, lime)])
-    kept = {path.name: Image.open(path) for path in sorted((tmp_path / "references").iterdir())}
-    assert {name: image.size for name, image in kept.items()} == {
+    refs = {path.name: Image.open(path) for path in sorted((tmp_path / "references").iterdir())}
+    assert {name: image.size for name, image in refs.items()} == {
         "prompt_00_1.jpg": (512, 256),
         "prompt_02_1.jpg": (40, 20),
         "prompt_02_2.jpg": (512, 256),
     }
-    brightest = [max(range(3), key=image.getpixel((9, 9)).__getitem__) for image in kept.values()]  # type: ignore[union-attr]
-    assert brightest == [0, 2, 1]
+    channels = [max(range(3), key=im.getpixel((9, 9)).__getitem__) for im in refs.values()]  # type: ignore[union-attr]
+    assert channels == [0, 2, 1]
     keep_references(tmp_path, takes(), [how(lime)])
     assert [path.name for path in (tmp_path / "references").iterdir()] == ["prompt_00_1.jpg"]
     keep_references(tmp_path, None, [how()])
@@ -51,14 +51,14 @@ def test_clips_are_kept_as_the_model_is_given_them(tmp_path: Path, files: list[P
     clip = tmp_path / "clip.mp4"
     write_video(clip, levels.expand(8, 64, 96, 3).contiguous(), 8)
     keep_references(tmp_path, takes(clips=True), [how(clip, frames=5)])
-    (kept,) = (tmp_path / "references").iterdir()
-    assert kept.name == "prompt_00_1.mp4"
-    header = read_header(kept)
+    (reference_path,) = (tmp_path / "references").iterdir()
+    assert reference_path.name == "prompt_00_1.mp4"
+    header = read_header(reference_path)
     assert (header.height, header.width, header.frames) == (32, 48, 5)
-    shown = read_frames(kept, frames=5, height=32, width=48, fps=8)
-    assert [round(frame.float().mean().item() / 30) for frame in shown] == [0, 1, 2, 3, 4]
+    frames_read = read_frames(reference_path, frames=5, height=32, width=48, fps=8)
+    assert [round(frame.float().mean().item() / 30) for frame in frames_read] == [0, 1, 2, 3, 4]
     # Of a picture, and for models that take pictures, it is one.
     for clips, frames in ((True, 1), (False, 5)):
         keep_references(tmp_path, takes(clips=clips), [how(clip, frames=frames)])
-        (kept,) = (tmp_path / "references").iterdir()
-        assert kept.name == "prompt_00_1.jpg"
+        (reference_path,) = (tmp_path / "references").iterdir()
+        assert reference_path.name == "prompt_00_1.jpg"

@@ -1,4 +1,4 @@
-"""Samples with sound: what is cached of them, under which key, and which are refused before a run."""
+"""Samples with sound: cached tensors, cache keys, and samples refused before a run."""
 
 import json
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def encoded(recipe: Recipe) -> Precomputed:
 def facts(recipe: Recipe) -> list[dict[str, Any]]:
     checkpoint = get_family("ltx2").open(recipe.model, recipe)
     plan = make_plan(recipe, checkpoint, torch.float32, group=1, quiet=True)
-    return [dict(one.video.facts) for one in plan.wanted]
+    return [dict(entry.video.facts) for entry in plan.wanted]
 
 
 def test_the_cache_holds_the_encoding_of_the_sound_of_a_windows_own_time(
@@ -76,13 +76,13 @@ def test_the_cache_holds_the_encoding_of_the_sound_of_a_windows_own_time(
     """Of both windows of a clip; what an encoder makes of the file's sound by itself is the same, bit for bit."""
     recipe = recipe_of(windows=2, window_stride=0.5)
     checkpoint: Any = get_family("ltx2").open(recipe.model, recipe)
-    found = encoded(recipe).clips
-    assert len(found.entries) == 6
+    actual = encoded(recipe).clips
+    assert len(actual.entries) == 6
     encode = checkpoint.load_audio_encoder(torch.float32, CPU)
-    for number, entry in enumerate(found.entries):
-        (spec,) = {found.videos.first_spec([entry.video_key])["audio_latent_mean"]}
+    for number, entry in enumerate(actual.entries):
+        (spec,) = {actual.videos.first_spec([entry.video_key])["audio_latent_mean"]}
         assert spec == (torch.Size([28, 16]), torch.float32)
-        tensors, fault = found.videos.read(entry.video_key, {})
+        tensors, fault = actual.videos.read(entry.video_key, {})
         assert fault is None
         media, start = MediaFile(clips / f"{number // 2}.mov"), (number % 2) * 0.5
         waveform = read_sound(media, checkpoint.sound_format, frames=9, fps=FPS, start=start)
@@ -96,8 +96,8 @@ def test_the_cache_holds_the_encoding_of_the_sound_of_a_windows_own_time(
 
 
 def test_sound_changes_the_key_and_its_absence_is_the_key_from_before(recipe_of: Values) -> None:
-    with_sound, without = facts(recipe_of()), facts(recipe_of(sound=False))
-    for heard, mute in zip(with_sound, without, strict=True):
+    with_sound, without_sound = facts(recipe_of()), facts(recipe_of(sound=False))
+    for heard, mute in zip(with_sound, without_sound, strict=True):
         added = {name: heard.pop(name) for name in ("sound", "audio_vae", "audio_transform")}
         assert heard == mute
         assert added["sound"]["rate"] == 16_000
@@ -142,8 +142,8 @@ def test_clips_without_their_sound_are_refused_in_one_list_before_anything_is_en
     assert "0.mov: no_sound: it has no sound, and data.sound" in lines[1]
     assert "1.mov: sound_too_short: its sound ends at 0." in lines[2]
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
-    kept = encoded(recipe_of(rejects="skip"))
-    assert [entry.id for entry in kept.clips.entries] == ["2.mov"]
+    encoded_clips = encoded(recipe_of(rejects="skip"))
+    assert [entry.id for entry in encoded_clips.clips.entries] == ["2.mov"]
     assert len(encoded(recipe_of(sound=False)).clips.entries) == 3
 
 
@@ -161,9 +161,12 @@ def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(
         write_clip(clips / f"{name}.mov", tones).with_suffix(".txt").write_text(f"a {name} clip")
     recipe = recipe_of()
     checkpoint = get_family("ltx2").open(recipe.model, recipe)
-    judged = {one.file: one for one in audit_recipe(recipe, checkpoint, progress=False).judged}
+    samples_by_file = {
+        sample.file: sample for sample in audit_recipe(recipe, checkpoint, progress=False).judged
+    }
     codes = {
-        name: {f.code for f in one.findings if "sound" in f.code} for name, one in judged.items()
+        name: {f.code for f in sample.findings if "sound" in f.code}
+        for name, sample in samples_by_file.items()
     }
     assert codes == {
         "0.mov": {"no_sound"},
@@ -173,13 +176,15 @@ def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(
         "clipped.mov": {"sound_clipped"},
         "full.mov": set(),
     }
-    assert [judged[f"{n}.mov"].verdict for n in (0, 1)] == ["reject", "reject"]
+    assert [samples_by_file[f"{n}.mov"].verdict for n in (0, 1)] == ["reject", "reject"]
     # What the audit rejected is refused by the run, in its words; without sound, nothing is.
     with pytest.raises(DitLoraError, match=r"0\.mov: no_sound"):
         encoded(recipe)
     mute = recipe_of(sound=False)
-    others = audit_recipe(mute, get_family("ltx2").open(mute.model, mute), progress=False).judged
-    assert not [f.code for one in others for f in one.findings if "sound" in f.code]
+    mute_samples = audit_recipe(
+        mute, get_family("ltx2").open(mute.model, mute), progress=False
+    ).judged
+    assert not [f.code for sample in mute_samples for f in sample.findings if "sound" in f.code]
     assert "sound: 5 of 6 clips have some" in audit_folder(str(clips), progress=False).notes
 
 

@@ -23,9 +23,9 @@ def test_an_experts_own_file_is_found_by_header_or_by_name(tmp_path: Path, told:
         header = {"dit_lora": f'{{"part": "{part}"}}'} if told else None
         save_file({"x": torch.ones(1)}, tmp_path / f"mine_{name}.safetensors", metadata=header)
     for part, name in PARTS.items():
-        found = _of_pair(checkpoint(part), str(tmp_path))
-        assert found == tmp_path / f"mine_{name}.safetensors"
+        stored = _of_pair(checkpoint(part), str(tmp_path))
+        assert stored == tmp_path / f"mine_{name}.safetensors"
     assert _of_pair(checkpoint("transformer", {}), str(tmp_path)) is None
-    assert _of_pair(checkpoint("transformer"), str(found)) is None  # a file is what it is
+    assert _of_pair(checkpoint("transformer"), str(stored)) is None  # a file is what it is
     (tmp_path / "mine_low_noise.safetensors").unlink()
     assert _of_pair(checkpoint("transformer_2"), str(tmp_path)) is None
