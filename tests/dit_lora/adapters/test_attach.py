@@ -76,10 +76,10 @@ def test_the_start_depends_on_the_seed_alone(tiny_checkpoints: dict[str, Path], 
         attach_lora(model, LoraConfig(rank=4, init=init), TARGETS, seed=seed)
         return {n: p for n, p in model.named_parameters() if ".lora_" in n}
 
-    one, again, other = start(0, 1), start(0, 2), start(1, 1)
-    assert all(torch.equal(one[name], again[name]) for name in one)
-    assert not all(torch.equal(one[name], other[name]) for name in one)
-    assert all(not one[name].any() for name in one if is_lora_b(name))
+    first_start, repeated_start, other_start = start(0, 1), start(0, 2), start(1, 1)
+    assert all(torch.equal(first_start[name], repeated_start[name]) for name in first_start)
+    assert not all(torch.equal(first_start[name], other_start[name]) for name in first_start)
+    assert all(not first_start[name].any() for name in first_start if is_lora_b(name))
 
 
 def test_a_target_that_matches_nothing_is_refused_with_what_there_is(
@@ -89,8 +89,8 @@ def test_a_target_that_matches_nothing_is_refused_with_what_there_is(
         attach_lora(transformer, LoraConfig(targets=("to_q", "to_qq", "o_q")), TARGETS, seed=0)
     message = str(error.value)
     assert "match no linear layer of CogVideoXTransformer3DModel: to_qq, o_q" in message
-    for known in ("to_q (2)", "to_out.0 (2)", "proj_out (1)"):
-        assert known in message
+    for target in ("to_q (2)", "to_out.0 (2)", "proj_out (1)"):
+        assert target in message
 
 
 def test_convolutions_without_groups_are_offered_and_depthwise_ones_are_not(
@@ -107,8 +107,8 @@ def test_convolutions_without_groups_are_offered_and_depthwise_ones_are_not(
         attach_lora(model, LoraConfig(targets=targets), (), seed=0)
     message = str(error.value)
     assert "match no linear layer of SanaTransformer2DModel: conv_depth" in message
-    for known in ("to_q (4)", "conv_inverted (2, convolutions)", "conv_point (2, convolutions)"):
-        assert known in message
+    for target in ("to_q (4)", "conv_inverted (2, convolutions)", "conv_point (2, convolutions)"):
+        assert target in message
     report = attach_lora(model, LoraConfig(rank=4, targets=targets[:1]), (), seed=0)
     assert (report.adapted, report.convolutions) == (0, 2)
     assert report.parameters == 2 * 4 * (32 + 2 * 80)
@@ -152,14 +152,14 @@ def test_within_keeps_names_of_the_language_model_out_of_the_vision_tower(
     """And what only exists elsewhere goes there; PEFT's own config says the same."""
     import peft
 
-    model, again = (chat_model("llava").bfloat16() for _ in range(2))
+    model, second_model = (chat_model("llava").bfloat16() for _ in range(2))
     lora = LoraConfig(rank=4, targets=targets, dropout=0.25)
     report = attach_lora(model, lora, ("v_proj",), seed=0, within=("language_model",))
     assert layers_with_lora(model) == expected
     assert report.adapted == len(expected)
     assert model.active_adapters() == ["default"]
     assert type(model) is type(
-        again
+        second_model
     )  # none of Diffusers' mixins, whose methods have the same names
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (".lora_" in name)
@@ -167,8 +167,8 @@ def test_within_keeps_names_of_the_language_model_out_of_the_vision_tower(
     drops = {m.p for n, m in model.named_modules() if n.endswith("lora_dropout.default")}
     assert drops == {0.25}
     config = peft.LoraConfig(target_modules=adapter_config(model)["target_modules"])
-    again.add_adapter(config)
-    assert layers_with_lora(again) == expected
+    second_model.add_adapter(config)
+    assert layers_with_lora(second_model) == expected
 
 
 def test_qwens_vision_blocks_can_be_named() -> None:

@@ -174,19 +174,25 @@ def test_a_whole_pipeline_replaces_an_earlier_one_and_never_with_bad_weights(
     model = FAMILY.open(ModelConfig(family="cogvideox", path=str(base))).load_transformer(
         torch.float32
     )
-    out = tmp_path / "model"
+    output_dir = tmp_path / "model"
     weight = model.get_parameter("proj_out.weight")
     for value in (1.0, 2.0):
         weight.data.fill_(value)
-        assert save_pipeline(model, base, out, {"steps": 3}, {"trained": value}) == out
-    loaded = CogVideoXPipeline.from_pretrained(out)
+        assert (
+            save_pipeline(model, base, output_dir, {"steps": 3}, {"trained": value}) == output_dir
+        )
+    loaded = CogVideoXPipeline.from_pretrained(output_dir)
     assert (loaded.transformer.proj_out.weight == 2).all()
-    assert json.loads((out / "model_index.json").read_text())["trained"] == 2.0
-    assert json.loads((out / "dit_lora.json").read_text()) == {"steps": 3}
-    assert all(path.stat().st_mode & 0o044 for path in out.rglob("*.safetensors"))
-    whole = {path.relative_to(out): path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert json.loads((output_dir / "model_index.json").read_text())["trained"] == 2.0
+    assert json.loads((output_dir / "dit_lora.json").read_text()) == {"steps": 3}
+    assert all(path.stat().st_mode & 0o044 for path in output_dir.rglob("*.safetensors"))
+    modified_times = {
+        path.relative_to(output_dir): path.stat().st_mtime_ns for path in output_dir.rglob("*")
+    }
     weight.data[0, 0] = torch.nan
     with pytest.raises(CheckFailedError, match=r"proj_out\.weight"):
-        save_pipeline(model, base, out, {}, {})
-    assert whole == {path.relative_to(out): path.stat().st_mtime_ns for path in out.rglob("*")}
+        save_pipeline(model, base, output_dir, {}, {})
+    assert modified_times == {
+        path.relative_to(output_dir): path.stat().st_mtime_ns for path in output_dir.rglob("*")
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -63,9 +63,9 @@ def make(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Make:
 
 
 def exported(one: Trained, to: Form, *others: Trained, **kwargs: Any) -> Path:
-    out = one.folder.parent / f"{one.folder.name}-{to}"
-    targets = (one.folder, *(other.folder for other in others))
-    return export(ExportRequest(targets, to, out, model=str(one.base), **kwargs))
+    output_dir = one.folder.parent / f"{one.folder.name}-{to}"
+    targets = (one.folder, *(adapter.folder for adapter in others))
+    return export(ExportRequest(targets, to, output_dir, model=str(one.base), **kwargs))
 
 
 def fresh(one: Trained) -> Any:
@@ -75,107 +75,114 @@ def fresh(one: Trained) -> Any:
 
 @pytest.mark.parametrize(("family", "variant"), MODELS)
 def test_diffusers_and_peft_load_what_was_trained(make: Make, family: str, variant: str) -> None:
-    one = make(variant, family=family)
-    expected, pipeline = deltas(one.model), with_lora(fresh(one))
+    adapter = make(variant, family=family)
+    expected, pipeline = deltas(adapter.model), with_lora(fresh(adapter))
 
     def loaded(folder: Path, name: str = ADAPTER_FILE) -> Deltas:
         pipeline.load_lora_weights(folder, weight_name=name)
         # Of itself, Wan's loader gives an image's keys and values adapters of zeros.
-        found = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
+        updates = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
         pipeline.unload_lora_weights()
-        return found
+        return updates
 
     for form in ("diffusers", "folded"):
-        out = exported(one, form)
-        assert_same(loaded(out), expected)
-        made = read_provenance(out / ADAPTER_FILE)
-        assert made["steps"] == 3
-        assert (made["alpha"], made["exported"]) == (
+        output_dir = exported(adapter, form)
+        assert_same(loaded(output_dir), expected)
+        metadata = read_provenance(output_dir / ADAPTER_FILE)
+        assert metadata["steps"] == 3
+        assert (metadata["alpha"], metadata["exported"]) == (
             (4, {"to": "folded", "alpha": 7}) if form == "folded" else (7, {"to": "diffusers"})
         )
     # As a loader has it that knows nothing of alpha.
-    save_file(load_file(out / ADAPTER_FILE), out / "bare.safetensors")
-    assert_same(loaded(out, "bare.safetensors"), expected)
-    out = exported(one, "peft")
+    save_file(load_file(output_dir / ADAPTER_FILE), output_dir / "bare.safetensors")
+    assert_same(loaded(output_dir, "bare.safetensors"), expected)
+    output_dir = exported(adapter, "peft")
     # And back: a PEFT folder is taken as any adapter.
-    back = export(ExportRequest((out,), "diffusers", out / "back", model=str(one.base)))
+    back = export(
+        ExportRequest((output_dir,), "diffusers", output_dir / "back", model=str(adapter.base))
+    )
     assert_same(loaded(back), expected)
-    wrapped = peft.PeftModel.from_pretrained(pipeline.transformer, str(out))
+    wrapped = peft.PeftModel.from_pretrained(pipeline.transformer, str(output_dir))
     assert_same(deltas(wrapped), expected)
 
 
 def test_the_exported_adapter_gives_the_trained_output(make: Make) -> None:
-    one = make(scale=0.4)
+    adapter = make(scale=0.4)
     inputs = {
         "hidden_states": torch.randn(1, 3, 4, 8, 12),
         "encoder_hidden_states": torch.randn(1, 226, 32),
         "timestep": torch.tensor([500]),
     }
     with torch.no_grad():
-        expected = one.model(**inputs).sample
-        before = fresh(one).transformer(**inputs).sample
+        expected = adapter.model(**inputs).sample
+        before = fresh(adapter).transformer(**inputs).sample
         for form in ("diffusers", "folded"):
-            pipeline = fresh(one)
-            pipeline.load_lora_weights(exported(one, form))
-            found = pipeline.transformer(**inputs).sample
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            pipeline = fresh(adapter)
+            pipeline.load_lora_weights(exported(adapter, form))
+            actual = pipeline.transformer(**inputs).sample
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert (before - expected).abs().max() > 0.1
 
 
 def test_base_weights_that_trained_go_along_or_are_refused(make: Make) -> None:
-    one = make(connector=True)
-    stored = load_file(one.folder / BASE_FILE)
+    adapter = make(connector=True)
+    stored = load_file(adapter.folder / BASE_FILE)
     assert len(stored) > 5
     for form in ("diffusers", "folded", "peft"):
-        out = exported(one, form)
-        found = load_file(out / BASE_FILE)
-        assert found.keys() == stored.keys()
-        assert all(torch.equal(found[name], stored[name]) for name in stored)
-    pipeline = fresh(one)
-    load_adapter(pipeline, one.folder.parent / "adapter-folded")
-    assert torch.equal(pipeline.transformer.proj_out.weight, one.model.proj_out.weight)
+        output_dir = exported(adapter, form)
+        tensors = load_file(output_dir / BASE_FILE)
+        assert tensors.keys() == stored.keys()
+        assert all(torch.equal(tensors[name], stored[name]) for name in stored)
+    pipeline = fresh(adapter)
+    load_adapter(pipeline, adapter.folder.parent / "adapter-folded")
+    assert torch.equal(pipeline.transformer.proj_out.weight, adapter.model.proj_out.weight)
     with pytest.raises(DitLoraError, match=r"--to merged takes them; they are\n  - norm_final"):
-        exported(one, "comfyui")
+        exported(adapter, "comfyui")
     with pytest.raises(
         DitLoraError, match=r"cannot be weighted or added\n  - .*: \d+ base weights"
     ):
-        exported(one, "kohya", weights=(0.5,))
+        exported(adapter, "kohya", weights=(0.5,))
 
 
 def test_adapters_add_up_by_their_weights(make: Make) -> None:
     """Of different rank, alpha and targets; the second one only on some layers of the first, and on others."""
-    one = make()
-    other = make(name="other", rank=3, alpha=5, targets=("to_q", "ff.net.2", "patch_embed.proj"))
-    out = exported(one, "diffusers", other, weights=(0.7, -0.3))
-    first, second = deltas(one.model), deltas(other.model)
-    expected = {name: 0.7 * delta for name, delta in first.items()}
+    adapter = make()
+    other_adapter = make(
+        name="other", rank=3, alpha=5, targets=("to_q", "ff.net.2", "patch_embed.proj")
+    )
+    output_dir = exported(adapter, "diffusers", other_adapter, weights=(0.7, -0.3))
+    first_updates, second = deltas(adapter.model), deltas(other_adapter.model)
+    expected = {name: 0.7 * delta for name, delta in first_updates.items()}
     for name, delta in second.items():
         expected[name] = expected.get(name, 0) - 0.3 * delta
-    assert len(expected) > len(first) > 4
-    pipeline = fresh(one)
-    pipeline.load_lora_weights(out)
+    assert len(expected) > len(first_updates) > 4
+    pipeline = fresh(adapter)
+    pipeline.load_lora_weights(output_dir)
     assert_same(deltas(pipeline.transformer), expected)
-    made = read_provenance(out / ADAPTER_FILE)
-    assert made["rank"] == made["alpha"] == 7
-    assert made["transformer_digest"] == "d1"
-    assert "steps" not in made  # of training each has its own
-    said = made["exported"]
-    assert (said["to"], said["combination"]) == ("diffusers", "cat")
-    assert [(a["weight"], a["rank"], a["alpha"]) for a in said["adapters"]] == [
+    metadata = read_provenance(output_dir / ADAPTER_FILE)
+    assert metadata["rank"] == metadata["alpha"] == 7
+    assert metadata["transformer_digest"] == "d1"
+    assert "steps" not in metadata  # of training each has its own
+    exported_metadata = metadata["exported"]
+    assert (exported_metadata["to"], exported_metadata["combination"]) == ("diffusers", "cat")
+    assert [(a["weight"], a["rank"], a["alpha"]) for a in exported_metadata["adapters"]] == [
         (0.7, 4, 7),
         (-0.3, 3, 5),
     ]
 
 
 def test_one_adapter_is_weighted_and_without_weights_each_counts_once(make: Make) -> None:
-    one, other = make(), make(name="other", seed=2)
-    half = fresh(one)
-    half.load_lora_weights(exported(one, "folded", weights=(0.5,)))
-    assert_same(deltas(half.transformer), {n: 0.5 * d for n, d in deltas(one.model).items()})
-    both = fresh(one)
-    both.load_lora_weights(exported(one, "diffusers", other))
-    first, second = deltas(one.model), deltas(other.model)
-    assert_same(deltas(both.transformer), {name: first[name] + second[name] for name in first})
+    adapter, other_adapter = make(), make(name="other", seed=2)
+    half = fresh(adapter)
+    half.load_lora_weights(exported(adapter, "folded", weights=(0.5,)))
+    assert_same(deltas(half.transformer), {n: 0.5 * d for n, d in deltas(adapter.model).items()})
+    both = fresh(adapter)
+    both.load_lora_weights(exported(adapter, "diffusers", other_adapter))
+    first_updates, second = deltas(adapter.model), deltas(other_adapter.model)
+    assert_same(
+        deltas(both.transformer),
+        {name: first_updates[name] + second[name] for name in first_updates},
+    )
 
 
 def native(out: Path, down: str, up: str) -> dict[str, torch.Tensor]:
@@ -183,11 +190,11 @@ def native(out: Path, down: str, up: str) -> dict[str, torch.Tensor]:
     tensors = load_file(out / f"{out.name}.safetensors")
     keys = {name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")}
     assert len(tensors) == 3 * len(keys)
-    found = {}
+    updates = {}
     for key in keys:
         a, b = tensors[f"{key}.{down}.weight"], tensors[f"{key}.{up}.weight"]
-        found[key] = product(a, b, tensors[f"{key}.alpha"].item() / a.shape[0])
-    return found
+        updates[key] = product(a, b, tensors[f"{key}.alpha"].item() / a.shape[0])
+    return updates
 
 
 @pytest.mark.parametrize("variant", ["cogvideox-2b", "cogvideox-1.5-i2v"])
@@ -195,7 +202,7 @@ def test_comfyui_finds_every_layer_by_its_own_name(make: Make, variant: str) -> 
     """Names as comfy/ldm/cogvideo/model.py has them, keys as comfy/lora.py asks for them."""
     targets = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "linear", "text_proj")
     targets += ("patch_embed.proj", "linear_1", "linear_2", "proj_out")
-    one = make(variant, targets=targets)
+    adapter = make(variant, targets=targets)
     blocks = {
         "attn1.to_q": "q",
         "attn1.to_k": "k",
@@ -208,29 +215,29 @@ def test_comfyui_finds_every_layer_by_its_own_name(make: Make, variant: str) -> 
     }
     names = {
         f"transformer_blocks.{n}.{ours}": f"blocks.{n}.{theirs}"
-        for n in range(len(one.model.transformer_blocks))
+        for n in range(len(adapter.model.transformer_blocks))
         for ours, theirs in blocks.items()
     }
     for part in ("time", "ofs") if variant.endswith("i2v") else ("time",):
         for n in (1, 2):
             names[f"{part}_embedding.linear_{n}"] = f"{part}_embedding_linear_{n}"
-    same = ("patch_embed.proj", "patch_embed.text_proj", "norm_out.linear", "proj_out")
-    names |= {name: name for name in same}
-    expected = deltas(one.model)
+    unchanged_names = ("patch_embed.proj", "patch_embed.text_proj", "norm_out.linear", "proj_out")
+    names |= {name: name for name in unchanged_names}
+    expected = deltas(adapter.model)
     assert names.keys() == expected.keys()
-    found = native(exported(one, "comfyui"), "lora_A", "lora_B")
-    assert_same(found, {f"diffusion_model.{names[n]}": d for n, d in expected.items()})
+    updates = native(exported(adapter, "comfyui"), "lora_A", "lora_B")
+    assert_same(updates, {f"diffusion_model.{names[n]}": d for n, d in expected.items()})
 
 
 def test_kohya_names_lead_to_the_layers_as_videox_fun_looks_for_them(make: Make) -> None:
-    one = make(targets=("to_q", "to_out.0", "net.0.proj", "net.2", "norm1.linear", "text_proj"))
-    out = exported(one, "kohya")
-    found = {}
-    for key, delta in native(out, "lora_down", "lora_up").items():
+    adapter = make(targets=("to_q", "to_out.0", "net.0.proj", "net.2", "norm1.linear", "text_proj"))
+    output_dir = exported(adapter, "kohya")
+    updates = {}
+    for key, delta in native(output_dir, "lora_down", "lora_up").items():
         assert key.startswith("lora_unet__")
-        found[walked(one.model, key.removeprefix("lora_unet__").split("_"))] = delta
-    assert_same(found, deltas(one.model))
-    with safe_open(out / f"{out.name}.safetensors", framework="pt") as file:
+        updates[walked(adapter.model, key.removeprefix("lora_unet__").split("_"))] = delta
+    assert_same(updates, deltas(adapter.model))
+    with safe_open(output_dir / f"{output_dir.name}.safetensors", framework="pt") as file:
         facts = {k: v for k, v in file.metadata().items() if k.startswith("ss_")}
     assert facts == {
         "ss_network_module": "networks.lora",
@@ -253,19 +260,19 @@ def walked(module: Any, parts: list[str]) -> str:
     for end in range(1, len(parts) + 1):
         name = "_".join(parts[:end])
         if name in dict(module.named_children()):
-            rest = walked(module.get_submodule(name), parts[end:])
-            return f"{name}.{rest}" if rest else name
+            remaining = walked(module.get_submodule(name), parts[end:])
+            return f"{name}.{remaining}" if remaining else name
     raise AssertionError(f"no {parts} in {type(module).__name__}")
 
 
 @pytest.mark.parametrize("form", ["comfyui", "kohya"])
 def test_families_without_such_names_are_refused_with_what_there_is(make: Make, form: Form) -> None:
     reasons = {"comfyui": "ComfyUI has no Sana", "kohya": "kohya's layout is written for"}
-    one = make("sana-600m", family="sana")
+    adapter = make("sana-600m", family="sana")
     with pytest.raises(DitLoraError, match=f"--to {form} sana: {reasons[form]}") as refused:
-        exported(one, form)
+        exported(adapter, form)
     assert str(refused.value).endswith("for sana there are: diffusers, folded, peft, merged")
-    assert {path.name for path in one.folder.parent.iterdir()} == {"adapter"}
+    assert {path.name for path in adapter.folder.parent.iterdir()} == {"adapter"}
 
 
 def test_a_family_that_nobody_has_looked_up_is_refused_in_words() -> None:
@@ -274,17 +281,17 @@ def test_a_family_that_nobody_has_looked_up_is_refused_in_words() -> None:
 
 
 def test_adapters_of_another_base_or_family_are_not_added(make: Make) -> None:
-    one, other = make(), make(name="other", digest="d2")
+    adapter, other_adapter = make(), make(name="other", digest="d2")
     with pytest.raises(DitLoraError, match="of different base models") as refused:
-        exported(one, "diffusers", other)
+        exported(adapter, "diffusers", other_adapter)
     assert "other/pytorch_lora_weights.safetensors: cogvideox, trained on" in str(refused.value)
     with pytest.raises(DitLoraError, match="of different families"):
-        exported(one, "diffusers", make("sana-600m", name="sana", family="sana"))
+        exported(adapter, "diffusers", make("sana-600m", name="sana", family="sana"))
 
 
 def test_what_does_not_fit_is_listed(make: Make, tiny_checkpoints: dict[str, Path]) -> None:
-    one = make()
-    file = one.folder / ADAPTER_FILE
+    adapter = make()
+    file = adapter.folder / ADAPTER_FILE
     tensors = load_file(file)
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
@@ -292,14 +299,14 @@ def test_what_does_not_fit_is_listed(make: Make, tiny_checkpoints: dict[str, Pat
     def refusal(changed: dict[str, torch.Tensor]) -> str:
         save_file(changed, file, metadata=metadata)
         with pytest.raises(DitLoraError) as refused:
-            exported(one, "diffusers")
-        assert not (one.folder.parent / "adapter-diffusers").exists()
+            exported(adapter, "diffusers")
+        assert not (adapter.folder.parent / "adapter-diffusers").exists()
         return str(refused.value)
 
     name = "transformer.transformer_blocks.0.attn1.to_q.lora_A.weight"
-    said = refusal({**tensors, name: torch.ones(4, 5)})
-    assert "trained on another model than this CogVideoXTransformer3DModel" in said
-    assert "to_q.lora_A.weight: made for [5], the model's layer has [64]" in said
+    message = refusal({**tensors, name: torch.ones(4, 5)})
+    assert "trained on another model than this CogVideoXTransformer3DModel" in message
+    assert "to_q.lora_A.weight: made for [5], the model's layer has [64]" in message
     moved = {key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()}
     assert "transformer_blocks.9.attn1.to_q: not in the model" in refusal(moved)
     poisoned = {**tensors, name: tensors[name] * torch.nan}
@@ -308,7 +315,7 @@ def test_what_does_not_fit_is_listed(make: Make, tiny_checkpoints: dict[str, Pat
     assert "takes LoRA matrices (lora_A, lora_B) alone; it has\n" in refusal(extra)
     file.write_bytes(b"nonsense")
     with pytest.raises(DitLoraError, match="is not a safetensors adapter"):
-        exported(one, "diffusers")
+        exported(adapter, "diffusers")
 
 
 @pytest.mark.parametrize("form", ["diffusers", "folded", "peft", "comfyui", "kohya"])
@@ -316,14 +323,14 @@ def test_what_reads_back_otherwise_is_not_kept(
     make: Make, form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer that changes one matrix by a thousandth."""
-    one = make()
+    adapter = make()
     for writer in ("save_adapter", "save_chat_adapter", "save_file"):
         monkeypatch.setattr(formats, writer, wrong(getattr(formats, writer)))
     with pytest.raises(
         CheckFailedError, match=r"read back, is not the adapter.*\n  - .*differs by"
     ):
-        exported(one, form)
-    assert [path.name for path in one.folder.parent.iterdir()] == ["adapter"]
+        exported(adapter, form)
+    assert [path.name for path in adapter.folder.parent.iterdir()] == ["adapter"]
 
 
 def wrong(write: Callable[..., Any]) -> Callable[..., Any]:
@@ -341,13 +348,13 @@ def wrong(write: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_a_file_that_is_not_ours_goes_by_the_base(make: Make) -> None:
     """Without provenance, and without metadata: alpha is the rank."""
-    one = make(alpha=4)
-    file = one.folder / ADAPTER_FILE
+    adapter = make(alpha=4)
+    file = adapter.folder / ADAPTER_FILE
     save_file(load_file(file), file)
-    out = exported(one, "folded")
-    pipeline = fresh(one)
-    pipeline.load_lora_weights(out)
-    assert_same(deltas(pipeline.transformer), deltas(one.model))
-    assert json.loads(json.dumps(read_provenance(out / ADAPTER_FILE))) == {
+    output_dir = exported(adapter, "folded")
+    pipeline = fresh(adapter)
+    pipeline.load_lora_weights(output_dir)
+    assert_same(deltas(pipeline.transformer), deltas(adapter.model))
+    assert json.loads(json.dumps(read_provenance(output_dir / ADAPTER_FILE))) == {
         "exported": {"to": "folded"}
     }

@@ -54,9 +54,9 @@ def test_base_weights_beside_it_are_not_left_out_unseen(tmp_path: Path) -> None:
     save_file({}, tmp_path / ADAPTER_FILE)
     assert find_lora(str(tmp_path), "x") == find_lora(str(tmp_path / ADAPTER_FILE), "x")
     save_file({}, tmp_path / BASE_FILE)
-    for place in (tmp_path, tmp_path / ADAPTER_FILE):
+    for path in (tmp_path, tmp_path / ADAPTER_FILE):
         with pytest.raises(DitLoraError, match="has base weights beside its LoRA"):
-            find_lora(str(place), "x")
+            find_lora(str(path), "x")
 
 
 def test_a_name_for_others_has_no_folder(tmp_path: Path) -> None:

@@ -137,39 +137,39 @@ class Tiny:
 @pytest.fixture(scope="module")
 def tiny_models(tiny_checkpoints: dict[str, Path]) -> dict[str, list[Tiny]]:
     """The models of every family, one of each variant that has layers of its own."""
-    found: dict[str, list[Tiny]] = {}
+    models: dict[str, list[Tiny]] = {}
     for family in DIFFUSION_FAMILIES:
-        seen = set()
+        known_layers = set()
         for variant in get_family(family).tiny_variants:
             path = str(tiny_checkpoints[variant])
             checkpoint = get_family(family).open(ModelConfig(family=family, path=path))
             model = checkpoint.load_transformer(torch.float32)
             layers = tuple(adaptable_layers(model))
-            if layers in seen:
+            if layers in known_layers:
                 continue
-            seen.add(layers)
+            known_layers.add(layers)
             tiny = Tiny(model, family, checkpoint.pipeline_class, published_layers(model, family))
-            found.setdefault(family, []).append(tiny)
-    return found
+            models.setdefault(family, []).append(tiny)
+    return models
 
 
 def published_layers(model: nn.Module, family: str) -> dict[str, list[str]]:
     layers, names = adaptable_layers(model), get_family(family).comfyui
     table = PUBLISHED_NAMES.get(type(model).__name__)
-    found = {}
+    layer_names = {}
     if table is None:
         for name in layers:
             theirs = names.of(name)
-            found[name if theirs is None else theirs.removeprefix(names.prefix)] = [name]
-        return found
+            layer_names[name if theirs is None else theirs.removeprefix(names.prefix)] = [name]
+        return layer_names
     for number in range(max(len(layers), 1)):
         for published, parts in table.items():
             ours = [part.replace("*", str(number)) for part in parts]
             if set(ours) <= set(layers):
-                found[published.replace("*", str(number))] = ours
-    covered = {name for ours in found.values() for name in ours}
+                layer_names[published.replace("*", str(number))] = ours
+    covered = {name for ours in layer_names.values() for name in ours}
     # The published model has the other layers by the same names.
-    return found | {name: [name] for name in layers if name not in covered}
+    return layer_names | {name: [name] for name in layers if name not in covered}
 
 
 def size_of(model: nn.Module, name: str) -> list[int]:
@@ -236,10 +236,10 @@ def as_diffusers(tiny: Tiny, updates: Tensors) -> Tensors:
     # The converter of FLUX.1 has the published widths of this layer written into it.
     apart = {name: update for name, update in updates.items() if name.endswith(".linear1")}
     apart = apart if "Flux2" not in type(tiny.model).__name__ else {}
-    rest = Filled({f"{n}.weight": u for n, u in updates.items() if n not in apart})
+    separate = Filled({f"{n}.weight": u for n, u in updates.items() if n not in apart})
     if apart:
-        rest |= {f"{name}.weight": torch.zeros(_JOINED_ROWS, 1) for name in apart}
-    converted = convert(rest, config={})
+        separate |= {f"{name}.weight": torch.zeros(_JOINED_ROWS, 1) for name in apart}
+    converted = convert(separate, config={})
     layers = set(adaptable_layers(tiny.model))
     truth = {n.removesuffix(".weight"): u for n, u in converted.items() if n.endswith(".weight")}
     for name, update in apart.items():
@@ -257,8 +257,8 @@ def assert_reads(stored: LoraFile, truth: Mapping[str, torch.Tensor]) -> None:
     assert stored.layers.keys() == truth.keys()
     for name, layer in stored.layers.items():
         product = layer.b.flatten(1).double() @ layer.a.flatten(1).double()
-        found = (layer.alpha / layer.rank * product).reshape(truth[name].shape)
-        torch.testing.assert_close(found, truth[name], rtol=1e-5, atol=1e-6, msg=name)
+        actual = (layer.alpha / layer.rank * product).reshape(truth[name].shape)
+        torch.testing.assert_close(actual, truth[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("form", FORMS)

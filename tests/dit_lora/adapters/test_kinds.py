@@ -125,8 +125,8 @@ def test_ranks_and_alphas_by_pattern_and_root() -> None:
         rank=4, alpha=8, rslora=True, rank_pattern={"ta.l": 9}, alpha_pattern={"wide": 2}
     )
     attach_lora(model, lora, ("wide", "tall"), seed=0)
-    found = {
+    ranks = {
         name: (m.r[ADAPTER_NAME], m.scaling[ADAPTER_NAME])
         for name, m in (("wide", model.wide), ("tall", model.tall))
     }
-    assert found == {"wide": (4, 2 / 4**0.5), "tall": (9, 8 / 9**0.5)}
+    assert ranks == {"wide": (4, 2 / 4**0.5), "tall": (9, 8 / 9**0.5)}

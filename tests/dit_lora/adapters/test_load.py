@@ -52,28 +52,28 @@ def test_musubi_tuners_wan_file_that_lacks_layers_is_loaded(
     """The stock loader takes such files whole alone: it fails on the first name that it does not find."""
     save_file(musubi(wan, without=lacking), tmp_path / "theirs.safetensors")
     expected = deltas(wan.model)
-    found = loaded(wan, "wan", tmp_path / "theirs.safetensors")
-    assert 0 < len(found) < len(expected)
-    assert_same(found, {name: expected[name] for name in found})
+    actual = loaded(wan, "wan", tmp_path / "theirs.safetensors")
+    assert 0 < len(actual) < len(expected)
+    assert_same(actual, {name: expected[name] for name in actual})
 
 
 def test_verify_says_all_that_the_stock_loader_misses(wan: Trained, tmp_path: Path) -> None:
     tensors = musubi(wan, without="cross_attn_v")
     del tensors["lora_unet_blocks_1_ffn_2.alpha"]
     save_file(tensors, tmp_path / "theirs.safetensors")
-    said = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["verify", str(tmp_path / "theirs.safetensors"), "--model", str(wan.base)]
     )
-    assert said.exit_code == 1, said.output
-    assert said.exception is None or isinstance(said.exception, SystemExit)
-    named = {line.strip()[2:] for line in said.output.splitlines() if line.strip()[:2] == "- "}
+    assert result.exit_code == 1, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    named = {line.strip()[2:] for line in result.output.splitlines() if line.strip()[:2] == "- "}
     parts = ("lora_down.weight", "lora_up.weight", "alpha")
     assert named == {
         *(f"lora_unet_blocks_{n}_cross_attn_v.{part}" for n in range(2) for part in parts),
         "lora_unet_blocks_1_ffn_2.alpha",
     }
-    assert "WanPipeline does not take the file without these" in said.output
-    assert "dit-lora export" in said.output
+    assert "WanPipeline does not take the file without these" in result.output
+    assert "dit-lora export" in result.output
 
 
 def test_verify_names_layers_that_the_stock_loader_drops(
@@ -82,29 +82,29 @@ def test_verify_names_layers_that_the_stock_loader_drops(
     """Diffusers' converter of kohya's FLUX files gives the layers around the blocks names that its loader ignores."""
     base = tiny_checkpoints["flux-dev"]
     targets = ("proj_out", "x_embedder")
-    one = trained("flux", base, tmp_path / "run", targets=targets)
+    adapter = trained("flux", base, tmp_path / "run", targets=targets)
     tensors = {}
     for name, key in (("proj_out", "final_layer_linear"), ("x_embedder", "img_in")):
-        (term,) = updates_of(one.model)[name]
+        (term,) = updates_of(adapter.model)[name]
         tensors[f"lora_unet_{key}.lora_down.weight"] = term.a.contiguous()
         tensors[f"lora_unet_{key}.lora_up.weight"] = term.b.contiguous()
         tensors[f"lora_unet_{key}.alpha"] = torch.tensor(term.scale * term.rank)
     save_file(tensors, tmp_path / "theirs.safetensors")
-    said = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["verify", str(tmp_path / "theirs.safetensors"), "--model", str(base)]
     )
-    assert said.exit_code == 1, said.output
-    assert "FluxPipeline does not load these layers as the file has them" in said.output
-    assert all(f"  - {name}: dropped" in said.output for name in targets)
-    expected = deltas(one.model)
-    found = loaded(one, "flux", tmp_path / "theirs.safetensors")
-    assert_same(found, {name: expected[name] for name in targets})
+    assert result.exit_code == 1, result.output
+    assert "FluxPipeline does not load these layers as the file has them" in result.output
+    assert all(f"  - {name}: dropped" in result.output for name in targets)
+    expected = deltas(adapter.model)
+    actual = loaded(adapter, "flux", tmp_path / "theirs.safetensors")
+    assert_same(actual, {name: expected[name] for name in targets})
 
 
 def comfyui_of(one: Trained) -> Path:
-    out = one.folder.parent / "comfyui"
-    export(ExportRequest((one.folder,), "comfyui", out, model=str(one.base)))
-    (file,) = out.glob("*.safetensors")
+    output_dir = one.folder.parent / "comfyui"
+    export(ExportRequest((one.folder,), "comfyui", output_dir, model=str(one.base)))
+    (file,) = output_dir.glob("*.safetensors")
     return file
 
 
@@ -115,35 +115,37 @@ def test_comfyuis_file_acts_on_the_pipeline(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
     variant = get_family(family).tiny_variants[0]
-    one = trained(family, tiny_checkpoints[variant], tmp_path / "run")
-    assert_same(loaded(one, family, comfyui_of(one)), deltas(one.model))
+    adapter = trained(family, tiny_checkpoints[variant], tmp_path / "run")
+    assert_same(loaded(adapter, family, comfyui_of(adapter)), deltas(adapter.model))
 
 
 def test_sample_applies_a_flux_file_of_comfyui(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    one = trained("flux", tiny_checkpoints["flux-dev"], tmp_path / "run", scale=1.0)
+    adapter = trained("flux", tiny_checkpoints["flux-dev"], tmp_path / "run", scale=1.0)
     shape = ["--height=32", "--width=32", "--frames=1", "--inference-steps=1", "--prompt=a disc"]
     # As SimpleTuner writes it; of such names the stock loader takes none, and warns.
     theirs = {}
-    for name, (term,) in updates_of(one.model).items():
+    for name, (term,) in updates_of(adapter.model).items():
         theirs[f"diffusion_model.{name}.lora_A.weight"] = term.a.contiguous()
         theirs[f"diffusion_model.{name}.lora_B.weight"] = term.b.contiguous()
         theirs[f"diffusion_model.{name}.alpha"] = torch.tensor(term.scale * term.rank)
     save_file(theirs, tmp_path / "theirs.safetensors")
-    made = []
-    for file in (one.folder / ADAPTER_FILE, tmp_path / "theirs.safetensors"):
-        out = tmp_path / file.stem
-        args = [str(file), f"--model={one.base}", f"--out={out}", *shape]
-        said = CliRunner().invoke(app, ["sample", *args])
-        assert said.exit_code == 0, said.output
-        (picture,) = out.glob("*.png")
-        made.append(picture.read_bytes())
-    assert made[0] == made[1]
+    contents = []
+    for file in (adapter.folder / ADAPTER_FILE, tmp_path / "theirs.safetensors"):
+        output_dir = tmp_path / file.stem
+        args = [str(file), f"--model={adapter.base}", f"--out={output_dir}", *shape]
+        result = CliRunner().invoke(app, ["sample", *args])
+        assert result.exit_code == 0, result.output
+        (picture,) = output_dir.glob("*.png")
+        contents.append(picture.read_bytes())
+    assert contents[0] == contents[1]
 
 
 def renamed(tensors: Tensors) -> Tensors:
-    return {name.replace("transformer_blocks", "layers"): one for name, one in tensors.items()}
+    return {
+        name.replace("transformer_blocks", "layers"): tensor for name, tensor in tensors.items()
+    }
 
 
 def without_lora(_: Tensors) -> Tensors:
@@ -159,24 +161,24 @@ def test_a_file_of_which_nothing_applies_is_refused(
     change: Callable[[Tensors], Tensors],
 ) -> None:
     variant = get_family(family).tiny_variants[0]
-    one = trained(family, tiny_checkpoints[variant], tmp_path / "run")
+    adapter = trained(family, tiny_checkpoints[variant], tmp_path / "run")
     for prefix in ("transformer.", "other."):
-        tensors = change(load_file(one.folder / ADAPTER_FILE))
+        tensors = change(load_file(adapter.folder / ADAPTER_FILE))
         tensors = {n.replace("transformer.", prefix, 1): t for n, t in tensors.items()}
         save_file(tensors, tmp_path / "theirs.safetensors")
         with pytest.raises(DitLoraError, match=r"theirs\.safetensors"):
-            loaded(one, family, tmp_path / "theirs.safetensors")
+            loaded(adapter, family, tmp_path / "theirs.safetensors")
 
 
 def test_layers_that_the_model_lacks_are_all_named(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """Diffusers warns of them and loads the others."""
-    one = trained("flux", tiny_checkpoints["flux-dev"], tmp_path / "run")
-    tensors = load_file(one.folder / ADAPTER_FILE)
+    adapter = trained("flux", tiny_checkpoints["flux-dev"], tmp_path / "run")
+    tensors = load_file(adapter.folder / ADAPTER_FILE)
     for layer in ("gone.0", "gone.1"):
         tensors[f"transformer.{layer}.lora_A.weight"] = torch.ones(4, 8)
         tensors[f"transformer.{layer}.lora_B.weight"] = torch.ones(8, 4)
     save_file(tensors, tmp_path / "theirs.safetensors")
     with pytest.raises(DitLoraError, match=r"not in the model\n  - gone\.0\n  - gone\.1$"):
-        loaded(one, "flux", tmp_path / "theirs.safetensors")
+        loaded(adapter, "flux", tmp_path / "theirs.safetensors")

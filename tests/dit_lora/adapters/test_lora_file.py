@@ -61,31 +61,36 @@ def matrices(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def exported(one: Trained, to: Form) -> Path:
-    out = one.folder.parent / f"{one.folder.name}-{to}"
-    export(ExportRequest((one.folder,), to, out, model=str(one.base)))
-    (file,) = out.glob("*.safetensors")
+    output_dir = one.folder.parent / f"{one.folder.name}-{to}"
+    export(ExportRequest((one.folder,), to, output_dir, model=str(one.base)))
+    (file,) = output_dir.glob("*.safetensors")
     return file
 
 
 def forms_of(family: str) -> tuple[Form, ...]:
     facts = get_family(family)
     programs: dict[Form, bool] = {"comfyui": not facts.comfyui.lacking, "kohya": facts.kohya}
-    return ("diffusers", "folded", "peft", *(form for form, there in programs.items() if there))
+    return (
+        "diffusers",
+        "folded",
+        "peft",
+        *(form for form, is_supported in programs.items() if is_supported),
+    )
 
 
 @pytest.mark.parametrize("family", DIFFUSION_FAMILIES)
 def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, family: str) -> None:
     facts = get_family(family)
     variant = facts.tiny_variants[-1 if family == "cogvideox" else 0]
-    one = make(variant, family=family)
+    adapter = make(variant, family=family)
     for form in forms_of(family):
-        model = attached(one, read(one, exported(one, form), family), family)
+        model = attached(adapter, read(adapter, exported(adapter, form), family), family)
         if form == "folded" or (form == "comfyui" and not facts.comfyui.alpha):
-            assert_same(deltas(model), deltas(one.model))
+            assert_same(deltas(model), deltas(adapter.model))
             continue
-        expected, found = matrices(one.model), matrices(model)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        expected, actual = matrices(adapter.model), matrices(model)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
         config = adapter_config(model)
         assert (config["r"], config["lora_alpha"]) == (4, 7)
         assert not config["rank_pattern"]
@@ -95,7 +100,7 @@ def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, fami
             for n, p in model.named_parameters()
             if ".lora_" in n
         )
-        assert adapter_config(one.model)["target_modules"] == config["target_modules"]
+        assert adapter_config(adapter.model)["target_modules"] == config["target_modules"]
 
 
 def test_of_the_families_here_comfyui_runs_those_it_has_names_for() -> None:
@@ -113,17 +118,17 @@ def test_layers_that_comfyui_would_pass_over_are_refused_by_name(make: Make) -> 
         "double_stream_modulation_img.linear",
         "single_stream_modulation.linear",
     )
-    one = make("flux2-klein", family="flux2", targets=targets)
+    adapter = make("flux2-klein", family="flux2", targets=targets)
     with pytest.raises(DitLoraError, match="has no counterpart of these layers") as refused:
-        exported(one, "comfyui")
+        exported(adapter, "comfyui")
     assert "  - double_stream_modulation_img.linear\n  - single_stream_modulation.linear" in str(
         refused.value
     )
 
 
 def test_what_trains_of_a_file_is_the_adapter_alone(make: Make) -> None:
-    one = make()
-    model = attached(one, read(one, one.folder / ADAPTER_FILE))
+    adapter = make()
+    model = attached(adapter, read(adapter, adapter.folder / ADAPTER_FILE))
     assert {n for n, p in model.named_parameters() if p.requires_grad} == matrices(model).keys()
 
 
@@ -146,19 +151,19 @@ def uneven(one: Trained, file: Path, key: Callable[[str], str], up: str, down: s
 
 
 def test_layers_of_different_ranks_and_alphas_keep_their_own(make: Make, tmp_path: Path) -> None:
-    one = make()
-    expected = uneven(one, tmp_path / "k.safetensors", kohya_name, "lora_up", "lora_down")
-    model = attached(one, read(one, tmp_path / "k.safetensors"))
+    adapter = make()
+    expected = uneven(adapter, tmp_path / "k.safetensors", kohya_name, "lora_up", "lora_down")
+    model = attached(adapter, read(adapter, tmp_path / "k.safetensors"))
     assert_same(deltas(model), expected)
     # As Diffusers loads what is saved of it.
-    one.checkpoint.pipeline_class.save_lora_weights(
+    adapter.checkpoint.pipeline_class.save_lora_weights(
         tmp_path / "saved",
         transformer_lora_layers={
             n.replace(f".{ADAPTER_NAME}.", "."): t for n, t in matrices(model).items()
         },
         transformer_lora_adapter_metadata=adapter_config(model),
     )
-    pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path / "saved")
     assert_same(deltas(pipeline.transformer), expected)
 
@@ -168,7 +173,7 @@ def test_peft_configs_with_patterns_and_rslora_are_scaled_as_peft_does(
 ) -> None:
     import peft
 
-    one = make()
+    adapter = make()
     config = peft.LoraConfig(
         r=4,
         lora_alpha=6,
@@ -178,48 +183,52 @@ def test_peft_configs_with_patterns_and_rslora_are_scaled_as_peft_does(
         use_rslora=True,
         init_lora_weights=False,
     )
-    wrapped = peft.get_peft_model(fresh(one), config)
+    wrapped = peft.get_peft_model(fresh(adapter), config)
     wrapped.save_pretrained(str(tmp_path / "peft"))
-    stored = read(one, tmp_path / "peft" / "adapter_model.safetensors")
+    stored = read(adapter, tmp_path / "peft" / "adapter_model.safetensors")
     assert set(stored.digests) == {"sha256", "config_sha256"}
     assert stored.layers["transformer_blocks.0.ff.net.2"].alpha == pytest.approx(5 * math.sqrt(4))
-    assert_same(deltas(attached(one, stored)), deltas(wrapped))
+    assert_same(deltas(attached(adapter, stored)), deltas(wrapped))
 
 
 def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(make: Make) -> None:
-    one = make()
+    adapter = make()
     names = LayerNames(prefix="transformer.", alpha=False)
-    tensors = comfyui_layout(names, updates_of(one.model)).tensors(updates_of(one.model))
+    tensors = comfyui_layout(names, updates_of(adapter.model)).tensors(updates_of(adapter.model))
     assert set(tensors) == {
-        f"transformer.{name}.lora_{part}.weight" for name in deltas(one.model) for part in "AB"
+        f"transformer.{name}.lora_{part}.weight" for name in deltas(adapter.model) for part in "AB"
     }
-    file = one.folder.parent / "same.safetensors"
+    file = adapter.folder.parent / "same.safetensors"
     save_file(tensors, file)
-    stored = read_lora(file, fresh(one), names, one.checkpoint.pipeline_class)
+    stored = read_lora(file, fresh(adapter), names, adapter.checkpoint.pipeline_class)
     assert all(
-        torch.equal(tensors[f"transformer.{n}.lora_B.weight"], one.b)
-        for n, one in stored.layers.items()
+        torch.equal(tensors[f"transformer.{n}.lora_B.weight"], layer.b)
+        for n, layer in stored.layers.items()
     )
-    assert_same(deltas(attached(one, stored)), deltas(one.model))
+    assert_same(deltas(attached(adapter, stored)), deltas(adapter.model))
 
 
 def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: Any) -> None:
     """From ComfyUI's names, with alpha and without, to Diffusers' file, whose header says what `verify` compares."""
-    one = make()
+    adapter = make()
     for names in (get_family("cogvideox").comfyui, LayerNames(prefix="transformer.", alpha=False)):
         family = replace(get_family("cogvideox"), comfyui=names)
-        monkeypatch.setattr("dit_lora.results.export.export.get_family", lambda _, own=family: own)
-        file = exported(one, "comfyui")
-        out = file.parent / "back"
-        export(ExportRequest((file,), "diffusers", out, model=str(one.base)))
-        pipeline = one.checkpoint.pipeline(torch.float32, text=False)
-        pipeline.load_lora_weights(out)
-        assert_same(deltas(pipeline.transformer), deltas(one.model))
-        made = read_provenance(out / ADAPTER_FILE)
-        assert (made["rank"], made["alpha"]) == (4, 7 if names.alpha else 4)
+        monkeypatch.setattr(
+            "dit_lora.results.export.export.get_family", lambda _, bound_family=family: bound_family
+        )
+        file = exported(adapter, "comfyui")
+        output_dir = file.parent / "back"
+        export(ExportRequest((file,), "diffusers", output_dir, model=str(adapter.base)))
+        pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
+        pipeline.load_lora_weights(output_dir)
+        assert_same(deltas(pipeline.transformer), deltas(adapter.model))
+        metadata = read_provenance(output_dir / ADAPTER_FILE)
+        assert (metadata["rank"], metadata["alpha"]) == (4, 7 if names.alpha else 4)
         assert (
-            adapter_config(attached(one, read(one, out / ADAPTER_FILE)))["lora_alpha"]
-            == made["alpha"]
+            adapter_config(attached(adapter, read(adapter, output_dir / ADAPTER_FILE)))[
+                "lora_alpha"
+            ]
+            == metadata["alpha"]
         )
         shutil.rmtree(file.parent)
 
@@ -256,17 +265,18 @@ def test_each_spelling_of_other_trainers_is_the_same_layer(
     make: Make, tmp_path: Path, key: str, down: str, up: str
 ) -> None:
     """Files have both kinds of names: Diffusers', and those of the published model, which ComfyUI has."""
-    one, names = make(), get_family("cogvideox").comfyui
+    adapter, names = make(), get_family("cogvideox").comfyui
     tensors = {}
-    for name, (term,) in updates_of(one.model).items():
+    for name, (term,) in updates_of(adapter.model).items():
         theirs = (names.of(name) or "").removeprefix(names.prefix)
         joined = {"joined": name.replace(".", "_"), "joined_theirs": theirs.replace(".", "_")}
-        own = key.format(ours=name, theirs=theirs, **joined)
-        tensors |= {f"{own}.{down}.weight": term.a, f"{own}.{up}.weight": term.b}
-        tensors[f"{own}.alpha"] = torch.tensor(7.0)
+        layer_key = key.format(ours=name, theirs=theirs, **joined)
+        tensors |= {f"{layer_key}.{down}.weight": term.a, f"{layer_key}.{up}.weight": term.b}
+        tensors[f"{layer_key}.alpha"] = torch.tensor(7.0)
     save_file({k: t.contiguous() for k, t in tensors.items()}, tmp_path / "theirs.safetensors")
     assert_same(
-        deltas(attached(one, read(one, tmp_path / "theirs.safetensors"))), deltas(one.model)
+        deltas(attached(adapter, read(adapter, tmp_path / "theirs.safetensors"))),
+        deltas(adapter.model),
     )
 
 
@@ -294,10 +304,10 @@ def test_kohyas_joined_layers_come_apart_where_the_pipeline_knows_how(tmp_path: 
     save_file(tensors, tmp_path / "flux.safetensors")
     stored = read_lora(tmp_path / "flux.safetensors", model, UNKNOWN, FluxPipeline)
     attach_lora_file(model, stored, CONTINUED, (), seed=0)
-    whole = (2.0 * b.double() @ a.double()).split(16)
+    updates = (2.0 * b.double() @ a.double()).split(16)
     expected = {
         f"transformer_blocks.0.attn.to_{which}": part
-        for which, part in zip("qkv", whole, strict=True)
+        for which, part in zip("qkv", updates, strict=True)
     }
     assert_same(deltas(model), expected)
 
@@ -331,14 +341,14 @@ def refusal(one: Trained, tensors: dict[str, torch.Tensor], metadata: Any = None
 
 
 def test_every_name_that_fits_nowhere_is_listed(make: Make) -> None:
-    one = make()
-    tensors = load_file(one.folder / ADAPTER_FILE)
+    adapter = make()
+    tensors = load_file(adapter.folder / ADAPTER_FILE)
     moved = {key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()}
-    said = refusal(one, moved)
-    assert "4 of its layers are not in the model" in said
+    message = refusal(adapter, moved)
+    assert "4 of its layers are not in the model" in message
     for name in ("to_q", "to_k", "to_v", "to_out.0"):
-        assert f"  - transformer.transformer_blocks.9.attn1.{name}: not in the model" in said
-    assert "_blocks.0." not in said
+        assert f"  - transformer.transformer_blocks.9.attn1.{name}: not in the model" in message
+    assert "_blocks.0." not in message
 
 
 @pytest.mark.parametrize(
@@ -362,50 +372,54 @@ def test_a_file_of_a_hundred_thousand_tensors_is_refused_before_they_are_read(
 
 
 def test_other_shapes_and_other_kinds_of_tensors_are_refused(make: Make) -> None:
-    one = make()
-    tensors = load_file(one.folder / ADAPTER_FILE)
+    adapter = make()
+    tensors = load_file(adapter.folder / ADAPTER_FILE)
     layer = "transformer.transformer_blocks.0.attn1.to_q"
-    said = refusal(one, {**tensors, f"{layer}.lora_A.weight": torch.ones(4, 5)})
-    assert "to_q.lora_A.weight: made for [5], the model's layer has [64]" in said
-    said = refusal(one, {**tensors, f"{layer}.lora_B.weight": torch.ones(64, 3)})
-    assert "to_q: A has rank 4, B is [64, 3]" in said
-    said = refusal(one, {n: t for n, t in tensors.items() if n != f"{layer}.lora_B.weight"})
-    assert "transformer_blocks.0.attn1.to_q: no lora_B" in said
-    said = refusal(one, {**tensors, f"{layer}.dora_scale": torch.ones(4)})
-    assert "(lora_A, lora_B) alone; it has\n" in said
-    assert f"  - {layer}.dora_scale" in said
-    said = refusal(one, {**tensors, f"{layer}.lora_A.weight": torch.full((4, 64), torch.inf)})
-    assert "not finite" in said
+    message = refusal(adapter, {**tensors, f"{layer}.lora_A.weight": torch.ones(4, 5)})
+    assert "to_q.lora_A.weight: made for [5], the model's layer has [64]" in message
+    message = refusal(adapter, {**tensors, f"{layer}.lora_B.weight": torch.ones(64, 3)})
+    assert "to_q: A has rank 4, B is [64, 3]" in message
+    message = refusal(adapter, {n: t for n, t in tensors.items() if n != f"{layer}.lora_B.weight"})
+    assert "transformer_blocks.0.attn1.to_q: no lora_B" in message
+    message = refusal(adapter, {**tensors, f"{layer}.dora_scale": torch.ones(4)})
+    assert "(lora_A, lora_B) alone; it has\n" in message
+    assert f"  - {layer}.dora_scale" in message
+    message = refusal(
+        adapter, {**tensors, f"{layer}.lora_A.weight": torch.full((4, 64), torch.inf)}
+    )
+    assert "not finite" in message
     attention = "transformer.transformer_blocks.0.attn1"
-    wrong = {
+    invalid_tensors = {
         f"{attention}.lora_A.weight": torch.ones(4, 64),
         f"{attention}.lora_B.weight": torch.ones(64, 4),
     }
-    assert "attn1: no linear layer and no 2D convolution" in refusal(one, {**tensors, **wrong})
+    assert "attn1: no linear layer and no 2D convolution" in refusal(
+        adapter, {**tensors, **invalid_tensors}
+    )
     twice = kohya_name("transformer_blocks.0.attn1.to_q")
-    said = refusal(one, {**tensors, f"{twice}.lora_down.weight": torch.ones(4, 64)})
-    assert "a second one of transformer_blocks.0.attn1.to_q" in said
-    assert "has no LoRA matrices" in refusal(one, {})
+    message = refusal(adapter, {**tensors, f"{twice}.lora_down.weight": torch.ones(4, 64)})
+    assert "a second one of transformer_blocks.0.attn1.to_q" in message
+    assert "has no LoRA matrices" in refusal(adapter, {})
 
 
 def test_a_refusal_lists_what_is_the_reason_and_no_sound_layer(make: Make) -> None:
-    one = make()
-    tensors, layer = load_file(one.folder / ADAPTER_FILE), "transformer_blocks.0.ff.net.2"
+    adapter = make()
+    tensors, layer = load_file(adapter.folder / ADAPTER_FILE), "transformer_blocks.0.ff.net.2"
     for name in ("lora_te1_text_model_0_mlp", "text_encoders.gemma.model.layers.0.q_proj"):
         both = {f"{name}.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
-        said = refusal(one, {**tensors, **both})
-        assert said.endswith(
+        message = refusal(adapter, {**tensors, **both})
+        assert message.endswith(
             f"1 of its layers are of a text encoder, which takes no LoRA here\n  - {name}"
         )
-    said = refusal(one, {**tensors, f"{layer}.alpha": torch.tensor(4.0)})
-    assert said.endswith(f"\n  - {layer}: no lora_A and no lora_B, its alpha is alone")
-    said = refusal(one, {**tensors, f"{layer}.diff": torch.ones(4, 4)})
-    assert said.endswith(f"(lora_A, lora_B) alone; it has\n  - {layer}.diff: a full difference")
+    message = refusal(adapter, {**tensors, f"{layer}.alpha": torch.tensor(4.0)})
+    assert message.endswith(f"\n  - {layer}: no lora_A and no lora_B, its alpha is alone")
+    message = refusal(adapter, {**tensors, f"{layer}.diff": torch.ones(4, 4)})
+    assert message.endswith(f"(lora_A, lora_B) alone; it has\n  - {layer}.diff: a full difference")
 
 
 def test_prefixes_may_differ_within_a_file(make: Make, tmp_path: Path) -> None:
-    one = make()
-    tensors = load_file(one.folder / ADAPTER_FILE)
+    adapter = make()
+    tensors = load_file(adapter.folder / ADAPTER_FILE)
     mixed = {
         name.replace("transformer.", "model.diffusion_model.", 1)
         if "_blocks.1." in name
@@ -413,7 +427,7 @@ def test_prefixes_may_differ_within_a_file(make: Make, tmp_path: Path) -> None:
         for name, t in tensors.items()
     }
     save_file(mixed, tmp_path / "mixed.safetensors")
-    assert len(read(one, tmp_path / "mixed.safetensors").layers) == 8
+    assert len(read(adapter, tmp_path / "mixed.safetensors").layers) == 8
 
 
 def test_a_converter_that_drops_tensors_is_found_out(make: Make) -> None:
@@ -425,52 +439,56 @@ def test_a_converter_that_drops_tensors_is_found_out(make: Make) -> None:
 
         @staticmethod
         def lora_state_dict(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            kept = {n: t for n, t in state.items() if "_blocks_0" in n}
+            kept_tensors = {n: t for n, t in state.items() if "_blocks_0" in n}
             return {
                 f"transformer_blocks.0.attn1.to_q.lora_{'A' if 'down' in n else 'B'}.weight": 1 * t
-                for n, t in kept.items()
+                for n, t in kept_tensors.items()
             }
 
-    one = make()
+    adapter = make()
     factors = {"lora_down": torch.randn(4, 64), "lora_up": torch.randn(64, 4)}
-    file = one.folder.parent / "strange.safetensors"
+    file = adapter.folder.parent / "strange.safetensors"
     tensors = {f"x_blocks_0.{part}.weight": t for part, t in factors.items()}
     save_file(tensors | {"x_blocks_0.alpha": torch.tensor(8.0)}, file)
-    stored = read_lora(file, fresh(one), UNKNOWN, Dropping).layers[
+    stored = read_lora(file, fresh(adapter), UNKNOWN, Dropping).layers[
         "transformer_blocks.0.attn1.to_q"
     ]
-    found = stored.alpha / stored.rank * stored.b @ stored.a
-    torch.testing.assert_close(found, 2 * factors["lora_up"] @ factors["lora_down"])
+    update = stored.alpha / stored.rank * stored.b @ stored.a
+    torch.testing.assert_close(update, 2 * factors["lora_up"] @ factors["lora_down"])
     more = {f"x_blocks_1.{part}.weight": t.clone() for part, t in factors.items()}
     save_file(tensors | more, file)
     with pytest.raises(DitLoraError, match=r"would drop these\n  - x_blocks_1\.lora_down"):
-        read_lora(file, fresh(one), UNKNOWN, Dropping)
+        read_lora(file, fresh(adapter), UNKNOWN, Dropping)
 
 
 def test_a_recipes_own_rank_alpha_or_targets_must_be_the_files(make: Make) -> None:
-    one = make()
-    stored = read(one, one.folder / ADAPTER_FILE)
+    adapter = make()
+    stored = read(adapter, adapter.folder / ADAPTER_FILE)
 
     def refused(**lora: Any) -> str:
         with pytest.raises(DitLoraError) as error:
-            attach_lora_file(fresh(one), stored, LoraConfig(init="a/file", **lora), (), seed=0)
+            attach_lora_file(fresh(adapter), stored, LoraConfig(init="a/file", **lora), (), seed=0)
         return str(error.value)
 
     assert "lora.rank: 8 is given, and 4 is in pytorch_lora_weights.safetensors" in refused(rank=8)
     assert "lora.alpha: 4 is given, and 7 is in" in refused(alpha=4)
-    said = refused(targets=("to_q", "ff.net.2"))
-    assert "transformer_blocks.0.ff.net.2: not in the file" in said
-    assert "transformer_blocks.0.attn1.to_k: not in lora.targets" in said
-    same = LoraConfig(init="x/y", rank=4, alpha=7, targets=("to_q", "to_k", "to_v", "to_out.0"))
-    attach_lora_file(fresh(one), stored, same, (), seed=0)
+    message = refused(targets=("to_q", "ff.net.2"))
+    assert "transformer_blocks.0.ff.net.2: not in the file" in message
+    assert "transformer_blocks.0.attn1.to_k: not in lora.targets" in message
+    same_config = LoraConfig(
+        init="x/y", rank=4, alpha=7, targets=("to_q", "to_k", "to_v", "to_out.0")
+    )
+    attach_lora_file(fresh(adapter), stored, same_config, (), seed=0)
 
 
 def test_a_quantised_base_takes_a_file_too(make: Make) -> None:
     from dit_lora.adapters.quantize import quantize_base
 
-    one = make()
-    model = fresh(one)
+    adapter = make()
+    model = fresh(adapter)
     quantize_base(model, "int8")
-    stored = read_lora(one.folder / ADAPTER_FILE, model, UNKNOWN, one.checkpoint.pipeline_class)
+    stored = read_lora(
+        adapter.folder / ADAPTER_FILE, model, UNKNOWN, adapter.checkpoint.pipeline_class
+    )
     attach_lora_file(model, stored, CONTINUED, (), seed=0)
-    assert_same(deltas(model), deltas(one.model))
+    assert_same(deltas(model), deltas(adapter.model))

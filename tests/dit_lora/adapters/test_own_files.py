@@ -55,18 +55,18 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_pipeline_is_its_index_and_its_components(checkpoint: Path, tmp_path: Path) -> None:
     assert own_files(checkpoint) == OWN
     copy_own(checkpoint, tmp_path / "out", lambda name: not name.startswith("vae/"))
-    there = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert {path.relative_to(tmp_path / "out").as_posix() for path in there} == set(OWN[:4])
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {path.relative_to(tmp_path / "out").as_posix() for path in files} == set(OWN[:4])
     assert (tmp_path / "out" / OWN[2]).read_text() == OWN[2]
 
 
 def test_a_model_is_what_stock_loaders_read_of_it(checkpoint: Path) -> None:
     (checkpoint / "model_index.json").unlink()
     (checkpoint / "config.json").write_text("{}")
-    found = own_files(checkpoint)
-    assert "config.json" in found
-    assert "tokenizer/tokenizer_config.json" in found
-    assert not set(found) & {"notes.txt", "id_rsa", "clips/me.mp4", "tokenizer/evil.py", ".env"}
+    files = own_files(checkpoint)
+    assert "config.json" in files
+    assert "tokenizer/tokenizer_config.json" in files
+    assert not set(files) & {"notes.txt", "id_rsa", "clips/me.mp4", "tokenizer/evil.py", ".env"}
 
 
 @pytest.mark.parametrize("link", ["vae/notes_config.json", "vae"])

@@ -77,22 +77,22 @@ def test_a_name_in_a_list_of_targets_is_no_expression() -> None:
 def test_commands_refuse_such_a_file_at_once(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, command: str, option: str
 ) -> None:
-    one = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "run")
+    adapter = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "run")
     evil = r"(\w+[._\d]*)+!"
     value: Any = evil if option == "target_modules" else {evil: 2}
     config = {"r": 4, "lora_alpha": 7, "target_modules": ["to_q"], option: value}
     header = json.dumps({f"transformer.{key}": value for key, value in config.items()})
     file = tmp_path / "theirs.safetensors"
     metadata = {"lora_adapter_metadata": header, "format": "pt"}
-    save_file(load_file(one.folder / ADAPTER_FILE), file, metadata=metadata)
-    args = [*command.split(), str(file), "--model", str(one.base)]
+    save_file(load_file(adapter.folder / ADAPTER_FILE), file, metadata=metadata)
+    args = [*command.split(), str(file), "--model", str(adapter.base)]
     args += [] if command == "verify" else ["--out", str(tmp_path / "out")]
     args += ["--to", "diffusers"] if command == "export" else []
     start = time.perf_counter()
-    said = CliRunner().invoke(app, args)
+    result = CliRunner().invoke(app, args)
     # The program shows such an error as one line.
-    assert isinstance(said.exception, DitLoraError)
-    assert f"{option} holds" in str(said.exception)
-    assert "repeats a group" in str(said.exception)
-    assert "\n" not in str(said.exception)
+    assert isinstance(result.exception, DitLoraError)
+    assert f"{option} holds" in str(result.exception)
+    assert "repeats a group" in str(result.exception)
+    assert "\n" not in str(result.exception)
     assert time.perf_counter() - start < 30

@@ -90,9 +90,9 @@ def test_the_folder_is_what_peft_itself_writes(tmp_path: Path) -> None:
     modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
     assert len(modes) == 1  # safetensors writes 0600
     # Of versions that load an adapter in training mode, dropout would make each answer another.
-    wanted = {"r": 4, "lora_alpha": 7, "lora_dropout": 0.0, "inference_mode": True}
-    wanted |= {"base_model_name_or_path": "org/base", "revision": "abc"}
-    assert wanted.items() <= configs[0].items()
+    expected = {"r": 4, "lora_alpha": 7, "lora_dropout": 0.0, "inference_mode": True}
+    expected |= {"base_model_name_or_path": "org/base", "revision": "abc"}
+    assert expected.items() <= configs[0].items()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         CHAT_ADAPTER_FILE,
         "adapter_config.json",
@@ -158,8 +158,8 @@ def test_an_adapter_in_half_precision_stays_fp32(tmp_path: Path) -> None:
     save_chat_adapter(model, tmp_path, {})
     load_chat_adapter(base.bfloat16(), tmp_path)
     trained = {n: p for n, p in model.named_parameters() if ".lora_" in n}
-    found = {n: p for n, p in base.named_parameters() if ".lora_" in n}
-    assert all(torch.equal(trained[name], found[name]) for name in trained)
+    parameters = {n: p for n, p in base.named_parameters() if ".lora_" in n}
+    assert all(torch.equal(trained[name], parameters[name]) for name in trained)
     assert base.model.norm.weight.dtype is torch.bfloat16
 
 

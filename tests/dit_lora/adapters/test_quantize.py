@@ -74,16 +74,16 @@ def call(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_linear_layers_of_the_blocks_alone_are_quantised(transformer: Any, kind: Kind) -> None:
     """As many bytes as shapes say; what the model computes changes a little."""
-    linear = {name for name, one in transformer.named_modules() if isinstance(one, nn.Linear)}
+    linear = {name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
     inside = {name for name in linear if name.startswith("transformer_blocks.")}
     assert inside < linear
     before, computed = call(transformer), quantized_bytes(transformer, kind)
-    whole = sum(p.numel() for p in transformer.parameters())
+    num_parameters = sum(p.numel() for p in transformer.parameters())
     report = quantize_base(transformer, kind)
-    narrow = {n for n, one in transformer.named_modules() if isinstance(one, NarrowLinear)}
+    narrow = {n for n, module in transformer.named_modules() if isinstance(module, NarrowLinear)}
     assert narrow == inside
     assert report.bytes_after == stored_bytes(transformer) == computed
-    assert (report.layers, report.of_parameters) == (len(inside), whole)
+    assert (report.layers, report.of_parameters) == (len(inside), num_parameters)
     error = (call(transformer) - before).norm() / before.norm()
     assert 1e-4 < error < (0.2 if kind == "nf4" else 0.05)
 
@@ -100,11 +100,11 @@ class Tied(nn.Module):
 def test_shared_weights_and_what_is_trained_are_left_out(transformer: Any) -> None:
     """So is the projection of torch's own attention, which uses its weight in another way."""
     assert quantizable(Tied()) == ["blocks.0.0"]
-    every = quantizable(transformer)
+    quantizable_names = quantizable(transformer)
     groups = GroupsConfig(backbone=GroupConfig(lr=1e-5, modules=(f"{QUERY}.bias", "*.ff.net.2.*")))
-    left = set(quantizable(transformer, base_members(transformer, groups, {})))
+    remaining = set(quantizable(transformer, base_members(transformer, groups, {})))
     assert {QUERY, "transformer_blocks.1.ff.net.2"} == {
-        name for name in every if name not in left and "blocks.0.ff" not in name
+        name for name in quantizable_names if name not in remaining and "blocks.0.ff" not in name
     }
 
 
@@ -120,13 +120,13 @@ def test_lora_on_top_is_fp32_and_alone_gets_gradients(transformer: Any, kind: Ki
         output = call(model)
         output.square().mean().backward()
         assert {n for n, p in model.named_parameters() if p.grad is not None} == trained
-        found = (p.grad for p in model.parameters() if p.grad is not None)
-        return [output.detach(), *(grad.clone() for grad in found)]
+        parameter_gradients = (p.grad for p in model.parameters() if p.grad is not None)
+        return [output.detach(), *(grad.clone() for grad in parameter_gradients)]
 
     stock = gradients()
     fuse(model, {"lora_linear": "on"}, check=False)
-    layers = [one for one in model.modules() if hasattr(one, "lora_A")]
-    assert [why_not(one) for one in layers] == [None] * len(layers)
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert [why_not(layer) for layer in layers] == [None] * len(layers)
     for ours, theirs in zip(gradients(), stock, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     unfuse(model)
@@ -161,11 +161,11 @@ def test_the_guard_names_a_frozen_weight_that_is_damaged(
 
 def test_damaged_weights_are_refused_before_a_code_hides_them(transformer: Any) -> None:
     """Each of them is named."""
-    other = "transformer_blocks.1.ff.net.2.weight"
+    other_weight = "transformer_blocks.1.ff.net.2.weight"
     transformer.get_parameter(f"{QUERY}.weight").data[1, 2] = torch.inf
-    transformer.get_parameter(other).data[3, 0] = torch.nan
-    found = rf"not finite; (?s:.*){QUERY}.weight has 1 Inf(?s:.*){other} has 1 NaN"
-    with pytest.raises(DitLoraError, match=found):
+    transformer.get_parameter(other_weight).data[3, 0] = torch.nan
+    pattern = rf"not finite; (?s:.*){QUERY}.weight has 1 Inf(?s:.*){other_weight} has 1 NaN"
+    with pytest.raises(DitLoraError, match=pattern):
         quantize_base(transformer, "nf4")
 
 
@@ -180,14 +180,14 @@ def test_the_loader_of_flux_takes_an_adapter_over_a_quantised_base(
     attach_lora(trained, LoraConfig(rank=4), family.lora_targets, seed=0)
     file = save_adapter(moved(trained), checkpoint.pipeline_class, tmp_path, {"family": "flux"})
     quantize_base(fresh, kind)
-    layers = [one for one in fresh.modules() if isinstance(one, NarrowLinear)]
+    layers = [module for module in fresh.modules() if isinstance(module, NarrowLinear)]
     DiffusionStock(checkpoint).put(fresh, file)
-    assert layers == [one for one in fresh.modules() if isinstance(one, NarrowLinear)]
-    wanted = dict(trained.named_parameters())
+    assert layers == [module for module in fresh.modules() if isinstance(module, NarrowLinear)]
+    expected = dict(trained.named_parameters())
     named = fresh.named_parameters()
-    found = {n.replace(".default_0.", ".default."): p for n, p in named if ".lora_" in n}
-    assert found.keys() == {name for name in wanted if ".lora_" in name}
-    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    actual = {n.replace(".default_0.", ".default."): p for n, p in named if ".lora_" in n}
+    assert actual.keys() == {name for name in expected if ".lora_" in name}
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 def test_nothing_left_to_quantise_is_refused(transformer: Any) -> None:

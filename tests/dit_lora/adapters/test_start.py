@@ -58,7 +58,7 @@ def test_it_starts_as_the_base_with_the_part_of_the_weight_that_the_paper_takes(
     for name in ("wide", "tall"):
         layer, weight = getattr(model, name), getattr(net, name).weight.double()
         assert torch.equal(layer.base_layer.weight, getattr(net, name).weight)
-        a, b = (one[ADAPTER_NAME].weight.double() for one in (layer.lora_A, layer.lora_B))
+        a, b = (matrix[ADAPTER_NAME].weight.double() for matrix in (layer.lora_A, layer.lora_B))
         part = layer.scaling[ADAPTER_NAME] * (b @ a)
         if init == "pissa":
             u, s, v = torch.linalg.svd(weight, full_matrices=False)
@@ -85,12 +85,12 @@ def test_values_and_gradients_are_those_of_pefts_own_start(init: str, net: Any) 
     with torch.no_grad():
         for name, p in trained(theirs).items():
             p.copy_(trained(model)[name])  # a singular vector's sign is free
-        for one in (model, theirs):
-            for name, p in trained(one).items():
+        for lora_model in (model, theirs):
+            for name, p in trained(lora_model).items():
                 p += step[name]
     target = torch.randn(7, 3, 41)
-    for one in (model, theirs):
-        ((one(inputs()) - target) ** 2).mean().backward()
+    for lora_model in (model, theirs):
+        ((lora_model(inputs()) - target) ** 2).mean().backward()
     torch.testing.assert_close(model(inputs()), theirs(inputs()), rtol=1e-4, atol=1e-5)
     ours = trained(model)
     assert ours.keys() == trained(theirs).keys()

@@ -22,9 +22,9 @@ SIZE: dict[str, Any] = {"height": 32, "width": 48, "num_inference_steps": 2}
 def latents(pipeline: Any, **more: Any) -> torch.Tensor:
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.manual_seed(3)
-    made = pipeline("a red disc", **SIZE, **more, output_type="latent", generator=generator)
-    found: torch.Tensor = made[0]
-    return found
+    outputs = pipeline("a red disc", **SIZE, **more, output_type="latent", generator=generator)
+    latent: torch.Tensor = outputs[0]
+    return latent
 
 
 @pytest.mark.thorough
@@ -33,7 +33,7 @@ def test_a_text_encoders_adapter_has_the_strength_of_the_transformers(
 ) -> None:
     base = tiny_checkpoints["flux-dev"]
     stock = FluxPipeline.from_pretrained(base)
-    alone = latents(stock)
+    stock_latents = latents(stock)
     states = {}
     for part, names in (("transformer", ["to_q", "to_k"]), ("text_encoder", ["q_proj"])):
         model = getattr(stock, part)
@@ -56,7 +56,7 @@ def test_a_text_encoders_adapter_has_the_strength_of_the_transformers(
         with at_strength(ours, strength):
             assert torch.equal(latents(ours), latents(stock)), strength
     with at_strength(ours, 0.0):
-        assert torch.equal(latents(ours), alone)
+        assert torch.equal(latents(ours), stock_latents)
     stock.set_adapters("both", {"transformer": 0.5, "text_encoder": 0.0})
     with at_strength(ours, 0.5):
         assert not torch.equal(latents(ours), latents(stock)), "the text encoder's has a part in it"
@@ -67,19 +67,21 @@ def test_both_experts_adapters_have_it_and_get_their_own_back(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     base = tiny_checkpoints["wan-2.2-t2v-a14b"]
-    made = trained("wan", base, tmp_path / "adapter", scale=0.3)
+    adapter = trained("wan", base, tmp_path / "adapter", scale=0.3)
     from diffusers import WanPipeline
 
     pipeline = WanPipeline.from_pretrained(base)
-    alone = latents(pipeline, num_frames=5)
+    adapter_latents = latents(pipeline, num_frames=5)
     for second in (False, True):
-        pipeline.load_lora_weights(made.folder, load_into_transformer_2=second, adapter_name="own")
-    whole = latents(pipeline, num_frames=5)
+        pipeline.load_lora_weights(
+            adapter.folder, load_into_transformer_2=second, adapter_name="own"
+        )
+    full_latents = latents(pipeline, num_frames=5)
     with at_strength(pipeline, 0.0):
-        assert torch.equal(latents(pipeline, num_frames=5), alone)
+        assert torch.equal(latents(pipeline, num_frames=5), adapter_latents)
     with at_strength(pipeline, 0.5):
         half = latents(pipeline, num_frames=5)
-    assert torch.equal(latents(pipeline, num_frames=5), whole)
+    assert torch.equal(latents(pipeline, num_frames=5), full_latents)
     pipeline.set_adapters("own", 0.5)
     assert torch.equal(latents(pipeline, num_frames=5), half)
-    assert not torch.equal(half, whole)
+    assert not torch.equal(half, full_latents)

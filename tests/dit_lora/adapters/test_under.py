@@ -24,11 +24,11 @@ FAMILY = get_family("cogvideox")
 def stored(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> tuple[Any, dict[str, StoredLayer]]:
     """A checkpoint, and an adapter of layers that the family's targets have only in part."""
     base = tiny_checkpoints["cogvideox-2b"]
-    one = trained("cogvideox", base, tmp_path / "one", rank=3, targets=("to_q", "ff.net.2"))
-    model = one.checkpoint.load_transformer(torch.float32)
-    pipeline = one.checkpoint.pipeline_class
-    file = read_lora(one.folder / ADAPTER_FILE, model, FAMILY.comfyui, pipeline)
-    return one.checkpoint, dict(file.layers)
+    adapter = trained("cogvideox", base, tmp_path / "one", rank=3, targets=("to_q", "ff.net.2"))
+    model = adapter.checkpoint.load_transformer(torch.float32)
+    pipeline = adapter.checkpoint.pipeline_class
+    file = read_lora(adapter.folder / ADAPTER_FILE, model, FAMILY.comfyui, pipeline)
+    return adapter.checkpoint, dict(file.layers)
 
 
 def model_of(stored: tuple[Any, dict[str, StoredLayer]], dtype: torch.dtype) -> Any:
@@ -46,10 +46,10 @@ def output(model: nn.Module) -> torch.Tensor:
     hidden = torch.randn(2, 3, 4, 8, 12, generator=generator).to(dtype)
     text = torch.randn(2, 226, 32, generator=generator).to(dtype)
     with torch.no_grad():
-        found: torch.Tensor = model(
+        prediction: torch.Tensor = model(
             hidden_states=hidden, encoder_hidden_states=text, timestep=torch.tensor([300, 900])
         ).sample
-    return found
+    return prediction
 
 
 def trainable(model: nn.Module) -> set[str]:
@@ -58,29 +58,29 @@ def trainable(model: nn.Module) -> set[str]:
 
 def test_they_are_in_fp32_and_nothing_but_the_trained_one_trains(stored: Any) -> None:
     model = model_of(stored, torch.bfloat16)
-    under = {name: p for name, p in model.named_parameters() if is_under(name)}
-    assert len(under) == 2 * 2 * len(stored[1])
-    assert {p.dtype for p in under.values()} == {torch.float32}
+    frozen_parameters = {name: p for name, p in model.named_parameters() if is_under(name)}
+    assert len(frozen_parameters) == 2 * 2 * len(stored[1])
+    assert {p.dtype for p in frozen_parameters.values()} == {torch.float32}
     assert all(f".{ADAPTER_NAME}." in name for name in trainable(model))
     groups = parameter_groups(
         model, adapter=1e-3, connector=1e-4, backbone=1e-5, patterns=FAMILY.group_patterns
     )
     named = {name for group in groups for name in group["param_names"]}
-    assert not named & under.keys()
+    assert not named & frozen_parameters.keys()
     assert not any(is_under(name) for name in base_parameters(model))
-    assert not any(p.requires_grad for p in under.values())
+    assert not any(p.requires_grad for p in frozen_parameters.values())
 
 
 def test_each_acts_by_its_scale_and_goes_away_by_name(stored: Any) -> None:
     model, checkpoint = model_of(stored, torch.float32), stored[0]
     base, before = output(checkpoint.load_transformer(torch.float32).eval()), trainable(model)
-    whole = output(model)
+    full_output = output(model)
     with under_off(model):
         assert torch.equal(output(model), base)  # B of the trained one is zero
         with adapters_off(model):
             assert torch.equal(output(model), base)
         assert torch.equal(output(model), base)
-    assert torch.equal(output(model), whole)
+    assert torch.equal(output(model), full_output)
     with under_off(model, but=["under_0"]):
         half = output(model)
     expected = checkpoint.load_transformer(torch.float32)
@@ -89,8 +89,8 @@ def test_each_acts_by_its_scale_and_goes_away_by_name(stored: Any) -> None:
             0.5 * layer.alpha / layer.rank * layer.b @ layer.a
         )
     torch.testing.assert_close(half, output(expected.eval()), rtol=1e-4, atol=1e-5)
-    assert (half - whole).abs().max() > 0.01 < (half - base).abs().max()
+    assert (half - full_output).abs().max() > 0.01 < (half - base).abs().max()
     assert trainable(model) == before
     with pytest.raises(ZeroDivisionError), under_off(model):
         raise ZeroDivisionError
-    assert torch.equal(output(model), whole)
+    assert torch.equal(output(model), full_output)

@@ -63,22 +63,26 @@ def test_updates_are_relative_to_the_weights_that_they_are_added_to(kind: str | 
     """Of PEFT's own delta, over the weight that the layer computes with."""
     model = adapted(kind)
     layers = loaded_layers(model)
-    assert {one.scaling for one in layers.values()} == {3.0}
+    assert {loaded_layer.scaling for loaded_layer in layers.values()} == {3.0}
     tensors = {
         name.replace(".default", ""): p.detach()
         for name, p in model.named_parameters()
         if ".lora_" in name
     }
-    found = {one.name: one for one in module_updates(tensors, layers, weight_norms(model, []))}
-    assert found.keys() == {"blocks.0", "blocks.1", "conv"}
-    for name, one in found.items():
+    update_by_name = {
+        item.name: item for item in module_updates(tensors, layers, weight_norms(model, []))
+    }
+    assert update_by_name.keys() == {"blocks.0", "blocks.1", "conv"}
+    for name, update in update_by_name.items():
         layer: nn.Module = model.get_submodule(name)
         delta = layer.get_delta_weight("default")  # type: ignore[operator]
         norm = torch.linalg.vector_norm(delta).item()
         base = layer.base_layer
         wide = base.widened(torch.float32) if hasattr(base, "widened") else base.weight  # type: ignore[operator, union-attr]
-        assert one.norm == pytest.approx(norm, rel=1e-5)
-        assert one.relative == pytest.approx(norm / torch.linalg.vector_norm(wide).item(), rel=1e-5)
+        assert update.norm == pytest.approx(norm, rel=1e-5)
+        assert update.relative == pytest.approx(
+            norm / torch.linalg.vector_norm(wide).item(), rel=1e-5
+        )
 
 
 def test_norms_of_a_model_without_values_are_read_from_the_checkpoints_files(
@@ -93,8 +97,8 @@ def test_norms_of_a_model_without_values_are_read_from_the_checkpoints_files(
     }
     del stored["conv.weight"]
     save_file(stored, tmp_path / "model.safetensors")
-    found = weight_norms(model.to("meta"), [tmp_path / "model.safetensors"])
-    assert found == pytest.approx({name: expected[name] for name in ("blocks.0", "blocks.1")})
+    norms = weight_norms(model.to("meta"), [tmp_path / "model.safetensors"])
+    assert norms == pytest.approx({name: expected[name] for name in ("blocks.0", "blocks.1")})
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-9])
@@ -109,13 +113,13 @@ def test_an_update_of_a_weight_that_begins_at_nothing_is_no_extreme_one(size: fl
             for name, p in model.named_parameters()
             if ".lora_" in name
         }
-        found = module_updates(tensors, loaded_layers(model), weight_norms(model, []))
-        return {one.name: one for one in found}
+        update_list = module_updates(tensors, loaded_layers(model), weight_norms(model, []))
+        return {update.name: update for update in update_list}
 
     mild = updates(0.3)["blocks.0"]
     assert mild.relative is None if size == 0 else (mild.relative or 0) > EXTREME
     assert 0 < (mild.share or 0) <= EXTREME
-    assert all((one.share or 0) > EXTREME for one in updates(30.0).values())
+    assert all((update.share or 0) > EXTREME for update in updates(30.0).values())
 
 
 def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
@@ -130,10 +134,14 @@ def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
         "c": draws(3),
         "d": draws(1),
     }
-    found = {one.name: one for one in base_updates(now, [tmp_path / "model.safetensors"])}
-    assert {name: one.relative for name, one in found.items()} == {
+    update_by_name = {
+        update.name: update for update in base_updates(now, [tmp_path / "model.safetensors"])
+    }
+    assert {name: update.relative for name, update in update_by_name.items()} == {
         "a": pytest.approx(20),
         "b": 0,
         "zero": None,
     }
-    assert [name for name, one in found.items() if (one.share or 0) > EXTREME] == ["a"]
+    assert [name for name, update in update_by_name.items() if (update.share or 0) > EXTREME] == [
+        "a"
+    ]

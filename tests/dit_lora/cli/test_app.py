@@ -28,10 +28,10 @@ def invoke(*arguments: object) -> str:
 
 def heavy_imports(code: str) -> set[str]:
     script = f"{code}\nimport sys; print(*sys.modules)"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    return {"torch", "diffusers", "transformers", "pydantic", "numpy"} & set(done.stdout.split())
+    return {"torch", "diffusers", "transformers", "pydantic", "numpy"} & set(process.stdout.split())
 
 
 @pytest.mark.parametrize("code", ["import dit_lora", "import dit_lora.cli.app"])
@@ -101,12 +101,12 @@ def test_class_folders_are_of_images_by_default(tmp_path: Path) -> None:
 
 
 def test_pairs_are_images_by_default_and_exclude_other_kinds(tmp_path: Path) -> None:
-    said = invoke("tiny", "shapes", tmp_path / "pairs", "--pairs", "--clips", 2)
-    assert said == f"wrote 2 images, each with what it is made from to {tmp_path / 'pairs'}\n"
+    output = invoke("tiny", "shapes", tmp_path / "pairs", "--pairs", "--clips", 2)
+    assert output == f"wrote 2 images, each with what it is made from to {tmp_path / 'pairs'}\n"
     files = sorted(path.parent.name for path in (tmp_path / "pairs").rglob("*.png"))
     assert files == ["after", "after", "before", "before", "mask", "mask"]
-    for other in ("--chat", "--classes"):
-        result = runner.invoke(app, ["tiny", "shapes", str(tmp_path / "other"), "--pairs", other])
+    for option in ("--chat", "--classes"):
+        result = runner.invoke(app, ["tiny", "shapes", str(tmp_path / "other"), "--pairs", option])
         assert isinstance(result.exception, DitLoraError)
         assert "--pairs" in str(result.exception)
     assert not (tmp_path / "other").exists()
@@ -116,8 +116,8 @@ def test_files_that_samples_are_made_from_are_looked_for_before_anything_is_load
     tmp_path: Path,
 ) -> None:
     (tmp_path / "there.png").write_bytes(b"a picture")
-    given = ["--reference", "there.png", "--reference", "gone.png", "--image", "lost.png"]
-    files = [str(tmp_path / word) if word.endswith(".png") else word for word in given]
+    files_options = ["--reference", "there.png", "--reference", "gone.png", "--image", "lost.png"]
+    files = [str(tmp_path / word) if word.endswith(".png") else word for word in files_options]
     result = runner.invoke(app, ["sample", "no run", "--prompt", "x", *files])
     assert str(result.exception) == (
         f"no such file: --image {tmp_path / 'lost.png'}, --reference {tmp_path / 'gone.png'}"
@@ -125,12 +125,12 @@ def test_files_that_samples_are_made_from_are_looked_for_before_anything_is_load
 
 
 def test_tiny_checkpoints_are_listed_as_the_families_name_them() -> None:
-    said = invoke("recipes", "--families").splitlines()
-    assert [line.split(":")[0] for line in said] == list(FAMILIES)
+    lines = invoke("recipes", "--families").splitlines()
+    assert [line.split(":")[0] for line in lines] == list(FAMILIES)
     sana = ["sana-600m", "sana-1.5", "sana-fp16"]
-    assert f"sana: tiny {', '.join(sana)}" in said
-    one = invoke("recipes", "--families", "--family", "sana", "--json")
-    assert json.loads(one) == {"families": {"sana": sana}}
+    assert f"sana: tiny {', '.join(sana)}" in lines
+    report = invoke("recipes", "--families", "--family", "sana", "--json")
+    assert json.loads(report) == {"families": {"sana": sana}}
 
 
 def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_mistakes_are_one_line(
 
 def test_from_the_shell_a_mistake_has_its_exit_code_and_no_traceback() -> None:
     command = [sys.executable, "-c", "from dit_lora.cli.app import main; main()", "tiny", "x", "y"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: no tiny checkpoint 'x'")
-    assert "Traceback" not in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: no tiny checkpoint 'x'")
+    assert "Traceback" not in process.stderr
 
 
 def difference(one: str | Path, two: str | Path) -> float:
@@ -192,20 +192,20 @@ def test_sample_writes_videos_that_the_adapter_changes(
     lora_main([*smoke, f"run.dir={run}", "train.steps=5", "optim.groups.adapter.lr=0.1"])
     model = next(value for value in smoke if value.startswith("model.path=")).split("=")[1]
     common = ["--prompt", "a", "--prompt", "b", "--inference-steps", "2", "--seed", "3"]
-    first = invoke("sample", run, *common, "--out", tmp_path / "one").split()
-    assert [Path(path).name[:9] for path in first] == ["seed_3_a_", "seed_3_b_", "samples.h"]
+    first_paths = invoke("sample", run, *common, "--out", tmp_path / "one").split()
+    assert [Path(path).name[:9] for path in first_paths] == ["seed_3_a_", "seed_3_b_", "samples.h"]
     adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
     copy = Path(shutil.copy(adapter, tmp_path / "copy.safetensors"))
     second = invoke("sample", adapter, *common, "--out", tmp_path / "two").split()
     third = invoke("sample", copy, "--model", model, *common, "--out", tmp_path / "three").split()
-    for same in zip(first[:2], second[:2], third[:2], strict=True):
-        assert len({Path(path).read_bytes() for path in same}) == 1
-    header = read_header(Path(first[0]))
+    for sample_paths in zip(first_paths[:2], second[:2], third[:2], strict=True):
+        assert len({Path(path).read_bytes() for path in sample_paths}) == 1
+    header = read_header(Path(first_paths[0]))
     assert (header.height, header.width, header.fps) == (32, 48, 8.0)
-    other = sample(
+    other_paths = sample(
         SampleRequest(target=run, prompts=("a",), seed=4, inference_steps=2, out=tmp_path / "other")
     )
-    assert difference(other[0], first[0]) > 5
+    assert difference(other_paths[0], first_paths[0]) > 5
     with pytest.raises(
         DitLoraError, match=r"does not say where its base model .* is; give --model"
     ):

@@ -24,27 +24,27 @@ def pairs(tmp_path: Path) -> Path:
 
 def audit(*arguments: object, code: int = 0) -> dict[str, Any]:
     """The audit's JSON."""
-    out = Path(str(arguments[0])).parent / "audit.json"
-    given = ["audit", *map(str, arguments), "--json", str(out)]
-    result = CliRunner().invoke(app, given, catch_exceptions=False)
+    output_path = Path(str(arguments[0])).parent / "audit.json"
+    command = ["audit", *map(str, arguments), "--json", str(output_path)]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == code, result.output
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    report: dict[str, Any] = json.loads(output_path.read_text())
+    return report
 
 
 def test_a_folder_of_pairs_is_audited_by_itself(pairs: Path) -> None:
     folders = [f"data.reference_folders=[{pairs / 'before'}]", f"data.mask_folder={pairs / 'mask'}"]
     shutil.copy(pairs / "after" / "000.png", pairs / "before" / "000.png")
     (pairs / "before" / "001.png").unlink()
-    found = audit(pairs / "after", *folders, code=1)
-    codes = {one["file"]: one["codes"] for one in found["samples"]}
+    report = audit(pairs / "after", *folders, code=1)
+    codes = {sample["file"]: sample["codes"] for sample in report["samples"]}
     assert codes == {
         "000.png": ["reference_same"],
         "001.png": ["reference_missing"],
         "002.png": [],
         "003.png": [],
     }
-    facts = found["samples"][1]["facts"]
+    facts = report["samples"][1]["facts"]
     assert 0 < facts["learned"] < 1
     assert facts["likeness"][0] > 0.2
 
@@ -66,18 +66,18 @@ def test_a_recipe_says_how_many_references_and_how_large(pairs: Path) -> None:
     changes = [f"model.path={model}", f"data.path={pairs}", f"data.cache={pairs.parent / 'cache'}"]
     changes += ["validation.prompts=[]", "validation.references=[]"]
     recipe = shutil.copy(SMOKE / "flux_kontext.yaml", pairs.parent)
-    found = audit(recipe, *changes, code=1)
-    codes = {one["file"]: one["codes"] for one in found["samples"]}
+    report = audit(recipe, *changes, code=1)
+    codes = {sample["file"]: sample["codes"] for sample in report["samples"]}
     assert codes == {
         "after/000.png": [],
         "after/001.png": ["reference_unfit"],
         "after/002.png": [],
         "after/003.png": [],
     }
-    (words,) = found["samples"][1]["reasons"]
-    assert words == "reference_unfit: it has 2 references, and this model takes 1"
-    found = audit(recipe, *changes, "data.reference_resolution=null", code=1)
-    (words,) = found["samples"][0]["reasons"]
-    assert words.startswith(
+    (message,) = report["samples"][1]["reasons"]
+    assert message == "reference_unfit: it has 2 references, and this model takes 1"
+    report = audit(recipe, *changes, "data.reference_resolution=null", code=1)
+    (message,) = report["samples"][0]["reasons"]
+    assert message.startswith(
         "reference_upscaled: its reference has 64 x 64 pixels, and is encoded in"
     )

@@ -20,7 +20,9 @@ from dit_lora.training.tasks.chat.answerer import load_answerer
 
 
 def invoke(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -39,12 +41,12 @@ def base(tiny_checkpoints: dict[str, Path]) -> Path:
 def adapter(base: Path, tmp_path: Path) -> Path:
     """Of a model with base weights that trained too."""
     model = adapted(open_chat(base.name, base))
-    made = {
+    metadata = {
         "family": "videochat2",
         "base_model": str(base),
         "viewing": {"frames": 4, "height": 32, "width": 32},
     }
-    save_chat_adapter(model, tmp_path / "adapter", made)
+    save_chat_adapter(model, tmp_path / "adapter", metadata)
     return tmp_path / "adapter"
 
 
@@ -65,20 +67,20 @@ def recipe(base: Path, data: Path, tmp_path: Path) -> Path:
 def test_show_has_the_tokens_of_a_sample_and_a_page_with_its_frames(
     recipe: Path, tmp_path: Path
 ) -> None:
-    said = invoke("show", recipe, "--html", tmp_path / "page.html")
-    assert said.splitlines()[0].strip() == CLIPS[0]
-    assert "learned" in said
-    assert "To the right. </s>" in " ".join(said.split())
+    output = invoke("show", recipe, "--html", tmp_path / "page.html")
+    assert output.splitlines()[0].strip() == CLIPS[0]
+    assert "learned" in output
+    assert "To the right. </s>" in " ".join(output.split())
     page = (tmp_path / "page.html").read_text()
     assert page.count("data:image/") == 4
     assert CLIPS[0] in page
-    assert invoke("show", recipe, "--sample", CLIPS[0]) == said
+    assert invoke("show", recipe, "--sample", CLIPS[0]) == output
 
 
 def test_show_draws_as_training_does(recipe: Path) -> None:
-    drawn = [invoke("show", recipe, "--draw", draw) for draw in (0, 1, 0)]
-    assert drawn[0] == drawn[2] != drawn[1]
-    assert drawn[0] != invoke("show", recipe)
+    outputs = [invoke("show", recipe, "--draw", draw) for draw in (0, 1, 0)]
+    assert outputs[0] == outputs[2] != outputs[1]
+    assert outputs[0] != invoke("show", recipe)
 
 
 def test_show_says_which_samples_there_are_and_why_one_cannot_be_used(
@@ -97,16 +99,18 @@ def test_show_says_which_samples_there_are_and_why_one_cannot_be_used(
 
 def test_chat_answers_as_the_model_does_turn_after_turn(adapter: Path, data: Path) -> None:
     clip = data / CLIPS[0]
-    asked = ["--prompt", "What is it?", "--prompt", "Why?", "--max-tokens", 4]
-    said = invoke("chat", adapter, "--video", clip, *asked).splitlines()
+    options = ["--prompt", "What is it?", "--prompt", "Why?", "--max-tokens", 4]
+    answers = invoke("chat", adapter, "--video", clip, *options).splitlines()
     answerer = load_answerer(adapter)
-    first = answerer.ask(MediaFile(clip), "What is it?", max_tokens=4)
-    assert said[0] == first
+    answer = answerer.ask(MediaFile(clip), "What is it?", max_tokens=4)
+    assert answers[0] == answer
     base = answerer.checkpoint.path
-    on_base = invoke("chat", base, "--video", clip, *asked).splitlines()
-    assert on_base[0] != said[0]
-    told = invoke("chat", adapter, "--video", clip, *asked, "--instruction", "Watch it.")
-    assert told.splitlines()[0] != said[0]
+    on_base = invoke("chat", base, "--video", clip, *options).splitlines()
+    assert on_base[0] != answers[0]
+    instructed_output = invoke(
+        "chat", adapter, "--video", clip, *options, "--instruction", "Watch it."
+    )
+    assert instructed_output.splitlines()[0] != answers[0]
 
 
 def test_chat_takes_one_file_that_is_there(adapter: Path, data: Path) -> None:
@@ -120,26 +124,26 @@ def test_chat_takes_one_file_that_is_there(adapter: Path, data: Path) -> None:
 def test_export_writes_a_checkpoint_that_is_the_tuned_model(
     adapter: Path, base: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "merged"
-    assert str(out) in invoke("export", adapter, "--out", out)
-    merged, tuned = load_answerer(out), load_answerer(adapter)
+    output_dir = tmp_path / "merged"
+    assert str(output_dir) in invoke("export", adapter, "--out", output_dir)
+    merged, tuned = load_answerer(output_dir), load_answerer(adapter)
     ids = torch.tensor([[1, 5, 9, 33], [1, 60, 2, 7]])
     with torch.no_grad():
         expected = tuned.model(input_ids=ids).logits
         torch.testing.assert_close(
             merged.model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4
         )
-    names = {name for file in out.glob("*.safetensors") for name in load_file(file)}
+    names = {name for file in output_dir.glob("*.safetensors") for name in load_file(file)}
     assert names == {name for file in base.glob("*.safetensors") for name in load_file(file)}
-    again = ("--out", tmp_path / "again")
+    repeated_out = ("--out", tmp_path / "again")
     with pytest.raises(DitLoraError, match="is no adapter and no run with one"):
-        invoke("export", base, *again)
+        invoke("export", base, *repeated_out)
     with pytest.raises(DitLoraError, match="whose adapter is in PEFT's own format already"):
-        invoke("export", adapter, "--to", "peft", *again)
+        invoke("export", adapter, "--to", "peft", *repeated_out)
     with pytest.raises(DitLoraError, match="--to kohya is for diffusion models"):
-        invoke("export", adapter / "adapter_model.safetensors", "--to", "kohya", *again)
+        invoke("export", adapter / "adapter_model.safetensors", "--to", "kohya", *repeated_out)
     with pytest.raises(DitLoraError, match="are for diffusion models; give one adapter"):
-        invoke("export", adapter, adapter, *again)
+        invoke("export", adapter, adapter, *repeated_out)
 
 
 def test_verbs_of_diffusion_and_of_chat_send_to_each_other(
@@ -160,5 +164,5 @@ def test_verbs_of_diffusion_and_of_chat_send_to_each_other(
     del values["chat"]
     values["model"]["family"], values["data"]["fps"] = "cogvideox", 8
     (diffusion / "config.yaml").write_text(yaml.safe_dump(values))
-    said = refused("chat", diffusion, "--prompt", "x")
-    assert "cogvideox, which answers no questions; see dit-lora sample" in said
+    message = refused("chat", diffusion, "--prompt", "x")
+    assert "cogvideox, which answers no questions; see dit-lora sample" in message

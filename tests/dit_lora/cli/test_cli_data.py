@@ -18,7 +18,9 @@ from dit_lora.errors import DitLoraError
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False
+    )
     assert result.exit_code == code, result.output
     return result.stdout
 
@@ -27,8 +29,8 @@ def invoke(*arguments: object, code: int = 0) -> str:
 def recipe(recipe_values: dict[str, Any], tmp_path: Path) -> Path:
     """A recipe's file, whose data has a cut clip and one listed that is not there."""
     data = Path(shutil.copytree(recipe_values["data"]["path"], tmp_path / "data"))
-    whole = sorted(data.glob("*.mp4"))[0].read_bytes()
-    (data / "cut.mp4").write_bytes(whole[: len(whole) // 2])
+    content = sorted(data.glob("*.mp4"))[0].read_bytes()
+    (data / "cut.mp4").write_bytes(content[: len(content) // 2])
     with (data / "metadata.jsonl").open("a") as table:
         table.write(json.dumps({"file_name": "cut.mp4", "text": "a cut one"}) + "\n")
         table.write(json.dumps({"file_name": "gone.mp4", "text": "a lost one"}) + "\n")
@@ -39,25 +41,25 @@ def recipe(recipe_values: dict[str, Any], tmp_path: Path) -> Path:
 
 
 def verdicts(path: Path) -> dict[str, str]:
-    return {one["file"]: one["verdict"] for one in json.loads(path.read_text())["samples"]}
+    return {sample["file"]: sample["verdict"] for sample in json.loads(path.read_text())["samples"]}
 
 
 def test_a_folder_alone_is_audited_and_every_file_asked_for_is_written(
     recipe: Path, tmp_path: Path
 ) -> None:
-    out = {name: tmp_path / f"audit.{name}" for name in ("json", "html", "fix-list")}
-    options = [part for name, path in out.items() for part in (f"--{name}", path)]
-    told = invoke("audit", tmp_path / "data", *options, code=1)
-    found = verdicts(out["json"])
-    assert {file for file, verdict in found.items() if verdict == "reject"} == {
+    output_paths = {name: tmp_path / f"audit.{name}" for name in ("json", "html", "fix-list")}
+    options = [part for name, path in output_paths.items() for part in (f"--{name}", path)]
+    output = invoke("audit", tmp_path / "data", *options, code=1)
+    verdict_by_file = verdicts(output_paths["json"])
+    assert {file for file, verdict in verdict_by_file.items() if verdict == "reject"} == {
         "cut.mp4",
         "gone.mp4",
     }
-    assert len(found) == 7
-    assert told.splitlines()[-1] == "7 samples: 5 ok, 0 warn, 2 reject"
-    assert "missing: no such file" in told
-    assert "gone.mp4" in out["html"].read_text()
-    rows = [line.split("\t") for line in out["fix-list"].read_text().splitlines()]
+    assert len(verdict_by_file) == 7
+    assert output.splitlines()[-1] == "7 samples: 5 ok, 0 warn, 2 reject"
+    assert "missing: no such file" in output
+    assert "gone.mp4" in output_paths["html"].read_text()
+    rows = [line.split("\t") for line in output_paths["fix-list"].read_text().splitlines()]
     assert [row[:2] for row in rows[1:]] == [["reject", "cut.mp4"], ["reject", "gone.mp4"]]
 
 
@@ -72,10 +74,10 @@ def test_an_audit_of_a_folder_says_what_is_one_frame_and_obeys_no_name(tmp_path:
     for path in list(folder.iterdir()):
         path.with_suffix(".txt").write_text(f"what {path.stem[:4]!a} shows")
     report = tmp_path / "audit.json"
-    told = invoke("audit", folder, "--json", report, code=1)
-    shown = "\\x1b]0;owned\\x07\\u202e\\n3 samples: 3 ok.mp4"
-    assert told.splitlines() == [
-        f"reject  {shown}: empty_file: the file has no bytes",
+    stdout = invoke("audit", folder, "--json", report, code=1)
+    escaped_name = "\\x1b]0;owned\\x07\\u202e\\n3 samples: 3 ok.mp4"
+    assert stdout.splitlines() == [
+        f"reject  {escaped_name}: empty_file: the file has no bytes",
         "warn    too_short: 1",
         "note    sound: 0 of 2 clips have some",
         "3 samples: 1 ok, 1 warn, 1 reject",
@@ -90,10 +92,12 @@ def test_a_recipes_audit_looks_at_encodings_and_training_heeds_it(
     """What the audit rejected is refused before anything is decoded again."""
     report = tmp_path / "audit.json"
     invoke("audit", recipe, "--encode", "--json", report, code=1)
-    found = json.loads(report.read_text())
-    assert found["totals"]["reject"] == 2
-    assert {"latent_mean", "latent_logvar", "prompt_embeds"} <= found["encoded"].keys()
-    assert all(one["facts"]["caption_tokens"] for one in found["samples"] if one["facts"])
+    report_values = json.loads(report.read_text())
+    assert report_values["totals"]["reject"] == 2
+    assert {"latent_mean", "latent_logvar", "prompt_embeds"} <= report_values["encoded"].keys()
+    assert all(
+        sample["facts"]["caption_tokens"] for sample in report_values["samples"] if sample["facts"]
+    )
     with pytest.raises(DitLoraError, match=r"cut\.mp4: .*truncated"):
         lora_main([str(recipe)])
 
@@ -104,8 +108,10 @@ def test_a_damaged_cache_entry_is_named_by_the_audit(recipe: Path, tmp_path: Pat
     poison(tmp_path / "cache", sample)
     report = tmp_path / "audit.json"
     invoke("audit", recipe, "--encode", "--json", report, code=1)
-    (one,) = [s for s in json.loads(report.read_text())["samples"] if s["file"] == sample]
-    assert {"cache_damaged", "latent_non_finite"} <= set(one["codes"])
+    (damaged_sample,) = [
+        s for s in json.loads(report.read_text())["samples"] if s["file"] == sample
+    ]
+    assert {"cache_damaged", "latent_non_finite"} <= set(damaged_sample["codes"])
 
 
 def test_a_cache_is_built_checked_counted_and_pruned(recipe: Path, tmp_path: Path) -> None:
@@ -120,8 +126,8 @@ def test_a_cache_is_built_checked_counted_and_pruned(recipe: Path, tmp_path: Pat
 
     sample = sorted(path.name for path in (tmp_path / "data").glob("*.mp4"))[0]
     poison(cache, sample)
-    told = invoke("cache", "verify", cache, "--json", code=1)
-    (problem,) = json.loads(told)["videos"]["problems"]
+    output = invoke("cache", "verify", cache, "--json", code=1)
+    (problem,) = json.loads(output)["videos"]["problems"]
     assert (problem["kind"], problem["sample"]) == ("non_finite", sample)
     invoke("cache", "verify", cache, "--set-aside")
     assert len(TensorCache(cache / "videos")) == 9
@@ -135,9 +141,9 @@ def test_a_cache_is_built_checked_counted_and_pruned(recipe: Path, tmp_path: Pat
     skipping.write_text(yaml.safe_dump(values))
     pruned = json.loads(invoke("cache", "prune", cache, "--keep", skipping, "--json"))
     assert pruned["videos"]["unwanted"] == 5
-    kept = TensorCache(cache / "videos")
-    assert {entry.facts["fps"] for entry in kept.entries()} == {8}
-    assert len(kept) == 5
+    cached = TensorCache(cache / "videos")
+    assert {entry.facts["fps"] for entry in cached.entries()} == {8}
+    assert len(cached) == 5
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ FILE = "adapter/pytorch_lora_weights.safetensors"
 
 
 def invoke(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -51,13 +53,13 @@ def run(
 def test_a_run_is_exported_by_its_folder_its_adapter_or_its_file(run: Path, tmp_path: Path) -> None:
     """The base is the one of its recipe."""
     for number, target in enumerate((run, run / "adapter", run / FILE)):
-        out = tmp_path / str(number)
-        said = invoke("export", target, "--to", "comfyui", "--out", out)
-        assert said.splitlines() == [
+        output_dir = tmp_path / str(number)
+        output = invoke("export", target, "--to", "comfyui", "--out", output_dir)
+        assert output.splitlines() == [
             "8 layers, read back and compared: the same update",
-            str(out),
+            str(output_dir),
         ]
-        assert len(load_file(out / f"{number}.safetensors")) == 3 * 8
+        assert len(load_file(output_dir / f"{number}.safetensors")) == 3 * 8
     assert not list(tmp_path.glob(".*"))
 
 
@@ -67,8 +69,8 @@ def test_merged_is_what_export_writes_unless_told_otherwise(run: Path, tmp_path:
     base = yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
     stock = CogVideoXPipeline.from_pretrained(base)
     name = "transformer_blocks.0.attn1.to_q.weight"
-    own, old = (one.transformer.get_parameter(name) for one in (pipeline, stock))
-    assert 0 < (own - old).abs().max() < 0.1
+    merged, old = (pipe.transformer.get_parameter(name) for pipe in (pipeline, stock))
+    assert 0 < (merged - old).abs().max() < 0.1
     published = (tmp_path / "merged" / "dit_lora.json").read_text()
     assert str(tmp_path) not in published
     assert str(run.parent) not in published
@@ -76,15 +78,15 @@ def test_merged_is_what_export_writes_unless_told_otherwise(run: Path, tmp_path:
 
 
 def test_two_adapters_are_added_by_weight(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    output_dir = tmp_path / "out"
     weights = ("--weight", 0.7, "--weight", -0.2)
-    invoke("export", run, run / FILE, *weights, "--to", "diffusers", "--out", out)
-    one = load_file(run / FILE)
-    both = load_file(out / "pytorch_lora_weights.safetensors")
+    invoke("export", run, run / FILE, *weights, "--to", "diffusers", "--out", output_dir)
+    tensors = load_file(run / FILE)
+    both = load_file(output_dir / "pytorch_lora_weights.safetensors")
     name = "transformer.transformer_blocks.1.attn1.to_v.lora_{}.weight"
-    expected = 0.5 * 8 / 4 * one[name.format("B")] @ one[name.format("A")]
-    found = both[name.format("B")] @ both[name.format("A")]
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    expected = 0.5 * 8 / 4 * tensors[name.format("B")] @ tensors[name.format("A")]
+    product = both[name.format("B")] @ both[name.format("A")]
+    assert (product - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_what_cannot_be_exported_is_said_in_a_line(
@@ -96,27 +98,31 @@ def test_what_cannot_be_exported_is_said_in_a_line(
         assert error.value.exit_code == 2
         return str(error.value)
 
-    out = ("--out", tmp_path / "out")
+    out_option = ("--out", tmp_path / "out")
     assert "exists already; give another folder" in refused(run, "--out", run)
-    assert "2 adapters and 1 weights; give --weight once" in refused(run, run, "--weight", 1, *out)
-    assert "numbers other than 0; got [0.0]" in refused(run, "--weight", 0, *out)
-    assert "numbers other than 0; got [nan]" in refused(run, "--weight", "nan", *out)
-    assert "no file or folder" in refused(tmp_path / "gone", *out)
+    assert "2 adapters and 1 weights; give --weight once" in refused(
+        run, run, "--weight", 1, *out_option
+    )
+    assert "numbers other than 0; got [0.0]" in refused(run, "--weight", 0, *out_option)
+    assert "numbers other than 0; got [nan]" in refused(run, "--weight", "nan", *out_option)
+    assert "no file or folder" in refused(tmp_path / "gone", *out_option)
     (tmp_path / "bare").mkdir()
-    assert "no adapter in" in refused(tmp_path / "bare", *out)
+    assert "no adapter in" in refused(tmp_path / "bare", *out_option)
     (tmp_path / "full" / "model").mkdir(parents=True)
     (tmp_path / "full" / "model" / "model_index.json").write_text("{}")
-    assert "full/model is a whole pipeline, not an adapter" in refused(tmp_path / "full", *out)
+    assert "full/model is a whole pipeline, not an adapter" in refused(
+        tmp_path / "full", *out_option
+    )
     assert "is a SanaPipeline checkpoint; family cogvideox" in refused(
-        run, "--model", tiny_checkpoints["sana-600m"], *out
+        run, "--model", tiny_checkpoints["sana-600m"], *out_option
     )
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "kitten.safetensors").write_bytes((run / FILE).read_bytes())
+    adapter_dir = tmp_path / "alone"
+    adapter_dir.mkdir()
+    (adapter_dir / "kitten.safetensors").write_bytes((run / FILE).read_bytes())
     assert "where its base model (trained on cogvideox-2b) is; give --model" in refused(
-        alone / "kitten.safetensors", *out
+        adapter_dir / "kitten.safetensors", *out_option
     )
-    unknown = CliRunner().invoke(app, ["export", str(run), "--to", "gguf", *map(str, out)])
+    unknown = CliRunner().invoke(app, ["export", str(run), "--to", "gguf", *map(str, out_option)])
     assert unknown.exit_code == 2
     assert "'gguf' is not one of" in unknown.output
     assert {path.name for path in tmp_path.iterdir()} == {"bare", "full", "alone"}
@@ -127,10 +133,10 @@ def test_a_name_of_its_own_is_taken_with_model_given(run: Path, tmp_path: Path) 
     file.write_bytes((run / FILE).read_bytes())
     base = yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
     invoke("export", file, "--to", "folded", "--model", base, "--out", tmp_path / "out")
-    found = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
+    tensors = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
     stored = load_file(file)
     for name, tensor in stored.items():
-        assert found[name].equal(2 * tensor if "lora_B" in name else tensor), name
+        assert tensors[name].equal(2 * tensor if "lora_B" in name else tensor), name
 
 
 def test_what_reads_pipelines_files_says_how_to_get_one_of_a_peft_folder(
@@ -142,6 +148,6 @@ def test_what_reads_pipelines_files_says_how_to_get_one_of_a_peft_folder(
     for verb in (("verify",), ("sample", "--prompt", "a")):
         with pytest.raises(DitLoraError, match=re.escape(back)):
             invoke(*verb, *base, tmp_path / "peft")
-    out = tmp_path / "diffusers"
-    invoke(*back.split()[1:-1], out, *base)
-    assert "every check passed" in invoke("verify", out, *base)
+    output_dir = tmp_path / "diffusers"
+    invoke(*back.split()[1:-1], output_dir, *base)
+    assert "every check passed" in invoke("verify", output_dir, *base)

@@ -85,12 +85,12 @@ def test_init_takes_another_launch(tmp_path: Path) -> None:
 
 def verbs(command: Any = COMMAND, parent: str = "") -> dict[str, Any]:
     """Every verb and group of verbs by what a user types."""
-    found = {}
+    commands = {}
     for name, inner in command.commands.items():
-        found[f"{parent}{name}"] = inner
+        commands[f"{parent}{name}"] = inner
         if "commands" in vars(inner):
-            found |= verbs(inner, f"{parent}{name} ")
-    return found
+            commands |= verbs(inner, f"{parent}{name} ")
+    return commands
 
 
 def test_every_verb_has_a_panel_and_examples() -> None:
@@ -104,24 +104,28 @@ def test_every_verb_has_a_panel_and_examples() -> None:
 @pytest.mark.parametrize("verb", EXAMPLES)
 def test_every_example_is_one_that_its_verb_takes(verb: str) -> None:
     for example in EXAMPLES[verb]:
-        words = shlex.split(example.split(" > ")[0])
+        arguments = shlex.split(example.split(" > ")[0])
         command = COMMAND
-        while words and words[0] in getattr(command, "commands", {}):
-            command = command.commands[words.pop(0)]
+        while arguments and arguments[0] in getattr(command, "commands", {}):
+            command = command.commands[arguments.pop(0)]
         assert example.startswith(verb)
-        if words == ["--help"]:
+        if arguments == ["--help"]:
             continue
         assert "commands" not in vars(command)
-        command.make_context(verb, words)  # raises of an unknown option, a missing or wrong value
+        command.make_context(
+            verb, arguments
+        )  # raises of an unknown option, a missing or wrong value
 
 
 def test_without_arguments_the_help_comes_in_a_newcomers_order_and_says_what_to_type() -> None:
-    shown = runner.invoke(app, []).output
-    panels = [shown.index(f"─ {panel} ─") for panel in PANELS]
+    output = runner.invoke(app, []).output
+    panels = [output.index(f"─ {panel} ─") for panel in PANELS]
     assert panels == sorted(panels)
-    first = [shown.index(f"  dit-lora {verb}") for verb in ("doctor", "recipes", "init smoke/cog")]
-    assert panels[-1] < first[0] < first[1] < first[2]
-    assert shown.split() == invoke("--help").split()
+    verb_positions = [
+        output.index(f"  dit-lora {verb}") for verb in ("doctor", "recipes", "init smoke/cog")
+    ]
+    assert panels[-1] < verb_positions[0] < verb_positions[1] < verb_positions[2]
+    assert output.split() == invoke("--help").split()
 
 
 def completed(words: str, shell: str = "bash") -> list[str]:

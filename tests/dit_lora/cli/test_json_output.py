@@ -30,33 +30,35 @@ with mock.patch("dit_lora.cli.init.recipe_names", noisy):
 
 
 def test_what_others_print_goes_to_standard_error() -> None:
-    done = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True)
-    assert json.loads(done.stdout) == {"recipes": []}
-    assert done.stdout.endswith("}\n")
-    assert {"one", "two", "three", "four", "five"} <= set(done.stderr.split())
-    assert done.returncode == 0
+    process = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True)
+    assert json.loads(process.stdout) == {"recipes": []}
+    assert process.stdout.endswith("}\n")
+    assert {"one", "two", "three", "four", "five"} <= set(process.stderr.split())
+    assert process.returncode == 0
 
 
 def flags(command: Any, name: str) -> list[tuple[str, Any]]:
     """Every --json that takes no value, by its verb."""
     if hasattr(command, "commands"):
-        return [one for verb, sub in command.commands.items() for one in flags(sub, verb)]
+        return [flag for verb, sub in command.commands.items() for flag in flags(sub, verb)]
     return [(name, p) for p in command.params if "--json" in p.opts and getattr(p, "is_flag", 0)]
 
 
 def test_every_verb_has_the_one_flag() -> None:
-    found = flags(typer.main.get_command(app), "")
-    assert len(found) >= 10
+    flags_of_verbs = flags(typer.main.get_command(app), "")
+    assert len(flags_of_verbs) >= 10
     # Typer wraps what it is given.
-    others = [
-        n for n, flag in found if getattr(flag.callback, "__wrapped__", 0) is not json_output._begin
+    different = [
+        n
+        for n, flag in flags_of_verbs
+        if getattr(flag.callback, "__wrapped__", 0) is not json_output._begin
     ]
-    assert others == []
+    assert different == []
 
 
 @pytest.mark.parametrize("arguments", [["recipes", "--json", "--family", "nobody"]])
 def test_an_error_leaves_it_empty(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "dit_lora", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "no family 'nobody'" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert "no family 'nobody'" in process.stderr

@@ -31,10 +31,10 @@ def fill(folder: Path) -> Path:
 
 
 def test_it_shows_who_is_out_how_long_and_why(tmp_path: Path) -> None:
-    shown = invoke(fill(tmp_path))
-    assert "a.mp4: from epoch 0 for good, since step 4\n  data: it fails whatever" in shown
-    assert 'replays: {"failed": 3, "of": 3}' in shown
-    assert "b.mp4: from epoch 1 to epoch 1, since step 9" in shown
+    output = invoke(fill(tmp_path))
+    assert "a.mp4: from epoch 0 for good, since step 4\n  data: it fails whatever" in output
+    assert 'replays: {"failed": 3, "of": 3}' in output
+    assert "b.mp4: from epoch 1 to epoch 1, since step 9" in output
     assert [row["sample_id"] for row in json.loads(invoke(tmp_path, "--json"))["left_out"]] == [
         "a.mp4",
         "b.mp4",
@@ -42,14 +42,14 @@ def test_it_shows_who_is_out_how_long_and_why(tmp_path: Path) -> None:
 
 
 def test_it_releases_by_name_and_says_so(tmp_path: Path) -> None:
-    shown = invoke(fill(tmp_path), "--release", "a.mp4")
-    assert shown.startswith("released a.mp4: train.resume=auto trains on it again\n")
+    output = invoke(fill(tmp_path), "--release", "a.mp4")
+    assert output.startswith("released a.mp4: train.resume=auto trains on it again\n")
     assert "a.mp4" not in invoke(tmp_path)
     assert invoke(tmp_path, "--release", "b.mp4").endswith("leaves no sample out\n")
 
 
 def test_a_name_that_is_not_out_and_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:
-    for arguments, words in (
+    for arguments, message in (
         (
             [fill(tmp_path), "--release", "z.mp4"],
             "does not leave out z.mp4; it leaves out: a.mp4, b.mp4",
@@ -58,7 +58,7 @@ def test_a_name_that_is_not_out_and_a_folder_that_is_none_are_refused(tmp_path: 
     ):
         result = CliRunner().invoke(app, ["quarantine", *map(str, arguments)])
         assert isinstance(result.exception, DitLoraError)
-        assert words in str(result.exception)
+        assert message in str(result.exception)
 
 
 def test_nothing_is_released_under_a_run_that_goes_on(tmp_path: Path) -> None:

@@ -30,8 +30,10 @@ def clips(tmp_path: Path) -> Path:
     """Three clips and two pictures; one clip has a caption, in a row with a column of its own."""
     folder = tmp_path / "clips"
     write_without_captions(folder, clips=3, stills=2)
-    first = min(path.name for path in folder.glob("*.mp4"))
-    (folder / "metadata.jsonl").write_text(f'{{"file_name": "{first}",  "text": "mine", "n": 1}}\n')
+    first_name = min(path.name for path in folder.glob("*.mp4"))
+    (folder / "metadata.jsonl").write_text(
+        f'{{"file_name": "{first_name}",  "text": "mine", "n": 1}}\n'
+    )
     return folder
 
 
@@ -41,8 +43,8 @@ def rows(folder: Path) -> dict[str, str]:
 
 
 def caption(folder: Path, model: Path, *more: str) -> Result:
-    words = ["caption", str(folder), "--model", str(model), "--max-tokens", "6", *more]
-    return CliRunner().invoke(app, words)
+    arguments = ["caption", str(folder), "--model", str(model), "--max-tokens", "6", *more]
+    return CliRunner().invoke(app, arguments)
 
 
 @pytest.mark.parametrize(
@@ -53,18 +55,18 @@ def test_what_has_no_caption_gets_one_and_nothing_else_changes(
     variant: str, tiny_checkpoints: dict[str, Path], clips: Path
 ) -> None:
     before = (clips / "metadata.jsonl").read_bytes()
-    done = caption(clips, tiny_checkpoints[variant], "--trigger", "sks")
-    assert done.exit_code == 0, done.output
+    result = caption(clips, tiny_checkpoints[variant], "--trigger", "sks")
+    assert result.exit_code == 0, result.output
     after = (clips / "metadata.jsonl").read_bytes()
     assert after.startswith(before)
-    made = rows(clips)
-    assert len(made) == 5
-    assert all(text.startswith("sks, ") for text in made.values() if text != "mine")
+    rows_by_name = rows(clips)
+    assert len(rows_by_name) == 5
+    assert all(text.startswith("sks, ") for text in rows_by_name.values() if text != "mine")
     page = (clips / "captions.html").read_text()
-    assert all(name in page for name in made)
-    assert "4 captions written" in done.output
-    again = caption(clips, tiny_checkpoints[variant])
-    assert "0 captions written" in again.output
+    assert all(name in page for name in rows_by_name)
+    assert "4 captions written" in result.output
+    second_result = caption(clips, tiny_checkpoints[variant])
+    assert "0 captions written" in second_result.output
     assert (clips / "metadata.jsonl").read_bytes() == after
 
 
@@ -73,12 +75,14 @@ def test_a_file_that_cannot_be_read_is_named_at_the_end_and_stops_no_other(
 ) -> None:
     for name in ("broken.mp4", "broken.png"):
         (clips / name).write_bytes(b"no media")
-    done = caption(clips, tiny_checkpoints["qwen2.5-vl"])
-    assert done.exit_code == 1
-    said = [line for line in done.stdout.split("\n") if line.startswith("could not be described")]
-    assert [line.split(": ")[1] for line in said] == ["broken.mp4", "broken.png"]
+    result = caption(clips, tiny_checkpoints["qwen2.5-vl"])
+    assert result.exit_code == 1
+    messages = [
+        line for line in result.stdout.split("\n") if line.startswith("could not be described")
+    ]
+    assert [line.split(": ")[1] for line in messages] == ["broken.mp4", "broken.png"]
     assert len(rows(clips)) == 5
-    assert "2 of 7 files have none" in done.output
+    assert "2 of 7 files have none" in result.output
 
 
 def test_a_file_name_that_is_not_utf8_ends_nothing(
@@ -88,10 +92,10 @@ def test_a_file_name_that_is_not_utf8_ends_nothing(
     min(clips.glob("*.mp4")).rename(clips / odd[0])
     min(clips.rglob("*.png")).rename(clips / odd[1])
     (clips / odd[2]).write_bytes(b"no media")
-    done = caption(clips, tiny_checkpoints["qwen2.5-vl"])
-    assert done.exit_code == 1, done.output
-    assert "could not be described: broken\\udce9.png: " in done.stdout
-    assert "5 captions written" in done.stdout
+    result = caption(clips, tiny_checkpoints["qwen2.5-vl"])
+    assert result.exit_code == 1, result.output
+    assert "could not be described: broken\\udce9.png: " in result.stdout
+    assert "5 captions written" in result.stdout
     assert {*odd[:2]} < {*rows(clips)}
     assert "caf\\udce9.mp4" in (clips / "captions.html").read_text()
 
@@ -104,9 +108,9 @@ def test_an_output_that_is_not_finite_is_no_caption(
     tensors = load_file(file)
     name = next(key for key in tensors if key.endswith("norm.weight") and "visual" not in key)
     save_file(tensors | {name: torch.full_like(tensors[name], torch.nan)}, file, {"format": "pt"})
-    done = caption(clips, model)
-    assert done.exit_code == 1
-    assert done.output.count("the model's output is not finite") == 4
+    result = caption(clips, model)
+    assert result.exit_code == 1
+    assert result.output.count("the model's output is not finite") == 4
     assert rows(clips) == {min(rows(clips)): "mine"}
 
 
@@ -126,16 +130,16 @@ def test_a_caption_that_is_written_meanwhile_is_kept(
         return str(inner(answerer, file, *args))
 
     monkeypatch.setattr(captions, "describe", partial(describe, captions.describe))
-    done = caption(clips, tiny_checkpoints["qwen2.5-vl"])
-    assert done.exit_code == 0, done.output
-    made = rows(clips)
-    assert len(made) == 5
-    assert {name: made[name] for name in edited} == edited
+    result = caption(clips, tiny_checkpoints["qwen2.5-vl"])
+    assert result.exit_code == 0, result.output
+    rows_by_name = rows(clips)
+    assert len(rows_by_name) == 5
+    assert {name: rows_by_name[name] for name in edited} == edited
 
 
 def command(folder: Path, model: Path) -> list[str]:
-    words = ["caption", str(folder), "--model", str(model), "--max-tokens", "200"]
-    return ["-m", "dit_lora", *words]
+    arguments = ["caption", str(folder), "--model", str(model), "--max-tokens", "200"]
+    return ["-m", "dit_lora", *arguments]
 
 
 @pytest.mark.thorough
@@ -152,23 +156,23 @@ def test_a_killed_start_goes_on_where_it_was(
         time.sleep(0.02)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    kept = [json.loads(line) for line in part.read_text().splitlines()]
+    records = [json.loads(line) for line in part.read_text().splitlines()]
     with part.open("a") as file:
         file.write('{"file": "')
-    done = caption(clips, model)
-    assert f"and {len(kept)} of an earlier start" in done.output
-    made = rows(clips)
-    assert len(made) == 5
-    assert all(made[one["file"]] == one["caption"] for one in kept)
+    result = caption(clips, model)
+    assert f"and {len(records)} of an earlier start" in result.output
+    rows_by_name = rows(clips)
+    assert len(rows_by_name) == 5
+    assert all(rows_by_name[record["file"]] == record["caption"] for record in records)
 
 
 @pytest.mark.thorough
 def test_processes_share_a_folder(tiny_checkpoints: dict[str, Path], clips: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [sys.executable, *launch, *command(clips, tiny_checkpoints["qwen2.5-vl"])]
-    done = subprocess.run(words, env=os.environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("4 captions written") == 1
+    arguments = [sys.executable, *launch, *command(clips, tiny_checkpoints["qwen2.5-vl"])]
+    process = subprocess.run(arguments, env=os.environ, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("4 captions written") == 1
     assert len(rows(clips)) == 5
 
 
@@ -200,27 +204,27 @@ class Words:
     ],
 )
 def test_a_caption_is_cut_at_the_end_of_a_sentence(tokens: int, kept: str) -> None:
-    whole = "One two. Three four! Five six."
-    assert fitted(whole, TextLimit(Words(), tokens)) == (kept, kept != whole)
-    assert fitted(whole, None) == (whole, False)
+    text = "One two. Three four! Five six."
+    assert fitted(text, TextLimit(Words(), tokens)) == (kept, kept != text)
+    assert fitted(text, None) == (text, False)
 
 
 def test_a_recipe_bounds_captions_and_what_is_missing_is_said_in_a_line(
     tiny_checkpoints: dict[str, Path], clips: Path, tmp_path: Path
 ) -> None:
     model, recipe = tiny_checkpoints["qwen2.5-vl"], tmp_path / "recipe.yaml"
-    for words, said in (
+    for options, message in (
         ([str(clips), "--port", "1", "--model", "x"], "--port 1 is for --serve"),
         ([str(clips / "none"), "--model", str(model)], "no folder"),
         ([str(clips), "--model", str(clips)], "is neither a run's folder"),
     ):
-        result = CliRunner().invoke(app, ["caption", *words])
+        result = CliRunner().invoke(app, ["caption", *options])
         assert result.exit_code != 0
-        assert said in str(result.exception)
+        assert message in str(result.exception)
     for name, variant in (("cogvideox", "cogvideox-2b"), ("dit", "dit-tiny")):
         text = (ROOT / "recipes" / "smoke" / f"{name}.yaml").read_text()
         recipe.write_text(text.replace(f"tiny/{variant}", str(tiny_checkpoints[variant])))
-        done = caption(clips, model, "--recipe", str(recipe))
+        caption_result = caption(clips, model, "--recipe", str(recipe))
         # DiT's pictures have classes.
-        assert (done.exit_code == 0) == (name == "cogvideox"), done.output
-    assert "trains on classes" in str(done.exception)
+        assert (caption_result.exit_code == 0) == (name == "cogvideox"), caption_result.output
+    assert "trains on classes" in str(caption_result.exception)

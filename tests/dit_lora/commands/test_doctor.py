@@ -12,7 +12,7 @@ from dit_lora.environment.versions import TESTED, Device, Environment, problems
 from dit_lora.errors import DitLoraError
 
 TESTED_VERSIONS = {
-    name: known.release for name, known in TESTED.items() if known.required and known.release
+    name: tested.release for name, tested in TESTED.items() if tested.required and tested.release
 }
 ON_CPU = Environment("3.12.4", "Linux-6.1.0-x86_64", {**TESTED_VERSIONS, "numpy": "2.4.6"})
 H100 = Device("NVIDIA H100 80GB HBM3", 79.1, bf16=True)
@@ -30,26 +30,26 @@ def _no_default_launch_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_tested_environment_is_ok():
     """Nothing to refuse and no launch file: ok, and every package has a status."""
-    found = report(ON_CPU, None)
-    assert found["ok"] is True
-    assert found["python"] == "3.12.4"
-    assert found["platform"] == "Linux-6.1.0-x86_64"
-    assert found["known_bad"] == []
-    assert found["launch"] == {"config_file": None, "processes": None, "problem": None}
-    assert {name: entry["status"] for name, entry in found["packages"].items()} == {
-        name: "tested" if known.required else "absent" for name, known in TESTED.items()
+    report_values = report(ON_CPU, None)
+    assert report_values["ok"] is True
+    assert report_values["python"] == "3.12.4"
+    assert report_values["platform"] == "Linux-6.1.0-x86_64"
+    assert report_values["known_bad"] == []
+    assert report_values["launch"] == {"config_file": None, "processes": None, "problem": None}
+    assert {name: entry["status"] for name, entry in report_values["packages"].items()} == {
+        name: "tested" if tested.required else "absent" for name, tested in TESTED.items()
     }
-    assert found["packages"]["torch"]["version"] == "2.13.0"
-    assert found["packages"]["flash-attn"]["tested"] is None
-    assert [entry["what"] for entry in found["decisions"]][:2] == ["device", "dtype"]
+    assert report_values["packages"]["torch"]["version"] == "2.13.0"
+    assert report_values["packages"]["flash-attn"]["tested"] is None
+    assert [entry["what"] for entry in report_values["decisions"]][:2] == ["device", "dtype"]
 
 
 def test_a_report_survives_json():
     """It is made of plain values alone, so that `--json` can print it."""
     env = replace(ON_GPU, versions={**ON_GPU.versions, "peft": "0.11.1", "diffusers": "0.43.0"})
-    found = report(env, None)
-    assert json.loads(json.dumps(found)) == found
-    assert found["device"] == {
+    report_values = report(env, None)
+    assert json.loads(json.dumps(report_values)) == report_values
+    assert report_values["device"] == {
         "cuda_available": True,
         "torch_cuda": "13.0",
         "gpus": [{"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1, "bf16": True}],
@@ -84,11 +84,11 @@ def test_a_launch_file_that_would_lose_processes_is_not_ok(tmp_path: Path):
     """MULTI_CPU with two processes starts one."""
     path = tmp_path / "cpu.yaml"
     path.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n", encoding="utf-8")
-    found = report(ON_CPU, path)
-    assert found["ok"] is False
-    assert found["launch"]["config_file"] == str(path)
-    assert found["launch"]["processes"] == 2
-    assert "torchrun --nproc_per_node 2" in found["launch"]["problem"]
+    report_values = report(ON_CPU, path)
+    assert report_values["ok"] is False
+    assert report_values["launch"]["config_file"] == str(path)
+    assert report_values["launch"]["processes"] == 2
+    assert "torchrun --nproc_per_node 2" in report_values["launch"]["problem"]
 
 
 def test_the_default_launch_file_is_judged_when_none_is_named(tmp_path: Path):
@@ -144,19 +144,23 @@ def test_tables_fit_80_columns_and_commands_stay_whole(
     path = tmp_path / "[bold].yaml"
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n", encoding="utf-8")
     render(report(env, path))
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for problem in problems(env):
-        assert problem.remedy in shown
-        assert problem.what in shown
+        assert problem.remedy in output
+        assert problem.what in output
     for name in TESTED:
-        assert f" {name} " in shown
-    assert "[red]80GB[/red]" in shown
-    assert "[bold].yaml" in shown
-    assert "set num_processes to 1" in shown
-    assert shown.rstrip().endswith("not ready: see the lines with refuse")
-    whole = [text for p in problems(env) for text in (p.what, p.remedy)] + ["num_processes"]
-    whole += [str(path)]
-    wrapped = [line for line in shown.splitlines() if not any(text in line for text in whole)]
+        assert f" {name} " in output
+    assert "[red]80GB[/red]" in output
+    assert "[bold].yaml" in output
+    assert "set num_processes to 1" in output
+    assert output.rstrip().endswith("not ready: see the lines with refuse")
+    unbroken_texts = [text for p in problems(env) for text in (p.what, p.remedy)] + [
+        "num_processes"
+    ]
+    unbroken_texts += [str(path)]
+    wrapped = [
+        line for line in output.splitlines() if not any(text in line for text in unbroken_texts)
+    ]
     assert len(wrapped) > len(TESTED)
     assert max(map(len, wrapped)) <= 80
 
@@ -164,6 +168,6 @@ def test_tables_fit_80_columns_and_commands_stay_whole(
 def test_a_good_report_ends_in_ready(capsys: pytest.CaptureFixture[str]):
     """The last line is the answer."""
     render(report(ON_CPU, None))
-    shown = capsys.readouterr().out
-    assert shown.rstrip().endswith("ready to train")
-    assert "refuse" not in shown
+    output = capsys.readouterr().out
+    assert output.rstrip().endswith("ready to train")
+    assert "refuse" not in output

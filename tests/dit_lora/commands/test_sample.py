@@ -33,16 +33,16 @@ def base(tiny_checkpoints: dict[str, Path]) -> Path:
 @pytest.fixture(scope="module")
 def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("adapters")
-    one, other = (
+    first_folder, second_folder = (
         trained("sana", base, folder / name, seed=seed, scale=0.3).folder
         for name, seed in (("one", 1), ("other", 2))
     )
-    return one, other
+    return first_folder, second_folder
 
 
 def request(target: Path, base: Path, out: Path, **options: Any) -> SampleRequest:
-    how = {"inference_steps": 2, "guidance_scale": 1.0, **SHAPE}
-    return SampleRequest(target, (PROMPT,), model=str(base), out=out, **how, **options)
+    sampling = {"inference_steps": 2, "guidance_scale": 1.0, **SHAPE}
+    return SampleRequest(target, (PROMPT,), model=str(base), out=out, **sampling, **options)
 
 
 def pixels(path: Path) -> Any:
@@ -54,8 +54,8 @@ def stock(base: Path, seed: int, put: Callable[[Any], None]) -> Any:
     checkpoint = get_family("sana").open(ModelConfig(family="sana", path=str(base)))
     pipeline = checkpoint.pipeline(torch.float32)
     put(pipeline)
-    how = Sampling(VideoShape(1, 64, 64), 2, 1.0, seed)
-    frames, _ = checkpoint.generate_with_sound(pipeline, checkpoint.conditions(PROMPT), how)
+    sampling = Sampling(VideoShape(1, 64, 64), 2, 1.0, seed)
+    frames, _ = checkpoint.generate_with_sound(pipeline, checkpoint.conditions(PROMPT), sampling)
     return frames[0].numpy()
 
 
@@ -65,9 +65,9 @@ def test_each_seed_of_a_row_gives_what_it_gives_alone(
     row = sample(request(adapters[0], base, tmp_path / "row", seed=5, count=3))
     assert len(row) == 3
     for seed, path in zip((5, 6, 7), row, strict=True):
-        (alone,) = sample(request(adapters[0], base, tmp_path / f"alone_{seed}", seed=seed))
-        assert alone.name == path.name
-        assert alone.read_bytes() == path.read_bytes()
+        (single_path,) = sample(request(adapters[0], base, tmp_path / f"alone_{seed}", seed=seed))
+        assert single_path.name == path.name
+        assert single_path.read_bytes() == path.read_bytes()
     assert len({path.read_bytes() for path in row}) == 3
 
 
@@ -81,8 +81,10 @@ def test_strengths_are_the_base_the_adapter_and_stock_weights_between(
 
         return put
 
-    asked = request(adapters[0], base, tmp_path / "row", seed=3, strengths=(1.5, 0, 1, 0.5))
-    cells = {cell.strength: cell.path for cell in sample_cells(asked)}
+    sample_request = request(
+        adapters[0], base, tmp_path / "row", seed=3, strengths=(1.5, 0, 1, 0.5)
+    )
+    cells = {cell.strength: cell.path for cell in sample_cells(sample_request)}
     assert np.array_equal(pixels(cells[0]), stock(base, 3, lambda pipeline: None))
     (plain,) = sample(request(adapters[0], base, tmp_path / "plain", seed=3))
     assert plain.read_bytes() == cells[1].read_bytes()
@@ -108,22 +110,26 @@ def test_a_second_adapter_may_be_in_another_programs_form(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     base = tiny_checkpoints["flux2-klein"]
-    one, other = (
+    first_folder, second_folder = (
         trained("flux2", base, tmp_path / name, seed=seed, scale=0.3).folder
         for name, seed in (("one", 1), ("other", 2))
     )
-    comfyui = export(ExportRequest((other,), "comfyui", tmp_path / "comfyui", model=str(base)))
+    comfyui = export(
+        ExportRequest((second_folder,), "comfyui", tmp_path / "comfyui", model=str(base))
+    )
     (file,) = comfyui.glob("*.safetensors")
-    shown = [
-        pixels(sample(request(one, base, tmp_path / name, others=others))[0]).astype(int)
-        for name, others in (
+    images = [
+        pixels(
+            sample(request(first_folder, base, tmp_path / name, others=other_adapters))[0]
+        ).astype(int)
+        for name, other_adapters in (
             ("alone", ()),
-            ("stock", ((other, 0.5),)),
+            ("stock", ((second_folder, 0.5),)),
             ("foreign", ((file, 0.5),)),
         )
     ]
-    assert abs(shown[1] - shown[2]).max() <= 1
-    assert abs(shown[0] - shown[1]).max() > 8
+    assert abs(images[1] - images[2]).max() <= 1
+    assert abs(images[0] - images[1]).max() > 8
 
 
 @pytest.mark.parametrize(
@@ -132,10 +138,10 @@ def test_a_second_adapter_may_be_in_another_programs_form(
 def test_other_kinds_are_sampled_and_left_out_at_strength_0(
     kind: Any, base: Path, tmp_path: Path
 ) -> None:
-    found = trained("sana", base, tmp_path / "adapter", kind=kind, scale=0.3).folder
-    target = found if kind in WITHOUT_DIFFUSERS else found / "pytorch_lora_weights.safetensors"
-    asked = request(target, base, tmp_path / "out", seed=2, strengths=(0, 1))
-    off, on = (pixels(cell.path) for cell in sample_cells(asked))
+    folder = trained("sana", base, tmp_path / "adapter", kind=kind, scale=0.3).folder
+    target = folder if kind in WITHOUT_DIFFUSERS else folder / "pytorch_lora_weights.safetensors"
+    sample_request = request(target, base, tmp_path / "out", seed=2, strengths=(0, 1))
+    off, on = (pixels(cell.path) for cell in sample_cells(sample_request))
     assert np.array_equal(off, stock(base, 2, lambda pipeline: None))
     assert not np.array_equal(on, off)
     if kind == "oft":
@@ -148,12 +154,12 @@ def test_what_has_no_strength_is_refused_by_name(
 ) -> None:
     wider = trained("sana", base, tmp_path / "wider", connector=True).folder
     assert (wider / BASE_FILE).is_file()
-    for asked in ({"strengths": (0.5,)}, {"others": ((adapters[0], 1.0),)}):
+    for options in ({"strengths": (0.5,)}, {"others": ((adapters[0], 1.0),)}):
         with pytest.raises(DitLoraError, match="base weights trained beside"):
-            sample(request(wider, base, tmp_path / "out", **asked))
+            sample(request(wider, base, tmp_path / "out", **options))
     with pytest.raises(DitLoraError, match="base weights trained beside"):
         sample(request(adapters[0], base, tmp_path / "out", others=((wider, 1.0),)))
-    for words, said in (
+    for arguments, message in (
         (["--strengths", "0,x"], "takes numbers"),
         (["--strengths", "1,1"], "each once"),
         (["--strengths", "nan"], "finite"),
@@ -161,17 +167,17 @@ def test_what_has_no_strength_is_refused_by_name(
         (["--adapter", "x=inf"], "not finite"),
         (["--adapter", "none"], "no adapter in none"),
     ):
-        line = ["sample", str(adapters[0]), "--prompt", "x", "--model", str(base), *words]
+        line = ["sample", str(adapters[0]), "--prompt", "x", "--model", str(base), *arguments]
         shape = [f"--{name}={value}" for name, value in SHAPE.items()]
-        done = CliRunner().invoke(app, [*line, *shape])
-        assert done.exit_code != 0
-        assert said in str(done.exception), (words, done.exception)
+        result = CliRunner().invoke(app, [*line, *shape])
+        assert result.exit_code != 0
+        assert message in str(result.exception), (arguments, result.exception)
 
 
 def test_a_grid_is_a_page_beside_its_files(
     base: Path, adapters: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    words = [
+    arguments = [
         "sample",
         str(adapters[0]),
         "--prompt",
@@ -181,7 +187,7 @@ def test_a_grid_is_a_page_beside_its_files(
         "--model",
         str(base),
     ]
-    words += [
+    arguments += [
         "--count",
         "2",
         "--strengths",
@@ -191,16 +197,16 @@ def test_a_grid_is_a_page_beside_its_files(
         "--out",
         str(tmp_path),
     ]
-    words += [
+    arguments += [
         f"--adapter={adapters[1]}=0.5",
         *(f"--{name}={value}" for name, value in SHAPE.items()),
     ]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
     files = sorted(path.name for path in tmp_path.glob("*.png"))
     assert len(files) == 8
     page = (tmp_path / "samples.html").read_text()
     assert all(f'src="{name}"' in page for name in files)
     assert page.count('<section class="row">') == 4
     assert "<b>a</b>" not in page
-    assert done.stdout.splitlines()[-1] == str(tmp_path / "samples.html")
+    assert result.stdout.splitlines()[-1] == str(tmp_path / "samples.html")

@@ -28,9 +28,9 @@ TASKS = {
 
 def test_a_checkout_names_every_recipe_where_it_lies() -> None:
     assert stock_files() == ROOT
-    found = [path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.yaml")]
-    assert sorted(recipe_names()) == sorted(path.with_suffix("").as_posix() for path in found)
-    assert len(found) >= 35
+    paths = [path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.yaml")]
+    assert sorted(recipe_names()) == sorted(path.with_suffix("").as_posix() for path in paths)
+    assert len(paths) >= 35
     assert recipe_names()[0].startswith("smoke/")
 
 
@@ -59,9 +59,9 @@ def test_a_recipe_in_a_folder_of_its_own_is_the_same_and_its_header_is_true_ther
     # Every file that the launch names is there; its options are the shipped header's.
     launch = recipe.launch(recipe.accelerate_config)
     assert f"#   {launch}\n" in header + "\n"
-    words = shlex.split(launch)
-    assert words[:4] == ["accelerate", "launch", "--quiet", "--config_file"]
-    named = [word for word in words if word.endswith((".yaml", ".py"))]
+    arguments = shlex.split(launch)
+    assert arguments[:4] == ["accelerate", "launch", "--quiet", "--config_file"]
+    named = [word for word in arguments if word.endswith((".yaml", ".py"))]
     assert named == [f"{recipe.accelerate_config}.yaml", "lora.py", recipe.file]
     assert all((tmp_path / "run" / word).is_file() for word in named)
     record = recipe.record(default_recipes())

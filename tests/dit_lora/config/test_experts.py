@@ -53,9 +53,9 @@ def test_each_expert_gets_its_share_of_the_steps_and_at_least_one(
 
 
 def test_an_experts_recipe_is_a_recipe_that_can_be_written_and_read(tmp_path: Path) -> None:
-    for one in in_turn(recipe_with(train={"high_noise_share": 0.3})):
-        (tmp_path / "config.yaml").write_text(dump_recipe(one))
-        assert load_recipe(tmp_path / "config.yaml") == one
+    for expert_recipe in in_turn(recipe_with(train={"high_noise_share": 0.3})):
+        (tmp_path / "config.yaml").write_text(dump_recipe(expert_recipe))
+        assert load_recipe(tmp_path / "config.yaml") == expert_recipe
 
 
 @pytest.mark.parametrize(

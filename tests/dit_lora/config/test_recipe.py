@@ -196,8 +196,8 @@ FULL = {"optim": {"groups": {"backbone": {"lr": 1e-4}}}}
 def test_values_that_contradict_each_other_are_refused(
     values: dict[str, Any], change: dict[str, Any], words: str
 ) -> None:
-    for section, given in change.items():
-        values[section] = {**values.get(section, {}), **given}
+    for section, section_values in change.items():
+        values[section] = {**values.get(section, {}), **section_values}
     with pytest.raises(DitLoraError) as error:
         parse_recipe(values, "r")
     assert words in str(error.value)

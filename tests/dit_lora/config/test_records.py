@@ -49,16 +49,16 @@ def test_what_is_of_another_shape_is_one_line(
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(DitLoraError) as refused:
         read_typed(file, kind)
-    words = str(refused.value)
-    assert reason in words
-    assert str(file) in words
-    assert "\n" not in words
-    assert len(words) < 500
+    message = str(refused.value)
+    assert reason in message
+    assert str(file) in message
+    assert "\n" not in message
+    assert len(message) < 500
 
 
 def test_what_newer_versions_write_is_kept_and_integers_stay_so() -> None:
-    made = {"alpha": 8, "video": {"frames": 9, "fps": None}, "future": {"key": [1]}}
-    assert json.dumps(typed(json.dumps(made), Provenance, "a")) == json.dumps(made)
+    values = {"alpha": 8, "video": {"frames": 9, "fps": None}, "future": {"key": [1]}}
+    assert json.dumps(typed(json.dumps(values), Provenance, "a")) == json.dumps(values)
 
 
 FACTS: dict[str, Any] = {

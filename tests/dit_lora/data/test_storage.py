@@ -55,11 +55,11 @@ def away(path: Path, seconds: float = 0.1) -> Iterator[None]:
 def cache(tmp_path: Path) -> TensorCache:
     """Four entries in two shards."""
     cache = TensorCache(tmp_path / "videos")
-    for first in (0, 2):
+    for start in (0, 2):
         cache.write_all(
             [
                 encoded(key(k), {"x": torch.full((4,), float(k))}, sample=f"{k}", facts={})
-                for k in (first, first + 1)
+                for k in (start, start + 1)
             ]
         )
     assert len(cache) == 4
@@ -118,9 +118,9 @@ def test_damage_and_marks_are_the_entrys_own(cache: TensorCache) -> None:
     cache.set_aside(key(0))
     path = cache.path(key(2))
     path.write_bytes(path.read_bytes()[:-20])  # the last entry is cut
-    for number, words in ((0, "marked bad"), (3, "not all of it")):
+    for number, message in ((0, "marked bad"), (3, "not all of it")):
         tensors, fault = cache.read(key(number), OF_ENTRY)
-        assert words in str(fault)
+        assert message in str(fault)
         assert tensors["x"].isnan().all()
     path.write_bytes(b"no header")
     assert "not all of it" in str(cache.read(key(2), OF_ENTRY)[1])
@@ -141,10 +141,10 @@ def test_after_an_error_the_file_is_opened_again(
         return read(handle, *rest)  # type: ignore[arg-type]
 
     # As a tensor of an earlier step may hold it: so its number is not that of the next file.
-    held = cache._opened(cache.path(key(0)))
+    shard_file = cache._opened(cache.path(key(0)))
     monkeypatch.setattr(os, "preadv", stale)
     require_right(cache, 0)
-    assert held is not None
+    assert shard_file is not None
     assert len(broken) == 1
 
 

@@ -82,11 +82,11 @@ def test_the_process_that_renders_holds_no_lock_of_its_parents(
     rendered(tokenizer, PLAIN)
     tokenization_utils_base.render_jinja_template._stop()  # the next template begins a process
     path = tmp_path / "lock"
-    with path.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         assert rendered(tokenizer, PLAIN) == "<user>A disc?"
-    with path.open("w") as again:
-        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with path.open("w") as second_file:
+        fcntl.flock(second_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_other_templates_are_rendered_as_without_bounds(tokenizer: Any) -> None:

@@ -90,8 +90,8 @@ def test_code_of_a_checkpoint_is_not_run_by_any_verb(
     if family == "cogvideox":
         recipe += [f"data.path={shape_clips}", *SHARE]
     else:
-        told = [{"from": "human", "value": "A disc?"}, {"from": "gpt", "value": "Yes."}]
-        (tmp_path / "told.json").write_text(json.dumps([{"conversations": told}]))
+        conversation = [{"from": "human", "value": "A disc?"}, {"from": "gpt", "value": "Yes."}]
+        (tmp_path / "told.json").write_text(json.dumps([{"conversations": conversation}]))
         recipe.append(f"data.path={tmp_path / 'told.json'}")
     with pytest.raises(DitLoraError) if needs_it else nullcontext() as refused:
         if command == "train":

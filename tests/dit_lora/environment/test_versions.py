@@ -224,7 +224,7 @@ print(json.dumps([default_config_file, str(default_launch_config())]))
 
 
 def run_python(script: str, environment: dict[str, str] | None = None) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script],
         env=environment and {**environment, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
@@ -232,8 +232,8 @@ def run_python(script: str, environment: dict[str, str] | None = None) -> str:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()[-1]
 
 
 def test_processes_left_out_are_a_problem_with_two_ways_out():

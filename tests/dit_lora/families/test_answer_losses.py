@@ -33,41 +33,43 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_losses_and_gradients_are_the_stock_models_of_each_sample_alone(name: str) -> None:
-    model, found = tiny.MODELS[name]().eval(), tiny.samples(name)
-    alone = torch.stack([model(**sample.inputs, labels=sample.labels).loss for sample in found])
-    (alone @ WEIGHTS).backward()
-    wanted = gradients(model)
+    model, samples = tiny.MODELS[name]().eval(), tiny.samples(name)
+    single_losses = torch.stack(
+        [model(**sample.inputs, labels=sample.labels).loss for sample in samples]
+    )
+    (single_losses @ WEIGHTS).backward()
+    expected = gradients(model)
     model.zero_grad()
-    losses = with_answer_losses(model)(**tiny.batch(found))
+    losses = with_answer_losses(model)(**tiny.batch(samples))
     assert losses.dtype is torch.float32
     (losses @ WEIGHTS).backward()
     got = gradients(model)
-    torch.testing.assert_close(losses, alone)
-    assert got.keys() == wanted.keys()
-    for parameter, gradient in wanted.items():
+    torch.testing.assert_close(losses, single_losses)
+    assert got.keys() == expected.keys()
+    for parameter, gradient in expected.items():
         torch.testing.assert_close(got[parameter], gradient, msg=parameter)
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_padding_on_the_right_needs_no_mask(name: str) -> None:
-    model, found = with_answer_losses(tiny.MODELS[name]().eval()), tiny.samples(name)
-    batch, mask = tiny.batch(found), tiny.mask(found)
+    model, samples = with_answer_losses(tiny.MODELS[name]().eval()), tiny.samples(name)
+    batch, mask = tiny.batch(samples), tiny.mask(samples)
     with torch.no_grad():
         torch.testing.assert_close(model(**batch), model(**batch, attention_mask=mask))
         # Whatever the pads are.
-        other = {**batch, "input_ids": torch.where(mask == 1, batch["input_ids"], 59)}
-        assert torch.equal(model(**batch), model(**other))
+        changed_batch = {**batch, "input_ids": torch.where(mask == 1, batch["input_ids"], 59)}
+        assert torch.equal(model(**batch), model(**changed_batch))
 
 
 def test_without_answers_the_stock_forward_runs() -> None:
     model, (sample, *_) = tiny.mistral().eval(), tiny.samples("mistral")
-    wanted = model(**sample.inputs, labels=sample.labels)
-    said = model.generate(**sample.inputs, max_new_tokens=4, do_sample=False)
+    expected = model(**sample.inputs, labels=sample.labels)
+    answer = model.generate(**sample.inputs, max_new_tokens=4, do_sample=False)
     assert with_answer_losses(model) is model
     got = model(**sample.inputs, labels=sample.labels)
-    assert torch.equal(got.logits, wanted.logits)
-    assert torch.equal(got.loss, wanted.loss)
-    assert torch.equal(model.generate(**sample.inputs, max_new_tokens=4, do_sample=False), said)
+    assert torch.equal(got.logits, expected.logits)
+    assert torch.equal(got.loss, expected.loss)
+    assert torch.equal(model.generate(**sample.inputs, max_new_tokens=4, do_sample=False), answer)
     assert inspect.signature(model.forward) == inspect.signature(type(model)(model.config).forward)
 
 
@@ -88,15 +90,17 @@ def test_an_adapter_on_the_head_and_in_the_blocks_trains() -> None:
     model.requires_grad_(False)
     targets = ["q_proj", "down_proj", "lm_head"]
     model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
-    found = tiny.samples("mistral")
-    alone = torch.stack([model(**sample.inputs, labels=sample.labels).loss for sample in found])
-    (alone @ WEIGHTS).backward()
-    wanted = gradients(model)
+    samples = tiny.samples("mistral")
+    single_losses = torch.stack(
+        [model(**sample.inputs, labels=sample.labels).loss for sample in samples]
+    )
+    (single_losses @ WEIGHTS).backward()
+    expected = gradients(model)
     model.zero_grad()
-    (model(**tiny.batch(found)) @ WEIGHTS).backward()
+    (model(**tiny.batch(samples)) @ WEIGHTS).backward()
     got = gradients(model)
-    assert sum("lm_head" in parameter for parameter in wanted) == 2
-    torch.testing.assert_close(got, wanted)
+    assert sum("lm_head" in parameter for parameter in expected) == 2
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.fixture
@@ -110,23 +114,23 @@ def test_accelerates_autocast_reaches_trunk_and_head(accelerator: Accelerator) -
     model, batch = with_answer_losses(tiny.mistral()), tiny.batch(tiny.samples("mistral"))
     stock = model(**batch)
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = model(**batch)
+        expected = model(**batch)
     prepared = accelerator.prepare(model)
     got = prepared(**batch)
     assert got.dtype is torch.float32
-    assert torch.equal(got, wanted)
+    assert torch.equal(got, expected)
     assert not torch.equal(got, stock)
     got.sum().backward()
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
     twin = copy.deepcopy(prepared)
     nn.init.normal_(twin.lm_head.weight)
-    assert not torch.allclose(twin(**batch), wanted)
+    assert not torch.allclose(twin(**batch), expected)
 
 
 def test_ddp_gives_the_same_gradients(tmp_path: Path) -> None:
     model, batch = with_answer_losses(tiny.mistral()), tiny.batch(tiny.samples("mistral"))
     model(**batch).sum().backward()
-    wanted = gradients(model)
+    expected = gradients(model)
     model.zero_grad()
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
@@ -135,7 +139,7 @@ def test_ddp_gives_the_same_gradients(tmp_path: Path) -> None:
         nn.parallel.DistributedDataParallel(model)(**batch).sum().backward()
     finally:
         torch.distributed.destroy_process_group()
-    torch.testing.assert_close(gradients(model), wanted)
+    torch.testing.assert_close(gradients(model), expected)
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)

@@ -35,14 +35,14 @@ def test_a_trained_model_is_its_base_within_and_as_it_was_afterwards(
             parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
         after = losses(model_subject, model, batch)
         assert not torch.equal(after, base)
-        kept = {name: p.clone() for name, p in trained.items()}
+        initial = {name: p.clone() for name, p in trained.items()}
         with base_alone(model):
             assert does_nothing(model)
             assert torch.equal(losses(model_subject, model, batch), base)
         with pytest.raises(ValueError, match="within"), base_alone(model):
             raise ValueError("within")
         assert not does_nothing(model)
-        assert all(torch.equal(p, kept[name]) for name, p in trained.items())
+        assert all(torch.equal(p, initial[name]) for name, p in trained.items())
         assert torch.equal(losses(model_subject, model, batch), after)
 
 
@@ -50,8 +50,8 @@ def test_only_a_lora_whose_b_is_zero_does_nothing(model_subject: Subject) -> Non
     model = adapted(model_subject)
     b = [p for n, p in model.named_parameters() if ".lora_B." in n]
     with torch.no_grad():
-        for one in b:
-            one.zero_()
+        for parameter in b:
+            parameter.zero_()
         assert does_nothing(model)
         b[-1].view(-1)[-1] = 1e-20
     assert not does_nothing(model)

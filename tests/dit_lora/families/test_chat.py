@@ -49,10 +49,10 @@ def stock_losses(model: Any, checkpoint: Any, samples: list[Any]) -> torch.Tenso
     """Of each sample alone, by the stock forward's logits with a mask of its own."""
     losses = []
     for rendered, media in samples:
-        one = {name: tensor[None] for name, tensor in media.items()}
-        given = checkpoint.inputs({"input_ids": torch.tensor([rendered.ids]), **one})
-        mask = torch.ones_like(given["input_ids"])
-        logits = model(**given, attention_mask=mask).logits[0]
+        media_batch = {name: tensor[None] for name, tensor in media.items()}
+        model_inputs = checkpoint.inputs({"input_ids": torch.tensor([rendered.ids]), **media_batch})
+        mask = torch.ones_like(model_inputs["input_ids"])
+        logits = model(**model_inputs, attention_mask=mask).logits[0]
         labels = torch.tensor(rendered.labels)
         losses.append(F.cross_entropy(logits[:-1].double(), labels[1:]))
     return torch.stack(losses)
@@ -88,7 +88,9 @@ def test_a_picture_changes_its_own_samples_loss_and_no_others(
     changed = {**batch, "pixels": batch["pixels"].clone()}
     changed["pixels"][1, -1] = 255 - changed["pixels"][1, -1]
     with torch.no_grad():
-        before, after = (checkpoint.losses(model, one, STREAMS)[0] for one in (batch, changed))
+        before, after = (
+            checkpoint.losses(model, tensors, STREAMS)[0] for tensors in (batch, changed)
+        )
     torch.testing.assert_close(before[0], after[0], rtol=1e-5, atol=1e-5)
     assert (before[1] - after[1]).abs() > 1e-3
 
@@ -124,14 +126,14 @@ def test_connector_and_backbone_hold_all_of_the_vision_side(
     grouped = {name for group in groups for name in group["param_names"]}
     # Only LLaVA's images use its image_newline: of videos alone it would never learn.
     text = ("lm_head", "model.language_model.", "model.text_model.", "model.image_newline")
-    rest = {name for name, _ in model.named_parameters()} - grouped
-    assert all(name.startswith(text) for name in rest)
+    ungrouped = {name for name, _ in model.named_parameters()} - grouped
+    assert all(name.startswith(text) for name in ungrouped)
     assert not any(name.startswith(text) for name in grouped)
-    own = {
+    expected_groups = {
         "llava-next-video": "model.multi_modal_projector.linear_1.weight",
         "qwen3-vl": "model.visual.deepstack_merger_list.0.norm.weight",
     }
-    assert own.get(folder.name, groups[0]["param_names"][0]) in groups[0]["param_names"]
+    assert expected_groups.get(folder.name, groups[0]["param_names"][0]) in groups[0]["param_names"]
     samples = [rendered_sample(checkpoint, "image", generator=draws)]
     checkpoint.losses(model, batched(samples), STREAMS).losses.sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in groups[0]["params"])
@@ -150,17 +152,17 @@ def test_an_answer_is_the_most_likely_token_each_time(
             checkpoint.tokenizer.convert_tokens_to_ids(list(TINY[folder.name].special))
         ] = 0
     prompt, media = rendered_sample(checkpoint, kind, answered=False, generator=draws)
-    said = checkpoint.answer(model, prompt, media.get("pixels"), max_tokens=5)
+    answer = checkpoint.answer(model, prompt, media.get("pixels"), max_tokens=5)
     ids, ends = list(prompt.ids), checkpoint.tokenizer.eos_token_id
-    one = {name: tensor[None] for name, tensor in media.items()}
+    media_batch = {name: tensor[None] for name, tensor in media.items()}
     with torch.no_grad():
         for _ in range(5):
-            given = checkpoint.inputs({"input_ids": torch.tensor([ids]), **one})
-            ids.append(int(model(**given).logits[0, -1].argmax()))
+            model_inputs = checkpoint.inputs({"input_ids": torch.tensor([ids]), **media_batch})
+            ids.append(int(model(**model_inputs).logits[0, -1].argmax()))
             if ids[-1] == ends:
                 break
     new = ids[len(prompt) :]
-    assert said == checkpoint.tokenizer.decode(new, skip_special_tokens=True).strip()
+    assert answer == checkpoint.tokenizer.decode(new, skip_special_tokens=True).strip()
 
 
 def test_prompts_are_the_beginning_of_what_is_trained(folder: Path) -> None:
@@ -168,11 +170,11 @@ def test_prompts_are_the_beginning_of_what_is_trained(folder: Path) -> None:
     shape = checkpoint.shape("video", 90, 151)
     assert shape is not None
     talk, times = conversation("video", "What is it?", "A dog."), frame_times(shape.frames)
-    whole = checkpoint.render(talk, shape, times)
-    asked = checkpoint.render(talk, shape, times, answered=False)
-    assert asked.ids == whole.ids[: len(asked)]
-    assert asked.answers < whole.answers
-    assert checkpoint.tokenizer.decode(whole.ids[-1:]) == TINY[folder.name].end
+    full_sample = checkpoint.render(talk, shape, times)
+    question = checkpoint.render(talk, shape, times, answered=False)
+    assert question.ids == full_sample.ids[: len(question)]
+    assert question.answers < full_sample.answers
+    assert checkpoint.tokenizer.decode(full_sample.ids[-1:]) == TINY[folder.name].end
 
 
 def test_weights_load_in_bf16_and_are_frozen(folder: Path, draws: torch.Generator) -> None:
@@ -196,15 +198,15 @@ def test_qwen2_5_counts_positions_by_the_seconds_of_its_frames(
         rendered_sample(checkpoint, "video", apart=apart, generator=draws) for apart in (0.5, 2.0)
     ]
     batch = batched(samples)
-    given = checkpoint.inputs(batch)
+    model_inputs = checkpoint.inputs(batch)
     # Two tokens a second, two frames a patch.
-    assert given["second_per_grid_ts"].tolist() == [1.0, 4.0]
+    assert model_inputs["second_per_grid_ts"].tolist() == [1.0, 4.0]
     names = ("mm_token_type_ids", "video_grid_thw", "second_per_grid_ts")
     positions, _ = model.model.get_rope_index(
-        given["input_ids"], **{name: given[name] for name in names}
+        model_inputs["input_ids"], **{name: model_inputs[name] for name in names}
     )
-    seen = batch["input_ids"][0] == checkpoint.config.video_token_id
-    spans = positions[0][:, seen].max(1).values - positions[0][:, seen].min(1).values
+    is_video = batch["input_ids"][0] == checkpoint.config.video_token_id
+    spans = positions[0][:, is_video].max(1).values - positions[0][:, is_video].min(1).values
     assert spans.tolist() == [2, 8]
     with pytest.raises(DitLoraError, match="no `seconds`"):
         checkpoint.inputs({name: batch[name] for name in ("input_ids", "pixels")})
@@ -215,16 +217,18 @@ def test_answers_use_the_seconds_that_were_rendered(
 ) -> None:
     checkpoint = opened(tiny_checkpoints["qwen2.5-vl"], frames=4)
     model: Any = checkpoint.load_model(torch.float32)
-    seen = []
+    intervals = []
     index = type(model.model).get_rope_index
     monkeypatch.setattr(
         type(model.model),
         "get_rope_index",
-        lambda *args, **given: seen.append(given["second_per_grid_ts"]) or index(*args, **given),
+        lambda *args, **kwargs: (
+            intervals.append(kwargs["second_per_grid_ts"]) or index(*args, **kwargs)
+        ),
     )
     prompt, media = rendered_sample(checkpoint, "video", answered=False, apart=2.0, generator=draws)
     checkpoint.answer(model, copy.copy(prompt), media["pixels"], max_tokens=2)
-    assert seen[0].tolist() == [4.0]
+    assert intervals[0].tolist() == [4.0]
 
 
 def test_a_wrong_number_of_placeholders_is_refused_by_the_model(
@@ -371,12 +375,12 @@ def test_a_template_file_of_older_checkpoints_is_read(
 def test_tiny_checkpoints_are_equal_bytes_for_equal_seeds(folder: Path, tmp_path: Path) -> None:
     FAMILY.build_tiny(folder.name, tmp_path / "same", 0)
     FAMILY.build_tiny(folder.name, tmp_path / "other", 1)
-    same, other, ours = (
+    same_losses, other_losses, ours = (
         {file.name: hashlib.sha256(file.read_bytes()).digest() for file in path.iterdir()}
         for path in (tmp_path / "same", tmp_path / "other", folder)
     )
-    assert same == ours
-    assert {name for name in ours if ours[name] != other[name]} == {"model.safetensors"}
+    assert same_losses == ours
+    assert {name for name in ours if ours[name] != other_losses[name]} == {"model.safetensors"}
     assert sum(file.stat().st_size for file in folder.iterdir()) < 2**20
 
 
@@ -384,8 +388,8 @@ def test_smolvlm_says_its_embeddings_dtype_while_its_vision_encoder_trains_in_fp
     tiny_checkpoints: dict[str, Path],
 ) -> None:
     """Else it casts image features to fp32 among bf16 embeddings, and fails."""
-    given = ModelConfig(family="chat", path=str(tiny_checkpoints["smolvlm2"]))
-    model = FAMILY.open(given).load_model(torch.bfloat16)
+    config = ModelConfig(family="chat", path=str(tiny_checkpoints["smolvlm2"]))
+    model = FAMILY.open(config).load_model(torch.bfloat16)
     trunk: Any = model.model
     trunk.vision_model.float()
     assert trunk.dtype is torch.bfloat16

@@ -31,7 +31,9 @@ STREAMS = Streams(0, (0, 1, 2))
 # No answer depends on what the Q-Former's last layer makes of text, nor on layers after the one that is read.
 LAST_OF_TEXT = tuple(f"qformer.encoder.layer.1.{part}." for part in ("intermediate", "output"))
 UNUSED = {
-    **dict.fromkeys((one for one in FAMILY_OF if one.startswith("videochat2")), LAST_OF_TEXT),
+    **dict.fromkeys(
+        (variant for variant in FAMILY_OF if variant.startswith("videochat2")), LAST_OF_TEXT
+    ),
     "llava-next-video": ("vision_tower.encoder.layers.1.", "vision_tower.post_layernorm."),
 }
 
@@ -58,22 +60,22 @@ def test_a_samples_loss_is_the_stock_models_alone_whatever_its_neighbours_and_pa
         output = subject.checkpoint.losses(model, padded(samples), STREAMS)
         wider = losses(subject, model, padded(samples, extra=7, pad=5))
         swapped = losses(subject, model, padded([samples[2], samples[1], samples[0]]))
-        alone = [_stock_loss(subject, model, one) for one in samples]
+        single_losses = [_stock_loss(subject, model, sample) for sample in samples]
     assert output.losses.dtype is torch.float32
     assert output.losses.shape == (3,)
     assert output.timesteps.tolist() == [KINDS.index(kind)] * 3
-    torch.testing.assert_close(output.losses, torch.stack(alone), rtol=2e-5, atol=0)
+    torch.testing.assert_close(output.losses, torch.stack(single_losses), rtol=2e-5, atol=0)
     torch.testing.assert_close(wider, output.losses, rtol=2e-5, atol=0)
     torch.testing.assert_close(swapped.flip(0), output.losses, rtol=2e-5, atol=0)
-    assert len({round(one, 3) for one in output.losses.tolist()}) == 3
+    assert len({round(loss, 3) for loss in output.losses.tolist()}) == 3
 
 
 def _stock_loss(subject: ChatSubject, model: Any, sample: Any) -> torch.Tensor:
     """By the model's own `labels=`, without padding."""
-    given = subject.checkpoint.inputs(padded([sample]))
+    model_inputs = subject.checkpoint.inputs(padded([sample]))
     labels = torch.tensor([sample.rendered.labels])
     assert (labels != IGNORE).any()
-    return model(**given, labels=labels).loss
+    return model(**model_inputs, labels=labels).loss
 
 
 @pytest.mark.parametrize("kind", ["video", "image"])
@@ -82,7 +84,7 @@ def test_pixels_reach_the_loss_of_their_own_sample_alone(subject: ChatSubject, k
     changed = {**batch, "pixels": batch["pixels"].clone()}
     changed["pixels"][1, -1] = 255 - changed["pixels"][1, -1]
     with torch.no_grad():
-        before, after = (losses(subject, model, one) for one in (batch, changed))
+        before, after = (losses(subject, model, inputs) for inputs in (batch, changed))
     assert (before[1] - after[1]).abs() > 1e-4
     torch.testing.assert_close(before[[0, 2]], after[[0, 2]], rtol=1e-5, atol=0)
 
@@ -99,7 +101,9 @@ def test_a_gradient_reaches_all_that_trains_and_nothing_frozen(subject: ChatSubj
     assert all(any(part in n.split(".") for part in language) for n in names if ".lora_" in n)
     assert [n for n, p in model.named_parameters() if n not in trained and p.grad is not None] == []
     idle = [n for n, p in trained.items() if p.grad is None or not p.grad.any()]
-    unused = [n for n in trained if any(one in n for one in UNUSED.get(subject.variant, ()))]
+    unused = [
+        n for n in trained if any(pattern in n for pattern in UNUSED.get(subject.variant, ()))
+    ]
     assert idle == unused
     assert all(p.grad is None or p.grad.isfinite().all() for p in trained.values())
 
@@ -110,25 +114,25 @@ def test_the_prompt_of_training_is_what_answering_feeds_to_generate(
 ) -> None:
     """Tokens, pictures and the logits of the first word of the answer."""
     model, checkpoint = adapted(subject), subject.checkpoint
-    whole = subject.samples(kind)
-    asked = subject.samples(kind, answered=False)
-    batch = padded(whole, extra=3)
+    answered = subject.samples(kind)
+    questions = subject.samples(kind, answered=False)
+    batch = padded(answered, extra=3)
     head = model.get_output_embeddings()
-    for number, (sample, prompt) in enumerate(zip(whole, asked, strict=True)):
+    for number, (sample, prompt) in enumerate(zip(answered, questions, strict=True)):
         ids, begun = sample.rendered.ids, prompt.rendered.ids
         assert begun == ids[: len(begun)]
         assert prompt.rendered.instruction == sample.rendered.instruction
         # Where it ends is the last turn's answer, but for white space that its first token may hold.
-        first = sample.rendered.labels.index(ids[len(begun)], len(begun))
-        assert first == len(begun)
+        first_answer_token = sample.rendered.labels.index(ids[len(begun)], len(begun))
+        assert first_answer_token == len(begun)
         with torch.no_grad(), Outputs(head) as learned:
             losses(subject, model, batch)
-        with Outputs(head) as said:
+        with Outputs(head) as outputs:
             checkpoint.answer(model, prompt.rendered, prompt.media.get("pixels"), 1)
         row = batch["answer_positions"][number].tolist().index(len(begun) - 1)
-        logits = torch.cat([one.flatten(0, -2) for one in learned])
+        logits = torch.cat([tensor.flatten(0, -2) for tensor in learned])
         at = number * batch["labels"].shape[1] + row
-        torch.testing.assert_close(logits[at], said[0][0, -1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits[at], outputs[0][0, -1], rtol=1e-4, atol=1e-5)
 
 
 def test_an_answer_ends_where_its_format_ends_one(subject: ChatSubject) -> None:
@@ -136,18 +140,18 @@ def test_an_answer_ends_where_its_format_ends_one(subject: ChatSubject) -> None:
     model, checkpoint = adapted(subject), subject.checkpoint
     (prompt, *_) = subject.samples("text", answered=False)
     ids = torch.tensor([prompt.rendered.ids])
-    given = checkpoint.inputs({"input_ids": ids})
+    model_inputs = checkpoint.inputs({"input_ids": ids})
     tokenizer = checkpoint.tokenizer
     head = model.get_output_embeddings()
     with Outputs(head) as steps:
-        whole = greedy_answer(model, tokenizer, given, 12)
-    plain = re.search(r"[A-Za-z]{2}", whole)
+        expected = greedy_answer(model, tokenizer, model_inputs, 12)
+    plain = re.search(r"[A-Za-z]{2}", expected)
     if plain is None:
         pytest.skip("the random model says no letters")
     end = plain[0]
     with Outputs(head) as fewer:
-        ended = greedy_answer(model, tokenizer, given, 12, end=end)
-    assert ended == whole[: whole.index(end)].strip()
+        ended = greedy_answer(model, tokenizer, model_inputs, 12, end=end)
+    assert ended == expected[: expected.index(end)].strip()
     assert len(fewer) < len(steps)
 
 
@@ -175,12 +179,12 @@ def test_the_saved_adapter_in_the_stock_model_is_the_trained_model(
     peft_model = PeftModel.from_pretrained(stock(subject.checkpoint.path), tmp_path).eval()
     loaded = stock(subject.checkpoint.path).eval()
     loaded.load_adapter(str(tmp_path))
-    given = subject.checkpoint.inputs(padded(subject.samples()))
+    model_inputs = subject.checkpoint.inputs(padded(subject.samples()))
     with torch.no_grad():
-        expected = trained(**given).logits
-        assert torch.equal(peft_model(**given).logits, expected)
-        assert torch.equal(loaded(**given).logits, expected)
-        untrained = subject.model()(**given).logits
+        expected = trained(**model_inputs).logits
+        assert torch.equal(peft_model(**model_inputs).logits, expected)
+        assert torch.equal(loaded(**model_inputs).logits, expected)
+        untrained = subject.model()(**model_inputs).logits
     assert (expected - untrained).abs().max() > 0.01
 
 
@@ -220,14 +224,14 @@ def values(subject: ChatSubject, model: nn.Module, batch: dict[str, torch.Tensor
     """Losses of three samples and every gradient; dropout draws the same at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        found = losses(subject, model, batch)
+        loss = losses(subject, model, batch)
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         weights = torch.tensor([1.0, -0.7, 2.3])
         gradients = torch.autograd.grad(
-            (found * weights).sum(), [*trained.values()], allow_unused=True
+            (loss * weights).sum(), [*trained.values()], allow_unused=True
         )
     pairs = zip(trained, gradients, strict=True)
-    return {"losses": found.detach()} | {n: grad for n, grad in pairs if grad is not None}
+    return {"losses": loss.detach()} | {n: grad for n, grad in pairs if grad is not None}
 
 
 def test_checkpointing_recomputes_the_same_bits(subject: ChatSubject) -> None:
@@ -261,6 +265,8 @@ def test_one_seed_gives_the_same_bytes_and_another_gives_others(
     torch.manual_seed(5)
     subject.family.build_tiny(subject.variant, tmp_path / "again", 0)
     subject.family.build_tiny(subject.variant, tmp_path / "other", 1)
-    expected, other = contents(subject.checkpoint.path), contents(tmp_path / "other")
+    expected, other_content = contents(subject.checkpoint.path), contents(tmp_path / "other")
     assert contents(tmp_path / "again") == expected
-    assert {name for name in expected if expected[name] != other[name]} == {"model.safetensors"}
+    assert {name for name in expected if expected[name] != other_content[name]} == {
+        "model.safetensors"
+    }

@@ -50,11 +50,11 @@ def random_sizes(count: int, most: int = 1400) -> list[tuple[int, int]]:
 
 def stock_options(checkpoint: Any) -> dict[str, Any]:
     """What the stock image processor is called with to keep to data.height x data.width."""
-    kind, how, layout = checkpoint.config.model_type, checkpoint.how, checkpoint.layout
-    budget = how.height * how.width
+    kind, settings, layout = checkpoint.config.model_type, checkpoint.how, checkpoint.layout
+    budget = settings.height * settings.width
     if kind == "smolvlm":
         return {
-            "size": {"longest_edge": min(layout.longest, how.height)},
+            "size": {"longest_edge": min(layout.longest, settings.height)},
             "return_row_col_info": True,
         }
     if kind == "internvl":
@@ -83,20 +83,20 @@ def test_image_tensors_are_the_stock_processors(
             stock: Any = AutoImageProcessor.from_pretrained(checkpoint.path, backend="pil")
         except ImportError:
             pytest.skip("this Transformers makes its image processors with torchvision alone")
-    made = stock(images=[image], return_tensors="pt", **stock_options(checkpoint))
+    tensors = stock(images=[image], return_tensors="pt", **stock_options(checkpoint))
     talk = conversation("image", "What is it?", "A dog.")
     ids = torch.tensor([checkpoint.render(talk, shape).ids])
     ours = checkpoint.inputs({"input_ids": ids, "pixels": pixels[None]})
-    assert ours["pixel_values"].shape == made["pixel_values"].shape
-    apart = (ours["pixel_values"] - made["pixel_values"]).abs()
+    assert ours["pixel_values"].shape == tensors["pixel_values"].shape
+    apart = (ours["pixel_values"] - tensors["pixel_values"]).abs()
     # Of SmolVLM's whole picture, Pillow's filter is Lanczos and this one bicubic.
     level = 1.01 / 255 / 0.22 * (16 if variant == "smolvlm2" else 2)
     assert apart.max() < level
     assert apart.mean() < level / 20
     for name in ("image_sizes", "image_grid_thw"):
-        assert (name in ours) == (name in made)
+        assert (name in ours) == (name in tensors)
         if name in ours:
-            assert ours[name].tolist() == made[name].tolist()
+            assert ours[name].tolist() == tensors[name].tolist()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -166,7 +166,7 @@ def test_a_picture_that_is_too_narrow_is_refused(tiny_checkpoints: dict[str, Pat
 
 
 def test_tiles_are_the_stock_processors_grids(tiny_checkpoints: dict[str, Path]) -> None:
-    internvl, smolvlm = (opened(tiny_checkpoints[one]) for one in ("internvl", "smolvlm2"))
+    internvl, smolvlm = (opened(tiny_checkpoints[variant]) for variant in ("internvl", "smolvlm2"))
     wide = smolvlm.viewing(Viewing(4, 128, 128))
     stock = SmolVLMImageProcessorPil(
         size={"longest_edge": 128}, max_image_size={"longest_edge": 32}
@@ -195,25 +195,25 @@ def test_llava_images_are_as_large_as_their_canvas_allows(
         image = np.broadcast_to(np.uint8(0), (3, *size))
         shape = checkpoint.shape("image", *size)
         assert shape is not None
-        found = get_patch_output_size(image, canvas, "channels_first")
-        assert (shape.height, shape.width) == tuple(found)
+        patched_size = get_patch_output_size(image, canvas, "channels_first")
+        assert (shape.height, shape.width) == tuple(patched_size)
 
 
 def test_patches_hold_neighbours_one_after_the_other(draws: torch.Generator) -> None:
     """Against a loop; the third frame comes twice."""
     frames = torch.rand(2, 3, 3, 8, 12, generator=draws)
-    made = patches(frames, side=2, merge=2, frames_per_patch=2)
+    patched = patches(frames, side=2, merge=2, frames_per_patch=2)
     rows = [
         frames[:, [min(2 * pair, 2), min(2 * pair + 1, 2)], :, y : y + 2, x : x + 2]
         .transpose(1, 2)
         .flatten(1)
         for pair in range(2)
         for top in range(0, 8, 4)
-        for left in range(0, 12, 4)
+        for column in range(0, 12, 4)
         for y in (top, top + 2)
-        for x in (left, left + 2)
+        for x in (column, column + 2)
     ]
-    assert torch.equal(made, torch.stack(rows, dim=1))
+    assert torch.equal(patched, torch.stack(rows, dim=1))
 
 
 @pytest.mark.parametrize("variant", ["llava-next-video", "smolvlm2", "internvl"])
@@ -231,9 +231,11 @@ def test_frames_are_normalised_and_nothing_else(
         for name in ("image_mean", "image_std")
     )
     expected = (pixels.double() / 255 - mean) / std
-    made = checkpoint.inputs({"input_ids": torch.zeros(2, 1, dtype=torch.int64), "pixels": pixels})
+    model_inputs = checkpoint.inputs(
+        {"input_ids": torch.zeros(2, 1, dtype=torch.int64), "pixels": pixels}
+    )
     name = "pixel_values_videos" if variant == "llava-next-video" else "pixel_values"
-    tensor = made[name].reshape(expected.shape)
+    tensor = model_inputs[name].reshape(expected.shape)
     torch.testing.assert_close(tensor.double(), expected, rtol=0, atol=2e-6)
 
 
@@ -277,7 +279,7 @@ def test_video_tensors_and_tokens_are_the_stock_processors(
     facts = VideoMetadata(
         total_num_frames=41 * frames, fps=25.0, duration=seconds[-1], frames_indices=list(indices)
     )
-    made = processor(
+    processed = processor(
         text=text,
         videos=[pixels],
         video_metadata=[facts],
@@ -294,8 +296,8 @@ def test_video_tensors_and_tokens_are_the_stock_processors(
         }
     )
     masks = {"attention_mask", "pixel_attention_mask"}  # all ones
-    assert set(ours) == set(made) - masks
+    assert set(ours) == set(processed) - masks
     for name, tensor in ours.items():
         torch.testing.assert_close(
-            tensor.double(), torch.as_tensor(made[name]).double(), rtol=0, atol=1e-6
+            tensor.double(), torch.as_tensor(processed[name]).double(), rtol=0, atol=1e-6
         )

@@ -139,25 +139,25 @@ def test_a_changed_file_of_an_encoder_changes_what_its_entries_are_keyed_by(
 
 
 def test_sampling_passes_on_every_setting(tiny_checkpoints: dict[str, Path]) -> None:
-    asked: dict[str, Any] = {}
+    call_kwargs: dict[str, Any] = {}
 
     class Pipeline:
         def __call__(self, **kwargs: Any) -> Any:
-            asked.update(kwargs)
+            call_kwargs.update(kwargs)
             frames = torch.linspace(0, 1, 2 * 2 * 2 * 3).view(1, 2, 2, 2, 3).numpy()
             return type("Output", (), {"frames": frames})
 
     checkpoint = open_checkpoint(tiny_checkpoints["cogvideox-2b"])
-    how = Sampling(VideoShape(13, 32, 48), inference_steps=7, guidance_scale=2.5, seed=5)
-    video = checkpoint.generate(Pipeline(), {"prompt": "x"}, how)
-    assert {name: asked[name] for name in ("prompt", "num_frames", "height", "width")} == {
+    sampling = Sampling(VideoShape(13, 32, 48), inference_steps=7, guidance_scale=2.5, seed=5)
+    video = checkpoint.generate(Pipeline(), {"prompt": "x"}, sampling)
+    assert {name: call_kwargs[name] for name in ("prompt", "num_frames", "height", "width")} == {
         "prompt": "x",
         "num_frames": 13,
         "height": 32,
         "width": 48,
     }
-    assert (asked["num_inference_steps"], asked["guidance_scale"]) == (7, 2.5)
-    assert asked["max_sequence_length"] == 226
-    assert asked["generator"].initial_seed() == 5
+    assert (call_kwargs["num_inference_steps"], call_kwargs["guidance_scale"]) == (7, 2.5)
+    assert call_kwargs["max_sequence_length"] == 226
+    assert call_kwargs["generator"].initial_seed() == 5
     assert video.dtype is torch.uint8
     assert (video.min(), video.max()) == (0, 255)

@@ -56,8 +56,8 @@ FPS = 24.0
 
 
 def test_every_variant_of_every_family_is_under_the_contract() -> None:
-    known = {(name, v) for name in DIFFUSION_FAMILIES for v in get_family(name).tiny_variants}
-    assert {(case.family, case.variant) for case in CASES} == known
+    variants = {(name, v) for name in DIFFUSION_FAMILIES for v in get_family(name).tiny_variants}
+    assert {(case.family, case.variant) for case in CASES} == variants
 
 
 def guidance_of(case: Case, checkpoint: Checkpoint) -> float:
@@ -92,9 +92,9 @@ def test_a_samples_loss_is_its_own(subject: Subject) -> None:
     transformer = subject.checkpoint.load_transformer(torch.float32)
     batch = encoded_batch(subject)
     losses = subject.checkpoint.losses(transformer, batch, Streams(0, [4, 5, 6])).losses
-    alone = {name: tensor[1:2] for name, tensor in batch.items()}
-    again = subject.checkpoint.losses(transformer, alone, Streams(0, [5])).losses
-    torch.testing.assert_close(losses[1:2], again, rtol=1e-5, atol=0)
+    single_batch = {name: tensor[1:2] for name, tensor in batch.items()}
+    second_losses = subject.checkpoint.losses(transformer, single_batch, Streams(0, [5])).losses
+    torch.testing.assert_close(losses[1:2], second_losses, rtol=1e-5, atol=0)
     assert len(set(losses.tolist())) == 3
 
 
@@ -119,19 +119,25 @@ def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Su
 
     now = losses(Streams(0, [4, 5, 6]))
     assert torch.equal(losses(NothingToDraw(0, [4, 5, 6], ahead)), now)
-    assert all(torch.equal(tensors[name], one) for name, one in before.items())
+    assert all(
+        torch.equal(tensors[name], expected_tensor) for name, expected_tensor in before.items()
+    )
     for seed, draws in ((0, [4, 6, 5]), (1, [4, 5, 6])):
-        other = losses(Streams(seed, draws))
-        assert torch.equal(losses(Streams(seed, draws, ahead)), other)
-        assert not torch.equal(other, now)
+        other_losses = losses(Streams(seed, draws))
+        assert torch.equal(losses(Streams(seed, draws, ahead)), other_losses)
+        assert not torch.equal(other_losses, now)
     # Each is used: another value of it gives another loss.
-    for name, one in tensors.items():
+    for name, drawn_tensor in tensors.items():
         changed = (
-            ~one if one.dtype is torch.bool else one.flip(0) if one.ndim > 1 else one[[2, 0, 1]]
+            ~drawn_tensor
+            if drawn_tensor.dtype is torch.bool
+            else drawn_tensor.flip(0)
+            if drawn_tensor.ndim > 1
+            else drawn_tensor[[2, 0, 1]]
         )
-        if not torch.equal(changed, one):
-            told = replace(ahead, tensors={**tensors, name: changed})
-            assert not torch.equal(losses(Streams(0, [4, 5, 6], told)), now), name
+        if not torch.equal(changed, drawn_tensor):
+            changed_inputs = replace(ahead, tensors={**tensors, name: changed})
+            assert not torch.equal(losses(Streams(0, [4, 5, 6], changed_inputs)), now), name
 
 
 def test_a_gradient_reaches_every_adapter_and_nothing_frozen(subject: Subject) -> None:
@@ -158,15 +164,15 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
     pipeline.set_progress_bar_config(disable=True)
     recorded = record_calls(getattr(pipeline, case.part))
     for shape in case.shapes:
-        given, sample = pictures_of(case, shape, tmp_path)
+        image_kwargs, sample = pictures_of(case, shape, tmp_path)
         recorded.clear()
-        how = Sampling(shape, 3, guidance_of(case, checkpoint), seed=0, **given)
-        checkpoint.generate(pipeline, checkpoint.conditions(case.captions[1]), how)
+        sampling = Sampling(shape, 3, guidance_of(case, checkpoint), seed=0, **image_kwargs)
+        checkpoint.generate(pipeline, checkpoint.conditions(case.captions[1]), sampling)
         caption, references = case.captions[1], sample.references
         row = sample.encoded(encode_video, shape) | encoded_text(
             subject, encode_text, caption, references, shape
         )
-        batch = case.as_sampled({name: tensor[None] for name, tensor in row.items()}, how.seed)
+        batch = case.as_sampled({name: tensor[None] for name, tensor in row.items()}, sampling.seed)
         calls = [call for call in recorded if case.compared(call[0])]
         assert calls
         for call, expected in calls:
@@ -187,22 +193,22 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
     tiny_checkpoints: dict[str, Path], variant: str, tmp_path: Path
 ) -> None:
     """Two captions of other lengths with different noise, bitwise: no neighbour, pad or mask comes between."""
-    for case in (one for one in CASES if one.variant == variant and not one.references):
+    for case in (item for item in CASES if item.variant == variant and not item.references):
         subject = open_subject(case, tiny_checkpoints[variant])
         checkpoint = subject.checkpoint
         encode = checkpoint.load_text_encoder(case.call_dtype, CPU)
         captions = [encode([case.captions[index]]) for index in (0, 2)]
-        text = {name: torch.cat([one[name] for one in captions]) for name in captions[0]}
+        text = {name: torch.cat([caption[name] for caption in captions]) for name in captions[0]}
         images, sample = pictures_of(case, case.native, tmp_path)
         pipeline = checkpoint.pipeline(case.call_dtype, text=False)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
-        how = Sampling(case.native, 3, guidance_of(case, checkpoint), seed=0, **images)
-        empty = encode(["", ""]) if how.guidance_scale > checkpoint.guided_above else None
-        checkpoint.generate(pipeline, checkpoint.conditions(text, empty), how)
+        sampling = Sampling(case.native, 3, guidance_of(case, checkpoint), seed=0, **images)
+        empty = encode(["", ""]) if sampling.guidance_scale > checkpoint.guided_above else None
+        checkpoint.generate(pipeline, checkpoint.conditions(text, empty), sampling)
         row = checkpoint.load_video_encoder(torch.float32, CPU)(sample.video)
         both = {name: torch.stack([tensor, tensor]) for name, tensor in row.items()}
-        batch = case.as_sampled({**both, **text}, how.seed)
+        batch = case.as_sampled({**both, **text}, sampling.seed)
         transformer = checkpoint.load_transformer(case.call_dtype).eval()
         calls = [call for call in calls if case.compared(call[0])]
         assert calls
@@ -229,11 +235,13 @@ def pictures_of(
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file)
     files = tuple(
         write_sample(
-            folder / f"{shape.height}_{index}", pixels_of(one, generator).permute(0, 2, 3, 1), FPS
+            folder / f"{shape.height}_{index}",
+            pixels_of(reference, generator).permute(0, 2, 3, 1),
+            FPS,
         )
-        for index, one in enumerate(case.references)
+        for index, reference in enumerate(case.references)
     )
-    clip = shape if any(one.frames > 1 for one in case.references) else None
+    clip = shape if any(reference.frames > 1 for reference in case.references) else None
     references = tuple(read_reference(MediaFile(file), clip, FPS) for file in files)
     return {**images, "references": files}, DecodedSample(pixels, references=references)
 
@@ -255,11 +263,11 @@ def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path:
     pipeline = checkpoint.pipeline(torch.float32, text=False)
     pipeline.set_progress_bar_config(disable=True)
     calls = record_calls(getattr(pipeline, case.part))
-    how = Sampling(case.native, inference_steps=2, guidance_scale=0.0, seed=0, **images)
-    made = checkpoint.generate(pipeline, checkpoint.conditions(text, empty), how)
+    sampling = Sampling(case.native, inference_steps=2, guidance_scale=0.0, seed=0, **images)
+    video = checkpoint.generate(pipeline, checkpoint.conditions(text, empty), sampling)
     assert calls
     assert all(len(case.noisy(call)) == 1 for call, _ in calls)
-    assert len(made.unique()) > 1
+    assert len(video.unique()) > 1
 
 
 def test_latents_are_scaled_as_the_pipeline_unscales_them(subject: Subject) -> None:
@@ -267,12 +275,12 @@ def test_latents_are_scaled_as_the_pipeline_unscales_them(subject: Subject) -> N
     batch = {name: tensor[:1] for name, tensor in encoded_batch(subject).items()}
     if "latent_logvar" in batch:  # DC-AE has no posterior
         batch["latent_logvar"] = torch.full_like(batch["latent_logvar"], -60.0)  # no noise
-    seen = {}
+    recorded = {}
     original = subject.checkpoint.objective.add_noise
 
     class Spy(type(subject.checkpoint.objective)):  # type: ignore[misc]
         def add_noise(self, clean: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-            seen["clean"] = clean
+            recorded["clean"] = clean
             return original(clean, *rest)
 
     spy = Spy(**vars(subject.checkpoint.objective))
@@ -281,7 +289,7 @@ def test_latents_are_scaled_as_the_pipeline_unscales_them(subject: Subject) -> N
     pipeline = stock_pipeline(subject)
     with torch.no_grad():
         pipeline.vae.double()  # in fp32 a decoder makes more of the latents' rounding
-        decoded = subject.case.decode(pipeline, seen["clean"].double())
+        decoded = subject.case.decode(pipeline, recorded["clean"].double())
         expected = subject.case.vae_decode(pipeline, batch["latent_mean"].double())
     # A pipeline may make fp32 pixels of it.
     torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
@@ -336,8 +344,8 @@ def test_bf16_keeps_position_tables_and_stays_close_to_fp32(subject: Subject) ->
 
 def test_a_shape_that_does_not_fit_is_refused_with_the_nearest(subject: Subject) -> None:
     assert subject.case.refused
-    for shape, words in subject.case.refused:
-        with pytest.raises(DitLoraError, match=words):
+    for shape, message in subject.case.refused:
+        with pytest.raises(DitLoraError, match=message):
             subject.checkpoint.check_shape(shape)
     for shape in subject.case.shapes:
         subject.checkpoint.check_shape(shape)

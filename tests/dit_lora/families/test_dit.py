@@ -95,11 +95,11 @@ def test_every_block_sees_a_samples_own_label_and_torchs_generator_is_left_alone
 ) -> None:
     """Diffusers drops a label in each block by itself, from the global generator."""
     transformer = open_checkpoint(tiny).load_transformer(torch.float32).train()
-    seen: list[torch.Tensor] = []
+    recorded_labels: list[torch.Tensor] = []
     for block in transformer.transformer_blocks:
         table = block.norm1.emb.class_embedder.embedding_table
         assert len(table.weight) == 1001
-        table.register_forward_hook(lambda _m, args, _o: seen.append(args[0]))
+        table.register_forward_hook(lambda _m, args, _o: recorded_labels.append(args[0]))
     before = torch.get_rng_state()
     labels = torch.arange(64) * 7
     transformer(
@@ -108,8 +108,8 @@ def test_every_block_sees_a_samples_own_label_and_torchs_generator_is_left_alone
         class_labels=labels,
         return_dict=False,
     )
-    assert len(seen) == 3  # two blocks, and the output layer's use of the first one's
-    assert all(torch.equal(asked, labels) for asked in seen)
+    assert len(recorded_labels) == 3  # two blocks, and the output layer's use of the first one's
+    assert all(torch.equal(row_labels, labels) for row_labels in recorded_labels)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -127,20 +127,20 @@ def test_the_cache_holds_the_vaes_posterior_of_pixels_from_minus_one_to_one_in_f
 
 
 def test_sampling_passes_on_every_setting(tiny: Path) -> None:
-    asked: dict[str, Any] = {}
+    call_kwargs: dict[str, Any] = {}
 
     class Pipeline:
         def __call__(self, **kwargs: Any) -> Any:
-            asked.update(kwargs)
+            call_kwargs.update(kwargs)
             images = torch.linspace(0, 1, 2 * 2 * 3).view(1, 2, 2, 3).numpy()
             return type("Output", (), {"images": images})
 
     checkpoint = open_checkpoint(tiny)
-    how = Sampling(VideoShape(1, 32, 32), inference_steps=7, guidance_scale=2.5, seed=5)
-    image = checkpoint.generate(Pipeline(), checkpoint.conditions("tabby cat"), how)
-    assert asked["class_labels"] == [281]
-    assert (asked["num_inference_steps"], asked["guidance_scale"]) == (7, 2.5)
-    assert asked["generator"].initial_seed() == 5
+    sampling = Sampling(VideoShape(1, 32, 32), inference_steps=7, guidance_scale=2.5, seed=5)
+    image = checkpoint.generate(Pipeline(), checkpoint.conditions("tabby cat"), sampling)
+    assert call_kwargs["class_labels"] == [281]
+    assert (call_kwargs["num_inference_steps"], call_kwargs["guidance_scale"]) == (7, 2.5)
+    assert call_kwargs["generator"].initial_seed() == 5
     assert image.dtype is torch.uint8
     assert image.shape == (1, 2, 2, 3)
     assert (image.min(), image.max()) == (0, 255)
@@ -171,13 +171,13 @@ def test_an_adapter_is_loaded_weighted_unloaded_and_leaves_the_pipelines_name(
 
     base = output()
     load_adapter(pipeline, tmp_path / "adapter")
-    whole = output()
+    full_output = output()
     pipeline.set_adapters(["default_0"], [0.5])
     half = output()
     pipeline.set_adapters(["default_0"], [0.0])
     torch.testing.assert_close(output(), base, rtol=0, atol=0)
-    assert (whole - base).abs().max() > 1e-3
-    assert 0 < (half - base).abs().max() < (whole - base).abs().max()
+    assert (full_output - base).abs().max() > 1e-3
+    assert 0 < (half - base).abs().max() < (full_output - base).abs().max()
     pipeline.unload_lora_weights()
     assert torch.equal(output(), base)
     pipeline.save_pretrained(tmp_path / "saved")
@@ -227,10 +227,11 @@ def test_the_class_name_of_the_published_files_is_read_and_kept_loadable(
     change_json(path / "model_index.json", transformer=["diffusers", "Transformer2DModel"])
     checkpoint = open_checkpoint(path)
     transformer, expected = (
-        one.load_transformer(torch.float32) for one in (checkpoint, open_checkpoint(tiny))
+        opened_checkpoint.load_transformer(torch.float32)
+        for opened_checkpoint in (checkpoint, open_checkpoint(tiny))
     )
     pairs = zip(transformer.parameters(), expected.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert all(torch.equal(first_tensor, second_tensor) for first_tensor, second_tensor in pairs)
     saved = save_pipeline(transformer, path, tmp_path / "saved", {}, {"id2label": {"7": "dog"}})
     for source in (path, saved):
         assert isinstance(DiTPipeline.from_pretrained(source).transformer, DiTTransformer2DModel)
@@ -262,9 +263,9 @@ def test_a_fresh_dit_starts_as_the_paper_says(tiny: Path) -> None:
     weight = transformer.pos_embed.proj.weight.flatten(1)
     assert abs(weight.std() - (2 / sum(weight.shape)) ** 0.5) < 0.02
     torch.manual_seed(0)
-    again = checkpoint.load_transformer(torch.float32)
-    pairs = zip(transformer.parameters(), again.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    second_transformer = checkpoint.load_transformer(torch.float32)
+    pairs = zip(transformer.parameters(), second_transformer.parameters(), strict=True)
+    assert all(torch.equal(first_tensor, second_tensor) for first_tensor, second_tensor in pairs)
 
 
 Values = dict[str, Any]
@@ -299,8 +300,8 @@ def test_the_bound_is_trained_unless_the_recipe_says_otherwise(values: Values) -
     values["train"]["vlb"] = True
     assert torch.equal(loss_of(trained_checkpoint(values)), by_default)
     values["train"]["vlb"] = False
-    without = loss_of(trained_checkpoint(values))
-    assert (without < by_default - 1e-3).all()
+    loss_without = loss_of(trained_checkpoint(values))
+    assert (loss_without < by_default - 1e-3).all()
 
 
 @pytest.mark.parametrize(

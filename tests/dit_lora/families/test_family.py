@@ -40,5 +40,5 @@ def test_a_tiny_variant_belongs_to_one_family() -> None:
 def test_a_licence_without_a_link_is_in_the_bases_own_repository(
     base: str, link: str | None
 ) -> None:
-    found = every_family()["sana"].license_of(base)
-    assert found == (License("other", "nscl-v2-custom", link) if link else None)
+    license_name = every_family()["sana"].license_of(base)
+    assert license_name == (License("other", "nscl-v2-custom", link) if link else None)

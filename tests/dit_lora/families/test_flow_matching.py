@@ -53,17 +53,17 @@ def test_a_recipe_without_a_schedule_trains_by_the_familys(
 
 
 def test_density_shift_and_range_are_the_recipes(tiny: Path, stored: SanaCheckpoint) -> None:
-    asked = {"density": "uniform", "shift": 2.0, "t_min": 0.25, "t_max": 0.75}
-    checkpoint = stored.for_recipe(recipe_with(tiny, **asked))
+    schedule = {"density": "uniform", "shift": 2.0, "t_min": 0.25, "t_max": 0.75}
+    checkpoint = stored.for_recipe(recipe_with(tiny, **schedule))
     assert checkpoint.objective.shift == 2.0
     assert checkpoint.objective.levels == NoiseLevels("uniform", t_min=0.25, t_max=0.75)
     assert checkpoint.drawn_timesteps == range(250, 750)
-    drawn = levels_of(checkpoint)
-    assert drawn.min() >= 0.25
-    assert drawn.max() < 0.75
+    levels = levels_of(checkpoint)
+    assert levels.min() >= 0.25
+    assert levels.max() < 0.75
     # Uniform before the shift: the median is where 2u / (1 + u) is, u being the middle of 1/7 and 3/5.
     middle = (1 / 7 + 3 / 5) / 2
-    assert drawn.median().item() == pytest.approx(2 * middle / (1 + middle), abs=0.02)
+    assert levels.median().item() == pytest.approx(2 * middle / (1 + middle), abs=0.02)
 
 
 def test_what_a_recipe_leaves_out_stays(tiny: Path, stored: SanaCheckpoint) -> None:
@@ -101,12 +101,12 @@ def test_a_shift_by_tokens_is_the_pipelines_mu_of_the_latents_size(
 def test_a_parts_own_range_holds_unless_a_recipe_narrows_it(tiny: Path, expert: Expert) -> None:
     assert expert.for_recipe(recipe_with(tiny, density="uniform")).objective.levels.t_min == 0.875
     narrow = expert.for_recipe(recipe_with(tiny, t_min=0.9, t_max=0.95))
-    drawn = levels_of(narrow)
-    assert drawn.min() >= 0.9
-    assert drawn.max() < 0.95
-    for asked in ({"t_min": 0.5}, {"t_max": 0.5}, {"t_min": 0.1, "t_max": 0.4}):
+    levels = levels_of(narrow)
+    assert levels.min() >= 0.9
+    assert levels.max() < 0.95
+    for options in ({"t_min": 0.5}, {"t_max": 0.5}, {"t_min": 0.1, "t_max": 0.4}):
         with pytest.raises(DitLoraError, match=r"not within the noise levels that transformer"):
-            expert.for_recipe(recipe_with(tiny, **asked))
+            expert.for_recipe(recipe_with(tiny, **options))
 
 
 def test_schedules_that_mean_nothing_are_refused(tiny: Path, stored: SanaCheckpoint) -> None:
@@ -130,9 +130,9 @@ class Inpainting(SanaCheckpoint):
 
     def known(self, batch: Any, given: Any) -> torch.Tensor:
         rows = batch["latent_mean"]
-        known = torch.zeros(len(rows), 1, *rows.shape[2:])
-        known[..., 0] = 1
-        return known
+        conditioning_mask = torch.zeros(len(rows), 1, *rows.shape[2:])
+        conditioning_mask[..., 0] = 1
+        return conditioning_mask
 
 
 class Echo(nn.Module):
@@ -153,14 +153,14 @@ def test_given_latents_stay_clean_and_no_loss_is_taken_there(stored: SanaCheckpo
     }
     model, streams = Echo(), Streams(0, [1, 2, 3])
     output = checkpoint.losses(model, batch, streams)
-    given = streams.drawn(checkpoint.draws(batch), torch.device("cpu"))
-    clean = checkpoint.clean_latents(batch, given)
+    random_inputs = streams.drawn(checkpoint.draws(batch), torch.device("cpu"))
+    clean = checkpoint.clean_latents(batch, random_inputs)
     assert torch.equal(model.seen[..., 0], clean[..., 0])
-    level = given["timestep"].double().view(-1, 1, 1, 1)
-    noisy = (1 - level) * clean.double() + level * given["noise"].double()
+    level = random_inputs["timestep"].double().view(-1, 1, 1, 1)
+    noisy = (1 - level) * clean.double() + level * random_inputs["noise"].double()
     assert not torch.allclose(model.seen.double()[..., 1:], clean.double()[..., 1:])
     torch.testing.assert_close(model.seen.double()[..., 1:], noisy[..., 1:])
-    errors = (noisy - (given["noise"].double() - clean.double())).square()[..., 1:]
+    errors = (noisy - (random_inputs["noise"].double() - clean.double())).square()[..., 1:]
     torch.testing.assert_close(output.losses.double(), errors.flatten(1).mean(1), rtol=1e-6, atol=0)
 
 
@@ -177,5 +177,5 @@ def test_weighted_errors_are_divided_by_the_sum_of_their_weights() -> None:
     torch.testing.assert_close(losses.double(), exact, rtol=1e-6, atol=0)
     spread = torch.tensor([1.0, -2.0, 0.5])
     (gradient,) = torch.autograd.grad(losses @ spread, prediction)
-    (wanted,) = torch.autograd.grad(exact @ spread.double(), wide)
-    torch.testing.assert_close(gradient.double(), wanted, rtol=1e-5, atol=1e-8)
+    (expected,) = torch.autograd.grad(exact @ spread.double(), wide)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-8)

@@ -123,9 +123,9 @@ def test_the_timestep_is_rounded_before_it_is_divided(
     batch = some_batch(checkpoint, torch.bfloat16)
     model, t = Recorder(torch.zeros(3, 6, 16)), torch.tensor([371.3, 804.9, 5.99])
     checkpoint.predict(model, torch.randn(3, 6, 16), t, batch)
-    asked = model.asked["timestep"]
-    assert torch.equal(asked, t.bfloat16() / 1000)
-    assert not torch.equal(asked, (t / 1000).bfloat16())
+    timestep = model.asked["timestep"]
+    assert torch.equal(timestep, t.bfloat16() / 1000)
+    assert not torch.equal(timestep, (t / 1000).bfloat16())
     assert model.asked["hidden_states"].dtype is torch.bfloat16
     # FLUX.1's positions are in the text's dtype, FLUX.2's are integers.
     ids = torch.bfloat16 if FAMILY[variant] == "flux" else torch.int64
@@ -140,29 +140,29 @@ def test_the_shift_is_the_pipelines_at_ten_sizes(
     path = tiny_checkpoints[variant]
     checkpoint, pipeline = open_checkpoint(path), DiffusionPipeline.from_pretrained(path)
     batch = {name: tensor[:1] for name, tensor in some_batch(checkpoint).items()}
-    given: list[float] = []
+    scales: list[float] = []
 
     class StopHereError(Exception):
         pass
 
     def set_timesteps(sigmas: Any, device: Any, mu: float) -> None:
-        given.append(mu)
+        scales.append(mu)
         raise StopHereError
 
     monkeypatch.setattr(pipeline.scheduler, "set_timesteps", set_timesteps)
     for step in range(1, 11):
         height, width = 192 * step, 256 + 64 * step
-        how = {"height": height, "width": width, **checkpoint.conditions(text_of(batch))}
+        kwargs = {"height": height, "width": width, **checkpoint.conditions(text_of(batch))}
         with pytest.raises(StopHereError):
-            pipeline(**how)
+            pipeline(**kwargs)
         size = torch.Size([4, height // 8, width // 8])
-        mu = given[-1]
+        mu = scales[-1]
         if FAMILY[variant] == "flux2":
             mu = pytest.approx(0.5 + (12 * step * (16 + 4 * step) - 256) * 0.65 / 3840)
         assert checkpoint.mu(size) == mu
         shift = 1.0 if variant == "flux-schnell" else math.exp(checkpoint.mu(size))
         assert checkpoint.shift_of(size) == shift
-    assert len(set(given)) == 10
+    assert len(set(scales)) == 10
 
 
 def text_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -206,8 +206,8 @@ def test_a_guidance_value_is_refused_where_nothing_embeds_it(
     plain.losses(model, some_batch(plain), Streams(SEED, POSITIONS))
     assert model.asked["guidance"] is None
     assert plain.header() == {}
-    said = " ".join(plain.notes(recipe))
-    assert ("FLUX.1-dev is the usual base" in said) == (variant == "flux-schnell")
+    notes = " ".join(plain.notes(recipe))
+    assert ("FLUX.1-dev is the usual base" in notes) == (variant == "flux-schnell")
 
 
 def test_a_distilled_klein_is_refused_by_name_and_still_samples(
@@ -219,8 +219,8 @@ def test_a_distilled_klein_is_refused_by_name_and_still_samples(
     family, recipe = get_family("flux2"), recipe_for(path, recipe_values)
     with pytest.raises(DitLoraError, match=r"klein-4b is step-distilled.*FLUX.2-klein-base-4B"):
         family.open(recipe.model, recipe)
-    under = {"rank": 4, "under": [{"path": "theirs.safetensors"}]}
-    family.open(recipe.model, recipe_for(path, recipe_values, lora=under))
+    lora = {"rank": 4, "under": [{"path": "theirs.safetensors"}]}
+    family.open(recipe.model, recipe_for(path, recipe_values, lora=lora))
     training = recipe_for(
         base, recipe_values, validation={"model": str(path), "prompts": ["a cat"]}
     )
@@ -228,8 +228,8 @@ def test_a_distilled_klein_is_refused_by_name_and_still_samples(
     assert second.distilled
     pipeline = second.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    how = Sampling(VideoShape(1, 32, 64), inference_steps=1, guidance_scale=1.0, seed=3)
-    assert second.generate(pipeline, second.conditions("a cat"), how).shape == (1, 32, 64, 3)
+    sampling = Sampling(VideoShape(1, 32, 64), inference_steps=1, guidance_scale=1.0, seed=3)
+    assert second.generate(pipeline, second.conditions("a cat"), sampling).shape == (1, 32, 64, 3)
 
 
 @pytest.mark.parametrize(
@@ -345,24 +345,24 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    how = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=4.5, seed=3)
-    whole = checkpoint.pipeline(torch.float32)
-    cached = checkpoint.pipeline(torch.float32, whole.transformer, text=False)
+    sampling = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=4.5, seed=3)
+    full_pipeline = checkpoint.pipeline(torch.float32)
+    cached = checkpoint.pipeline(torch.float32, full_pipeline.transformer, text=False)
     calls: list[int] = []
-    for pipeline in (whole, cached):
+    for pipeline in (full_pipeline, cached):
         pipeline.set_progress_bar_config(disable=True)
-    whole.transformer.register_forward_pre_hook(
+    full_pipeline.transformer.register_forward_pre_hook(
         lambda _m, _args, kwargs: calls.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
-    words = checkpoint.generate(whole, checkpoint.conditions("a cat"), how)
+    video_of_text = checkpoint.generate(full_pipeline, checkpoint.conditions("a cat"), sampling)
     # klein calls it once more for "", and none makes a batch of two.
     assert calls == [1] * (4 if variant == "flux2-klein" else 2)
     tensors = checkpoint.generate(
-        cached, checkpoint.conditions(encode(["a cat"]), encode([""])), how
+        cached, checkpoint.conditions(encode(["a cat"]), encode([""])), sampling
     )
-    assert words.shape == (1, 32, 64, 3)
-    assert words.float().std() > 1
-    assert torch.equal(words, tensors)
+    assert video_of_text.shape == (1, 32, 64, 3)
+    assert video_of_text.float().std() > 1
+    assert torch.equal(video_of_text, tensors)
 
 
 def test_a_header_says_at_which_guidance_its_output_is_compared(
@@ -371,7 +371,7 @@ def test_a_header_says_at_which_guidance_its_output_is_compared(
     """`dit-lora verify` would find another base at the default."""
     path = tiny_checkpoints["flux-dev"]
     transformer = adapted(open_subject(EVERY["flux-dev"], path))
-    made = {"family": "flux", "base_model": path.name, "guidance_scale": 3.5}
-    save_adapter(transformer, FluxPipeline, tmp_path, made)
+    metadata = {"family": "flux", "base_model": path.name, "guidance_scale": 3.5}
+    save_adapter(transformer, FluxPipeline, tmp_path, metadata)
     stock: Any = find_target(tmp_path, str(path)).stock()
     assert stock.checkpoint.guidance == 3.5

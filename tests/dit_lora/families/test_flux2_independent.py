@@ -56,7 +56,9 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     encode_picture = checkpoint.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(SHAPE, generator) for _ in CAPTIONS]
     batch = {
-        "latent_mean": torch.stack([encode_picture(one)["latent_mean"] for one in pictures]),
+        "latent_mean": torch.stack(
+            [encode_picture(picture)["latent_mean"] for picture in pictures]
+        ),
         **encode_text(CAPTIONS),
     }
     noise = torch.randn(3, 15, 16, generator=generator)

@@ -39,13 +39,14 @@ def test_the_chat_template_leaves_a_caption_the_room_that_is_said(
     """A token more, and the end of the template is cut off."""
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     limit, pipeline = checkpoint.text_limit(), checkpoint.text_pipeline(torch.float32, CPU)
-    seen: list[list[int]] = []
+    token_ids: list[list[int]] = []
     pipeline.text_encoder.register_forward_pre_hook(
-        lambda _m, _args, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
+        lambda _m, _args, kwargs: token_ids.append(kwargs["input_ids"][0].tolist()),
+        with_kwargs=True,
     )
     for length in (1, limit.max_tokens, limit.max_tokens + 1):
         pipeline.encode_prompt("a" * length)
-    short, full, over = seen
+    short, full, over = token_ids
     pad = limit.tokenizer.pad_token_id
     template = [token for token in short if token != pad]
     assert full.count(pad) == over.count(pad) == 0
@@ -60,11 +61,11 @@ def test_a_processors_text_is_the_tokenizers(tiny_checkpoints: dict[str, Path]) 
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoints["flux2-dev"] / "tokenizer")
     pipeline = DiffusionPipeline.from_pretrained(tiny_checkpoints["flux2-dev"])
-    alone = pipeline.encode_prompt("a cat, [IMG] of one")[0]
+    single_embeds = pipeline.encode_prompt("a cat, [IMG] of one")[0]
     pipeline.tokenizer = ProcessorMixin.__new__(ProcessorMixin)
     pipeline.tokenizer.tokenizer = tokenizer
     pipeline.tokenizer.chat_template = tokenizer.chat_template
-    assert torch.equal(pipeline.encode_prompt("a cat, [IMG] of one")[0], alone)
+    assert torch.equal(pipeline.encode_prompt("a cat, [IMG] of one")[0], single_embeds)
 
 
 @pytest.mark.parametrize("variant", ["flux2-klein", "flux2-dev"])
@@ -105,7 +106,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
     assert len(calls) == 3
     for (call, expected), t in zip(calls, pipeline.scheduler.timesteps, strict=True):
         with torch.no_grad():
-            found = checkpoint.predict(transformer, call["hidden_states"], t.repeat(3), batch)
-        assert found.dtype is expected.dtype is dtype
-        assert torch.equal(found, expected)
+            prediction = checkpoint.predict(transformer, call["hidden_states"], t.repeat(3), batch)
+        assert prediction.dtype is expected.dtype is dtype
+        assert torch.equal(prediction, expected)
     assert len({tuple(row.flatten().tolist()) for row in expected}) == 3

@@ -35,11 +35,11 @@ def losses(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -
 
 def run(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> Values:
     """Losses of three different samples, and every gradient."""
-    found = losses(subject, model, batch)
+    loss = losses(subject, model, batch)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     weights = torch.tensor([1.0, -0.7, 2.3])
-    gradients = torch.autograd.grad((found * weights).sum(), [*trained.values()])
-    return {"losses": found.detach(), **dict(zip(trained, gradients, strict=True))}
+    gradients = torch.autograd.grad((loss * weights).sum(), [*trained.values()])
+    return {"losses": loss.detach(), **dict(zip(trained, gradients, strict=True))}
 
 
 def test_fused_it_is_the_same_model_and_undone_the_same_bits(subject: Subject) -> None:
@@ -78,9 +78,9 @@ def test_every_kernel_holds_parity_on_the_familys_own_batch(
         with noting_inputs(model) as learning:
             forward()
         # That kernels repeat themselves, which takes many passes, is asked of each of them elsewhere.
-        how = How(learning=learning, passes=2)
+        settings = How(learning=learning, passes=2)
         for switch in switches:
-            difference = first_difference(switch, forward, model, how=how)
+            difference = first_difference(switch, forward, model, how=settings)
             assert difference is None, difference
 
 
@@ -129,6 +129,6 @@ def test_an_adapter_trained_fused_works_in_the_stock_pipeline(
 def test_a_copy_is_fused_and_its_own(model_subject: Subject) -> None:
     model, batch = fuse_all(adapted(model_subject)).train(), encoded_batch(model_subject)
     expected = run(model_subject, model, batch)
-    other = copy.deepcopy(model)
+    second_model = copy.deepcopy(model)
     unfuse(model)
-    assert_equal(run(model_subject, other, batch), expected, 0.0)
+    assert_equal(run(model_subject, second_model, batch), expected, 0.0)

@@ -14,12 +14,12 @@ from dit_lora.numerics.streams import Streams
 
 def spied(subject: Subject) -> tuple[Any, dict[str, torch.Tensor]]:
     """A checkpoint whose network is not run, with its clean latents: its prediction is a random leaf tensor."""
-    seen: dict[str, torch.Tensor] = {}
+    recorded: dict[str, torch.Tensor] = {}
     original = subject.checkpoint.objective
 
     class Objective(type(original)):  # type: ignore[misc]
         def add_noise(self, clean: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-            seen["clean"] = clean
+            recorded["clean"] = clean
             return original.add_noise(clean, *rest)  # type: ignore[attr-defined,no-any-return]
 
     class Predicting(type(subject.checkpoint)):  # type: ignore[misc]
@@ -27,13 +27,13 @@ def spied(subject: Subject) -> tuple[Any, dict[str, torch.Tensor]]:
             channels = 2 if getattr(self, "learned", False) else 1
             generator = torch.Generator().manual_seed(1)
             leaf = torch.randn(torch.cat([noisy] * channels, dim=1).shape, generator=generator)
-            seen["prediction"] = leaf.requires_grad_()
-            return seen["prediction"]
+            recorded["prediction"] = leaf.requires_grad_()
+            return recorded["prediction"]
 
         drawn_prediction = _drawn_prediction = predict
 
     objective = Objective(**vars(original))
-    return Predicting(**{**vars(subject.checkpoint), "objective": objective}), seen
+    return Predicting(**{**vars(subject.checkpoint), "objective": objective}), recorded
 
 
 def losses(checkpoint: Any, batch: dict[str, torch.Tensor]) -> LossOutput:
@@ -64,26 +64,26 @@ def where_masked(
 
 
 def test_no_gradient_comes_from_outside_of_a_mask(subject: Subject) -> None:
-    checkpoint, seen = spied(subject)
+    checkpoint, recorded = spied(subject)
     batch = masked_batch(subject)
-    expected = where_masked(checkpoint, seen, batch)
+    expected = where_masked(checkpoint, recorded, batch)
     losses(checkpoint, batch).losses.sum().backward()
-    gradient = seen["prediction"].grad
+    gradient = recorded["prediction"].grad
     assert gradient is not None
     # The first half of a network that learns its variance is the prediction.
     for part in gradient.split(expected.shape[1], dim=1):
         got = part != 0
         assert not (got & ~expected).any()
         assert got.flatten(1).any(1).all()
-    first = gradient[:, : expected.shape[1]]
+    head = gradient[:, : expected.shape[1]]
     # Some frames are given to the network: nothing is learned there, masked or not.
     full = losses(checkpoint, {**batch, LOSS_MASK: torch.ones_like(batch[LOSS_MASK])})
     full.losses.sum().backward()
-    everywhere = seen["prediction"].grad
+    everywhere = recorded["prediction"].grad
     assert everywhere is not None
     learned = everywhere[:, : expected.shape[1]] != 0
-    assert torch.equal(first != 0, expected & learned)
-    assert not (first != 0).all()
+    assert torch.equal(head != 0, expected & learned)
+    assert not (head != 0).all()
 
 
 def test_the_loss_is_the_mean_over_what_is_learned(subject: Subject) -> None:

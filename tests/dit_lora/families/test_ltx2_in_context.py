@@ -57,31 +57,33 @@ def test_our_loss_is_that_of_diffusers_transformer_on_the_videos_tokens(
     checkpoint = in_context(path, side)
     batch, streams = batch_of(checkpoint), Streams(3, [1, 2, 3])
     batch[LOSS_MASK] = torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(4))
-    drawn = streams.drawn(checkpoint.draws(batch), CPU)
+    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
     transformer: Any = LTX2VideoTransformer3DModel.from_pretrained(path, subfolder="transformer")
-    clean, given = (batch[name].flatten(2).mT for name in ("latent_mean", "reference_0"))
-    assert given.shape[1] == TOKENS // factor**2
-    sigma = drawn["timestep"]
-    noisy = clean + sigma[:, None, None] * (drawn["noise"] - clean)
-    places = []
+    clean, reference = (batch[name].flatten(2).mT for name in ("latent_mean", "reference_0"))
+    assert reference.shape[1] == TOKENS // factor**2
+    sigma = random_inputs["timestep"]
+    noisy = clean + sigma[:, None, None] * (random_inputs["noise"] - clean)
+    positions = []
     for sides, size in (((2, 4), 32), ((2 // factor, 4 // factor), 32 * factor)):
         for time in ((0.0, 1.0), (1.0, 9.0)):
             for row in range(sides[0]):
                 for column in range(sides[1]):
                     down, across = ((size * at, size * (at + 1)) for at in (row, column))
-                    places.append([[one / FPS for one in time], down, across])
-    told = torch.cat([(1000 * sigma)[:, None].expand(-1, TOKENS), torch.zeros(given.shape[:2])], 1)
+                    positions.append([[moment / FPS for moment in time], down, across])
+    token_timesteps = torch.cat(
+        [(1000 * sigma)[:, None].expand(-1, TOKENS), torch.zeros(reference.shape[:2])], 1
+    )
     with torch.no_grad():
         video, _ = transformer(
-            torch.cat([noisy, given], dim=1), torch.zeros(3, 1, 16), batch["prompt_embeds"],
-            batch["audio_prompt_embeds"][:, :1], told, 1000 * sigma, sigma=1000 * sigma,
+            torch.cat([noisy, reference], dim=1), torch.zeros(3, 1, 16), batch["prompt_embeds"],
+            batch["audio_prompt_embeds"][:, :1], token_timesteps, 1000 * sigma, sigma=1000 * sigma,
             num_frames=2, height=2, width=4, fps=FPS, audio_num_frames=1,
-            video_coords=torch.tensor(places).transpose(0, 1)[None].expand(3, -1, -1, -1),
+            video_coords=torch.tensor(positions).transpose(0, 1)[None].expand(3, -1, -1, -1),
             isolate_modalities=True, use_cross_timestep=True, return_dict=False,
         )  # fmt: skip
         ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
     weights = batch[LOSS_MASK][:, None].expand(-1, 2, -1, -1).flatten(1)
-    errors = (video[:, :TOKENS] - (drawn["noise"] - clean)).square().mean(-1) * weights
+    errors = (video[:, :TOKENS] - (random_inputs["noise"] - clean)).square().mean(-1) * weights
     torch.testing.assert_close(ours, errors.sum(1) / weights.sum(1), rtol=1e-5, atol=0)
 
 
@@ -96,7 +98,7 @@ def test_no_gradient_comes_from_the_references_tokens(tiny_checkpoints: dict[str
 
     model.register_forward_hook(keep)
     checkpoint.losses(model, batch_of(checkpoint), Streams(0, [0, 1, 2])).losses.sum().backward()
-    (gradient,) = (one.grad for one in outputs)
+    (gradient,) = (tensor.grad for tensor in outputs)
     assert gradient is not None
     assert gradient.shape[1] == TOKENS + HALVED
     assert (gradient[:, :TOKENS].abs().sum(-1) > 0).all()
@@ -106,12 +108,13 @@ def test_no_gradient_comes_from_the_references_tokens(tiny_checkpoints: dict[str
 def test_the_reference_is_seen(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = in_context(tiny_checkpoints["ltx-2.3"])
     model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint)
-    other = {**batch, "reference_0": batch["reference_0"].roll(1, 0)}
+    changed_batch = {**batch, "reference_0": batch["reference_0"].roll(1, 0)}
     with torch.no_grad():
-        first, second = (
-            checkpoint.losses(model, one, Streams(0, [0, 1, 2])).losses for one in (batch, other)
+        first_losses, second = (
+            checkpoint.losses(model, tensors, Streams(0, [0, 1, 2])).losses
+            for tensors in (batch, changed_batch)
         )
-    assert (first != second).all()
+    assert (first_losses != second).all()
 
 
 @pytest.mark.parametrize(
@@ -129,11 +132,11 @@ def test_what_is_no_one_clip_is_refused_for_samples(
     for name, frames in (("one", 9), ("short", 3)):
         write_sample(tmp_path / name, torch.zeros(frames, 64, 64, 3, dtype=torch.uint8), FPS)
     Image.new("RGB", (64, 64)).save(tmp_path / "one.png")
-    how = Sampling(SHAPE, 2, 1.0, seed=0, fps=FPS)
+    sampling = Sampling(SHAPE, 2, 1.0, seed=0, fps=FPS)
     files = tuple(tmp_path / name for name in names)
     checkpoint = opened(tiny_checkpoints["ltx-2.3"], **TASK)
     with pytest.raises(DitLoraError, match=words):
-        checkpoint.reference_arguments(replace(how, references=files))
+        checkpoint.reference_arguments(replace(sampling, references=files))
 
 
 @pytest.mark.parametrize(
@@ -190,10 +193,10 @@ def test_other_programs_read_the_downscale_from_the_header(
     """Lightricks' pipeline and ComfyUI-LTXVideo look for this name, and a number in text."""
     base, checkpoint = tiny_checkpoints["ltx-2.3"], in_context(tiny_checkpoints["ltx-2.3"])
     model = trained("ltx2", base, tmp_path / "plain").model
-    made = {"family": "ltx2", "task": "ic_lora", **checkpoint.header()}
-    save_adapter(model, checkpoint.pipeline_class, tmp_path / "run", made)
+    metadata = {"family": "ltx2", "task": "ic_lora", **checkpoint.header()}
+    save_adapter(model, checkpoint.pipeline_class, tmp_path / "run", metadata)
     export(ExportRequest((tmp_path / "run",), form, tmp_path / "out", model=str(base)))
     (file,) = (tmp_path / "out").glob("*.safetensors")
-    for one in (tmp_path / "run" / ADAPTER_FILE, file):
-        with safe_open(one, framework="pt") as opened_file:
+    for adapter_file in (tmp_path / "run" / ADAPTER_FILE, file):
+        with safe_open(adapter_file, framework="pt") as opened_file:
             assert opened_file.metadata()["reference_downscale_factor"] == "2"

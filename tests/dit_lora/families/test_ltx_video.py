@@ -59,32 +59,33 @@ def test_frames_a_second_are_told_in_training_as_in_sampling(
     path = tiny_checkpoints["ltx-video"]
     recipe = recipe_of(path, recipe_values, task)
     plain = opened(path, task)
-    told = plain.for_recipe(recipe)
-    assert (plain.frame_rate, told.frame_rate) == (25, 12.5)
-    assert plain.with_header({"video": {"fps": 12.5}}) == told
+    informed = plain.for_recipe(recipe)
+    assert (plain.frame_rate, informed.frame_rate) == (25, 12.5)
+    assert plain.with_header({"video": {"fps": 12.5}}) == informed
     case = EVERY["ltx-video" if task == "t2v" else "ltx-video-i2v"]
     pixels, image = pixels_of(SHAPE, torch.Generator().manual_seed(3)), None
     if case.pictures:
         image = tmp_path / "first.png"
         as_picture(pixels[0]).save(image)
-    row = told.load_video_encoder(torch.float32, CPU)(pixels)
-    text = told.load_text_encoder(torch.float32, CPU)(["a cat"])
-    batch = case.as_sampled({name: one[None] for name, one in row.items()} | text, 4)
-    pipeline, calls = quiet(told.pipeline(torch.float32)), []
+    row = informed.load_video_encoder(torch.float32, CPU)(pixels)
+    text = informed.load_text_encoder(torch.float32, CPU)(["a cat"])
+    batch = case.as_sampled({name: tensor[None] for name, tensor in row.items()} | text, 4)
+    pipeline, calls = quiet(informed.pipeline(torch.float32)), []
     pipeline.transformer.register_forward_hook(
         lambda _m, _args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
     )
-    how = Sampling(SHAPE, 2, 1.0, seed=4, image=image, fps=12.5)
-    told.generate(pipeline, told.conditions(text), how)
+    sampling = Sampling(SHAPE, 2, 1.0, seed=4, image=image, fps=12.5)
+    informed.generate(pipeline, informed.conditions(text), sampling)
     call, expected = calls[-1]
     assert call["rope_interpolation_scale"] == (8 / 12.5, 32, 32)
-    transformer, seen = told.load_transformer(torch.float32).eval(), case.timesteps(call)
+    transformer, timesteps = informed.load_transformer(torch.float32).eval(), case.timesteps(call)
     with torch.no_grad():
-        found, other = (
-            one.predict(transformer, call["hidden_states"], seen, batch) for one in (told, plain)
+        prediction, other_prediction = (
+            opened_checkpoint.predict(transformer, call["hidden_states"], timesteps, batch)
+            for opened_checkpoint in (informed, plain)
         )
-    assert torch.equal(found, expected)
-    assert (other - found).abs().max() > 1e-3
+    assert torch.equal(prediction, expected)
+    assert (other_prediction - prediction).abs().max() > 1e-3
 
 
 @every_variant
@@ -112,13 +113,13 @@ def test_the_shift_is_the_pipelines_at_five_sizes(
     tiny_checkpoints: dict[str, Path], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_checkpoints[variant]
-    checkpoint, pipeline, given = opened(path), LTXPipeline.from_pretrained(path), []
+    checkpoint, pipeline, recorded = opened(path), LTXPipeline.from_pretrained(path), []
 
     class StopHereError(Exception):
         pass
 
     def set_timesteps(sigmas: Any, device: Any, mu: float) -> None:
-        given.append(mu)
+        recorded.append(mu)
         raise StopHereError
 
     monkeypatch.setattr(pipeline.scheduler, "set_timesteps", set_timesteps)
@@ -127,11 +128,11 @@ def test_the_shift_is_the_pipelines_at_five_sizes(
         with pytest.raises(StopHereError):
             pipeline("a cat", **checkpoint.arguments(VideoShape(frames, height, width)))
         size = torch.Size([8, step + 1, 2 * step, 3])
-        assert checkpoint.mu(size) == given[-1]
+        assert checkpoint.mu(size) == recorded[-1]
         # The line through (1024, 0.95) and (4096, 2.05).
         line = 0.95 + (6 * step * (step + 1) - 1024) * 1.1 / 3072
         assert checkpoint.shift_of(size) == pytest.approx(math.exp(line))
-    assert len(set(given)) == 5
+    assert len(set(recorded)) == 5
 
 
 def test_a_decoder_that_draws_noise_makes_one_video_of_a_seed(
@@ -140,22 +141,22 @@ def test_a_decoder_that_draws_noise_makes_one_video_of_a_seed(
     """0.9.1's, which is told a timestep too; what it draws is taken from nobody else."""
     older, newer = (opened(tiny_checkpoints[variant]) for variant in FAMILY.tiny_variants)
     decoding = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
-    told = newer.arguments(SHAPE).items() - older.arguments(SHAPE).items()
-    assert dict(told) == decoding
+    added_options = newer.arguments(SHAPE).items() - older.arguments(SHAPE).items()
+    assert dict(added_options) == decoding
     pipeline = quiet(newer.pipeline(torch.float32))
     torch.manual_seed(11)
     state = torch.get_rng_state()
-    made = []
+    videos = []
     for seed in (3, 3, 4):
-        how = Sampling(SHAPE, inference_steps=2, guidance_scale=1.0, seed=seed)
-        made.append(newer.generate(pipeline, newer.conditions("a cat"), how))
+        sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=1.0, seed=seed)
+        videos.append(newer.generate(pipeline, newer.conditions("a cat"), sampling))
         torch.randn(5)  # somebody else draws
-    assert made[0].shape == (9, 64, 96, 3)
-    assert torch.equal(made[0], made[1])
-    assert not torch.equal(made[0], made[2])
+    assert videos[0].shape == (9, 64, 96, 3)
+    assert torch.equal(videos[0], videos[1])
+    assert not torch.equal(videos[0], videos[2])
     torch.set_rng_state(state)
-    how = Sampling(SHAPE, inference_steps=2, guidance_scale=1.0, seed=3)
-    newer.generate(pipeline, newer.conditions("a cat"), how)
+    sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=1.0, seed=3)
+    newer.generate(pipeline, newer.conditions("a cat"), sampling)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -166,9 +167,9 @@ def test_one_step_is_refused_of_which_its_scheduler_makes_nan(
     pipeline = quiet(checkpoint.pipeline(torch.float32))
     with pytest.raises(IndexError):  # the stock pipeline, which looks for a level among NaN
         pipeline("a cat", **checkpoint.arguments(SHAPE), num_inference_steps=1)
-    how = Sampling(SHAPE, inference_steps=1, guidance_scale=3.0, seed=3)
+    sampling = Sampling(SHAPE, inference_steps=1, guidance_scale=3.0, seed=3)
     with pytest.raises(DitLoraError, match=r"ltx-video: inference steps must be 2 or more, .*0\.1"):
-        checkpoint.generate(pipeline, checkpoint.conditions("a cat"), how)
+        checkpoint.generate(pipeline, checkpoint.conditions("a cat"), sampling)
 
 
 @every_variant
@@ -176,10 +177,10 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
     tiny_checkpoints: dict[str, Path], variant: str
 ) -> None:
     checkpoint = opened(tiny_checkpoints[variant])
-    words, tensors, batches = two_samples(checkpoint, SHAPE)
+    texts, tensors, batches = two_samples(checkpoint, SHAPE)
     assert batches == [checkpoint.guided_batch] * 2
-    assert words.float().std() > 1
-    assert torch.equal(words, tensors)
+    assert texts.float().std() > 1
+    assert torch.equal(texts, tensors)
 
 
 def test_clips_are_encoded_in_fp32_with_what_normalises_them(
@@ -187,30 +188,36 @@ def test_clips_are_encoded_in_fp32_with_what_normalises_them(
 ) -> None:
     path = tiny_checkpoints["ltx-video"]
     pixels = pixels_of(SHAPE, torch.Generator().manual_seed(2))
-    found = opened(path, "i2v").load_video_encoder(torch.bfloat16, CPU)(pixels)
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    encoded = opened(path, "i2v").load_video_encoder(torch.bfloat16, CPU)(pixels)
+    assert {tensor.dtype for tensor in encoded.values()} == {torch.float32}
     vae = AutoencoderKLLTXVideo.from_pretrained(path, subfolder="vae")
-    assert torch.equal(found["latent_statistics"], torch.stack([vae.latents_mean, vae.latents_std]))
+    assert torch.equal(
+        encoded["latent_statistics"], torch.stack([vae.latents_mean, vae.latents_std])
+    )
     with torch.no_grad():
         video = (pixels.float() / 127.5 - 1).transpose(0, 1)[None]
-        whole, first = (vae.encode(one).latent_dist for one in (video, video[:, :, :1]))
-    assert torch.equal(found["latent_mean"], whole.mean[0])
-    torch.testing.assert_close(found["image_latent_mean"], first.mean[0], rtol=1e-5, atol=1e-5)
+        full_posterior, first_posterior = (
+            vae.encode(frames).latent_dist for frames in (video, video[:, :, :1])
+        )
+    assert torch.equal(encoded["latent_mean"], full_posterior.mean[0])
+    torch.testing.assert_close(
+        encoded["image_latent_mean"], first_posterior.mean[0], rtol=1e-5, atol=1e-5
+    )
     # The encoder is causal: a clip's first latent is its first frame's.
-    torch.testing.assert_close(found["image_latent_mean"][:, 0], whole.mean[0, :, 0])
+    torch.testing.assert_close(encoded["image_latent_mean"][:, 0], full_posterior.mean[0, :, 0])
 
 
 def test_an_image_of_the_clips_own_is_what_stands_in_front(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
     encode = opened(tiny_checkpoints["ltx-video"], "i2v").load_video_encoder(torch.float32, CPU)
-    one, other = (pixels_of(SHAPE, torch.Generator().manual_seed(n)) for n in (1, 2))
-    own, expected = encode(one, other[0]), encode(other)
-    for name, tensor in encode(one).items():
+    clip_pixels, image_pixels = (pixels_of(SHAPE, torch.Generator().manual_seed(n)) for n in (1, 2))
+    own_encoding, expected = encode(clip_pixels, image_pixels[0]), encode(image_pixels)
+    for name, tensor in encode(clip_pixels).items():
         if name != "latent_statistics":
             of_image = name.startswith("image_")
-            assert torch.equal(own[name], expected[name]) == of_image, name
-            assert torch.equal(own[name], tensor) != of_image, name
+            assert torch.equal(own_encoding[name], expected[name]) == of_image, name
+            assert torch.equal(own_encoding[name], tensor) != of_image, name
 
 
 def test_samples_without_their_image_are_trained_as_text_to_video(
@@ -234,10 +241,10 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     torch.testing.assert_close(always, text, rtol=1e-5, atol=0)
     assert (never - text).abs().min() > 1e-3
     half = dropping(0.5)
-    kept = Streams(6, [0, 1, 2]).drawn(half.draws(batch), CPU)["image_dropout"]
-    assert kept.any()
-    assert not kept.all()
-    torch.testing.assert_close(losses(half), torch.where(kept, never, text), rtol=1e-5, atol=0)
+    keep_mask = Streams(6, [0, 1, 2]).drawn(half.draws(batch), CPU)["image_dropout"]
+    assert keep_mask.any()
+    assert not keep_mask.all()
+    torch.testing.assert_close(losses(half), torch.where(keep_mask, never, text), rtol=1e-5, atol=0)
 
 
 def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Path]) -> None:
@@ -248,14 +255,16 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     batch["image_latent_logvar"].fill_(-60)  # so that what is drawn is the mean
     transformer = checkpoint.load_transformer(torch.float32)
     streams = Streams(5, [0, 1, 2])
-    given = streams.drawn(checkpoint.draws(batch), CPU)
+    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
     tokens = 2 * 3  # of a frame
     with torch.no_grad():
         before = checkpoint.losses(transformer, batch, streams).losses
-        clean = checkpoint.clean_latents(batch, given)
-        noisy = checkpoint.objective.add_noise(clean, given["noise"], given["timestep"])
-        velocity = checkpoint.predict(transformer, noisy, 1000 * given["timestep"], batch)
-        behind = (one[:, tokens:] for one in (velocity, given["noise"] - clean))
+        clean = checkpoint.clean_latents(batch, random_inputs)
+        noisy = checkpoint.objective.add_noise(
+            clean, random_inputs["noise"], random_inputs["timestep"]
+        )
+        velocity = checkpoint.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
+        behind = (tensor[:, tokens:] for tensor in (velocity, random_inputs["noise"] - clean))
         torch.testing.assert_close(mean_squared_error(*behind), before, rtol=1e-6, atol=0)
         batch["latent_mean"][:, :, 0] += 1
         assert torch.equal(checkpoint.losses(transformer, batch, streams).losses, before)
@@ -329,9 +338,11 @@ def test_stock_diffusers_reads_what_comfyui_does(
     targets = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
     targets = (*targets, "proj_in", "time_embed.linear") if outside else targets
     path = tiny_checkpoints["ltx-video"]
-    one = trained("ltx_video", path, tmp_path / "run", alpha=7, targets=targets)
-    out = export(ExportRequest((one.folder,), "comfyui", tmp_path / "out", model=str(path)))
-    (file,) = out.glob("*.safetensors")
+    adapter = trained("ltx_video", path, tmp_path / "run", alpha=7, targets=targets)
+    output_dir = export(
+        ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(path))
+    )
+    (file,) = output_dir.glob("*.safetensors")
     tensors = load_file(file)
     assert not any(name.endswith(".alpha") for name in tensors)
     theirs = {"diffusion_model.patchify_proj", "diffusion_model.adaln_single.linear"}
@@ -339,8 +350,8 @@ def test_stock_diffusers_reads_what_comfyui_does(
     if outside:
         return
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more
-    pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
-    expected = deltas(one.model)
+    expected = deltas(adapter.model)
     assert len(expected) == 2 * (8 + 2)
     assert_same(deltas(pipeline.transformer), expected)

@@ -25,10 +25,12 @@ def losses_by_diffusers(
     vae = AutoencoderKLLTXVideo.from_pretrained(path, subfolder="vae")
     transformer: Any = LTXVideoTransformer3DModel.from_pretrained(path, subfolder="transformer")
     tokenizer = AutoTokenizer.from_pretrained(path / "tokenizer")
-    how: Any = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-    tokens = tokenizer(CAPTIONS, max_length=128, **how)
+    options: Any = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    tokens = tokenizer(CAPTIONS, max_length=128, **options)
     text = T5EncoderModel.from_pretrained(path / "text_encoder")(tokens.input_ids)
-    mean, std = (one[:, None, None, None] for one in (vae.latents_mean, vae.latents_std))
+    mean, std = (
+        statistic[:, None, None, None] for statistic in (vae.latents_mean, vae.latents_std)
+    )
     video = 2 * (pixels.transpose(1, 2) / 255) - 1
     latent = vae.encode(video).latent_dist
     clean = (latent.mean + latent.std * given["posterior"] - mean) / std
@@ -36,8 +38,10 @@ def losses_by_diffusers(
     noise = given["noise"].view(b, f, h, w, c).movedim(-1, 1)  # a row of channels for each token
     hidden, timestep = (1 - level) * clean + level * noise, 1000 * given["timestep"]
     if task == "i2v":
-        first = vae.encode(video[:, :, :1]).latent_dist
-        hidden[:, :, :1] = (first.mean + first.std * given["image_posterior"] - mean) / std
+        first_posterior = vae.encode(video[:, :, :1]).latent_dist
+        hidden[:, :, :1] = (
+            first_posterior.mean + first_posterior.std * given["image_posterior"] - mean
+        ) / std
         timestep = timestep[:, None].repeat(1, f * h * w)
         timestep[:, : h * w] = 0
     velocity = transformer(
@@ -68,9 +72,9 @@ def test_our_loss_is_that_of_diffusers_modules(
     rows = [encode_video(clip) for clip in pixels]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]} | text
     streams = Streams(3, [1, 2, 3])
-    given = dict(streams.drawn(checkpoint.draws(batch), CPU))
+    random_inputs = dict(streams.drawn(checkpoint.draws(batch), CPU))
     with torch.no_grad():
         ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
-    theirs = losses_by_diffusers(path, task, pixels, given, 12.5)
-    assert len(set(given["timestep"].tolist())) == 3
+    theirs = losses_by_diffusers(path, task, pixels, random_inputs, 12.5)
+    assert len(set(random_inputs["timestep"].tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

@@ -31,8 +31,8 @@ def run_with(tmp_path: Path, first: str) -> subprocess.CompletedProcess[str]:
     ops.write_text(OPS)
     for folder in (ops.parent, *ops.parent.parents[:2]):
         (folder / "__init__.py").touch()
-    asked = "def get_kernel(*_, **__):\n    global asked\n    asked = True\n    raise OSError\n"
-    (tmp_path / "kernels.py").write_text(asked)
+    source = "def get_kernel(*_, **__):\n    global asked\n    asked = True\n    raise OSError\n"
+    (tmp_path / "kernels.py").write_text(source)
     program = [sys.executable, "-c", PROGRAM.format(first=first)]
     path = f"{tmp_path}:{ROOT}"
     return subprocess.run(
@@ -41,13 +41,13 @@ def run_with(tmp_path: Path, first: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_nothing_is_asked_of_the_hub_and_nothing_is_said(tmp_path: Path) -> None:
-    for first in (
+    for prelude in (
         "import dit_lora.families",
         "import dit_lora.cli.app",
         "import kernels, dit_lora.families",
     ):
-        done = run_with(tmp_path, first)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "whole\n", "")
-    alone = run_with(tmp_path, "")
-    assert alone.returncode
-    assert "Failed to load CPU gemm_4bit_forward" in alone.stderr
+        result = run_with(tmp_path, prelude)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "whole\n", "")
+    plain_result = run_with(tmp_path, "")
+    assert plain_result.returncode
+    assert "Failed to load CPU gemm_4bit_forward" in plain_result.stderr

@@ -17,14 +17,14 @@ def test_weights_in_a_repositorys_root_are_fetched(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Diffusers' lie in folders of components, and a root has other programs' beside them."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     def downloaded(repository: str, files: Sequence[str], *_: object) -> Path:
-        asked.extend(files)
+        requests.extend(files)
         raise DitLoraError("not here")
 
     monkeypatch.setattr(hub_files, "_downloaded", downloaded)
     with pytest.raises(DitLoraError, match="not here"):
         get_family(name).open(ModelConfig(family=name, path="me/chat"))
     for file in ("model.safetensors", "model-00002-of-00005.safetensors", "config.json"):
-        assert any(fnmatch(file, pattern) for pattern in asked), (file, asked)
+        assert any(fnmatch(file, pattern) for pattern in requests), (file, requests)

@@ -10,18 +10,18 @@ from dit_lora.training.preserve import trained_losses
 
 def test_it_is_nothing_at_the_start_and_then_moves_the_adapter_alone(subject: Subject) -> None:
     checkpoint, streams = subject.checkpoint, Streams(0, [4, 5, 6])
-    own = encoded_batch(subject)
+    encoded = encoded_batch(subject)
     names = checkpoint.text_spec(torch.float32)
     # Each sample has another's caption, of its own size.
-    other = {f"{PRESERVE}{name}": own[name].roll(1, 0) for name in names}
-    batch = {**own, **other, PRESERVE_WEIGHT: torch.tensor([1.0, 0.0, 2.0])}
+    preserved_text = {f"{PRESERVE}{name}": encoded[name].roll(1, 0) for name in names}
+    batch = {**encoded, **preserved_text, PRESERVE_WEIGHT: torch.tensor([1.0, 0.0, 2.0])}
 
     start = adapted(subject, trained=False)
-    plain = checkpoint.losses(start, own, streams).losses
+    plain = checkpoint.losses(start, encoded, streams).losses
     assert torch.equal(trained_losses(checkpoint, start, batch, streams).losses, plain)
 
     moved = adapted(subject)
-    plain = checkpoint.losses(moved, own, streams).losses
+    plain = checkpoint.losses(moved, encoded, streams).losses
     second = trained_losses(checkpoint, moved, batch, streams).losses - plain
     assert second[1] == 0
     assert (second[[0, 2]] > 0).all()

@@ -50,13 +50,15 @@ def test_published_models_are_as_large_as_published(name: str) -> None:
         assert sum(p.numel() for p in model.parameters()) == parameters
         if name in TRAINED:
             lora = LoraConfig(rank=16)
-            said = attach_lora(model, lora, FAMILY.lora_targets, seed=0, within=FAMILY.lora_within)
-            assert said.adapted == 7 * config.text_config.num_hidden_layers
-            assert said.parameters == TRAINED[name]
+            adapter_report = attach_lora(
+                model, lora, FAMILY.lora_targets, seed=0, within=FAMILY.lora_within
+            )
+            assert adapter_report.adapted == 7 * config.text_config.num_hidden_layers
+            assert adapter_report.parameters == TRAINED[name]
     # Pictures by the defaults, but for Qwen3-VL's videos, whose file gives frames more room.
     layout = LAYOUTS[config.model_type](config, CONFIGS / name, _Tokenizer())
     names = (config.image_token_id, getattr(config, "video_token_id", None))
     for frames, expected in ((8, of_video), (1, of_image)):
         shape = layout.shape(frames, 720, 1280, (side, side))
         text = layout.expansion(shape, [float(second) for second in range(frames)])
-        assert max(text.count(f"[{one}]") for one in names) == expected
+        assert max(text.count(f"[{layer_name}]") for layer_name in names) == expected

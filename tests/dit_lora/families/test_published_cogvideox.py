@@ -82,10 +82,10 @@ def counted(config: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_the_published_ones(name: str) -> None:
-    config, (whole, adapter) = transformer_config(name), SIZES[name]
+    config, (num_parameters, adapter) = transformer_config(name), SIZES[name]
     with torch.device("meta"):
         transformer = CogVideoXTransformer3DModel.from_config(config).requires_grad_(False)
-        assert sum(p.numel() for p in transformer.parameters()) == whole == counted(config)
+        assert sum(p.numel() for p in transformer.parameters()) == num_parameters == counted(config)
         report = attach_lora(
             transformer, LoraConfig(rank=128), get_family("cogvideox").lora_targets, seed=0
         )
@@ -119,8 +119,8 @@ def test_its_recipe_fits_a_published_checkpoint(name: str, tmp_path: Path) -> No
 
 
 def test_every_recipe_of_the_family_has_its_published_checkpoint() -> None:
-    found = {path.stem for path in (ROOT / "recipes" / "cogvideox").glob("*.yaml")}
-    assert found == set(RECIPES.values())
+    recipe_names = {path.stem for path in (ROOT / "recipes" / "cogvideox").glob("*.yaml")}
+    assert recipe_names == set(RECIPES.values())
 
 
 def test_shapes_that_published_checkpoints_have_no_positions_for(tmp_path: Path) -> None:

@@ -47,15 +47,15 @@ def counted(layers: int, width: int, classes: int) -> tuple[int, int]:
 def test_the_size_is_the_published_one() -> None:
     """675,129,632 with the position table (DiT's own log); Diffusers repeats the embedders in 28 blocks."""
     config = json.loads((FIXTURE / "transformer" / "config.json").read_text())
-    own, repeated = counted(28, 1152, 1000)
-    assert own + 256 * 1152 == 675_129_632
+    num_parameters, repeated = counted(28, 1152, 1000)
+    assert num_parameters + 256 * 1152 == 675_129_632
     with torch.device("meta"):
         transformer = DiTTransformer2DModel.from_config(config).requires_grad_(False)
         size = sum(p.numel() for p in transformer.parameters())
         report = attach_lora(
             transformer, LoraConfig(rank=16), get_family("dit").lora_targets, seed=0
         )
-    assert size == own + repeated == 749_826_464
+    assert size == num_parameters + repeated == 749_826_464
     assert (report.adapted, report.parameters) == (4 * 28, 28 * 4 * 16 * 2 * 1152)
 
 

@@ -55,15 +55,15 @@ def counted(config: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, tmp_path: Path) -> None:
-    stem, whole, layers, adapter = PUBLISHED[name]
+    stem, num_parameters, layers, adapter = PUBLISHED[name]
     recipe = load_recipe(ROOT / "recipes" / f"{stem}.yaml")
     assert recipe.model.path == f"black-forest-labs/{name}"
     checkpoint = opened(name, tmp_path, recipe).for_recipe(recipe)
     with torch.device("meta"):
         config = checkpoint.transformer_config
         transformer = checkpoint.transformer_class.from_config(config).requires_grad_(False)
-        assert sum(p.numel() for p in transformer.parameters()) == whole
-        assert name.startswith("FLUX.1") or counted(config) == whole
+        assert sum(p.numel() for p in transformer.parameters()) == num_parameters
+        assert name.startswith("FLUX.1") or counted(config) == num_parameters
         targets = checkpoint.lora_targets(get_family(recipe.model.family).lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
     assert (report.adapted, report.parameters) == (layers, adapter)
@@ -75,12 +75,12 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, tmp_path: P
 
 
 def test_every_recipe_of_the_families_has_its_published_checkpoint() -> None:
-    found = {
+    recipe_names = {
         f"{folder}/{path.stem}"
         for folder in ("flux", "flux2")
         for path in (ROOT / "recipes" / folder).glob("*.yaml")
     }
-    assert found == {stem for stem, *_ in PUBLISHED.values()} | ANOTHER
+    assert recipe_names == {stem for stem, *_ in PUBLISHED.values()} | ANOTHER
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -95,8 +95,10 @@ def test_the_licence_of_each_base_is_known(name: str) -> None:
 
 def test_the_text_encoders_are_as_wide_as_the_transformers_take() -> None:
     """Three layers' states side by side."""
-    for name in (one for one in PUBLISHED if one.startswith("FLUX.2")):
+    for name in (stem for stem in PUBLISHED if stem.startswith("FLUX.2")):
         config = json.loads((CONFIGS / name / "text_encoder" / "config.json").read_text())
         width = config.get("text_config", config)["hidden_size"]
-        taken = json.loads((CONFIGS / name / "transformer" / "config.json").read_text())
-        assert taken["joint_attention_dim"] == 3 * width
+        transformer_config = json.loads(
+            (CONFIGS / name / "transformer" / "config.json").read_text()
+        )
+        assert transformer_config["joint_attention_dim"] == 3 * width

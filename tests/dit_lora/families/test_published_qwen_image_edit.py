@@ -69,6 +69,6 @@ def test_captions_are_as_long_as_docs_and_recipes_say(
     assert checkpoint.text_facts()["tokens"] == tokens
     text = (ROOT / "recipes" / "qwen_image" / f"{RECIPES[name]}.yaml").read_text()
     assert f"{tokens * (3584 * 2 + 1) / 1e6:.1f} MB of cache a caption" in text
-    words = " ".join((ROOT / "docs" / "models.md").read_text().split())
-    assert f"{tokens}" in words
-    assert f"{tokens * 3584 * 2 / 2**20:.1f}" in words
+    page = " ".join((ROOT / "docs" / "models.md").read_text().split())
+    assert f"{tokens}" in page
+    assert f"{tokens * 3584 * 2 / 2**20:.1f}" in page

@@ -84,12 +84,12 @@ def counted(config: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_the_published_ones(name: str) -> None:
-    config, (whole, adapter) = transformer_config(name), SIZES[name]
+    config, (num_parameters, adapter) = transformer_config(name), SIZES[name]
     video = config["_class_name"] == "SanaVideoTransformer3DModel"
     model: Any = SanaVideoTransformer3DModel if video else SanaTransformer2DModel
     with torch.device("meta"):
         transformer = model.from_config(config).requires_grad_(False)
-        assert sum(p.numel() for p in transformer.parameters()) == whole == counted(config)
+        assert sum(p.numel() for p in transformer.parameters()) == num_parameters == counted(config)
         targets = get_family("sana").lora_targets
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
     width = config["num_attention_heads"] * config["attention_head_dim"]
@@ -117,8 +117,8 @@ def test_its_recipe_fits_a_published_checkpoint(name: str, tmp_path: Path) -> No
 
 
 def test_every_recipe_of_the_families_has_its_published_checkpoint() -> None:
-    found = {path.stem for path in (ROOT / "recipes" / "sana").glob("*.yaml")}
-    assert found == {stem for stem, _ in RECIPES.values()}
+    recipe_names = {path.stem for path in (ROOT / "recipes" / "sana").glob("*.yaml")}
+    assert recipe_names == {stem for stem, _ in RECIPES.values()}
 
 
 @pytest.mark.parametrize("name", RECIPES)

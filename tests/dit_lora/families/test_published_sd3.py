@@ -42,16 +42,16 @@ def counted(config: dict[str, Any]) -> int:
     feed_forward = linear(width, 4 * width) + linear(4 * width, width)
     stream = 4 * linear(width, width) + 2 * 64 + feed_forward + linear(width, 6 * width)
     second = 4 * linear(width, width) + 2 * 64 + linear(width, 3 * width)
-    last = linear(width, width) + feed_forward + linear(width, 4 * width)
+    last_block = linear(width, width) + feed_forward + linear(width, 4 * width)
     embedded = linear(256, width) + linear(pooled, width) + 2 * linear(width, width)
     ends = linear(64, width) + linear(text, width) + linear(width, 2 * width) + linear(width, 64)
     seconds = len(config["dual_attention_layers"]) * second
-    return 2 * config["num_layers"] * stream + seconds - last + embedded + ends
+    return 2 * config["num_layers"] * stream + seconds - last_block + embedded + ends
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_sizes_are_the_published_ones_and_its_recipe_fits(size: str, tmp_path: Path) -> None:
-    whole, layers, adapter, most = PUBLISHED[size]
+    num_parameters, layers, adapter, max_tokens = PUBLISHED[size]
     recipe = load_recipe(ROOT / "recipes" / "sd3" / f"3.5_{size}.yaml")
     name = f"stable-diffusion-3.5-{size}"
     assert recipe.model.path == f"stabilityai/{name}"
@@ -64,18 +64,22 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(size: str, tmp_path: P
     with torch.device("meta"):
         config = checkpoint.transformer_config
         transformer: Any = SD3Transformer2DModel.from_config(config).requires_grad_(False)
-        assert sum(p.numel() for p in transformer.parameters()) == whole == counted(config)
+        assert sum(p.numel() for p in transformer.parameters()) == num_parameters == counted(config)
         targets = checkpoint.lora_targets(family.lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
     assert (report.adapted, report.parameters) == (layers, adapter)
     assert adapter == layers * 16 * 2 * 64 * config["num_layers"]
-    drawn = checkpoint.objective
-    assert (drawn.shift, drawn.train_timesteps, drawn.levels.density) == (3, 1000, "logit_normal")
+    objective = checkpoint.objective
+    assert (objective.shift, objective.train_timesteps, objective.levels.density) == (
+        3,
+        1000,
+        "logit_normal",
+    )
     spec = checkpoint.text_spec(torch.bfloat16)
     assert [tuple(shape) for shape, _ in spec.values()] == [(333, 4096), (2048,)]
-    checkpoint.check_shape(VideoShape(1, 1040, most))
-    with pytest.raises(DitLoraError, match=f"width can be {most} at most"):
-        checkpoint.check_shape(VideoShape(1, 1040, most + 16))
+    checkpoint.check_shape(VideoShape(1, 1040, max_tokens))
+    with pytest.raises(DitLoraError, match=f"width can be {max_tokens} at most"):
+        checkpoint.check_shape(VideoShape(1, 1040, max_tokens + 16))
     with pytest.raises(DitLoraError, match="width must be a multiple of 16; got 760, nearest 752"):
         checkpoint.check_shape(VideoShape(1, 1040, 760))
 
@@ -83,15 +87,15 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(size: str, tmp_path: P
 def test_the_text_encoders_are_as_wide_as_the_transformers_take() -> None:
     for size in PUBLISHED:
         clips = [config_of(size, f"text_encoder{number}") for number in ("", "_2")]
-        taken = config_of(size, "transformer")
-        assert sum(c["projection_dim"] for c in clips) == taken["pooled_projection_dim"]
-        assert sum(c["hidden_size"] for c in clips) <= taken["joint_attention_dim"]
-        assert config_of(size, "text_encoder_3")["d_model"] == taken["joint_attention_dim"]
+        config = config_of(size, "transformer")
+        assert sum(c["projection_dim"] for c in clips) == config["pooled_projection_dim"]
+        assert sum(c["hidden_size"] for c in clips) <= config["joint_attention_dim"]
+        assert config_of(size, "text_encoder_3")["d_model"] == config["joint_attention_dim"]
 
 
 def test_every_recipe_of_the_family_is_tried_and_its_licence_known() -> None:
-    found = {path.stem for path in (ROOT / "recipes" / "sd3").glob("*.yaml")}
-    assert found == {f"3.5_{size}" for size in PUBLISHED}
+    recipe_names = {path.stem for path in (ROOT / "recipes" / "sd3").glob("*.yaml")}
+    assert recipe_names == {f"3.5_{size}" for size in PUBLISHED}
     for size in (*PUBLISHED, "large-turbo"):
         base = f"stabilityai/stable-diffusion-3.5-{size}"
         licence = get_family("sd3").license_of(base)

@@ -149,8 +149,8 @@ def test_its_recipe_fits_the_model(name: str, tmp_path: Path) -> None:
 
 def test_every_recipe_of_the_families_is_here() -> None:
     folders = [ROOT / "recipes" / family for family in ("video_dit", "latte")]
-    found = {f"{path.parent.name}/{path.stem}" for f in folders for path in f.glob("*.yaml")}
-    assert found == set(RECIPES)
+    recipe_names = {f"{path.parent.name}/{path.stem}" for f in folders for path in f.glob("*.yaml")}
+    assert recipe_names == set(RECIPES)
 
 
 def test_frames_that_latte_1_has_no_positions_for(tmp_path: Path) -> None:

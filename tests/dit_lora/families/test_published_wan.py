@@ -78,10 +78,10 @@ def counted(config: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_the_published_ones(name: str) -> None:
-    config, (whole, adapter) = config_of(name, "transformer"), SIZES[name]
+    config, (num_parameters, adapter) = config_of(name, "transformer"), SIZES[name]
     with torch.device("meta"):
         transformer: Any = WanTransformer3DModel.from_config(config).requires_grad_(False)
-        assert sum(p.numel() for p in transformer.parameters()) == whole == counted(config)
+        assert sum(p.numel() for p in transformer.parameters()) == num_parameters == counted(config)
         report = attach_lora(
             transformer, LoraConfig(rank=16), get_family("wan").lora_targets, seed=0
         )
@@ -105,13 +105,13 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     turns = in_turn(recipe.model_copy(update={"model": model}))
     checkpoint = get_family("wan").open(turns[0].model, turns[0])
     assert type(checkpoint).__name__ == kind
-    drawn = checkpoint.objective
-    assert (drawn.levels.t_min, drawn.levels.t_max) == levels
-    assert (drawn.shift, drawn.train_timesteps) == (shift, 1000)
+    objective = checkpoint.objective
+    assert (objective.levels.t_min, objective.levels.t_max) == levels
+    assert (objective.shift, objective.train_timesteps) == (shift, 1000)
     shape, step = VideoShape.of(recipe.data), checkpoint.side_step
     assert step == (32 if "5b" in stem else 16)
-    seen = ((shape.frames - 1) // 4 + 1) * (shape.height // step) * (shape.width // step)
-    assert seen == tokens
+    num_tokens = ((shape.frames - 1) // 4 + 1) * (shape.height // step) * (shape.width // step)
+    assert num_tokens == tokens
     assert f"{tokens:,} video tokens" in (ROOT / "recipes" / "wan" / f"{stem}.yaml").read_text()
     assert (turns[0].data.fps, checkpoint.text_tokens) == (24 if "5b" in stem else 16, 512)
     with pytest.raises(DitLoraError, match=f"width must be a multiple of {step}; got 840"):

@@ -105,8 +105,8 @@ def test_the_34_tokens_before_a_caption_are_dropped_and_those_behind_it_kept(
     with torch.no_grad():
         states = pipeline.text_encoder.model(input_ids=ids).last_hidden_state[0]
     encoded = checkpoint.load_text_encoder(torch.float32, CPU)(CAPTIONS[:1])
-    kept = encoded["prompt_embeds"][0, : len(states) - 34]
-    torch.testing.assert_close(kept, states[34:])
+    caption_embeds = encoded["prompt_embeds"][0, : len(states) - 34]
+    torch.testing.assert_close(caption_embeds, states[34:])
     assert int(encoded["prompt_mask"].sum()) == len(states) - 34 == len(CAPTIONS[0]) + END
     facts = checkpoint.text_facts()
     assert (facts["template"], facts["dropped"], facts["tokens"]) == (template, 34, 512)
@@ -125,15 +125,15 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
         lambda _m, _args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
     )
     text = {name: batch[name] for name in ("prompt_embeds", "prompt_mask")}
-    how = Sampling(SHAPE, inference_steps=3, guidance_scale=1.0, seed=1)
-    checkpoint.generate(pipeline, checkpoint.conditions(text), how)
+    sampling = Sampling(SHAPE, inference_steps=3, guidance_scale=1.0, seed=1)
+    checkpoint.generate(pipeline, checkpoint.conditions(text), sampling)
     transformer = checkpoint.load_transformer(dtype).eval()
     assert len(calls) == 3
     for (call, expected), t in zip(calls, pipeline.scheduler.timesteps, strict=True):
         with torch.no_grad():
-            found = checkpoint.predict(transformer, call["hidden_states"], t.repeat(3), batch)
-        assert found.dtype is expected.dtype is dtype
-        assert torch.equal(found, expected)
+            prediction = checkpoint.predict(transformer, call["hidden_states"], t.repeat(3), batch)
+        assert prediction.dtype is expected.dtype is dtype
+        assert torch.equal(prediction, expected)
     assert len({tuple(row.flatten().tolist()) for row in expected}) == 3
 
 
@@ -146,12 +146,14 @@ def test_unequal_captions_in_a_batch_are_each_as_alone(checkpoint: Any) -> None:
     with torch.no_grad():
         together = checkpoint.predict(transformer, noisy, timesteps, batch)
         for row in range(3):
-            one = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-            alone = checkpoint.predict(transformer, noisy[row : row + 1], timesteps[[row]], one)
-            torch.testing.assert_close(together[row], alone[0], rtol=1e-5, atol=1e-6)
+            single_batch = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+            single_prediction = checkpoint.predict(
+                transformer, noisy[row : row + 1], timesteps[[row]], single_batch
+            )
+            torch.testing.assert_close(together[row], single_prediction[0], rtol=1e-5, atol=1e-6)
         batch["prompt_embeds"][~batch["prompt_mask"]] = 5.0
-        again = checkpoint.predict(transformer, noisy, timesteps, batch)
-    torch.testing.assert_close(again, together, rtol=1e-5, atol=1e-6)
+        second_prediction = checkpoint.predict(transformer, noisy, timesteps, batch)
+    torch.testing.assert_close(second_prediction, together, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("captions", "padded"), [(("a cat", "a dog"), False), (CAPTIONS, True)])
@@ -187,17 +189,17 @@ def test_the_guidance_scale_is_the_pipelines_true_cfg_scale(
     text, empty = encode([CAPTIONS[2]]), encode([""])
     pipeline = checkpoint.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    asked: list[int] = []
+    lengths: list[int] = []
     pipeline.transformer.register_forward_pre_hook(
-        lambda _m, _args, kwargs: asked.append(kwargs["encoder_hidden_states"].shape[1]),
+        lambda _m, _args, kwargs: lengths.append(kwargs["encoder_hidden_states"].shape[1]),
         with_kwargs=True,
     )
-    how = Sampling(SHAPE, inference_steps=2, guidance_scale=scale, seed=3)
-    made = checkpoint.generate(pipeline, checkpoint.conditions(text, empty), how)
-    of_text = checkpoint.generate(pipeline, checkpoint.conditions(CAPTIONS[2]), how)
+    sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=scale, seed=3)
+    video = checkpoint.generate(pipeline, checkpoint.conditions(text, empty), sampling)
+    of_text = checkpoint.generate(pipeline, checkpoint.conditions(CAPTIONS[2]), sampling)
     assert not [record.message for record in caplog.records if record.levelname == "WARNING"]
     count = int(text["prompt_mask"].sum())
-    assert asked == ([count, END] * 4 if scale > 1 else [count] * 4)
+    assert lengths == ([count, END] * 4 if scale > 1 else [count] * 4)
     stock = pipeline(
         CAPTIONS[2],
         negative_prompt="" if scale > 1 else None,
@@ -209,7 +211,7 @@ def test_the_guidance_scale_is_the_pipelines_true_cfg_scale(
         output_type="np",
     ).images[0]
     expected = torch.from_numpy((stock * 255).round().astype("uint8"))
-    assert torch.equal(made[0], expected)
+    assert torch.equal(video[0], expected)
     assert torch.equal(of_text[0], expected)
 
 
@@ -217,39 +219,46 @@ def test_one_step_of_which_the_scheduler_makes_nan_is_refused(
     checkpoint: Any, recipe_values: dict[str, Any], tiny: Path, tmp_path: Path
 ) -> None:
     """In a recipe and where one samples; a scheduler without `shift_terminal` samples in one."""
-    words = (
+    message = (
         r"must be 2 or more, as shift_terminal=0.02 of the scheduler gives NaN in one step; got 1"
     )
-    how = Sampling(SHAPE, inference_steps=1, guidance_scale=1.0, seed=0)
-    with pytest.raises(DitLoraError, match=f"qwen-image: inference steps {words}"):
-        checkpoint.generate(None, {}, how)
+    sampling = Sampling(SHAPE, inference_steps=1, guidance_scale=1.0, seed=0)
+    with pytest.raises(DitLoraError, match=f"qwen-image: inference steps {message}"):
+        checkpoint.generate(None, {}, sampling)
     data = {"path": ".", "height": 64, "width": 96}
     model = {"family": "qwen_image", "path": str(tiny)}
     values = {**recipe_values, "data": data, "model": model, "validation": {"inference_steps": 1}}
     recipe = parse_recipe(values, "test")
-    with pytest.raises(DitLoraError, match=f"validation.inference_steps {words}"):
+    with pytest.raises(DitLoraError, match=f"validation.inference_steps {message}"):
         checkpoint.for_recipe(recipe)
     path = changed(tiny, tmp_path / "none", "scheduler", shift_terminal=None)
-    other = open_at(path).for_recipe(recipe)
-    pipeline = other.pipeline(torch.float32)
+    other_checkpoint = open_at(path).for_recipe(recipe)
+    pipeline = other_checkpoint.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    assert len(other.generate(pipeline, other.conditions("a cat"), how).unique()) > 1
+    assert (
+        len(
+            other_checkpoint.generate(
+                pipeline, other_checkpoint.conditions("a cat"), sampling
+            ).unique()
+        )
+        > 1
+    )
 
 
 def test_a_checkpoint_that_modulates_by_token_trains_as_one_that_does_not(
     checkpoint: Any, tiny: Path, tmp_path: Path
 ) -> None:
     """Without a reference all tokens have the timestep (`zero_cond_t`): the same losses, and the same gradients."""
-    other = open_at(changed(tiny, tmp_path / "zero", "transformer", zero_cond_t=True))
+    zero_cond = open_at(changed(tiny, tmp_path / "zero", "transformer", zero_cond_t=True))
     batch = batch_of(checkpoint, CAPTIONS, torch.float32)
-    found = []
-    for one in (checkpoint, other):
-        transformer = one.load_transformer(torch.float32)
-        assert transformer.zero_cond_t is (one is other)
+    predictions = []
+    for opened_checkpoint in (checkpoint, zero_cond):
+        transformer = opened_checkpoint.load_transformer(torch.float32)
+        assert transformer.zero_cond_t is (opened_checkpoint is zero_cond)
         weight = transformer.transformer_blocks[0].img_mod[1].weight.requires_grad_()
-        losses = one.losses(transformer, batch, Streams(0, [3, 1, 2])).losses
-        found.append((losses.detach(), torch.autograd.grad(losses.sum(), weight)[0]))
-    for ours, theirs in zip(*found, strict=True):
+        losses = opened_checkpoint.losses(transformer, batch, Streams(0, [3, 1, 2])).losses
+        predictions.append((losses.detach(), torch.autograd.grad(losses.sum(), weight)[0]))
+    for ours, theirs in zip(*predictions, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
@@ -320,9 +329,11 @@ def test_stock_diffusers_reads_what_comfyui_does(tiny: Path, tmp_path: Path) -> 
         *("to_add_out", "net.0.proj", "net.2", "img_mod.1", "txt_mod.1", "img_in", "txt_in"),
         *("linear_1", "linear_2", "norm_out.linear", "proj_out"),
     )
-    one = trained("qwen_image", tiny, tmp_path / "run", alpha=7, targets=targets)
-    out = export(ExportRequest((one.folder,), "comfyui", tmp_path / "out", model=str(one.base)))
-    (file,) = out.glob("*.safetensors")
+    adapter = trained("qwen_image", tiny, tmp_path / "run", alpha=7, targets=targets)
+    output_dir = export(
+        ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base))
+    )
+    (file,) = output_dir.glob("*.safetensors")
     tensors = load_file(file)
     linear = [
         m for m in open_at(tiny).load_transformer(torch.float32).modules() if type(m) is nn.Linear
@@ -330,6 +341,6 @@ def test_stock_diffusers_reads_what_comfyui_does(tiny: Path, tmp_path: Path) -> 
     assert len(tensors) == 3 * len(linear) == 3 * (2 * 14 + 6)
     assert all(name.startswith("diffusion_model.") for name in tensors)
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more
-    pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
-    assert_same(deltas(pipeline.transformer), deltas(one.model))
+    assert_same(deltas(pipeline.transformer), deltas(adapter.model))

@@ -78,21 +78,27 @@ def test_guidance_is_away_from_the_empty_prompt_with_the_same_pictures(
         pixels = pixels_of(VideoShape(1, *size), torch.Generator().manual_seed(size[0]))
         Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(file)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    given = [read_reference(MediaFile(file), None, None) for file in files]
-    prompt, empty, other = (
-        encode.with_references(words, pictures, SHAPE)
-        for words, pictures in (("a cat", given), ("", given), ("", [255 - p for p in given]))
+    references = [read_reference(MediaFile(file), None, None) for file in files]
+    prompt, empty, other_prompt = (
+        encode.with_references(caption, pictures, SHAPE)
+        for caption, pictures in (
+            ("a cat", references),
+            ("", references),
+            ("", [255 - p for p in references]),
+        )
     )
-    how = Sampling(SHAPE, inference_steps=2, guidance_scale=4.0, seed=3, references=files)
-    whole = checkpoint.pipeline(torch.float32)
-    bare = checkpoint.pipeline(torch.float32, whole.transformer, text=False)
+    sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=4.0, seed=3, references=files)
+    full_pipeline = checkpoint.pipeline(torch.float32)
+    bare = checkpoint.pipeline(torch.float32, full_pipeline.transformer, text=False)
     assert bare.processor is None
-    for pipeline in (whole, bare):
+    for pipeline in (full_pipeline, bare):
         pipeline.set_progress_bar_config(disable=True)
-    words = checkpoint.generate(whole, checkpoint.conditions("a cat"), how)
-    assert torch.equal(checkpoint.generate(bare, checkpoint.conditions(prompt, empty), how), words)
-    wrong = checkpoint.generate(bare, checkpoint.conditions(prompt, other), how)
-    assert not torch.equal(wrong, words)
+    video_of_text = checkpoint.generate(full_pipeline, checkpoint.conditions("a cat"), sampling)
+    assert torch.equal(
+        checkpoint.generate(bare, checkpoint.conditions(prompt, empty), sampling), video_of_text
+    )
+    other_video = checkpoint.generate(bare, checkpoint.conditions(prompt, other_prompt), sampling)
+    assert not torch.equal(other_video, video_of_text)
 
 
 @pytest.mark.parametrize(
@@ -102,24 +108,24 @@ def test_a_dropped_caption_is_the_empty_one_with_the_samples_own_picture(
     cached: Run, tiny_checkpoints: dict[str, Path], variant: str, tmp_path: Path
 ) -> None:
     """From cache, and encoded as they come: the same tensors in the same batches."""
-    found = cached(variant, caption_dropout=0.5).clips
+    cached_clips = cached(variant, caption_dropout=0.5).clips
     live = cached(variant, caption_dropout=0.5, precompute=False).clips
     encode = open_at(tiny_checkpoints[variant]).load_text_encoder(torch.float32, CPU)
-    for entry in found.entries:
+    for entry in cached_clips.entries:
         before = tmp_path / "pairs" / "before" / Path(entry.id).name
-        own = read_reference(MediaFile(before), None, None)
+        reference = read_reference(MediaFile(before), None, None)
         assert entry.empty_text_key not in (None, entry.text_key)
         for key, caption in ((entry.empty_text_key, ""), (entry.text_key, None)):
             text = caption if caption is not None else before_text(before)
-            expected = encode.with_references(text, [own], SHAPE)
-            for clips in (found, live):
+            expected = encode.with_references(text, [reference], SHAPE)
+            for clips in (cached_clips, live):
                 tensors, fault = clips.texts.read(key, clips.texts.first_spec([key]))
                 assert fault is None
                 assert set(tensors) == set(expected)
                 assert all(torch.equal(tensors[n], expected[n][0]) for n in tensors)
-    assert len({entry.empty_text_key for entry in found.entries}) == 2
+    assert len({entry.empty_text_key for entry in cached_clips.entries}) == 2
     assert [entry.empty_text_key for entry in live.entries] == [
-        entry.empty_text_key for entry in found.entries
+        entry.empty_text_key for entry in cached_clips.entries
     ]
     assert all(entry.empty_text_key is None for entry in cached(variant).clips.entries)
 
@@ -131,13 +137,13 @@ def test_a_caption_that_does_not_fit_is_told_by_its_samples_name(
     lines = (tmp_path / "pairs" / "metadata.jsonl").read_text().splitlines()
     row = {**json.loads(lines[1]), "text": "Q" * 600}
     (tmp_path / "pairs" / "metadata.jsonl").write_text(f"{lines[0]}\n{json.dumps(row)}\n")
-    words = r"its caption has \d+ tokens with its pictures, and there is room for 528"
-    with pytest.raises(DitLoraError, match=rf"(?s)after/001\.png.*{words}"):
+    message = r"its caption has \d+ tokens with its pictures, and there is room for 528"
+    with pytest.raises(DitLoraError, match=rf"(?s)after/001\.png.*{message}"):
         cached(VARIANTS[0])
     clips = cached(VARIANTS[0], precompute=False).clips
     good, long = (clips.texts.read(entry.text_key, clips.text_spec) for entry in clips.entries)
     assert good[1] is None
-    assert re.search(words, str(long[1]))
+    assert re.search(message, str(long[1]))
     assert long[0]["prompt_embeds"].isnan().all()
     assert {n: t.shape for n, t in long[0].items()} == {n: t.shape for n, t in good[0].items()}
 
@@ -150,12 +156,14 @@ def test_a_plan_counts_what_encoders_make(
     base = tiny_checkpoints[VARIANTS[1]]
     subject = subject_of(load_recipe(path, [f"model.path={base}", "data.path=/nowhere"]), gpu=False)
     (shape,) = subject.shapes
-    given = [pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(0))]
+    references = [pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(0))]
     pictures: Any = open_at(base).load_video_encoder(torch.float32, CPU)
-    texts = open_at(base).load_text_encoder(torch.float32, CPU).with_references("", given, shape)
-    made = {**pictures(given[0]), **pictures.references(given, shape)}
-    made |= {name: tensor[0] for name, tensor in texts.items()}
-    assert subject.spec(shape) == {n: (t.shape, t.dtype) for n, t in made.items()}
+    texts = (
+        open_at(base).load_text_encoder(torch.float32, CPU).with_references("", references, shape)
+    )
+    encoding = {**pictures(references[0]), **pictures.references(references, shape)}
+    encoding |= {name: tensor[0] for name, tensor in texts.items()}
+    assert subject.spec(shape) == {n: (t.shape, t.dtype) for n, t in encoding.items()}
     assert subject.caption_encoder is not None
 
 
@@ -192,7 +200,7 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
     """Beside as many pictures as there may be; one token more is refused, as the pipeline would encode it whole."""
     checkpoint = open_at(tiny_checkpoints[variant])
     number = checkpoint.most_references
-    given = [
+    references = [
         pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(i)) for i in range(number)
     ]
     encode, limit = checkpoint.load_text_encoder(torch.float32, CPU), checkpoint.text_limit()
@@ -201,25 +209,25 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
     side = 128 if number == 1 else 64
     spare = room[0] - checkpoint.text_tokens
     spare -= number * tokens_of(load_pictures(checkpoint.path), side, side)
-    fits = encode.with_references("Q" * (limit.max_tokens + spare), given, SHAPE)
+    fits = encode.with_references("Q" * (limit.max_tokens + spare), references, SHAPE)
     assert fits["prompt_embeds"].shape[1:] == room
     assert fits["prompt_mask"].all()
     count = (
         rf"its caption has {room[0] + 1} tokens with its pictures, and there is room for {room[0]}"
     )
     with pytest.raises(ClipError, match=count):
-        encode.with_references("Q" * (limit.max_tokens + spare + 1), given, SHAPE)
+        encode.with_references("Q" * (limit.max_tokens + spare + 1), references, SHAPE)
     with pytest.raises(DitLoraError, match="encodes a caption with its references"):
         encode(["a cat"])
 
 
 def test_references_are_refused_by_number_and_by_sides(tiny_checkpoints: dict[str, Path]) -> None:
-    one, three = (open_at(tiny_checkpoints[variant]).references for variant in VARIANTS)
-    assert one.wrong_number(2) == "it has 2 references, and this model takes 1"
+    single, three = (open_at(tiny_checkpoints[variant]).references for variant in VARIANTS)
+    assert single.wrong_number(2) == "it has 2 references, and this model takes 1"
     assert three.wrong_number(0) == "it has 0 references, and this model takes 1 to 3"
     assert three.wrong_number(3) is None
-    assert one.refusal(80, 640) is None
-    assert one.refusal(640, 79) == "it is 79 x 640, and one side may be 8 times the other"
+    assert single.refusal(80, 640) is None
+    assert single.refusal(640, 79) == "it is 79 x 640, and one side may be 8 times the other"
 
 
 @pytest.mark.parametrize("area", [1024 * 1024, 384 * 384])

@@ -80,13 +80,15 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     rows = [
         {
             **encode_picture(picture),
-            **encode_picture.references([one], SHAPE),
-            **{n: t[0] for n, t in encode_text.with_references(caption, [one], SHAPE).items()},
+            **encode_picture.references([reference], SHAPE),
+            **{
+                n: t[0] for n, t in encode_text.with_references(caption, [reference], SHAPE).items()
+            },
         }
-        for caption, picture, one in zip(CAPTIONS, pictures, references, strict=True)
+        for caption, picture, reference in zip(CAPTIONS, pictures, references, strict=True)
     ]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    given = {
+    random_inputs = {
         "posterior": torch.randn(3, 16, 1, 6, 10, generator=g),
         "noise": torch.randn(3, 15, 64, generator=g),
         "timestep": checkpoint.draws(batch)["timestep"]([g] * 3),
@@ -96,7 +98,7 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
         ours = checkpoint.losses(
             checkpoint.load_transformer(torch.float32),
             batch,
-            Streams(0, [0, 1, 2], Drawn(0, (0, 1, 2), given)),
+            Streams(0, [0, 1, 2], Drawn(0, (0, 1, 2), random_inputs)),
         ).losses
         theirs = [
             loss_by_diffusers(
@@ -104,7 +106,7 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
                 row,
                 pictures[row].float(),
                 Image.fromarray(references[row][0].permute(1, 2, 0).numpy()),
-                {name: one[row : row + 1] for name, one in given.items()},
+                {name: tensor[row : row + 1] for name, tensor in random_inputs.items()},
             )
             for row in range(3)
         ]

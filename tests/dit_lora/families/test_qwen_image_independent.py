@@ -50,21 +50,21 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
     encode_picture = checkpoint.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(SHAPE, generator) for _ in CAPTIONS]
-    rows = [encode_picture(one) for one in pictures]
+    rows = [encode_picture(picture) for picture in pictures]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     # As wide as the latents themselves, so that a wrong draw would show.
     batch["latent_logvar"] = batch["latent_logvar"] + 6
     batch |= encode_text(CAPTIONS)
-    drawn = torch.randn(3, 16, 1, 6, 10, generator=generator)
+    posterior_noise = torch.randn(3, 16, 1, 6, 10, generator=generator)
     noise = torch.randn(3, 15, 64, generator=generator)
     # Of the checkpoint's own density, as it is drawn.
     sigma = checkpoint.draws(batch)["timestep"]([generator] * 3)
-    given = {"posterior": drawn, "noise": noise, "timestep": sigma}
-    ahead = Drawn(0, (0, 1, 2), given)
+    random_inputs = {"posterior": posterior_noise, "noise": noise, "timestep": sigma}
+    ahead = Drawn(0, (0, 1, 2), random_inputs)
     with torch.no_grad():
         transformer = checkpoint.load_transformer(torch.float32)
         ours = checkpoint.losses(transformer, batch, Streams(0, [0, 1, 2], ahead)).losses
-        wide = drawn * torch.e**3  # the deviation of a log variance that is 6 larger
+        wide = posterior_noise * torch.e**3  # the deviation of a log variance that is 6 larger
         theirs = losses_by_diffusers(path, torch.cat(pictures), wide, noise, sigma)
     assert len(set(ours.tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)

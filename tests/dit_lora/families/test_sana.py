@@ -114,10 +114,12 @@ def test_noise_levels_are_logit_normal_and_shifted() -> None:
     normal = NormalDist()
     points = torch.tensor([normal.inv_cdf(p) for p in (0.1, 0.5, 0.9)])
     assert objective.sigmas(points).tolist() == pytest.approx([0.4544, 0.7500, 0.9153], abs=1e-4)
-    drawn = torch.cat([torch.randn(1, generator=generator(0, "timestep", n)) for n in range(4000)])
-    deciles = objective.sigmas(drawn).quantile(torch.tensor([0.1, 0.5, 0.9]))
+    gaussian = torch.cat(
+        [torch.randn(1, generator=generator(0, "timestep", n)) for n in range(4000)]
+    )
+    deciles = objective.sigmas(gaussian).quantile(torch.tensor([0.1, 0.5, 0.9]))
     assert deciles.tolist() == pytest.approx([0.454, 0.750, 0.915], abs=0.02)
-    assert objective.sigmas(drawn).mean().item() == pytest.approx(0.714, abs=0.01)
+    assert objective.sigmas(gaussian).mean().item() == pytest.approx(0.714, abs=0.01)
     extreme = objective.sigmas(torch.tensor([-20.0, 20.0]))
     assert objective.reported(extreme).tolist() == [0, 999]
 
@@ -221,14 +223,14 @@ def test_captions_are_encoded_as_the_pipeline_does_with_its_instruction_and_none
     pipeline = checkpoint.pipeline_class.from_pretrained(
         tiny_checkpoints[variant], transformer=None
     )
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     original = pipeline.encode_prompt
 
     class StopHereError(Exception):
         pass
 
     def spy(prompt: str, *args: Any, **kwargs: Any) -> Any:
-        asked.append(
+        calls.append(
             dict(
                 zip(
                     ("embeds", "mask", "negative", "negative_mask"),
@@ -248,9 +250,9 @@ def test_captions_are_encoded_as_the_pipeline_does_with_its_instruction_and_none
         with pytest.raises(StopHereError):
             pipeline(captions[index], use_resolution_binning=False)
         for name, theirs in (("prompt_embeds", "embeds"), ("prompt_attention_mask", "mask")):
-            assert torch.equal(encoded[name][index], asked[-1][theirs][0])
-    assert torch.equal(encoded["prompt_embeds"][1], asked[-1]["negative"][0])
-    assert torch.equal(encoded["prompt_attention_mask"][1], asked[-1]["negative_mask"][0])
+            assert torch.equal(encoded[name][index], calls[-1][theirs][0])
+    assert torch.equal(encoded["prompt_embeds"][1], calls[-1]["negative"][0])
+    assert torch.equal(encoded["prompt_attention_mask"][1], calls[-1]["negative_mask"][0])
     # No instruction: the beginning of text alone. With it: that, its last token, and the caption's own.
     assert encoded["prompt_attention_mask"].sum(1).tolist() == [20, 1, 6]
 
@@ -280,22 +282,24 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     frames = 9 if variant == "sana-video" else 1
-    how = Sampling(VideoShape(frames, 32, 64), inference_steps=2, guidance_scale=4.5, seed=3)
-    whole = checkpoint.pipeline(torch.float32)
-    cached = checkpoint.pipeline(torch.float32, whole.transformer, text=False)
-    for pipeline in (whole, cached):
+    sampling = Sampling(VideoShape(frames, 32, 64), inference_steps=2, guidance_scale=4.5, seed=3)
+    full_pipeline = checkpoint.pipeline(torch.float32)
+    cached = checkpoint.pipeline(torch.float32, full_pipeline.transformer, text=False)
+    for pipeline in (full_pipeline, cached):
         pipeline.set_progress_bar_config(disable=True)
     sizes: list[torch.Size] = []
-    hook = whole.transformer.register_forward_pre_hook(lambda _m, args: sizes.append(args[0].shape))
-    words = checkpoint.generate(whole, checkpoint.conditions("a cat"), how)
+    hook = full_pipeline.transformer.register_forward_pre_hook(
+        lambda _m, args: sizes.append(args[0].shape)
+    )
+    video_of_text = checkpoint.generate(full_pipeline, checkpoint.conditions("a cat"), sampling)
     hook.remove()
     # The shape that was asked for is denoised, not the pipeline's nearest one and then resized.
     assert {tuple(size[-2:]) for size in sizes} == {(4, 8) if frames > 1 else (2, 4)}
-    given = checkpoint.conditions(encode(["a cat"]), encode([""]))
-    tensors = checkpoint.generate(cached, given, how)
-    assert words.shape == (frames, 32, 64, 3)
-    assert words.float().std() > 1
-    assert torch.equal(words, tensors)
+    prompt_kwargs = checkpoint.conditions(encode(["a cat"]), encode([""]))
+    tensors = checkpoint.generate(cached, prompt_kwargs, sampling)
+    assert video_of_text.shape == (frames, 32, 64, 3)
+    assert video_of_text.float().std() > 1
+    assert torch.equal(video_of_text, tensors)
 
 
 @pytest.mark.parametrize("variant", ["sana-600m", "sana-video"])

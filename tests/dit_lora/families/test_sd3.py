@@ -83,9 +83,9 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline_in_bf16_too(
         noisy, timesteps = call["hidden_states"], call["timestep"]
         assert timesteps.dtype is torch.float32
         with torch.no_grad():
-            found = checkpoint.predict(transformer, noisy.float(), timesteps, text)
-        assert found.dtype is expected.dtype is dtype
-        assert torch.equal(found, expected)
+            prediction = checkpoint.predict(transformer, noisy.float(), timesteps, text)
+        assert prediction.dtype is expected.dtype is dtype
+        assert torch.equal(prediction, expected)
     assert len({tuple(row.flatten().tolist()) for row in expected}) == 3
 
 
@@ -96,7 +96,7 @@ def test_every_layer_of_attention_that_is_read_has_an_adapter(
     """All but the queries of the last block's text: an adapter on them has no gradient, ever."""
     subject = open_subject(EVERY[variant], tiny_checkpoints[variant])
     model = adapted(subject)
-    found = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    targets = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     attention = {
         name
         for name, module in model.named_modules()
@@ -106,9 +106,9 @@ def test_every_layer_of_attention_that_is_read_has_an_adapter(
         and ".lora_" not in name
     }
     unread = "transformer_blocks.1.attn.add_q_proj"
-    assert attention - found == {unread}
-    assert found < attention
-    assert any("attn2" in name for name in found) == (variant == "sd3.5-medium")
+    assert attention - targets == {unread}
+    assert targets < attention
+    assert any("attn2" in name for name in targets) == (variant == "sd3.5-medium")
     weight = model.get_submodule(unread).weight.requires_grad_()
     losses = subject.checkpoint.losses(model, encoded_batch(subject), Streams(0, [0, 1, 2])).losses
     (gradient,) = torch.autograd.grad(losses.sum(), [weight])
@@ -125,22 +125,22 @@ def test_a_scheduler_that_shifts_by_size_is_trained_with_the_pipelines_shift(
     file = "scheduler/scheduler_config.json"
     path = changed(tiny, tmp_path / "m", file, use_dynamic_shifting=True, base_shift=0.7)
     checkpoint, pipeline = open_checkpoint(path), StableDiffusion3Pipeline.from_pretrained(path)
-    given: list[float] = []
+    recorded: list[float] = []
 
     class StopHereError(Exception):
         pass
 
     def set_timesteps(steps: int, device: Any, mu: float) -> None:
-        given.append(mu)
+        recorded.append(mu)
         raise StopHereError
 
     monkeypatch.setattr(pipeline.scheduler, "set_timesteps", set_timesteps)
     with pytest.raises(StopHereError):
         pipeline("a cat", **checkpoint.arguments(VideoShape(1, 48, 80)))
-    assert given == [checkpoint.mu(size)]
+    assert recorded == [checkpoint.mu(size)]
     # The line through (256, 0.7) and (4096, 1.15), at 15 tokens.
     assert checkpoint.mu(size) == pytest.approx(0.7 - 241 * 0.45 / 3840)
-    assert checkpoint.shift_of(size) == math.exp(given[0])
+    assert checkpoint.shift_of(size) == math.exp(recorded[0])
 
 
 @every_variant
@@ -148,11 +148,11 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
     tiny_checkpoints: dict[str, Path], variant: str
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
-    words, tensors, batches = two_samples(checkpoint, VideoShape(1, 32, 64))
+    texts, tensors, batches = two_samples(checkpoint, VideoShape(1, 32, 64))
     assert batches == [checkpoint.guided_batch] * 2
-    assert words.shape == (1, 32, 64, 3)
-    assert words.float().std() > 1
-    assert torch.equal(words, tensors)
+    assert texts.shape == (1, 32, 64, 3)
+    assert texts.float().std() > 1
+    assert torch.equal(texts, tensors)
 
 
 def test_3_0_medium_without_norms_and_second_attention_is_of_the_same_code(

@@ -25,19 +25,19 @@ def losses_by_diffusers(
 
     def ids(folder: str, length: int) -> torch.Tensor:
         tokenizer = AutoTokenizer.from_pretrained(path / folder)
-        how: Any = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-        return tokenizer(CAPTIONS, max_length=length, **how).input_ids
+        options: Any = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+        return tokenizer(CAPTIONS, max_length=length, **options).input_ids
 
     hidden, pooled = [], []
     for number in ("", "_2"):
         clip = CLIPTextModelWithProjection.from_pretrained(path / f"text_encoder{number}")
-        said = clip(ids(f"tokenizer{number}", 77), output_hidden_states=True)
-        hidden.append(said.hidden_states[1])  # of two layers, the last but one
-        pooled.append(said.text_embeds)
+        encoder_output = clip(ids(f"tokenizer{number}", 77), output_hidden_states=True)
+        hidden.append(encoder_output.hidden_states[1])  # of two layers, the last but one
+        pooled.append(encoder_output.text_embeds)
     t5 = T5EncoderModel.from_pretrained(path / "text_encoder_3")
     long = t5(ids("tokenizer_3", 256)).last_hidden_state
     text = torch.zeros(3, 77 + 256, long.shape[2])
-    text[:, :77, : sum(one.shape[2] for one in hidden)] = torch.cat(hidden, dim=2)
+    text[:, :77, : sum(states.shape[2] for states in hidden)] = torch.cat(hidden, dim=2)
     text[:, 77:] = long
     vae = AutoencoderKL.from_pretrained(path, subfolder="vae")
     latent = vae.encode(2 * (pixels / 255) - 1).latent_dist
@@ -62,13 +62,13 @@ def test_our_loss_is_that_of_diffusers_modules(
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
     encode_picture = checkpoint.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(VideoShape(1, 48, 80), generator) for _ in CAPTIONS]
-    rows = [encode_picture(one) for one in pictures]
+    rows = [encode_picture(picture) for picture in pictures]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     batch |= encode_text(CAPTIONS)
     streams = Streams(3, [1, 2, 3])
-    given = streams.drawn(checkpoint.draws(batch), CPU)
+    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
     with torch.no_grad():
         ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
-    theirs = losses_by_diffusers(path, torch.cat(pictures), given)
-    assert len(set(ours.tolist())) == len(set(given["timestep"].tolist())) == 3
+    theirs = losses_by_diffusers(path, torch.cat(pictures), random_inputs)
+    assert len(set(ours.tolist())) == len(set(random_inputs["timestep"].tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

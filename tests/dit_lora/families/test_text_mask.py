@@ -43,21 +43,21 @@ def test_text_is_cut_to_the_longest_caption_of_the_batch() -> None:
     mask = torch.zeros(3, 9, dtype=torch.int64)
     for row, tokens in enumerate((2, 5, 1)):
         mask[row, :tokens] = 1
-    cut, kept = cut_text(embeddings, mask)
+    cut, kept_mask = cut_text(embeddings, mask)
     assert torch.equal(cut, embeddings[:, :5])
     assert cut.data_ptr() == embeddings.data_ptr()
-    assert kept is not None
-    assert torch.equal(kept, mask[:, :5].bool())
+    assert kept_mask is not None
+    assert torch.equal(kept_mask, mask[:, :5].bool())
 
 
 def test_pads_in_the_middle_are_left_out_where_no_caption_has_a_token() -> None:
     embeddings = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(2)).transpose(0, 1)
     embeddings = embeddings.transpose(0, 1)
     mask = torch.tensor([[1, 1, 0, 0, 0, 1], [1, 0, 0, 1, 0, 1]], dtype=torch.bool)
-    cut, kept = cut_text(embeddings, mask)
+    cut, kept_mask = cut_text(embeddings, mask)
     assert torch.equal(cut, embeddings[:, [0, 1, 3, 5]])
-    assert kept is not None
-    assert torch.equal(kept, mask[:, [0, 1, 3, 5]])
+    assert kept_mask is not None
+    assert torch.equal(kept_mask, mask[:, [0, 1, 3, 5]])
 
 
 def test_captions_of_one_length_need_no_mask() -> None:
@@ -65,9 +65,9 @@ def test_captions_of_one_length_need_no_mask() -> None:
     for columns in ([0, 1, 2], [0, 2, 5], list(range(6))):
         mask = torch.zeros(2, 6, dtype=torch.int64)
         mask[:, columns] = 1
-        cut, kept = cut_text(embeddings, mask)
+        cut, kept_mask = cut_text(embeddings, mask)
         assert torch.equal(cut, embeddings[:, columns])
-        assert kept is None
+        assert kept_mask is None
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,16 @@ def test_losses_are_the_noise_and_the_bound_of_the_variance(tiny_checkpoints: Ti
         step = beta[t].view_as(at)
         share = (network[:, 4:] + 1) / 2
         low = (step * (1 - before) / (1 - at)).log()
-        found = share * step.log() + (1 - share) * low
+        log_variance = share * step.log() + (1 - share) * low
         guess = (noisy - (1 - at).sqrt() * network[:, :4]) / at.sqrt()
         off = before.sqrt() * step / (1 - at) * (guess - clean)
-        bound = 0.5 * (found - low - 1 + (low - found).exp() + off.square() * (-found).exp())
+        bound = 0.5 * (
+            log_variance
+            - low
+            - 1
+            + (low - log_variance).exp()
+            + off.square() * (-log_variance).exp()
+        )
         expected = error + bound.flatten(1).mean(1) / math.log(2)
         torch.testing.assert_close(output.losses.double(), expected, rtol=1e-4, atol=0)
         assert bound.abs().max() > 1e-3
@@ -101,17 +107,19 @@ def test_cached_conditions_sample_what_the_prompt_samples(
     """With guidance, so with the null condition too; with and without the text encoder."""
     checkpoint = opened(tiny_checkpoints, variant)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    how = Sampling(VideoShape(4, 32, 32), inference_steps=3, guidance_scale=3.0, seed=1)
+    sampling = Sampling(VideoShape(4, 32, 32), inference_steps=3, guidance_scale=3.0, seed=1)
     cached = checkpoint.conditions(encode([CLASSES[4]]), encode([""]))
-    without = checkpoint.pipeline(torch.float32, text=False)
-    for pipeline in (without, whole := checkpoint.pipeline(torch.float32)):
+    textless_pipeline = checkpoint.pipeline(torch.float32, text=False)
+    for pipeline in (textless_pipeline, full_pipeline := checkpoint.pipeline(torch.float32)):
         pipeline.set_progress_bar_config(disable=True)
-    video = checkpoint.generate(without, cached, how)
-    assert torch.equal(video, checkpoint.generate(whole, checkpoint.conditions(CLASSES[4]), how))
-    other = checkpoint.generate(whole, checkpoint.conditions(CLASSES[1]), how)
-    assert (video.int() - other.int()).abs().max() > 0
-    unguided = Sampling(how.shape, 3, 1.0, seed=1)
-    plain = checkpoint.generate(whole, checkpoint.conditions(CLASSES[4]), unguided)
+    video = checkpoint.generate(textless_pipeline, cached, sampling)
+    assert torch.equal(
+        video, checkpoint.generate(full_pipeline, checkpoint.conditions(CLASSES[4]), sampling)
+    )
+    other_video = checkpoint.generate(full_pipeline, checkpoint.conditions(CLASSES[1]), sampling)
+    assert (video.int() - other_video.int()).abs().max() > 0
+    unguided = Sampling(sampling.shape, 3, 1.0, seed=1)
+    plain = checkpoint.generate(full_pipeline, checkpoint.conditions(CLASSES[4]), unguided)
     assert (video.int() - plain.int()).abs().max() > 0
 
 
@@ -119,11 +127,11 @@ def test_each_frame_is_encoded_by_itself(tiny_checkpoints: Tiny) -> None:
     encode = opened(tiny_checkpoints, "latte").load_video_encoder(torch.bfloat16, CPU)
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (5, 3, 32, 48), generator=generator).to(torch.uint8)
-    whole, alone = encode(pixels), encode(pixels[2:3])
+    full_encoding, single_encoding = encode(pixels), encode(pixels[2:3])
     for name in ("latent_mean", "latent_logvar"):
-        assert whole[name].shape == (4, 5, 4, 6)
-        assert whole[name].dtype is torch.float32  # whatever the run computes in
-        assert torch.equal(whole[name][:, 2:3], alone[name])
+        assert full_encoding[name].shape == (4, 5, 4, 6)
+        assert full_encoding[name].dtype is torch.float32  # whatever the run computes in
+        assert torch.equal(full_encoding[name][:, 2:3], single_encoding[name])
 
 
 def test_a_short_text_in_a_batch_sees_only_its_own_tokens(tiny_checkpoints: Tiny) -> None:
@@ -134,14 +142,20 @@ def test_a_short_text_in_a_batch_sees_only_its_own_tokens(tiny_checkpoints: Tiny
     transformer = checkpoint.load_transformer(torch.float32)
     noisy, t = batch["latent_mean"], torch.tensor([5, 500, 990])
     with torch.no_grad():
-        whole = checkpoint.predict(transformer, noisy, t, batch)
+        full_prediction = checkpoint.predict(transformer, noisy, t, batch)
         behind = torch.where(batch["prompt_mask"][..., None], batch["prompt_embeds"], 99.0)
-        same = checkpoint.predict(transformer, noisy, t, {**batch, "prompt_embeds": behind})
-        torch.testing.assert_close(same, whole, rtol=0, atol=0)
+        same_prediction = checkpoint.predict(
+            transformer, noisy, t, {**batch, "prompt_embeds": behind}
+        )
+        torch.testing.assert_close(same_prediction, full_prediction, rtol=0, atol=0)
         for row in range(3):
-            own = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-            alone = checkpoint.predict(transformer, noisy[row : row + 1], t[row : row + 1], own)
-            torch.testing.assert_close(alone, whole[row : row + 1], rtol=1e-4, atol=1e-5)
+            single_batch = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+            single_prediction = checkpoint.predict(
+                transformer, noisy[row : row + 1], t[row : row + 1], single_batch
+            )
+            torch.testing.assert_close(
+                single_prediction, full_prediction[row : row + 1], rtol=1e-4, atol=1e-5
+            )
 
 
 def class_values(values: Values, tiny: Tiny, folder: Path, **model: Any) -> Values:
@@ -216,8 +230,8 @@ def test_full_training_adds_the_datas_classes_behind_the_old_ones(
     for row in (6, 7, 8):
         assert torch.equal(new.class_embed.weight[row], old.class_embed.weight[6])
     assert new.config.num_classes == 8
-    again: Any = family.open(recipe.model, index=checkpoint.index_changes())
-    assert again.classes == checkpoint.classes
+    reopened: Any = family.open(recipe.model, index=checkpoint.index_changes())
+    assert reopened.classes == checkpoint.classes
 
 
 def test_a_lora_refuses_classes_that_the_checkpoint_has_not(
@@ -347,9 +361,9 @@ def test_checkpoints_of_another_kind_are_refused(
 
 def test_pipelines_of_other_families_are_refused(tiny_checkpoints: Tiny) -> None:
     path = str(tiny_checkpoints["cogvideox-2b"])
-    for family, words in (("video_dit", "trains VideoDiTPipeline"), ("latte", "LattePipeline")):
+    for family, message in (("video_dit", "trains VideoDiTPipeline"), ("latte", "LattePipeline")):
         model = ModelConfig(family=family, path=path)
-        with pytest.raises(DitLoraError, match=f"is a CogVideoXPipeline checkpoint.*{words}"):
+        with pytest.raises(DitLoraError, match=f"is a CogVideoXPipeline checkpoint.*{message}"):
             get_family(family).open(model)
 
 

@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoChat2Checkp
     root = tmp_path_factory.mktemp("videochat2")
     for variant in ("videochat2-mistral", "videochat2-vicuna", "videochat2-phi3"):
         FAMILY.build_tiny(variant, root / variant, 0)
-    paths = {VARIANTS[one.name]: one for one in root.iterdir()}
+    paths = {VARIANTS[path.name]: path for path in root.iterdir()}
     return {
         name: FAMILY.open(ModelConfig(family="videochat2", path=str(path)))
         for name, path in paths.items()
@@ -51,12 +51,12 @@ def test_seconds_are_said_where_the_originals_training_says_them(
 ) -> None:
     """`add_second_msg` is the default of its Vicuna data set alone (it_dataset*.py, dataset/__init__.py)."""
     checkpoint = tiny[name]
-    for how in (checkpoint.how, replace(checkpoint.how, timestamps=None)):
-        said = "2 frames sampled at 0.2, 0.5 seconds" in prompt(checkpoint.viewing(how))
-        assert said is (name == "vicuna")
-    for given in (True, False):
-        chosen = checkpoint.viewing(replace(checkpoint.how, timestamps=given))
-        assert ("seconds" in prompt(chosen)) is given
+    for settings in (checkpoint.how, replace(checkpoint.how, timestamps=None)):
+        has_seconds = "2 frames sampled at 0.2, 0.5 seconds" in prompt(checkpoint.viewing(settings))
+        assert has_seconds is (name == "vicuna")
+    for is_given in (True, False):
+        chosen = checkpoint.viewing(replace(checkpoint.how, timestamps=is_given))
+        assert ("seconds" in prompt(chosen)) is is_given
 
 
 @pytest.mark.parametrize("name", CONTROL)
@@ -74,8 +74,10 @@ def test_texts_with_control_tokens_of_the_format_are_refused(
             assert f"its text holds {token}, which" in str(refused.value)
         with pytest.raises(DitLoraError, match="its text holds"):
             prompt(tiny[name], replace(ASKED, system=token))
-    others = {"###", "<|end|>"} - set(CONTROL[name])
-    assert all(mark in prompt(tiny[name], _saying(f"A {mark} mark.")) for mark in others)
+    other_markers = {"###", "<|end|>"} - set(CONTROL[name])
+    assert all(
+        marker in prompt(tiny[name], _saying(f"A {marker} mark.")) for marker in other_markers
+    )
 
 
 def _saying(answer: str) -> Conversation:
@@ -84,9 +86,9 @@ def _saying(answer: str) -> Conversation:
 
 def test_pictures_are_normalised_as_imagenet(tiny: dict[str, VideoChat2Checkpoint]) -> None:
     batch = {"input_ids": torch.tensor([[1]]), "pixels": torch.full((1, 1, 3, 1, 1), 255)}
-    seen = tiny["mistral"].inputs(batch)["pixel_values"].flatten()
+    pixel_values = tiny["mistral"].inputs(batch)["pixel_values"].flatten()
     expected = (1 - torch.tensor((0.485, 0.456, 0.406))) / torch.tensor((0.229, 0.224, 0.225))
-    torch.testing.assert_close(seen, expected)
+    torch.testing.assert_close(pixel_values, expected)
 
 
 def test_legacy_answers_embed_the_beginning_of_text_as_its_id(
@@ -95,13 +97,13 @@ def test_legacy_answers_embed_the_beginning_of_text_as_its_id(
     checkpoint = tiny["mistral"]
     model: Any = checkpoint.load_model(torch.float32).eval()
     assert model.config.legacy
-    seen: list[torch.Tensor] = []
+    embeddings: list[torch.Tensor] = []
     model.model.language_model.register_forward_pre_hook(
-        lambda _m, _a, given: seen.append(given["inputs_embeds"]), with_kwargs=True
+        lambda _m, _a, kwargs: embeddings.append(kwargs["inputs_embeds"]), with_kwargs=True
     )
     rendered = checkpoint.render(replace(ASKED, kind="text"), None, answered=False)
     checkpoint.answer(model, rendered, None, 1)
-    assert torch.equal(seen[0][0, 0], torch.ones(48))
+    assert torch.equal(embeddings[0][0, 0], torch.ones(48))
 
 
 def test_positions_are_resized_but_at_the_pretrained_size() -> None:
@@ -112,16 +114,16 @@ def test_positions_are_resized_but_at_the_pretrained_size() -> None:
             tile_size=size,
         ).vision_config
         encoder = VideoChat2VisionEncoder(config)
-        seen: list[torch.Tensor] = []
+        recorded: list[torch.Tensor] = []
         encoder.blocks[0].register_forward_pre_hook(
-            lambda _m, given, seen=seen: seen.append(*given)
+            lambda _m, inputs, calls=recorded: calls.append(*inputs)
         )
         encoder.patch_embed.requires_grad_(False)
         encoder.patch_embed.proj.weight.zero_()
         encoder.patch_embed.proj.bias.zero_()
         encoder(torch.zeros(1, 8, 3, size, size))
         cpu = torch.device("cpu")
-        assert torch.equal(seen[0][0], position_table(8, side, 8, 4, cpu, pretrained))
+        assert torch.equal(recorded[0][0], position_table(8, side, 8, 4, cpu, pretrained))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "videochat2", None])
@@ -138,9 +140,9 @@ def test_a_tokenizer_is_what_its_file_says(model_type: str | None, tmp_path: Pat
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     text = "[INST] the cat [/INST] a dog </s> [INST] b [/INST] c </s>"
     expected = stored(text, add_special_tokens=False).input_ids
-    found = load_tokenizer(tmp_path)
-    assert found(text, add_special_tokens=False).input_ids == expected
-    assert (found.bos_token, found.eos_token) == ("<s>", "</s>")
-    found.save_pretrained(tmp_path / "again")
-    again = load_tokenizer(tmp_path / "again")
-    assert again(text, add_special_tokens=False).input_ids == expected
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer(text, add_special_tokens=False).input_ids == expected
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    tokenizer.save_pretrained(tmp_path / "again")
+    second_tokenizer = load_tokenizer(tmp_path / "again")
+    assert second_tokenizer(text, add_special_tokens=False).input_ids == expected

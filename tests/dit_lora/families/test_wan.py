@@ -30,8 +30,8 @@ def changed(tiny: Path, out: Path, component: str, **values: Any) -> Path:
     shutil.copytree(tiny, out)
     name = "scheduler_config.json" if component == "scheduler" else "config.json"
     file = out / component / name if component else out / "model_index.json"
-    kept = {**json.loads(file.read_text()), **values}
-    file.write_text(json.dumps({key: one for key, one in kept.items() if one != "removed"}))
+    merged = {**json.loads(file.read_text()), **values}
+    file.write_text(json.dumps({key: value for key, value in merged.items() if value != "removed"}))
     return out
 
 
@@ -72,11 +72,11 @@ def test_the_files_say_the_kind_and_not_the_name(
 ) -> None:
     unnamed = tmp_path / "checkpoint"
     unnamed.symlink_to(tiny_checkpoints[variant])
-    found = opened(unnamed, **model)
-    assert type(found).__name__ == kind
+    checkpoint = opened(unnamed, **model)
+    assert type(checkpoint).__name__ == kind
     chosen = kind == "WanTokenImageCheckpoint"
     expected = {"_class_name": "WanImageToVideoPipeline"} if chosen else {}
-    assert found.index_changes() == expected
+    assert checkpoint.index_changes() == expected
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_each_expert_draws_in_its_own_range_alone(
 
 def test_both_experts_are_two_models(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["wan-2.2-t2v-a14b"]
-    one, two = (
+    first_expert, two = (
         opened(path, part=part).load_transformer(torch.float32)
         for part in ("transformer", "transformer_2")
     )
-    assert not torch.equal(one.proj_out.weight, two.proj_out.weight)
+    assert not torch.equal(first_expert.proj_out.weight, two.proj_out.weight)
 
 
 def test_a_recipe_may_cut_an_experts_range_and_not_leave_it(
@@ -178,11 +178,11 @@ def test_torn_weights_of_an_expert_or_an_encoder_are_refused(
 
 
 def test_older_configs_are_filled_up(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    gone = dict.fromkeys(("scale_factor_spatial", "scale_factor_temporal"), "removed")
-    path = changed(tiny_checkpoints["wan-2.1-t2v"], tmp_path / "m", "vae", **gone)
-    found = opened(path)
-    assert found.side_step == 16
-    assert found.wrong_shape(VideoShape(9, 64, 96)) == []
+    removed = dict.fromkeys(("scale_factor_spatial", "scale_factor_temporal"), "removed")
+    path = changed(tiny_checkpoints["wan-2.1-t2v"], tmp_path / "m", "vae", **removed)
+    checkpoint = opened(path)
+    assert checkpoint.side_step == 16
+    assert checkpoint.wrong_shape(VideoShape(9, 64, 96)) == []
 
 
 @pytest.mark.parametrize(
@@ -261,20 +261,24 @@ def test_a_run_says_that_ftfy_is_missing(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is cached without it is not taken where it is there."""
-    path, said, facts = tiny_checkpoints["wan-2.1-t2v"], [], []
-    for there in (False, True):
-        monkeypatch.setattr(text_to_video, "is_ftfy_available", lambda there=there: there)
+    path, messages, facts = tiny_checkpoints["wan-2.1-t2v"], [], []
+    for is_installed in (False, True):
+        monkeypatch.setattr(
+            text_to_video, "is_ftfy_available", lambda is_available=is_installed: is_available
+        )
         checkpoint = for_recipe(path)
-        said.append(" ".join(checkpoint.notes(recipe_of(path))))
+        messages.append(" ".join(checkpoint.notes(recipe_of(path))))
         facts.append(checkpoint.text_facts())
-    assert "pip install ftfy" in said[0]
-    assert "ftfy" not in said[1]
+    assert "pip install ftfy" in messages[0]
+    assert "ftfy" not in messages[1]
     assert facts[0] != facts[1]
 
 
 def test_loading_keeps_what_wan_keeps_in_fp32(tiny_checkpoints: dict[str, Path]) -> None:
     model = opened(tiny_checkpoints["wan-2.1-i2v"]).load_transformer(torch.bfloat16)
-    wide = {name for name, one in model.named_parameters() if one.dtype is torch.float32}
+    wide = {
+        name for name, parameter in model.named_parameters() if parameter.dtype is torch.float32
+    }
     assert {"scale_shift_table", "blocks.0.scale_shift_table", "blocks.1.norm2.weight"} <= wide
     assert "condition_embedder.time_embedder.linear_1.weight" in wide
     assert model.blocks[0].attn1.to_q.weight.dtype is torch.bfloat16
@@ -286,20 +290,20 @@ def test_the_condition_is_encoded_from_zero_pixels_behind_the_pictures(
     tiny_checkpoints: dict[str, Path], variant: str
 ) -> None:
     """Normalised posterior means of the whole video; the mask is 1 in all four channels where a picture stands."""
-    path, last = tiny_checkpoints[variant], variant == "wan-2.1-flf2v"
+    path, has_last = tiny_checkpoints[variant], variant == "wan-2.1-flf2v"
     pixels = pixels_of(VideoShape(13, 64, 96), torch.Generator().manual_seed(2))
-    found = opened(path).load_video_encoder(torch.bfloat16, CPU)(pixels)
-    mask, condition = found["image_latents"].split((4, 16))
-    assert found["image_latents"].dtype is found["image_embeds"].dtype is torch.float32
-    assert found["image_embeds"].shape == (1 + last, 5, 16)
+    encoded = opened(path).load_video_encoder(torch.bfloat16, CPU)(pixels)
+    mask, condition = encoded["image_latents"].split((4, 16))
+    assert encoded["image_latents"].dtype is encoded["image_embeds"].dtype is torch.float32
+    assert encoded["image_embeds"].shape == (1 + has_last, 5, 16)
     assert (mask[:, 0] == 1).all()
     # Frames are grouped by four behind the first: the last one is the fourth of its group.
     assert (mask[:, 1:3] == 0).all()
-    assert (mask[:, 3] == torch.tensor([0, 0, 0, last])[:, None, None]).all()
+    assert (mask[:, 3] == torch.tensor([0, 0, 0, has_last])[:, None, None]).all()
 
     vae = AutoencoderKLWan.from_pretrained(path, subfolder="vae").double()
     video = (2 * (pixels.double() / 255) - 1).transpose(0, 1)[None]
-    video[:, :, 1 : 12 if last else 13] = 0
+    video[:, :, 1 : 12 if has_last else 13] = 0
     mean, std = (
         torch.tensor(v, dtype=torch.float64)[:, None, None, None]
         for v in (vae.config.latents_mean, vae.config.latents_std)
@@ -316,14 +320,14 @@ def test_an_image_of_the_clips_own_is_what_stands_in_front(
 ) -> None:
     for variant, task in (("wan-2.1-i2v", None), ("wan-2.2-ti2v-5b", "i2v")):
         encode = opened(tiny_checkpoints[variant], task=task).load_video_encoder(torch.float32, CPU)
-        one, other = (
+        clip_pixels, image_pixels = (
             pixels_of(VideoShape(9, 64, 96), torch.Generator().manual_seed(n)) for n in (1, 2)
         )
-        own, expected = encode(one, other[0]), encode(other)
-        for name, tensor in encode(one).items():
+        own_encoding, expected = encode(clip_pixels, image_pixels[0]), encode(image_pixels)
+        for name, tensor in encode(clip_pixels).items():
             of_image = name.startswith("image_")
-            assert torch.equal(own[name], expected[name]) == of_image
-            assert torch.equal(own[name], tensor) != of_image
+            assert torch.equal(own_encoding[name], expected[name]) == of_image
+            assert torch.equal(own_encoding[name], tensor) != of_image
 
 
 def test_samples_without_their_image_are_trained_as_text_to_video(
@@ -348,12 +352,14 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     assert (never - text).abs().min() > 1e-3
     # At a half each sample is one or the other.
     half = for_recipe(path, **i2v, data={"image_dropout": 0.5})
-    kept = Streams(5, [0, 1, 2]).drawn(half.draws(batch), CPU)["image_dropout"]
-    expected = torch.where(kept, never, text)
+    keep_mask = Streams(5, [0, 1, 2]).drawn(half.draws(batch), CPU)["image_dropout"]
+    expected = torch.where(keep_mask, never, text)
     torch.testing.assert_close(losses(half), expected, rtol=1e-5, atol=0)
-    many = {name: one[:1].expand(ROWS, *one.shape[1:]) for name, one in batch.items()}
-    drawn = Streams(5, range(ROWS)).drawn({"image_dropout": half.draws(many)["image_dropout"]}, CPU)
-    assert drawn["image_dropout"].float().mean().item() == pytest.approx(0.5, abs=0.03)
+    many = {name: tensor[:1].expand(ROWS, *tensor.shape[1:]) for name, tensor in batch.items()}
+    random_inputs = Streams(5, range(ROWS)).drawn(
+        {"image_dropout": half.draws(many)["image_dropout"]}, CPU
+    )
+    assert random_inputs["image_dropout"].float().mean().item() == pytest.approx(0.5, abs=0.03)
 
 
 def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Path]) -> None:
@@ -363,13 +369,15 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     batch = encoded_batch(open_subject(EVERY["wan-2.2-ti2v-5b-i2v"], path))
     transformer = checkpoint.load_transformer(torch.float32)
     streams = Streams(5, [0, 1, 2])
-    given = streams.drawn(checkpoint.draws(batch), CPU)
+    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
     with torch.no_grad():
         before = checkpoint.losses(transformer, batch, streams).losses
-        clean = checkpoint.clean_latents(batch, given)
-        noisy = checkpoint.objective.add_noise(clean, given["noise"], given["timestep"])
-        velocity = checkpoint.predict(transformer, noisy, 1000 * given["timestep"], batch)
-        behind = (one[:, :, 1:] for one in (velocity, given["noise"] - clean))
+        clean = checkpoint.clean_latents(batch, random_inputs)
+        noisy = checkpoint.objective.add_noise(
+            clean, random_inputs["noise"], random_inputs["timestep"]
+        )
+        velocity = checkpoint.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
+        behind = (tensor[:, :, 1:] for tensor in (velocity, random_inputs["noise"] - clean))
         torch.testing.assert_close(mean_squared_error(*behind), before, rtol=1e-6, atol=0)
         batch["latent_mean"][:, :, 0] += 1
         assert torch.equal(checkpoint.losses(transformer, batch, streams).losses, before)

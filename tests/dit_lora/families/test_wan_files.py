@@ -20,19 +20,21 @@ def test_stock_diffusers_reads_what_comfyui_does(
 ) -> None:
     """With the factor of alpha in the blocks; of the layers around them, Diffusers takes no alpha."""
     targets = BLOCKS if alpha == 7 else (*BLOCKS, *OUTSIDE)
-    one = trained(
+    adapter = trained(
         "wan", tiny_checkpoints["wan-2.1-i2v"], tmp_path / "run", alpha=alpha, targets=targets
     )
-    out = export(ExportRequest((one.folder,), "comfyui", tmp_path / "out", model=str(one.base)))
-    (file,) = out.glob("*.safetensors")
+    output_dir = export(
+        ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base))
+    )
+    (file,) = output_dir.glob("*.safetensors")
     tensors = load_file(file)
     if alpha == 4:  # the rank
-        tensors = {name: one for name, one in tensors.items() if not name.endswith(".alpha")}
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
     assert all(name.startswith("diffusion_model.") for name in tensors)
     assert any("img_emb.proj.1" in name for name in tensors) == (alpha == 4)
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more
-    pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
-    expected = deltas(one.model)
+    expected = deltas(adapter.model)
     assert len(expected) == 2 * (8 + 2 + 2) + (8 if alpha == 4 else 0)
     assert_same(deltas(pipeline.transformer), expected)

@@ -47,13 +47,13 @@ def losses_by_diffusers(
     if kind == "i2v":
         video[:, :, 1:] = 0
         condition = (vae.encode(video).latent_dist.mean - mean) / std
-        beside = torch.zeros_like(clean[:, :4])
-        beside[:, :, 0] = 1
-        hidden = torch.cat([hidden, beside, condition], dim=1)
-        first = [Image.fromarray(one.permute(1, 2, 0).numpy()) for one in pixels[:, 0]]
+        mask_channels = torch.zeros_like(clean[:, :4])
+        mask_channels[:, :, 0] = 1
+        hidden = torch.cat([hidden, mask_channels, condition], dim=1)
+        first_frames = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in pixels[:, 0]]
         processor = CLIPImageProcessor.from_pretrained(path / "image_processor")
         clip = CLIPVisionModel.from_pretrained(path / "image_encoder")
-        pictures = processor(images=first, return_tensors="pt").pixel_values
+        pictures = processor(images=first_frames, return_tensors="pt").pixel_values
         embeds = clip(pictures, output_hidden_states=True).hidden_states[-2]
     if kind == "5b-i2v":
         hidden[:, :, :1] = (vae.encode(video[:, :, :1]).latent_dist.mean - mean) / std
@@ -88,11 +88,16 @@ def test_our_loss_is_that_of_diffusers_modules(
     ]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     streams = Streams(3, [1, 2, 3])
-    drawn = streams.drawn(checkpoint.draws(batch), CPU)
+    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
     with torch.no_grad():
         ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(
-        path, kind, pixels, drawn["timestep"], drawn["noise"], drawn["posterior"]
+        path,
+        kind,
+        pixels,
+        random_inputs["timestep"],
+        random_inputs["noise"],
+        random_inputs["posterior"],
     )
-    assert len(set(drawn["timestep"].tolist())) == 3
+    assert len(set(random_inputs["timestep"].tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

@@ -79,10 +79,10 @@ Findings = dict[str, list[Finding]]
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """A token a word, with T5's special tokens."""
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    vocabulary = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=vocabulary, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )
 
 
@@ -90,17 +90,17 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 def audited(corpus: dict[str, Path]) -> dict[str, Findings]:
     """What is found of each kind's samples, by its name; every sample that was read has a list."""
     tokenizer = word_tokenizer()
-    found: dict[str, Findings] = {}
-    asked: dict[str, DataConfig] = {}
+    findings_by_file: dict[str, Findings] = {}
+    configs: dict[str, DataConfig] = {}
     clips: dict[str, list[Clip]] = defaultdict(list)
     for kind in MADE:
         data = DataConfig(**kind.data, path=str(corpus[kind.name]))
         try:
             read = scan(data)
         except OSError as error:  # none should come through
-            found[kind.name] = {kind.file: [Finding("crashed", str(error), "reject")]}
+            findings_by_file[kind.name] = {kind.file: [Finding("crashed", str(error), "reject")]}
             continue
-        of_kind = found[kind.name] = {clip.id: [] for clip in read.clips}
+        of_kind = findings_by_file[kind.name] = {clip.id: [] for clip in read.clips}
         for problem in read.problems:
             finding = Finding(problem.code, problem.words, "reject")
             of_kind.setdefault(problem.file, []).append(finding)
@@ -110,35 +110,37 @@ def audited(corpus: dict[str, Path]) -> dict[str, Findings]:
         for file, findings in [pair for check in checks for pair in check.items()]:
             of_kind[file] += findings
         key = str(sorted(kind.data))
-        asked[key] = data
+        configs[key] = data
         clips[key] += [replace(clip, id=f"{kind.name}\0{clip.id}") for clip in read.clips]
-    for key, data in asked.items():  # all at once, as the clips of one large set
-        for judged in audit_media(clips[key], data, workers=2):
-            name, _, file = judged.file.partition("\0")
+    for key, data in configs.items():  # all at once, as the clips of one large set
+        for sample in audit_media(clips[key], data, workers=2):
+            name, _, file = sample.file.partition("\0")
             # Kinds share pictures: a sample is like those of other folders, which says nothing of it.
             twins = TWINS if BY_NAME[name].code not in TWINS else set()
-            found[name][file] += [one for one in judged.findings if one.code not in twins]
-    return found
+            findings_by_file[name][file] += [
+                item for item in sample.findings if item.code not in twins
+            ]
+    return findings_by_file
 
 
 def verdict_of(findings: list[Finding]) -> str:
-    return VERDICTS[max((VERDICTS.index(one.verdict) for one in findings), default=0)]
+    return VERDICTS[max((VERDICTS.index(finding.verdict) for finding in findings), default=0)]
 
 
 @every_kind
 def test_each_kind_gets_its_verdict(audited: dict[str, Findings], kind: Kind) -> None:
-    found = audited[kind.name]
-    assert kind.file in found
-    assert verdict_of(found[kind.file]) == kind.verdict, found[kind.file]
-    codes = {one.code for one in found[kind.file]}
+    findings_by_file = audited[kind.name]
+    assert kind.file in findings_by_file
+    assert verdict_of(findings_by_file[kind.file]) == kind.verdict, findings_by_file[kind.file]
+    codes = {finding.code for finding in findings_by_file[kind.file]}
     assert kind.code in codes if kind.code else not codes
-    assert all(one.words for one in found[kind.file])
+    assert all(finding.words for finding in findings_by_file[kind.file])
 
 
 @every_kind
 def test_the_sound_sample_beside_it_stays_sound(audited: dict[str, Findings], kind: Kind) -> None:
     findings = audited[kind.name][kind.good]
-    assert [one for one in findings if one.code not in TWINS] == []
+    assert [finding for finding in findings if finding.code not in TWINS] == []
 
 
 @pytest.mark.skipif(not REAL_CLIPS.is_dir(), reason="the real clips are not on this machine")
@@ -146,9 +148,9 @@ def test_no_real_clip_is_rejected() -> None:
     data = DataConfig(path=str(REAL_CLIPS), frames=17, height=240, width=360, fps=8)
     read = scan(data)
     assert not read.problems
-    judged = audit_media(read.clips, data, workers=2)
-    assert len(judged) == 7
-    assert not {one.file: one.reasons for one in judged if one.verdict == "reject"}
+    samples = audit_media(read.clips, data, workers=2)
+    assert len(samples) == 7
+    assert not {sample.file: sample.reasons for sample in samples if sample.verdict == "reject"}
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
@@ -170,15 +172,15 @@ def test_a_damaged_cache_is_found_out_and_costs_no_other_shard(
             for key in shard
         ]
         TensorCache(tmp_path).write_all(entries)
-    (target,) = [one for one in TensorCache(tmp_path).entries() if one.sample == "b.mp4"]
+    (target,) = [entry for entry in TensorCache(tmp_path).entries() if entry.sample == "b.mp4"]
     spec = target.layout.spec
     damage.do(target)
 
     cache = TensorCache(tmp_path)
     assert cache.is_whole("b") == damage.whole
     read = {key: cache.read(key, spec) for key in "abcd"}
-    found, _ = check_encoded((key, tensors) for key, (tensors, _) in read.items())
-    codes = {key: {one.code for one in found.get(key, ())} for key in "abcd"}
+    findings, _ = check_encoded((key, tensors) for key, (tensors, _) in read.items())
+    codes = {key: {finding.code for finding in findings.get(key, ())} for key in "abcd"}
     for key, (_, fault) in read.items():
         codes[key] |= {"cache_damaged"} if fault else set()
     assert damage.code in codes["b"]

@@ -68,9 +68,9 @@ def test_a_caption_is_long_from_the_first_token_that_is_not_read(tokenizer: Any)
     assert f"{count} tokens" in finding.words
     assert f"reads {limit} tokens" in finding.words
     cut = tokenizer(caption, truncation=True, max_length=limit)["input_ids"]
-    kept = tokenizer.decode(cut, skip_special_tokens=True).strip()
+    kept_text = tokenizer.decode(cut, skip_special_tokens=True).strip()
     lost = finding.words.rpartition("cut off is ")[2].strip("'")
-    assert (kept + lost).replace(" ", "") == caption.replace(" ", "")
+    assert (kept_text + lost).replace(" ", "") == caption.replace(" ", "")
 
 
 def test_lengths_that_the_caller_has_are_not_counted_again() -> None:
@@ -119,9 +119,9 @@ def test_added_tokens_are_reserved_too_unless_they_are_punctuation() -> None:
 
 def test_the_same_caption_on_several_clips_is_one_warning_for_each() -> None:
     clips = [clip("a cat", "1.mp4"), clip("a  cat", "2.mp4"), clip("a cat", "3.mp4")]
-    found = check_captions([*clips, clip("a dog", "4.mp4")], None, None)
-    assert set(found) == {"1.mp4", "2.mp4", "3.mp4"}
-    for (finding,) in found.values():
+    findings = check_captions([*clips, clip("a dog", "4.mp4")], None, None)
+    assert set(findings) == {"1.mp4", "2.mp4", "3.mp4"}
+    for (finding,) in findings.values():
         assert codes([finding]) == [("caption_duplicate", "warn")]
         assert "2 other clips" in finding.words
 

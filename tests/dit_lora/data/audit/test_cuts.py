@@ -25,8 +25,8 @@ SCENES = [texture(seed) for seed in range(4)]
 
 def pan(scene: np.ndarray, steps: np.ndarray | float, frames: int = FRAMES) -> np.ndarray:
     """The camera moves by `steps` pixels a frame."""
-    places = np.cumsum(np.broadcast_to(np.asarray(steps, float), frames)).astype(int)
-    return np.stack([scene[50 : 50 + EDGE, x : x + EDGE] for x in places])
+    positions = np.cumsum(np.broadcast_to(np.asarray(steps, float), frames)).astype(int)
+    return np.stack([scene[50 : 50 + EDGE, x : x + EDGE] for x in positions])
 
 
 def cuts(video: np.ndarray) -> list[float]:
@@ -38,8 +38,8 @@ def cuts(video: np.ndarray) -> list[float]:
         image = Image.fromarray(picture).convert("RGB")
         pictures.add(np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX)))
     pictures.add_levels(grey[0])
-    found: list[float] = pictures.facts(range(len(video) + 1))["cuts"]
-    return found
+    scores: list[float] = pictures.facts(range(len(video) + 1))["cuts"]
+    return scores
 
 
 def at(frame: int, other: float, usual: float = 1.0) -> np.ndarray:

@@ -52,20 +52,20 @@ def test_statistics_are_those_of_all_values_at_once() -> None:
     for _, tensors in samples:
         tensors["latent_mean"] = tensors["latent_mean"].double() + 5000
     _, stats = check_encoded(iter(samples))
-    every = torch.cat([tensors["latent_mean"].flatten(1) for _, tensors in samples], dim=1)
+    all_values = torch.cat([tensors["latent_mean"].flatten(1) for _, tensors in samples], dim=1)
     latent = stats["latent_mean"]
     assert latent["samples"] == 7
-    assert latent["values_per_channel"] == every.shape[1]
+    assert latent["values_per_channel"] == all_values.shape[1]
     torch.testing.assert_close(
-        torch.tensor(latent["mean"], dtype=torch.float64), every.mean(1), rtol=1e-14, atol=0
+        torch.tensor(latent["mean"], dtype=torch.float64), all_values.mean(1), rtol=1e-14, atol=0
     )
     torch.testing.assert_close(
         torch.tensor(latent["std"], dtype=torch.float64),
-        every.std(1, correction=0),
+        all_values.std(1, correction=0),
         rtol=1e-10,
         atol=0,
     )
-    assert latent["abs_max"] == every.abs().max()
+    assert latent["abs_max"] == all_values.abs().max()
     largest = max(samples, key=lambda sample: float(sample[1]["latent_mean"].abs().max()))
     assert latent["abs_max_file"] == largest[0]
     assert len(stats["prompt_embeds"]["mean"]) == 24
@@ -136,15 +136,15 @@ def test_what_cannot_be_trained_on_is_rejected_and_left_out_of_the_statistics(
 ) -> None:
     samples = normal(12)
     samples[5][1][name].view(-1)[3] = value
-    found, stats = check_encoded(samples)
-    assert set(found) == {"5.mp4"}
-    (finding,) = found["5.mp4"]
+    findings, stats = check_encoded(samples)
+    assert set(findings) == {"5.mp4"}
+    (finding,) = findings["5.mp4"]
     assert (finding.code, finding.verdict) == (code, "reject")
     assert name in finding.words
     assert words in finding.words
     assert stats[name]["samples"] == 11
-    others = check_encoded(samples[:5] + samples[6:])[1]
-    assert stats[name] == others[name]
+    other_stats = check_encoded(samples[:5] + samples[6:])[1]
+    assert stats[name] == other_stats[name]
 
 
 @pytest.mark.parametrize("count", [LEAST_SAMPLES, 20])
@@ -171,9 +171,9 @@ def test_a_sample_unlike_the_others_is_named_alone(
     samples = normal(count, seed=4)
     file, tensors = samples[2]
     samples[2] = (file, {**tensors, name: change(tensors[name])})
-    found = found_in(samples)
-    assert set(found) == {"2.mp4"}
-    (finding,) = found["2.mp4"]
+    findings = found_in(samples)
+    assert set(findings) == {"2.mp4"}
+    (finding,) = findings["2.mp4"]
     part = "embedding" if name == "prompt_embeds" else "latent"
     assert (finding.code, finding.verdict) == (f"{part}_outlier", "warn")
     assert finding.words.startswith(f"{name}: ")
@@ -193,9 +193,9 @@ def test_wide_tensors_are_judged_whole_and_keep_few_numbers() -> None:
     generator = torch.Generator().manual_seed(0)
     samples = [(f"{n}", {"embeds": torch.randn(3, 4096, generator=generator)}) for n in range(9)]
     samples[4][1]["embeds"] *= 50
-    found, stats = check_encoded(samples)
-    assert set(found) == {"4"}
-    assert "channel" not in found["4"][0].words
+    findings, stats = check_encoded(samples)
+    assert set(findings) == {"4"}
+    assert "channel" not in findings["4"][0].words
     assert len(stats["embeds"]["mean"]) == 4096
 
 

@@ -20,13 +20,13 @@ def clips(counts: Mapping[str, int], times: float = 1.0) -> list[Clip]:
 
 def test_every_sample_of_an_unknown_class_is_rejected_with_the_nearest_name() -> None:
     table = ["golden retriever", "tabby cat", "sea snake"]
-    found, _ = check_labels(clips({"GOLDEN_RETRIEVER": 2, "tabby cat": 2, "qqqqq": 1}), table)
-    assert set(found) == {"GOLDEN_RETRIEVER/0.png", "GOLDEN_RETRIEVER/1.png", "qqqqq/0.png"}
-    (finding,) = found["GOLDEN_RETRIEVER/1.png"]
+    findings, _ = check_labels(clips({"GOLDEN_RETRIEVER": 2, "tabby cat": 2, "qqqqq": 1}), table)
+    assert set(findings) == {"GOLDEN_RETRIEVER/0.png", "GOLDEN_RETRIEVER/1.png", "qqqqq/0.png"}
+    (finding,) = findings["GOLDEN_RETRIEVER/1.png"]
     assert (finding.code, finding.verdict) == ("label_unknown", "reject")
     assert "not among the 3" in finding.words
     assert "nearest is 'golden retriever'" in finding.words
-    assert "nearest" not in found["qqqqq/0.png"][0].words
+    assert "nearest" not in findings["qqqqq/0.png"][0].words
 
 
 def test_a_synonym_of_the_table_is_known_and_counts_for_its_class() -> None:
@@ -37,17 +37,17 @@ def test_a_synonym_of_the_table_is_known_and_counts_for_its_class() -> None:
 
 @pytest.mark.parametrize("table", [None, ["cat"]])
 def test_no_class_at_all_is_rejected_with_and_without_a_table(table: list[str] | None) -> None:
-    found, _ = check_labels(clips({" ": 1, "cat": 1}), table)
-    assert [finding.words for finding in found[" /0.png"]] == ["it has no class"]
-    assert "cat/0.png" not in found
+    findings, _ = check_labels(clips({" ": 1, "cat": 1}), table)
+    assert [finding.words for finding in findings[" /0.png"]] == ["it has no class"]
+    assert "cat/0.png" not in findings
 
 
 def test_classes_far_from_the_median_are_named_once_with_their_counts() -> None:
     """Less than a tenth and more than ten times; exactly a tenth and ten times are balanced."""
     counts = {"small": 1, "tenth": 2, "a": 20, "b": 20, "c": 20, "ten times": 200, "large": 201}
-    found, notes = check_labels(clips(counts), None)
-    assert set(found) == {"small/0.png", "large/0.png"}
-    (small,), (large,) = found["small/0.png"], found["large/0.png"]
+    findings, notes = check_labels(clips(counts), None)
+    assert set(findings) == {"small/0.png", "large/0.png"}
+    (small,), (large,) = findings["small/0.png"], findings["large/0.png"]
     assert (small.code, small.verdict) == ("label_imbalance", "warn")
     assert "'small' has 1 sample, less than a tenth of the median class's 20" in small.words
     assert "'large' has 201 samples, more than ten times" in large.words
@@ -65,8 +65,8 @@ def test_repeats_even_classes_out() -> None:
 
 def test_classes_without_a_sample_are_a_note_on_the_set() -> None:
     table = [f"class {number}" for number in range(30)]
-    found, notes = check_labels(clips({"class 3": 2}), table)
-    assert found == {}
+    findings, notes = check_labels(clips({"class 3": 2}), table)
+    assert findings == {}
     (note,) = notes
     assert note.startswith(
         "29 of 30 classes of the table have no sample: class 0, class 1, class 2"

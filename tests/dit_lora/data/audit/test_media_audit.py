@@ -62,9 +62,9 @@ class Trap(Bytes):
     """Media on which a worker runs something else: it is done as they are unpickled."""
 
     def __new__(cls, name: str, act: Callable[..., Any], *arguments: Any) -> "Trap":
-        made = super().__new__(cls)
-        object.__setattr__(made, "act", (act, arguments))
-        return made
+        trap = super().__new__(cls)
+        object.__setattr__(trap, "act", (act, arguments))
+        return trap
 
     def __init__(self, name: str, act: Callable[..., Any], *arguments: Any) -> None:
         super().__init__(name, name.encode())
@@ -103,16 +103,16 @@ NAMES = ("a.mp4", "fast.mp4", "a.webm", "a.avi", "a.png", "a.jpg", "a.webp")
 def test_a_file_cut_anywhere_is_rejected(whole: dict[str, bytes], name: str) -> None:
     data = whole[name]
     # What is behind that is an index or a checksum, which decoders do without.
-    most = int(len(data) * {"a.avi": 0.8}.get(name, 0.97))
+    max_length = int(len(data) * {"a.avi": 0.8}.get(name, 0.97))
     image = DATA.model_copy(update={"frames": 1, "fps": None})
     recipe = DATA if name.endswith(("mp4", "webm", "avi")) else image
     assert not rejects(probe(Bytes(name, data)), Bytes(name, data), recipe)
-    for length in range(0, most, most // 30):
+    for length in range(0, max_length, max_length // 30):
         media = Bytes(name, data[:length])
-        found = rejects(probe(media), media, recipe)
-        assert found, length
+        reject_codes = rejects(probe(media), media, recipe)
+        assert reject_codes, length
         # An AVI's headers and the space behind them are longer than its frames here.
-        assert length < len(data) / 2 or name == "a.avi" or "truncated" in found
+        assert length < len(data) / 2 or name == "a.avi" or "truncated" in reject_codes
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,9 +133,9 @@ def test_a_clip_of_one_frame_in_an_hour_is_judged(tmp_path: Path) -> None:
     """Damaged headers promise such things."""
     media = MediaFile(tmp_path / "a.mkv")
     encode(media.path, moving("a", 3), times=[0, 3_600_000, 7_200_000])
-    found = probe(media)
-    assert found.facts["fps"] == pytest.approx(1 / 3600, rel=1e-4)
-    assert not rejects(found, media)
+    probe_result = probe(media)
+    assert probe_result.facts["fps"] == pytest.approx(1 / 3600, rel=1e-4)
+    assert not rejects(probe_result, media)
 
 
 def test_a_playlist_is_not_followed(tmp_path: Path, whole: dict[str, bytes]) -> None:
@@ -143,15 +143,15 @@ def test_a_playlist_is_not_followed(tmp_path: Path, whole: dict[str, bytes]) -> 
     (tmp_path / "secret.mp4").write_bytes(whole["a.mp4"])
     for text in ("#EXTM3U\n#EXTINF:2,\nsecret.mp4\n", "ffconcat version 1.0\nfile secret.mp4\n"):
         (tmp_path / "list.mp4").write_text(text)
-        found = probe(MediaFile(tmp_path / "list.mp4"))
-        assert [fault.code for fault in found.faults] == ["not_media"]
-        assert "frames" not in found.facts
+        probe_result = probe(MediaFile(tmp_path / "list.mp4"))
+        assert [fault.code for fault in probe_result.faults] == ["not_media"]
+        assert "frames" not in probe_result.facts
 
 
 def test_a_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.mp4")
-    (judged,) = audit_media([Clip("pipe.mp4", MediaFile(tmp_path / "pipe.mp4"), "")], None)
-    assert codes(judged) == ["missing"]
+    (sample,) = audit_media([Clip("pipe.mp4", MediaFile(tmp_path / "pipe.mp4"), "")], None)
+    assert codes(sample) == ["missing"]
 
 
 @pytest.mark.parametrize("fps", [3.0, 7.9, 8.0, 24.0])
@@ -159,14 +159,14 @@ def test_too_short_is_what_training_cannot_read(tmp_path: Path, fps: float) -> N
     media = MediaFile(tmp_path / "a.mkv")
     for count in (1, 2, 5):
         encode(media.path, moving("a", count))
-        found = probe(media)
+        probe_result = probe(media)
         for frames in range(1, 20):
             data = DATA.model_copy(update={"frames": frames, "fps": fps})
             try:
                 read_frames(media, frames=frames, height=HEIGHT, width=WIDTH, fps=fps)
-                assert "too_short" not in rejects(found, media, data)
+                assert "too_short" not in rejects(probe_result, media, data)
             except ClipError:
-                assert "too_short" in rejects(found, media, data)
+                assert "too_short" in rejects(probe_result, media, data)
 
 
 def test_a_crash_or_a_hang_costs_one_file(whole: dict[str, bytes], tmp_path: Path) -> None:
@@ -174,10 +174,10 @@ def test_a_crash_or_a_hang_costs_one_file(whole: dict[str, bytes], tmp_path: Pat
     good = MediaFile(tmp_path / "a.mp4")
     media = [good, Trap("abort", os.abort), good, Trap("sleep", time.sleep, 3600), good, good]
     probes = dict(workers.probe_all(iter(enumerate(media)), 1, patience=1.5))
-    said = {
-        number: found.faults[0].words for number, found in sorted(probes.items()) if found.faults
+    messages = {
+        number: probed.faults[0].words for number, probed in sorted(probes.items()) if probed.faults
     }
-    assert said == {
+    assert messages == {
         1: "the decoder crashed (SIGABRT)",
         3: "the decoder did not get on for 1.5 s",
     }
@@ -224,14 +224,16 @@ if __name__ == "__main__":
         [sys.executable, str(script)], stderr=subprocess.PIPE, start_new_session=True
     )
     assert process.stderr is not None
-    said = b""
-    while b"1/2" not in said:
-        said += (more := os.read(process.stderr.fileno(), 4096))
-        assert more, said
+    stderr = b""
+    while b"1/2" not in stderr:
+        stderr += (more := os.read(process.stderr.fileno(), 4096))
+        assert more, stderr
     os.killpg(process.pid, signal.SIGINT)
-    said += process.stderr.read()  # to the end: no process holds it any more
+    stderr += process.stderr.read()  # to the end: no process holds it any more
     assert process.wait(200) == -signal.SIGINT
-    assert said.count(b"Traceback") == 1  # the main one's, which the command line turns into a word
+    assert (
+        stderr.count(b"Traceback") == 1
+    )  # the main one's, which the command line turns into a word
     assert len((tmp_path / "memo.jsonl").read_text().splitlines()) == 1
 
 
@@ -254,22 +256,22 @@ def test_a_second_audit_decodes_only_what_is_new(
     folder: list[Clip], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, digests = tmp_path / "audit.jsonl", Digests(tmp_path / "digests.json")
-    first = audit_media(folder, DATA, memo=AuditMemo(path), digests=digests)
-    assert [one.file for one in first] == ["d.mp4", "cut.mp4", "b.mp4", "c.mp4"]
-    assert [one.verdict for one in first] == ["ok", "reject", "ok", "ok"]
-    assert first[0].facts["frames"] == FRAMES
+    first_samples = audit_media(folder, DATA, memo=AuditMemo(path), digests=digests)
+    assert [sample.file for sample in first_samples] == ["d.mp4", "cut.mp4", "b.mp4", "c.mp4"]
+    assert [sample.verdict for sample in first_samples] == ["ok", "reject", "ok", "ok"]
+    assert first_samples[0].facts["frames"] == FRAMES
     monkeypatch.setattr(runner, "probe_all", no_decoding)
-    assert audit_media(folder, DATA, memo=AuditMemo(path), digests=digests) == first
-    assert remembered(folder, DATA, memo=AuditMemo(path), digests=digests) == first
+    assert audit_media(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
+    assert remembered(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
     longer = DATA.model_copy(update={"frames": 30})
-    again = audit_media(folder, longer, memo=AuditMemo(path), digests=digests)
-    assert codes(again[0]) == ["too_short"]
+    second_samples = audit_media(folder, longer, memo=AuditMemo(path), digests=digests)
+    assert codes(second_samples[0]) == ["too_short"]
     with path.open("a") as stream:
         stream.write('{"key": "1/video/00')  # torn
-    assert audit_media(folder, DATA, memo=AuditMemo(path), digests=digests) == first
+    assert audit_media(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
     folder[2].media.path.write_bytes(b"changed")  # type: ignore[attr-defined]
     assert [
-        one.file for one in remembered(folder, DATA, memo=AuditMemo(path), digests=digests)
+        sample.file for sample in remembered(folder, DATA, memo=AuditMemo(path), digests=digests)
     ] == [
         "d.mp4",
         "cut.mp4",
@@ -286,10 +288,12 @@ def test_what_broke_the_decoder_is_tried_again_and_remembered(tmp_path: Path) ->
     broke = ProbedFile((judge(media, probe(MediaFile(tmp_path / "no")), None)[0],), broke=True)
     memo.put(media, digests.media(media), broke)
     clips = [Clip("a.mp4", media, "")]
-    assert [one.verdict for one in remembered(clips, None, memo=memo, digests=digests)] == [
+    assert [sample.verdict for sample in remembered(clips, None, memo=memo, digests=digests)] == [
         "reject"
     ]
-    assert [one.verdict for one in audit_media(clips, None, memo=memo, digests=digests)] == ["ok"]
+    assert [sample.verdict for sample in audit_media(clips, None, memo=memo, digests=digests)] == [
+        "ok"
+    ]
 
 
 def test_copies_and_first_images_are_named_and_what_is_not_ok_is_shown(tmp_path: Path) -> None:
@@ -302,28 +306,30 @@ def test_copies_and_first_images_are_named_and_what_is_not_ok_is_shown(tmp_path:
     clips = [Clip(name, MediaFile(tmp_path / name), "") for name in names]
     image = MediaFile(tmp_path / "black.png")
     clips.append(Clip("b.mp4", MediaFile(tmp_path / "other.mp4"), "", image))
-    found = {one.file: one for one in audit_media(clips, DATA)}
-    assert {name: codes(one) for name, one in found.items()} == {
+    sample_by_file = {sample.file: sample for sample in audit_media(clips, DATA)}
+    assert {name: codes(sample) for name, sample in sample_by_file.items()} == {
         "a.mp4": [],
         "near.mp4": ["near_duplicate_clip"],
         "other.mp4": [],
         "same.mp4": ["duplicate_clip"],
         "b.mp4": ["black"],
     }
-    assert found["a.mp4"].thumbnail is None
-    shown = Image.open(io.BytesIO(found["same.mp4"].thumbnail or b""))
-    assert shown.format == "JPEG"
-    assert shown.size == (320, 53)
-    first = moving("a")[0].astype(float)
-    corner = np.asarray(shown.crop((0, 0, 80, 53)).resize((48, 32), Image.Resampling.BOX), float)
-    assert np.abs(corner - first).mean() < 12
+    assert sample_by_file["a.mp4"].thumbnail is None
+    thumbnail = Image.open(io.BytesIO(sample_by_file["same.mp4"].thumbnail or b""))
+    assert thumbnail.format == "JPEG"
+    assert thumbnail.size == (320, 53)
+    first_frame = moving("a")[0].astype(float)
+    corner = np.asarray(
+        thumbnail.crop((0, 0, 80, 53)).resize((48, 32), Image.Resampling.BOX), float
+    )
+    assert np.abs(corner - first_frame).mean() < 12
 
 
 def test_equal_clips_of_different_shapes_do_not_look_alike(tmp_path: Path) -> None:
     """A red disc, a green one, a square: other clips."""
     paths = write_shapes(tmp_path, clips=6, frames=9, height=64, width=96, fps=8)
     clips = [Clip(path.name, MediaFile(path), "") for path in paths]
-    assert [codes(one) for one in audit_media(clips, None)] == [[]] * 6
+    assert [codes(sample) for sample in audit_media(clips, None)] == [[]] * 6
 
 
 PICTURES = {

@@ -89,16 +89,18 @@ def codes(judged: JudgedSample) -> list[str]:
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_of_a_picture_is_like_it_and_another_picture_is_not(edit: str) -> None:
     before = {name: outline(scene(name)) for name in NAMES}
-    own, others = [], []
+    own_scores, other_scores = [], []
     for name in NAMES:
         after = outline(EDITS[edit](scene(name)))
-        own.append(likeness(after, before[name]))
-        others += [likeness(after, before[other]) for other in NAMES if other != name]
-    assert min(one or 0 for one in own) > ALIKE
-    known = np.array([one for one in others if one is not None])
-    assert len(known) > 100
-    assert np.median(known) < UNLIKE
-    assert np.quantile(known, 0.9) < 2 * ALIKE
+        own_scores.append(likeness(after, before[name]))
+        other_scores += [
+            likeness(after, before[other_name]) for other_name in NAMES if other_name != name
+        ]
+    assert min(score or 0 for score in own_scores) > ALIKE
+    known_scores = np.array([score for score in other_scores if score is not None])
+    assert len(known_scores) > 100
+    assert np.median(known_scores) < UNLIKE
+    assert np.quantile(known_scores, 0.9) < 2 * ALIKE
 
 
 def test_faint_pictures_have_no_edges_to_compare() -> None:
@@ -122,72 +124,74 @@ def test_clips_are_compared_frame_by_frame(tmp_path: Path) -> None:
     assert len(facts["a"]) == 4
     assert (likeness(facts["a"], facts["dark"]) or 0) > 0.8
     assert (likeness(facts["a"], facts["b"]) or 0) < ALIKE
-    last = [facts["a"][-1]]
-    assert likeness(facts["a"], last) == pytest.approx(1)
-    assert (likeness(last, facts["a"]) or 0) < 0.99  # the first frame
+    last_frame = [facts["a"][-1]]
+    assert likeness(facts["a"], last_frame) == pytest.approx(1)
+    assert (likeness(last_frame, facts["a"]) or 0) < 0.99  # the first frame
 
 
 def test_in_a_set_of_edits_a_pair_of_strangers_stands_out(tmp_path: Path) -> None:
     clips = edited(tmp_path, "negative")
-    one, other = (NAMES.index(name) for name in "dl")
-    clips[one], clips[other] = (
-        replace(clips[one], references=clips[other].references),
-        replace(clips[other], references=clips[one].references),
+    first_index, second_index = (NAMES.index(name) for name in "dl")
+    clips[first_index], clips[second_index] = (
+        replace(clips[first_index], references=clips[second_index].references),
+        replace(clips[second_index], references=clips[first_index].references),
     )
-    judged = audit_media(clips, None)
-    assert {one.file: codes(one) for one in judged if one.findings} == {
+    samples = audit_media(clips, None)
+    assert {sample.file: codes(sample) for sample in samples if sample.findings} == {
         "d": ["reference_unlike"],
         "l": ["reference_unlike"],
     }
-    words = judged[3].findings[0]
-    assert words.verdict == "warn"
-    assert words.words.startswith("its reference has nothing in common with it (likeness ")
-    assert pair_notes(judged) == []
-    assert judged[0].facts["likeness"][0] > 0.8
-    assert "outlines" not in judged[0].facts
-    assert judged[0].references[0] is not None, "a sound pair is shown too"
+    finding = samples[3].findings[0]
+    assert finding.verdict == "warn"
+    assert finding.words.startswith("its reference has nothing in common with it (likeness ")
+    assert pair_notes(samples) == []
+    assert samples[0].facts["likeness"][0] > 0.8
+    assert "outlines" not in samples[0].facts
+    assert samples[0].references[0] is not None, "a sound pair is shown too"
 
 
 def test_sets_of_subjects_have_a_note_and_no_warnings(tmp_path: Path) -> None:
     """The second reference of each is a subject that is seen elsewhere; the first is the scene."""
     clips = edited(tmp_path, "object")
     strangers = [replace(clip, references=clips[k - 5].references) for k, clip in enumerate(clips)]
-    judged = audit_media(strangers, None)
-    assert not any(one.findings for one in judged)
-    (note,) = pair_notes(judged)
+    samples = audit_media(strangers, None)
+    assert not any(sample.findings for sample in samples)
+    (note,) = pair_notes(samples)
     assert note.startswith("In ")
     assert "of 12 pairs, a sample looks like its reference in place" in note
     both = [
-        replace(clip, references=(*clip.references, *other.references))
-        for clip, other in zip(clips, strangers, strict=True)
+        replace(clip, references=(*clip.references, *stranger.references))
+        for clip, stranger in zip(clips, strangers, strict=True)
     ]
-    judged = audit_media(both, None)
-    assert not any(one.findings for one in judged)
-    (note,) = pair_notes(judged)
+    samples = audit_media(both, None)
+    assert not any(sample.findings for sample in samples)
+    (note,) = pair_notes(samples)
     assert "looks like its reference 2 in place" in note
 
 
 def test_a_copy_as_reference_is_named_whatever_it_is_stored_as(tmp_path: Path) -> None:
     """A small edit is no copy."""
     image = Image.fromarray(moving("a", frames=1, height=192, width=288)[0])
-    own = saved(tmp_path, "a.png", image)
-    others = {
+    image_file = saved(tmp_path, "a.png", image)
+    other_files = {
         "bytes": saved(tmp_path, "same.png", image),
         "jpeg": saved(tmp_path, "a.jpg", image, quality=85),
         "twice": saved(tmp_path, "twice.png", image.resize((576, 384))),
         "lighter": saved(tmp_path, "light.png", image.point(lambda level: min(255, level + 12))),
         "object": saved(tmp_path, "object.png", with_disc(image, 0.3, 0.6)),
     }
-    clips = [a_clip(name, own, other) for name, other in others.items()]
-    judged = {one.file: codes(one) for one in audit_media(clips, None)}
-    assert {name for name, found in judged.items() if "reference_same" in found} == {
+    clips = [a_clip(name, image_file, other_file) for name, other_file in other_files.items()]
+    codes_by_file = {sample.file: codes(sample) for sample in audit_media(clips, None)}
+    assert {
+        name for name, sample_codes in codes_by_file.items() if "reference_same" in sample_codes
+    } == {
         "bytes",
         "jpeg",
         "twice",
     }
     a, b = (
-        probe(one).thumbnail
-        for one in (own, saved(tmp_path, "t.png", image.rotate(90, expand=True)))
+        probe(file).thumbnail
+        for file in (image_file, saved(tmp_path, "t.png", image.rotate(90, expand=True)))
     )
     assert a is not None
     assert b is not None
@@ -196,10 +200,10 @@ def test_a_copy_as_reference_is_named_whatever_it_is_stored_as(tmp_path: Path) -
 
 
 def test_what_is_wrong_with_a_reference_is_said_of_its_sample(tmp_path: Path) -> None:
-    own = saved(tmp_path, "own.png", scene("a"))
+    image_file = saved(tmp_path, "own.png", scene("a"))
     (tmp_path / "torn.png").write_bytes((tmp_path / "own.png").read_bytes()[:-2000])
     (tmp_path / "words.png").write_text("no picture")
-    wrong = {
+    cases = {
         "torn": (MediaFile(tmp_path / "torn.png"), "reject", "truncated"),
         "words": (MediaFile(tmp_path / "words.png"), "reject", "not_media"),
         "gone": (MediaFile(tmp_path / "gone.png"), "reject", "reference_missing"),
@@ -212,23 +216,30 @@ def test_what_is_wrong_with_a_reference_is_said_of_its_sample(tmp_path: Path) ->
             "reference_small",
         ),
     }
-    clips = [a_clip(name, own, one) for name, (one, _, _) in wrong.items()]
-    judged = {one.file: one for one in audit_media(clips, None)}
-    for name, (media, verdict, code) in wrong.items():
-        assert (judged[name].verdict, code in codes(judged[name])) == (verdict, True), name
-        words = next(one.words for one in judged[name].findings if one.code == code)
-        assert words.startswith("its reference ")
-        assert media.name in words or code == "reference_small"
-    assert judged["small"].findings[0].words == (
+    clips = [a_clip(name, image_file, reference) for name, (reference, _, _) in cases.items()]
+    sample_by_file = {
+        judged_sample.file: judged_sample for judged_sample in audit_media(clips, None)
+    }
+    for name, (media, verdict, code) in cases.items():
+        assert (sample_by_file[name].verdict, code in codes(sample_by_file[name])) == (
+            verdict,
+            True,
+        ), name
+        message = next(
+            finding.words for finding in sample_by_file[name].findings if finding.code == code
+        )
+        assert message.startswith("its reference ")
+        assert media.name in message or code == "reference_small"
+    assert sample_by_file["small"].findings[0].words == (
         "its reference has 34 x 22 pixels, and the sample 144 x 96"
     )
-    both = a_clip("both", own, own, MediaFile(tmp_path / "gone.png"))
-    (found,) = audit_media([both], None)
+    both = a_clip("both", image_file, image_file, MediaFile(tmp_path / "gone.png"))
+    (sample,) = audit_media([both], None)
     assert (
-        found.findings[0].words
+        sample.findings[0].words
         == "its reference 1 is the same picture: from it the model learns to change nothing"
     )
-    assert found.findings[1].words.startswith(f"its reference 2 {tmp_path}/gone.png: ")
+    assert sample.findings[1].words.startswith(f"its reference 2 {tmp_path}/gone.png: ")
 
 
 def test_a_reference_that_the_model_enlarges_is_named(tmp_path: Path) -> None:
@@ -237,15 +248,17 @@ def test_a_reference_that_the_model_enlarges_is_named(tmp_path: Path) -> None:
 
     def judged(height: int, width: int) -> list[str]:
         shape = VideoShape(1, height, width)
-        asked: list[tuple[int, int, VideoShape]] = []
+        calls: list[tuple[int, int, VideoShape]] = []
 
         def encoded_in(height: int, width: int, sample: VideoShape) -> VideoShape:
-            asked.append((height, width, sample))
+            calls.append((height, width, sample))
             return shape
 
-        (found,) = audit_media([clip], data, reference_shape=encoded_in)
-        assert asked == [(96, 144, VideoShape(1, 96, 144))]
-        return [one.words for one in found.findings if one.code == "reference_upscaled"]
+        (audited,) = audit_media([clip], data, reference_shape=encoded_in)
+        assert calls == [(96, 144, VideoShape(1, 96, 144))]
+        return [
+            finding.words for finding in audited.findings if finding.code == "reference_upscaled"
+        ]
 
     assert judged(100, 150) == judged(48, 64) == []
     assert judged(192, 288) == [
@@ -254,7 +267,7 @@ def test_a_reference_that_the_model_enlarges_is_named(tmp_path: Path) -> None:
 
 
 def test_masks_are_judged_beside_their_pictures(tmp_path: Path) -> None:
-    own = saved(tmp_path, "own.png", scene("a"))
+    image_file = saved(tmp_path, "own.png", scene("a"))
     clear = scene("b").convert("RGBA")
     clear.putalpha(0)
     part = scene("b").convert("RGBA")
@@ -276,33 +289,39 @@ def test_masks_are_judged_beside_their_pictures(tmp_path: Path) -> None:
         "video": (LossMask(MediaFile(tmp_path / "video.mp4")), "not_media"),
     }
     encode(tmp_path / "video.mp4", moving("a"))
-    clips = [Clip(name, own, name, mask=mask) for name, (mask, _) in masks.items()]
+    clips = [Clip(name, image_file, name, mask=mask) for name, (mask, _) in masks.items()]
     # A picture whose own transparency is its mask is a mask and a picture of the same bytes.
     for name, image in (("clear", clear), ("part", part)):
         media = saved(tmp_path, f"{name}.png", image)
         clips.append(Clip(name, media, name, mask=LossMask(media, alpha=True)))
     twins = ("duplicate_clip", "near_duplicate_clip")
-    judged = {one.file: one for one in audit_media(clips, None)}
-    found = {
-        name: [code for code in codes(one) if code not in twins] for name, one in judged.items()
+    sample_by_file = {sample.file: sample for sample in audit_media(clips, None)}
+    codes_by_file = {
+        name: [code for code in codes(item) if code not in twins]
+        for name, item in sample_by_file.items()
     }
     expected: dict[str, list[str]] = {
         name: [code] if code else [] for name, (_, code) in masks.items()
     }
-    assert found == {**expected, "clear": ["constant", "mask_black"], "part": []}
-    assert all(one.verdict == "reject" for name, one in judged.items() if found[name])
+    assert codes_by_file == {**expected, "clear": ["constant", "mask_black"], "part": []}
+    assert all(
+        sample.verdict == "reject" for name, sample in sample_by_file.items() if codes_by_file[name]
+    )
     assert (
-        judged["fits"].facts["learned"]
-        == judged["part"].facts["learned"]
+        sample_by_file["fits"].facts["learned"]
+        == sample_by_file["part"].facts["learned"]
         == pytest.approx(0.5, abs=0.01)
     )
-    assert judged["clear"].findings[1].words == "it is wholly transparent: nothing of it is learned"
     assert (
-        judged["square"]
+        sample_by_file["clear"].findings[1].words
+        == "it is wholly transparent: nothing of it is learned"
+    )
+    assert (
+        sample_by_file["square"]
         .findings[0]
         .words.startswith("its mask is 256 x 256 and the picture 144 x 96")
     )
-    assert judged["fits"].mask is not None
+    assert sample_by_file["fits"].mask is not None
 
 
 def test_masks_of_one_level_and_samples_without_references_are_noted(tmp_path: Path) -> None:
@@ -330,35 +349,35 @@ def test_verdicts_on_pairs_are_remembered_by_all_their_files(
     mask = saved(tmp_path, "mask.png", scene("z").convert("RGBA"))
     clips = [replace(clip, mask=LossMask(mask)) for clip in clips]
     path, digests = tmp_path / "audit.jsonl", Digests(tmp_path / "digests.json")
-    first = audit_media(clips, None, memo=AuditMemo(path), digests=digests)
+    first_samples = audit_media(clips, None, memo=AuditMemo(path), digests=digests)
     monkeypatch.setattr(runner, "probe_all", no_decoding)
-    assert audit_media(clips, None, memo=AuditMemo(path), digests=digests) == first
-    assert remembered(clips, None, memo=AuditMemo(path), digests=digests) == first
+    assert audit_media(clips, None, memo=AuditMemo(path), digests=digests) == first_samples
+    assert remembered(clips, None, memo=AuditMemo(path), digests=digests) == first_samples
     # The same files in other roles: what was measured of a picture says nothing of a mask.
-    other = [replace(clips[0], mask=LossMask(mask, alpha=True))]
-    assert remembered(other, None, memo=AuditMemo(path), digests=digests) == []
+    with_alpha = [replace(clips[0], mask=LossMask(mask, alpha=True))]
+    assert remembered(with_alpha, None, memo=AuditMemo(path), digests=digests) == []
     with pytest.raises(AssertionError, match="alpha=True"):
-        audit_media(other, None, memo=AuditMemo(path), digests=digests)
+        audit_media(with_alpha, None, memo=AuditMemo(path), digests=digests)
     # A reference that changed makes its pair unknown, and no other.
     saved(tmp_path / "before", "b.png", scene("changed"))
-    known = remembered(clips, None, memo=AuditMemo(path), digests=digests)
-    assert [one.file for one in known] == ["a", "c", "d"]
+    remembered_samples = remembered(clips, None, memo=AuditMemo(path), digests=digests)
+    assert [sample.file for sample in remembered_samples] == ["a", "c", "d"]
 
 
 def test_edits_of_one_picture_and_in_one_caption_are_no_duplicates(tmp_path: Path) -> None:
     image = scene("a")
-    own = saved(tmp_path, "own.png", image)
+    image_file = saved(tmp_path, "own.png", image)
     near = saved(tmp_path, "near.jpg", image)
     darker = [saved(tmp_path, f"{k}.png", image.point(lambda level: level // 2)) for k in (1, 2)]
     lighter = saved(tmp_path, "3.png", ImageOps.invert(image))
     clips = [
-        a_clip("first", own, darker[0]),
+        a_clip("first", image_file, darker[0]),
         a_clip("near", near, lighter),
-        a_clip("other", own, lighter),
-        a_clip("same", own, darker[1]),
+        a_clip("other", image_file, lighter),
+        a_clip("same", image_file, darker[1]),
     ]
-    judged = {one.file: codes(one) for one in audit_media(clips, None)}
-    assert judged == {"first": [], "near": [], "other": [], "same": ["duplicate_clip"]}
+    codes_by_file = {sample.file: codes(sample) for sample in audit_media(clips, None)}
+    assert codes_by_file == {"first": [], "near": [], "other": [], "same": ["duplicate_clip"]}
     assert check_captions(clips, None, None) == {}
     plain = [Clip(clip.id, clip.media, clip.caption) for clip in clips]
     assert "near_duplicate_clip" in codes(audit_media(plain, None)[1])

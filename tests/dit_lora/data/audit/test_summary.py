@@ -80,8 +80,8 @@ def test_json_is_strict_whatever_was_measured(tmp_path: Path) -> None:
         3: ("tuple",),
     }
     path = tmp_path / "audit.json"
-    judged = [JudgedSample("\udcff.mp4", (), facts)]
-    write_json(path, as_json(judged, encoded={"latent": {"abs_max": math.inf}}))
+    samples = [JudgedSample("\udcff.mp4", (), facts)]
+    write_json(path, as_json(samples, encoded={"latent": {"abs_max": math.inf}}))
     written = strict(path)
     assert written["samples"][0]["file"] == "\udcff.mp4", "a name that is not UTF-8 comes back"
     assert written["samples"][0]["facts"] == {
@@ -98,9 +98,9 @@ def test_json_is_strict_whatever_was_measured(tmp_path: Path) -> None:
 
 
 def test_notes_and_other_parts_are_there_only_where_there_are_some() -> None:
-    whole = as_json(JUDGED, notes=["no cats"], buckets={"advice": []}, encoded={})
-    assert list(whole) == ["samples", "totals", "notes", "buckets"]
-    assert whole["notes"] == ["no cats"]
+    report = as_json(JUDGED, notes=["no cats"], buckets={"advice": []}, encoded={})
+    assert list(report) == ["samples", "totals", "notes", "buckets"]
+    assert report["notes"] == ["no cats"]
 
 
 def test_the_fix_list_has_one_line_a_sample_that_is_not_ok_rejects_first(tmp_path: Path) -> None:
@@ -141,11 +141,11 @@ def test_parts_are_merged_by_sample_in_the_order_of_the_media() -> None:
         {"gone": [Finding("missing", "listed but not there", "reject")]},
         facts={"b": {"caption_tokens": 300}, "unheard of": {"fps": 1}},
     )
-    assert [one.file for one in merged] == ["b", "a", "gone"]
+    assert [sample.file for sample in merged] == ["b", "a", "gone"]
     assert merged[0].findings == (BLACK, LONG), "worst first, and the same finding once"
     assert merged[0].facts == {"fps": 24, "caption_tokens": 300}
     assert merged[0].thumbnail == picture
-    assert [one.verdict for one in merged] == ["reject"] * 3
+    assert [sample.verdict for sample in merged] == ["reject"] * 3
     assert media[0].facts == {"fps": 24}, "what was given is left alone"
 
 

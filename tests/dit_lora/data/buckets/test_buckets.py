@@ -23,8 +23,8 @@ from dit_lora.errors import DitLoraError
 
 
 def data(**values: Any) -> DataConfig:
-    given = {"path": "x", "frames": 17, "height": 480, "width": 720, "fps": 8.0, "buckets": {}}
-    return DataConfig.model_validate(given | values)
+    defaults = {"path": "x", "frames": 17, "height": 480, "width": 720, "fps": 8.0, "buckets": {}}
+    return DataConfig.model_validate(defaults | values)
 
 
 def shapes(given: DataConfig, step: int = 16) -> tuple[VideoShape, ...]:
@@ -42,15 +42,15 @@ def image(height: int, width: int) -> VideoHeader:
 
 
 def placed(source: VideoHeader, given: DataConfig) -> Placed:
-    found = place(source, shapes(given), given)
-    assert isinstance(found, Placed), found
-    return found
+    placement = place(source, shapes(given), given)
+    assert isinstance(placement, Placed), placement
+    return placement
 
 
 def dropped(source: VideoHeader, given: DataConfig) -> Dropped:
-    found = place(source, shapes(given), given)
-    assert isinstance(found, Dropped), found
-    return found
+    placement = place(source, shapes(given), given)
+    assert isinstance(placement, Dropped), placement
+    return placement
 
 
 def test_without_buckets_there_is_the_one_shape() -> None:
@@ -58,9 +58,9 @@ def test_without_buckets_there_is_the_one_shape() -> None:
 
 
 def test_the_default_buckets_of_a_recipe() -> None:
-    found = [(shape.height, shape.width) for shape in shapes(data())]
+    sizes = [(shape.height, shape.width) for shape in shapes(data())]
     landscape = [(448, 784), (480, 720), (512, 672)]
-    assert found == [*landscape, (592, 592), (672, 512), (720, 480), (784, 448)]
+    assert sizes == [*landscape, (592, 592), (672, 512), (720, 480), (784, 448)]
 
 
 @pytest.mark.parametrize("step", [8, 16, 32, 64])
@@ -73,8 +73,8 @@ def test_sides_are_multiples_and_no_other_near_ones_are_better(
     budget = height * width
     ratios = ("21:9", "16:9", "1:1", "2:3")
     for ratio in ratios:
-        given = data(height=height, width=width, buckets={"aspect_ratios": [ratio]})
-        (found,) = shapes(given, step)
+        config = data(height=height, width=width, buckets={"aspect_ratios": [ratio]})
+        (shape,) = shapes(config, step)
         wide, high = map(int, ratio.split(":"))
 
         def error(high_: int, wide_: int, aspect: float = wide / high) -> float:
@@ -88,25 +88,25 @@ def test_sides_are_multiples_and_no_other_near_ones_are_better(
             if h * w <= budget * (1 + TOLERANCE)
         ]
         best = min(error(h, w) for h, w in pairs)
-        is_own = {found.height, found.width} == {height, width}
-        assert error(found.height, found.width) == pytest.approx(best) or is_own
-        assert found.height % step == 0 or is_own
-        assert found.height * found.width <= budget * (1 + TOLERANCE)
+        is_own = {shape.height, shape.width} == {height, width}
+        assert error(shape.height, shape.width) == pytest.approx(best) or is_own
+        assert shape.height % step == 0 or is_own
+        assert shape.height * shape.width <= budget * (1 + TOLERANCE)
 
 
 def test_datas_own_shape_stands_for_its_ratio_upright_and_on_its_side() -> None:
-    found = shapes(data(height=480, width=832))
-    assert VideoShape(17, 480, 832) in found
-    assert VideoShape(17, 832, 480) in found
-    assert not {VideoShape(17, 480, 848), VideoShape(17, 848, 480)} & {*found}
+    bucket_shapes = shapes(data(height=480, width=832))
+    assert VideoShape(17, 480, 832) in bucket_shapes
+    assert VideoShape(17, 832, 480) in bucket_shapes
+    assert not {VideoShape(17, 480, 848), VideoShape(17, 848, 480)} & {*bucket_shapes}
 
 
 def test_every_ratio_resolution_and_length_within_the_budget() -> None:
     buckets = {"aspect_ratios": ["1:1"], "resolutions": [256, 512, 1024], "frames": [1, 9, 17]}
-    found = shapes(data(height=512, width=512, buckets=buckets))
+    bucket_shapes = shapes(data(height=512, width=512, buckets=buckets))
     expected = [(1, 256), (1, 512), (1, 1024), (9, 256), (9, 512), (17, 256), (17, 512)]
-    assert [(shape.frames, shape.height) for shape in found] == expected
-    assert all(shape.height == shape.width for shape in found)
+    assert [(shape.frames, shape.height) for shape in bucket_shapes] == expected
+    assert all(shape.height == shape.width for shape in bucket_shapes)
 
 
 def test_nothing_within_the_budget_is_an_error_that_says_what_to_do() -> None:
@@ -115,26 +115,26 @@ def test_nothing_within_the_budget_is_an_error_that_says_what_to_do() -> None:
 
 
 def test_ratios_that_round_to_one_shape_are_one_bucket() -> None:
-    given = data(height=128, width=128)
-    assert len(shapes(given, 64)) < len(shapes(given, 16)) == 7
-    assert len({*shapes(given, 64)}) == len(shapes(given, 64))
+    config = data(height=128, width=128)
+    assert len(shapes(config, 64)) < len(shapes(config, 16)) == 7
+    assert len({*shapes(config, 64)}) == len(shapes(config, 64))
 
 
 def test_shapes_that_cannot_be_trained_are_left_out_and_said() -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def fits(shape: VideoShape) -> str | None:
         return "9 frames do not divide" if shape.frames == 9 else None
 
-    given = data(buckets={"frames": [9, 17], "aspect_ratios": ["3:2", "1:1"]})
-    found = buckets_of(given, 16, fits, said.append)
-    assert found == (VideoShape(17, 480, 720), VideoShape(17, 592, 592))
-    (words,) = said
-    assert "left out" in words
-    assert "9x480x720: 9 frames do not divide" in words
-    assert "17x" not in words
+    config = data(buckets={"frames": [9, 17], "aspect_ratios": ["3:2", "1:1"]})
+    bucket_shapes = buckets_of(config, 16, fits, messages.append)
+    assert bucket_shapes == (VideoShape(17, 480, 720), VideoShape(17, 592, 592))
+    (message,) = messages
+    assert "left out" in message
+    assert "9x480x720: 9 frames do not divide" in message
+    assert "17x" not in message
     with pytest.raises(DitLoraError) as error:
-        buckets_of(given, 16, lambda shape: f"no {shape.frames}")
+        buckets_of(config, 16, lambda shape: f"no {shape.frames}")
     lines = str(error.value).splitlines()[1:]
     assert len(lines) == 4
     assert lines[0] == "  - 9x480x720: no 9"
@@ -150,29 +150,29 @@ MANY_FRAMES = {"frames": [1, 9, 17, 33], "aspect_ratios": ["3:2"]}
 def test_a_clip_goes_to_the_most_frames_that_it_surely_has(
     seconds: float | None, frames: int
 ) -> None:
-    given = data(frames=33, buckets=MANY_FRAMES)
-    assert placed(clip(480, 720, seconds), given).shape == VideoShape(frames, 480, 720)
+    config = data(frames=33, buckets=MANY_FRAMES)
+    assert placed(clip(480, 720, seconds), config).shape == VideoShape(frames, 480, 720)
 
 
 def test_an_image_goes_to_one_frame_or_nowhere() -> None:
-    given = data(frames=33, buckets=MANY_FRAMES)
-    assert placed(image(480, 720), given).shape == VideoShape(1, 480, 720)
-    found = dropped(image(480, 720), data())
-    assert found.code == "too_short"
-    assert "an image is one frame; the smallest bucket asks for 17" in found.words
+    config = data(frames=33, buckets=MANY_FRAMES)
+    assert placed(image(480, 720), config).shape == VideoShape(1, 480, 720)
+    drop = dropped(image(480, 720), data())
+    assert drop.code == "too_short"
+    assert "an image is one frame; the smallest bucket asks for 17" in drop.words
 
 
 def test_a_clip_that_no_bucket_is_short_enough_for_is_dropped() -> None:
-    found = dropped(clip(480, 720, seconds=0.9), data(buckets={"frames": [9, 17]}))
-    assert found.code == "too_short"
-    assert "at most 8 frames at 8 fps, the smallest bucket asks for 9" in found.words
+    drop = dropped(clip(480, 720, seconds=0.9), data(buckets={"frames": [9, 17]}))
+    assert drop.code == "too_short"
+    assert "at most 8 frames at 8 fps, the smallest bucket asks for 9" in drop.words
 
 
 def test_a_file_may_leave_its_last_frame_out_of_its_length() -> None:
     """17 frames at 8 fps are 2.125 s; one that says 2 s may have them, and one of 1.9 s not."""
-    given = data(buckets=None)
-    assert placed(clip(480, 720, 16 / 8, fps=8), given).shape.frames == 17
-    assert dropped(clip(480, 720, 15 / 8, fps=8), given).code == "too_short"
+    config = data(buckets=None)
+    assert placed(clip(480, 720, 16 / 8, fps=8), config).shape.frames == 17
+    assert dropped(clip(480, 720, 15 / 8, fps=8), config).code == "too_short"
     both = data(buckets={"frames": [9, 17]})
     assert placed(clip(480, 720, 16 / 8, fps=8), both).shape.frames == 9
 
@@ -191,8 +191,8 @@ def test_a_file_may_leave_its_last_frame_out_of_its_length() -> None:
 def test_a_clip_goes_to_the_shape_that_crops_least(
     sides: tuple[int, int], expected: tuple[int, int]
 ) -> None:
-    found = placed(clip(*sides), data())
-    assert (found.shape.height, found.shape.width) == expected
+    placement = placed(clip(*sides), data())
+    assert (placement.shape.height, placement.shape.width) == expected
 
 
 @pytest.mark.parametrize(
@@ -202,20 +202,20 @@ def test_a_clip_goes_to_the_highest_resolution_that_does_not_enlarge_it(
     side: int, expected: int
 ) -> None:
     buckets = {"resolutions": [128, 256, 512]}
-    found = placed(clip(side, side), data(height=512, width=512, buckets=buckets))
-    assert (found.shape.height, found.shape.width) == (expected, expected)
-    assert found.upscale == pytest.approx(max(1, expected / side))
+    placement = placed(clip(side, side), data(height=512, width=512, buckets=buckets))
+    assert (placement.shape.height, placement.shape.width) == (expected, expected)
+    assert placement.upscale == pytest.approx(max(1, expected / side))
     wide = placed(clip(side, 16 * side // 9), data(height=512, width=512, buckets=buckets))
     assert wide.shape.width / wide.shape.height > 1.6
 
 
 def test_crop_and_enlargement_are_those_of_the_picture() -> None:
-    given = data(buckets=None)
-    exact = placed(clip(960, 1440), given)
+    config = data(buckets=None)
+    exact = placed(clip(960, 1440), config)
     assert (exact.crop, exact.upscale) == (0.0, 1.0)
-    tall = placed(clip(1080, 720), given)  # 480 of 1080 rows stay
+    tall = placed(clip(1080, 720), config)  # 480 of 1080 rows stay
     assert (tall.crop, tall.upscale) == (pytest.approx(1 - 480 / 1080), 1.0)
-    small = placed(clip(240, 480), given)  # twice as high, and 120 of 480 columns go
+    small = placed(clip(240, 480), config)  # twice as high, and 120 of 480 columns go
     assert (small.crop, small.upscale) == (pytest.approx(0.25), 2.0)
 
 
@@ -235,13 +235,13 @@ def test_limits_hold_with_buckets_and_say_what_was_asked() -> None:
 def test_a_limit_turns_a_clip_to_a_shape_that_it_allows() -> None:
     """The square needs no enlargement but crops; the limit leaves the wide one."""
     buckets = {"resolutions": [256, 512], "aspect_ratios": ["2:1", "1:1"]}
-    given = data(height=512, width=512, buckets=buckets)
+    config = data(height=512, width=512, buckets=buckets)
     only = [VideoShape(17, 512, 512), VideoShape(17, 176, 368)]
-    free = place(clip(520, 1040), only, given)
+    free = place(clip(520, 1040), only, config)
     tight = place(
         clip(520, 1040),
         only,
-        data(**{**given.model_dump(), "buckets": {**buckets, "max_crop": 0.1}}),
+        data(**{**config.model_dump(), "buckets": {**buckets, "max_crop": 0.1}}),
     )
     assert isinstance(free, Placed)
     assert isinstance(tight, Placed)
@@ -262,14 +262,14 @@ def test_windows_are_whole_and_one_after_the_other(
     windows: Any, stride: float | None, expected: list[float]
 ) -> None:
     """Of 9.2 s, windows of 17 frames at 8 fps."""
-    given = data(windows=windows, window_stride=stride)
-    assert placed(clip(480, 720, seconds=9.2), given).starts == tuple(expected)
+    config = data(windows=windows, window_stride=stride)
+    assert placed(clip(480, 720, seconds=9.2), config).starts == tuple(expected)
 
 
 def test_what_does_not_say_its_length_has_one_window() -> None:
-    given = data(windows="all", buckets={"frames": [1, 17]})
+    config = data(windows="all", buckets={"frames": [1, 17]})
     for source in (image(480, 720), clip(480, 720, None), clip(480, 720, 60.0, fps=None)):
-        assert placed(source, given).starts == (0.0,)
+        assert placed(source, config).starts == (0.0,)
 
 
 def test_a_window_is_named_by_its_second() -> None:
@@ -298,10 +298,10 @@ def decodes(tmp_path: Path) -> Callable[..., bool]:
 def test_a_clip_is_decoded_to_just_the_frames_that_it_was_placed_for(
     tmp_path: Path, decodes: Callable[..., bool], count: int
 ) -> None:
-    asked = {"frames": [*range(1, 15)], "aspect_ratios": ["3:2"]}
-    given = data(height=32, width=48, frames=14, fps=5, buckets=asked)
+    bucket_values = {"frames": [*range(1, 15)], "aspect_ratios": ["3:2"]}
+    config = data(height=32, width=48, frames=14, fps=5, buckets=bucket_values)
     assert decodes(count, 1)
-    frames = placed(read_header(tmp_path / f"{count}.mp4"), given).shape.frames
+    frames = placed(read_header(tmp_path / f"{count}.mp4"), config).shape.frames
     assert decodes(count, frames)
     assert not decodes(count, frames + 1)
 
@@ -310,8 +310,8 @@ def test_a_clip_is_decoded_to_just_the_frames_that_it_was_placed_for(
 def test_all_windows_can_be_decoded_and_no_further_one(
     tmp_path: Path, decodes: Callable[..., bool], count: int
 ) -> None:
-    given = data(height=32, width=48, frames=3, fps=5, buckets=None, windows="all")
+    config = data(height=32, width=48, frames=3, fps=5, buckets=None, windows="all")
     assert decodes(count, 1)
-    starts = placed(read_header(tmp_path / f"{count}.mp4"), given).starts
+    starts = placed(read_header(tmp_path / f"{count}.mp4"), config).starts
     assert all(decodes(count, 3, start) for start in starts)
     assert not decodes(count, 3, starts[-1] + 3 / 5)

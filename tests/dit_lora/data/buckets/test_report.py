@@ -13,8 +13,8 @@ from dit_lora.data.media.video_header import VideoHeader
 
 
 def data(**values: Any) -> DataConfig:
-    given = {"path": "x", "frames": 17, "height": 480, "width": 720, "fps": 8.0, "buckets": {}}
-    return DataConfig.model_validate(given | values)
+    defaults = {"path": "x", "frames": 17, "height": 480, "width": 720, "fps": 8.0, "buckets": {}}
+    return DataConfig.model_validate(defaults | values)
 
 
 def clip(height: int, width: int, seconds: float = 4.0) -> VideoHeader:
@@ -23,7 +23,9 @@ def clip(height: int, width: int, seconds: float = 4.0) -> VideoHeader:
 
 def report(sources: list[VideoHeader], given: DataConfig, group: int = 2) -> BucketReport:
     buckets = buckets_of(given, 16, lambda _: None)
-    clips = [(f"{number}.mp4", place(one, buckets, given)) for number, one in enumerate(sources)]
+    clips = [
+        (f"{number}.mp4", place(source, buckets, given)) for number, source in enumerate(sources)
+    ]
     return BucketReport.of(clips, buckets, given, group)
 
 
@@ -31,10 +33,10 @@ TWO = {"aspect_ratios": ["3:2", "2:3"]}
 
 
 def test_a_report_counts_what_went_where() -> None:
-    given = data(buckets={**TWO, "max_upscale": 1.5}, windows=2)
+    config = data(buckets={**TWO, "max_upscale": 1.5}, windows=2)
     sources = [clip(480, 720, 5.0), clip(960, 1080, 3.0), clip(720, 470, 3.0), clip(1, 1)]
-    found = report([*sources, clip(480, 720, 0.1)], given)
-    wide, tall = found.rows
+    bucket_report = report([*sources, clip(480, 720, 0.1)], config)
+    wide, tall = bucket_report.rows
     assert (wide.shape, wide.clips, wide.samples) == (VideoShape(17, 480, 720), 2, 3)
     assert (wide.share, wide.mean_crop, wide.worst_crop) == (
         0.75,
@@ -42,15 +44,15 @@ def test_a_report_counts_what_went_where() -> None:
         pytest.approx(0.25),
     )
     assert (tall.clips, tall.samples, tall.upscaled, tall.pixels) == (1, 1, 0, 17 * 480 * 720)
-    assert [(name, one.code) for name, one in found.dropped] == [
+    assert [(name, drop.code) for name, drop in bucket_report.dropped] == [
         ("3.mp4", "upscaled"),
         ("4.mp4", "too_short"),
     ]
-    whole = json.loads(json.dumps(found.as_dict()))
-    assert whole["buckets"][0]["shape"] == {"frames": 17, "height": 480, "width": 720}
-    assert whole["dropped"][1]["id"] == "4.mp4"
-    assert whole["advice"] == list(found.advice)
-    lines = found.lines()
+    report_values = json.loads(json.dumps(bucket_report.as_dict()))
+    assert report_values["buckets"][0]["shape"] == {"frames": 17, "height": 480, "width": 720}
+    assert report_values["dropped"][1]["id"] == "4.mp4"
+    assert report_values["advice"] == list(bucket_report.advice)
+    lines = bucket_report.lines()
     assert lines[0].split()[:2] == ["bucket", "clips"]
     assert lines[1].split() == ["17x480x720", "2", "3", "75.0%", "12%", "/", "25%", "0"]
     assert lines[4].startswith("left out (too_short): 4.mp4: too short: it gives at most")
@@ -113,8 +115,8 @@ def test_a_data_set_that_fits_needs_no_advice() -> None:
 def test_advice_comes_from_the_numbers(
     more: list[VideoHeader], values: dict[str, Any], group: int, words: str
 ) -> None:
-    found = report([*GOOD, *more], data(**{"buckets": TWO, **values}), group).advice
-    assert any(words in one for one in found), found
+    advice = report([*GOOD, *more], data(**{"buckets": TWO, **values}), group).advice
+    assert any(words in line for line in advice), advice
 
 
 @pytest.mark.parametrize(
@@ -132,10 +134,10 @@ def test_what_few_clips_have_is_in_the_table_and_no_advice(more: list[VideoHeade
 
 
 def test_advice_names_some_of_many_buckets() -> None:
-    given = data(buckets={"frames": [1, 17], "resolutions": [256, 400, 588]})
-    (words,) = [one for one in report(GOOD, given).advice if "no clip goes to" in one]
-    assert words.count("x") == 2 * 6
-    assert "and 34 more" in words
+    config = data(buckets={"frames": [1, 17], "resolutions": [256, 400, 588]})
+    (message,) = [line for line in report(GOOD, config).advice if "no clip goes to" in line]
+    assert message.count("x") == 2 * 6
+    assert "and 34 more" in message
 
 
 def test_references_of_many_sizes_split_samples_into_rare_shapes() -> None:
@@ -145,8 +147,8 @@ def test_references_of_many_sizes_split_samples_into_rare_shapes() -> None:
     def made_from(shape: VideoShape, *heights: int) -> VideoShape:
         return replace(shape, references=tuple(VideoShape(1, height, 96) for height in heights))
 
-    alike = [made_from(wide, 64)] * 3 + [made_from(tall, 64)]
-    assert advice_on_references(alike, 4) == []
+    similar_references = [made_from(wide, 64)] * 3 + [made_from(tall, 64)]
+    assert advice_on_references(similar_references, 4) == []
     assert advice_on_references([wide] * 3, 4) == []
     many = [*[made_from(wide, 64)] * 4, made_from(wide, 80), *[made_from(wide, 80, 96)] * 2]
     assert advice_on_references(many, 1) == []

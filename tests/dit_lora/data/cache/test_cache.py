@@ -106,20 +106,20 @@ def test_a_torn_entry_is_not_whole_and_reads_as_nan(cache: TensorCache, keep: in
 
 def test_a_bad_entry_is_set_aside_and_made_anew(cache: TensorCache) -> None:
     key = write(cache)
-    other = TensorCache(cache.root)
-    assert other.is_whole(key)
+    other_cache = TensorCache(cache.root)
+    assert other_cache.is_whole(key)
     aside = cache.set_aside(key)
     assert aside.exists()
     assert not cache.is_whole(key)
     assert "cannot be read" in (cache.read(key, {})[1] or "")
     assert not TensorCache(cache.root).is_whole(key)
-    other.refresh()
-    assert not other.is_whole(key)
+    other_cache.refresh()
+    assert not other_cache.is_whole(key)
     write(cache)
     assert cache.is_whole(key)
     assert cache.read(key, {})[1] is None
-    other.refresh()
-    assert other.is_whole(key)
+    other_cache.refresh()
+    assert other_cache.is_whole(key)
 
 
 def test_a_full_disk_names_sample_and_leaves_nothing_torn(
@@ -139,12 +139,12 @@ def test_a_full_disk_names_sample_and_leaves_nothing_torn(
 def test_digests_follow_content_and_are_remembered(tmp_path: Path) -> None:
     file, memo = tmp_path / "a.bin", tmp_path / "memo.json"
     file.write_bytes(b"one")
-    first = Digests(memo)
-    one = first.file(file)
-    first.save()
-    assert Digests(memo).file(file) == one
+    first_digests = Digests(memo)
+    digest = first_digests.file(file)
+    first_digests.save()
+    assert Digests(memo).file(file) == digest
     file.write_bytes(b"two")
-    assert Digests(memo).file(file) != one
+    assert Digests(memo).file(file) != digest
 
 
 def test_a_torn_memo_is_ignored(tmp_path: Path) -> None:
@@ -184,12 +184,12 @@ def test_class_labels_and_masks_are_kept_and_a_cut_entry_is_bad(cache: TensorCac
 def several(cache: TensorCache, count: int, per_shard: int = 3) -> list[str]:
     """Entries of one number each, in shards."""
     keys = [entry_key({"number": number}) for number in range(count)]
-    made = [
+    records = [
         encoded(key, {"x": torch.full((4,), float(k))}, sample=f"{k}", facts={})
         for k, key in enumerate(keys)
     ]
     for begin in range(0, count, per_shard):
-        cache.write_all(made[begin : begin + per_shard])
+        cache.write_all(records[begin : begin + per_shard])
     return keys
 
 
@@ -219,29 +219,29 @@ def test_one_bad_entry_of_a_shard_is_set_aside_and_made_anew_alone(cache: Tensor
 def test_of_two_copies_the_other_is_used_when_one_is_set_aside(cache: TensorCache) -> None:
     keys = several(cache, 3)
     cache.write_all([encoded(keys[0], {"x": torch.full((4,), 0.0)}, sample="0", facts={})])
-    first = cache.path(keys[0])
+    first_path = cache.path(keys[0])
     assert len(cache) == 3
     cache.set_aside(keys[0])
     assert cache.is_whole(keys[0])
-    assert cache.path(keys[0]) != first
+    assert cache.path(keys[0]) != first_path
     cache.set_aside(keys[0])
     assert not cache.is_whole(keys[0])
     assert not cache.path(keys[0]).exists()
 
 
 def test_what_others_write_replace_and_remove_is_seen(cache: TensorCache) -> None:
-    other = TensorCache(cache.root)
-    assert not other.is_whole("a" * 64)  # its index is of an empty folder
+    other_cache = TensorCache(cache.root)
+    assert not other_cache.is_whole("a" * 64)  # its index is of an empty folder
     keys = several(cache, 6)
-    assert numbers(other, keys) == list(range(6))
+    assert numbers(other_cache, keys) == list(range(6))
     # A shard that goes takes its entries along, and one that comes instead is found by who asks.
     path = cache.path(keys[0])
     path.unlink()
     with pytest.raises(UnreadableError, match="No such file"):
-        other.read(keys[0], {})
+        other_cache.read(keys[0], {})
     cache.write_all([encoded(keys[0], {"x": torch.full((4,), 7.0)}, sample="0", facts={})])
-    assert numbers(other, keys[:1]) == [7.0]
-    assert other.missing(keys) == keys[1:3]
+    assert numbers(other_cache, keys[:1]) == [7.0]
+    assert other_cache.missing(keys) == keys[1:3]
 
 
 def test_a_file_cut_while_it_is_open_is_a_fault(cache: TensorCache) -> None:

@@ -34,9 +34,9 @@ def test_a_file_is_read_again_only_when_it_changed(
         return source(self)
 
     monkeypatch.setattr(MediaFile, "source", spy)
-    first = Digests(tmp_path / "memo.json")
-    assert first.file(path) == first.file(path) == sha(b"one")
-    first.save()
+    first_digests = Digests(tmp_path / "memo.json")
+    assert first_digests.file(path) == first_digests.file(path) == sha(b"one")
+    first_digests.save()
     assert Digests(tmp_path / "memo.json").file(path) == sha(b"one")
     assert len(read) == 1
     path.write_bytes(b"two")

@@ -42,7 +42,7 @@ def job(number: int) -> Job:
 
 
 JOBS = [job(number) for number in range(5 * PER_UNIT - 3)]
-KEYS = [one.key for one in JOBS]
+KEYS = [cache_job.key for cache_job in JOBS]
 
 
 def encode(number: int) -> torch.Tensor:
@@ -67,10 +67,12 @@ def run(
 
 def is_right(cache: TensorCache, jobs: Sequence[Job] = JOBS) -> bool:
     """Whether every entry is there, once, with its values, and no work is left lying about."""
-    found = TensorCache(cache.root)
-    read = [found.read(one.key, {}) for one in jobs]
+    reopened = TensorCache(cache.root)
+    read = [reopened.read(cache_job.key, {}) for cache_job in jobs]
     assert not [fault for _, fault in read if fault]
-    assert [tensors["x"][0] for tensors, _ in read] == [one.facts["number"] for one in jobs]
+    assert [tensors["x"][0] for tensors, _ in read] == [
+        cache_job.facts["number"] for cache_job in jobs
+    ]
     files = [path for path in cache.root.rglob("*") if path.is_file()]
     assert {path.name for path in files if path.suffix != ".safetensors"} <= {"gate.lock"}
     return True
@@ -91,7 +93,7 @@ def test_all_is_made_in_shards_and_not_again(cache: TensorCache) -> None:
     cache.set_aside(KEYS[20])
     assert fill(cache, JOBS, load, launch="c") == Filled(made=1)
     assert cache.read(KEYS[20], {})[0]["x"][0] == 20
-    stored = next(one for one in cache.entries() if one.key == KEYS[20])
+    stored = next(entry for entry in cache.entries() if entry.key == KEYS[20])
     assert (stored.sample, stored.facts) == ("20.mp4", {"number": 20})
 
 
@@ -101,14 +103,14 @@ def test_an_empty_list_makes_nothing_not_even_a_folder(cache: TensorCache) -> No
 
 
 def test_jobs_of_equal_keys_are_made_once(cache: TensorCache) -> None:
-    made: list[int] = []
+    encoded_numbers: list[int] = []
 
     def counted(number: int) -> torch.Tensor:
-        made.append(number)
+        encoded_numbers.append(number)
         return good(number)
 
     assert run(cache, counted, [*JOBS[:3], *JOBS[:2]]).made == 3
-    assert made == [0, 1, 2]
+    assert encoded_numbers == [0, 1, 2]
 
 
 def test_failures_are_all_told_and_stop_nobody(cache: TensorCache) -> None:
@@ -122,31 +124,31 @@ def test_failures_are_all_told_and_stop_nobody(cache: TensorCache) -> None:
 
 
 def test_what_failed_is_tried_once_a_launch_and_again_at_the_next(cache: TensorCache) -> None:
-    first = run(cache, encode, launch="one")
+    first_process = run(cache, encode, launch="one")
     tried: list[int] = []
 
     def repaired(number: int) -> torch.Tensor:
         tried.append(number)
         return good(number)
 
-    same = run(cache, repaired, launch="one")  # another process of it
+    same_process = run(cache, repaired, launch="one")  # another process of it
     assert not tried
-    assert same == Filled(made=0, failed=first.failed)
-    assert run(cache, repaired, launch="two") == Filled(made=len(first.failed))
-    assert [KEYS[number] for number in tried] == list(first.failed)
+    assert same_process == Filled(made=0, failed=first_process.failed)
+    assert run(cache, repaired, launch="two") == Filled(made=len(first_process.failed))
+    assert [KEYS[number] for number in tried] == list(first_process.failed)
 
 
 def test_progress_counts_what_is_there_what_failed_and_what_others_made(
     cache: TensorCache,
 ) -> None:
     run(cache, jobs=JOBS[:10])
-    told: list[tuple[int, int]] = []
-    run(cache, encode, on_progress=lambda done, jobs: told.append((done, jobs)))
-    assert told[0] == (10, len(JOBS))
-    assert told[-1] == (len(JOBS), len(JOBS))
-    done = [one for one, _ in told]
-    assert done == sorted(done)
-    assert set(done) == set(range(10, len(JOBS) + 1))
+    progress: list[tuple[int, int]] = []
+    run(cache, encode, on_progress=lambda count, jobs: progress.append((count, jobs)))
+    assert progress[0] == (10, len(JOBS))
+    assert progress[-1] == (len(JOBS), len(JOBS))
+    counts = [count for count, _ in progress]
+    assert counts == sorted(counts)
+    assert set(counts) == set(range(10, len(JOBS) + 1))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -231,26 +233,26 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_two_launches_at_once_share_the_work_and_make_the_same_cache(
     cache: TensorCache, tmp_path: Path
 ) -> None:
-    marks = tmp_path / "marks"
-    processes = [start(cache, marks, 0.004) for _ in range(3)]
+    marker_dir = tmp_path / "marks"
+    processes = [start(cache, marker_dir, 0.004) for _ in range(3)]
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert sorted(made(marks)) == list(range(len(JOBS)))  # each once
-    assert len(list(marks.iterdir())) > 1
+    assert sorted(made(marker_dir)) == list(range(len(JOBS)))  # each once
+    assert len(list(marker_dir.iterdir())) > 1
     assert is_right(cache)
-    alone = TensorCache(tmp_path / "alone")
-    run(alone)
-    names = [[path.name for path in shards_in(root)] for root in (cache.root, alone.root)]
+    single_cache = TensorCache(tmp_path / "alone")
+    run(single_cache)
+    names = [[path.name for path in shards_in(root)] for root in (cache.root, single_cache.root)]
     assert names[0] == names[1]
 
 
 def test_a_killed_process_loses_its_unit_only_and_another_takes_it_over(
     cache: TensorCache, tmp_path: Path
 ) -> None:
-    marks = tmp_path / "marks"
-    process = start(cache, marks, 0.05)
-    wait_for(lambda: marks.is_dir() and len(made(marks)) > PER_UNIT + 5)
+    marker_dir = tmp_path / "marks"
+    process = start(cache, marker_dir, 0.05)
+    wait_for(lambda: marker_dir.is_dir() and len(made(marker_dir)) > PER_UNIT + 5)
     os.kill(process.pid or 0, signal.SIGSTOP)  # within its second unit, however slow the others are
     waiting = start(cache, tmp_path / "others", 0.0)  # makes the rest, then waits for that unit
     wait_for(lambda: len(TensorCache(cache.root)) >= len(JOBS) - 2 * PER_UNIT)
@@ -258,7 +260,7 @@ def test_a_killed_process_loses_its_unit_only_and_another_takes_it_over(
     process.join()
     waiting.join()
     assert waiting.exitcode == 0
-    assert len(made(marks)) + len(made(tmp_path / "others")) <= len(JOBS) + PER_UNIT
+    assert len(made(marker_dir)) + len(made(tmp_path / "others")) <= len(JOBS) + PER_UNIT
     assert is_right(cache)
 
 

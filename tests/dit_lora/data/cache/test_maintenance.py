@@ -27,11 +27,11 @@ def cache(tmp_path: Path) -> TensorCache:
 
 
 def write(cache: TensorCache, numbers: range | list[int]) -> Path:
-    made = [
+    records = [
         encoded(KEYS[k], {"x": torch.full((4,), float(k))}, sample=f"{k}.mp4", facts={"k": k})
         for k in numbers
     ]
-    cache.write_all(made)
+    cache.write_all(records)
     return cache.path(KEYS[numbers[-1]])
 
 
@@ -48,9 +48,9 @@ def put(entry: StoredEntry, value: float) -> None:
 
 def numbers(cache: TensorCache) -> dict[int, float]:
     """Every entry that can be read, and what it holds."""
-    found = TensorCache(cache.root)
-    there = set(KEYS) - set(found.missing(KEYS))
-    read = {k: found.read(key, {}) for k, key in enumerate(KEYS) if key in there}
+    reopened = TensorCache(cache.root)
+    stored_keys = set(KEYS) - set(reopened.missing(KEYS))
+    read = {k: reopened.read(key, {}) for k, key in enumerate(KEYS) if key in stored_keys}
     return {k: tensors["x"][0].item() for k, (tensors, fault) in read.items() if fault is None}
 
 
@@ -59,11 +59,11 @@ def same(numbers: dict[int, float], expected: range | list[int]) -> bool:
 
 
 def test_a_good_cache_has_no_problems(cache: TensorCache) -> None:
-    told: list[tuple[int, int]] = []
-    found = verify(cache, on_progress=lambda done, shards: told.append((done, shards)))
-    assert (found.entries, found.bytes, found.problems) == (12, 12 * 16, [])
-    assert (found.dead, found.set_aside, found.leftovers) == (0, 0, [])
-    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    progress: list[tuple[int, int]] = []
+    report = verify(cache, on_progress=lambda count, shards: progress.append((count, shards)))
+    assert (report.entries, report.bytes, report.problems) == (12, 12 * 16, [])
+    assert (report.dead, report.set_aside, report.leftovers) == (0, 0, [])
+    assert progress == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
 @pytest.mark.parametrize("set_aside", [False, True])
@@ -75,21 +75,21 @@ def test_every_kind_of_damage_is_named_and_only_bad_entries_are_set_aside(
     put(stored(cache, 5), 5.5)
     cache.set_aside(KEYS[6])
     shard = cache.path(KEYS[8])
-    last = max((stored(cache, k) for k in range(8, 12)), key=lambda entry: entry.start)
+    last_entry = max((stored(cache, k) for k in range(8, 12)), key=lambda entry: entry.start)
     shard.write_bytes(shard.read_bytes()[:-1])
     (cache.root / "nonsense.safetensors").write_bytes(b"\1\0\0\0\0\0\0\0x")
-    found = verify(cache, set_aside=set_aside)
-    kinds = {(one.kind, one.sample) for one in found.problems}
+    report = verify(cache, set_aside=set_aside)
+    kinds = {(problem.kind, problem.sample) for problem in report.problems}
     assert kinds == {
         ("non_finite", "1.mp4"),
         ("out_of_range", "2.mp4"),
         ("damaged", "5.mp4"),
-        ("torn", last.sample),
+        ("torn", last_entry.sample),
         ("unreadable", None),
     }
-    (nan,) = (one for one in found.problems if one.kind == "non_finite")
+    (nan,) = (problem for problem in report.problems if problem.kind == "non_finite")
     assert str(nan) == f"1.mp4, entry {KEYS[1]} of {nan.path}: x has 1 NaN among 4 values"
-    assert (found.entries, found.dead, found.set_aside) == (7, 1, 3 * set_aside)
+    assert (report.entries, report.dead, report.set_aside) == (7, 1, 3 * set_aside)
     assert len(TensorCache(cache.root).missing(KEYS)) == 2 + 3 * set_aside
     assert len(verify(cache).problems) == (2 if set_aside else 5)
 
@@ -133,20 +133,20 @@ def test_prune_keeps_what_is_asked_for_and_who_reads_goes_on(cache: TensorCache)
     assert len(reader) == 12
     assert reader.read(KEYS[1], {})[1] is None
     untouched = cache.path(KEYS[4])
-    kept = [0, 1, 4, 5, 6, 7]
+    kept_indices = [0, 1, 4, 5, 6, 7]
     before = stats(cache).file_bytes
-    done = prune(cache, {KEYS[k] for k in kept} | {"not there"})
-    assert (done.unwanted, done.removed, done.written, done.problems) == (6, 2, 1, [])
-    assert done.freed == before - stats(cache).file_bytes
+    report = prune(cache, {KEYS[k] for k in kept_indices} | {"not there"})
+    assert (report.unwanted, report.removed, report.written, report.problems) == (6, 2, 1, [])
+    assert report.freed == before - stats(cache).file_bytes
     assert untouched.exists()
-    assert same(numbers(cache), kept)
+    assert same(numbers(cache), kept_indices)
     assert stored(cache, 1).facts == {"k": 1}
     assert stored(cache, 1).sample == "1.mp4"
-    for number in kept:  # though its index is of before
+    for number in kept_indices:  # though its index is of before
         tensors, fault = reader.read(KEYS[number], {})
         assert fault is None
         assert tensors["x"][0] == number
-    assert prune(cache, {KEYS[k] for k in kept}) == maintenance.Pruned()
+    assert prune(cache, {KEYS[k] for k in kept_indices}) == maintenance.Pruned()
 
 
 def test_prune_without_a_list_removes_only_what_nobody_can_use(cache: TensorCache) -> None:
@@ -162,9 +162,9 @@ def test_prune_without_a_list_removes_only_what_nobody_can_use(cache: TensorCach
     (cache.root / LOCKS / "launch.key.failed").write_text("why")
     (cache.root / "notes.txt").write_text("not ours")
     assert stats(cache).leftovers == len(verify(cache).leftovers) == 3
-    done = prune(cache)
-    assert (done.dead, done.duplicates, done.torn, done.unwanted) == (1, 2, 1, 0)
-    assert done.leftovers == 4  # the mark of what was set aside too
+    report = prune(cache)
+    assert (report.dead, report.duplicates, report.torn, report.unwanted) == (1, 2, 1, 0)
+    assert report.leftovers == 4  # the mark of what was set aside too
     assert same(numbers(cache), [k for k in range(12) if k not in (0, torn)])
     assert not list(cache.root.glob("*.bad"))
     assert (cache.root / "notes.txt").exists()
@@ -175,7 +175,7 @@ def test_prune_without_a_list_removes_only_what_nobody_can_use(cache: TensorCach
 def test_of_two_copies_prune_keeps_the_good_one(cache: TensorCache) -> None:
     write(cache, [2])
     for path in {entry.path for entry in cache.entries()} | set(shards_in(cache.root)):
-        copies = [one for one in shards.read_header(path).entries if one.key == KEYS[2]]
+        copies = [entry for entry in shards.read_header(path).entries if entry.key == KEYS[2]]
         if copies and path == cache.path(KEYS[2]):
             put(copies[0], 99.0)
     prune(cache)
@@ -184,8 +184,8 @@ def test_of_two_copies_prune_keeps_the_good_one(cache: TensorCache) -> None:
 
 def test_what_is_damaged_is_told_and_not_carried_over(cache: TensorCache) -> None:
     put(stored(cache, 1), 1.5)
-    done = prune(cache, {KEYS[0], KEYS[1]})
-    assert [(one.kind, one.sample) for one in done.problems] == [("damaged", "1.mp4")]
+    report = prune(cache, {KEYS[0], KEYS[1]})
+    assert [(problem.kind, problem.sample) for problem in report.problems] == [("damaged", "1.mp4")]
     assert same(numbers(cache), [0])
 
 
@@ -196,10 +196,10 @@ def test_prune_refuses_while_the_cache_is_filled_or_pruned(
     (cache.root / LOCKS).mkdir()
     partial = cache.root / f".{'0' * 32}.12345678.partial"
     partial.write_bytes(b"in work")
-    for name, words in (("unit", "is being filled"), ("gate", "being pruned by another")):
+    for name, message in (("unit", "is being filled"), ("gate", "being pruned by another")):
         with (
             FileLock(cache.root / LOCKS / f"{name}.lock"),
-            pytest.raises(DitLoraError, match=words),
+            pytest.raises(DitLoraError, match=message),
         ):
             prune(cache, set())
         assert same(numbers(cache), range(12))
@@ -218,30 +218,30 @@ def test_a_pruning_killed_at_any_point_loses_nothing_and_ends_when_run_again(
     write(cache, [3, 4])  # again
     cache.set_aside(KEYS[5])
     monkeypatch.setattr(maintenance, "PER_UNIT", 3)
-    left = [calls]
+    remaining_calls = [calls]
 
     def dying(function: Callable) -> Callable:
         def call(self: Path, *args: object, **values: object) -> object:
-            left[0] -= 1
-            if left[0] < 0:
+            remaining_calls[0] -= 1
+            if remaining_calls[0] < 0:
                 raise KilledError
             return function(self, *args, **values)
 
         return call
 
-    kept = [0, 3, 4, 6, 9, 10]
+    kept_indices = [0, 3, 4, 6, 9, 10]
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", dying(Path.replace))
         patch.setattr(Path, "unlink", dying(Path.unlink))
         try:
-            prune(cache, {KEYS[k] for k in kept})
+            prune(cache, {KEYS[k] for k in kept_indices})
             killed = False
         except KilledError:
             killed = True
     assert killed or calls > 6
-    found = numbers(cache)
-    assert {k: found.get(k) for k in kept} == {k: float(k) for k in kept}
-    assert 5 not in found  # what was set aside stays so
-    prune(cache, {KEYS[k] for k in kept})
-    assert same(numbers(cache), kept)
+    remaining = numbers(cache)
+    assert {k: remaining.get(k) for k in kept_indices} == {k: float(k) for k in kept_indices}
+    assert 5 not in remaining  # what was set aside stays so
+    prune(cache, {KEYS[k] for k in kept_indices})
+    assert same(numbers(cache), kept_indices)
     assert stats(cache).duplicates == stats(cache).dead == stats(cache).leftovers == 0

@@ -23,12 +23,12 @@ def drawn(seed: int) -> Tensors:
     """Some tensors of odd dtypes and shapes."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    made = {}
+    records = {}
     for number in range(draw.randint(1, 4)):
         shape = draw.choice(SHAPES)
         values = torch.randn(shape, generator=generator) * 50
-        made[f"t{draw.randint(0, 99)}_{number}"] = values.to(draw.choice(DTYPES))
-    return made
+        records[f"t{draw.randint(0, 99)}_{number}"] = values.to(draw.choice(DTYPES))
+    return records
 
 
 def write(folder: Path, entries: dict[str, Tensors]) -> Path:
@@ -66,7 +66,9 @@ def test_entries_read_back_bit_for_bit_by_us_and_by_safetensors(tmp_path: Path, 
 def test_a_header_tells_samples_and_facts_and_holds_what_is_common_once(tmp_path: Path) -> None:
     path = write(tmp_path, {f"k{number}": drawn(number) for number in range(3)})
     stored = read_header(path).entries
-    assert [(one.key, one.sample) for one in stored] == [(f"k{k}", f"k{k}.mp4") for k in range(3)]
+    assert [(entry.key, entry.sample) for entry in stored] == [
+        (f"k{k}", f"k{k}.mp4") for k in range(3)
+    ]
     assert stored[1].facts == {"dtype": "torch.bfloat16", "size": [32, 48], "media": "k1"}
     with safe_open(path, framework="pt") as file:
         assert json.dumps(file.metadata()).count("bfloat16") == 1
@@ -74,12 +76,12 @@ def test_a_header_tells_samples_and_facts_and_holds_what_is_common_once(tmp_path
 
 def test_equal_entries_are_an_equal_file(tmp_path: Path) -> None:
     entries = {"a": drawn(1), "b": drawn(2)}
-    one, other = write(tmp_path / "one", entries), write(tmp_path / "other", entries)
-    assert one.name == other.name
-    assert one.read_bytes() == other.read_bytes()
-    assert write(tmp_path / "one", {"a": drawn(1), "b": drawn(3)}).name != one.name
-    assert read_header(one).is_named
-    assert not read_header(one.rename(one.with_name("renamed.safetensors"))).is_named
+    first_path, second_path = write(tmp_path / "one", entries), write(tmp_path / "other", entries)
+    assert first_path.name == second_path.name
+    assert first_path.read_bytes() == second_path.read_bytes()
+    assert write(tmp_path / "one", {"a": drawn(1), "b": drawn(3)}).name != first_path.name
+    assert read_header(first_path).is_named
+    assert not read_header(first_path.rename(first_path.with_name("renamed.safetensors"))).is_named
 
 
 def test_of_a_file_cut_anywhere_the_whole_entries_stay(tmp_path: Path) -> None:
@@ -94,13 +96,13 @@ def test_of_a_file_cut_anywhere_the_whole_entries_stay(tmp_path: Path) -> None:
             continue
         path.write_bytes(data[:size])
         cache = TensorCache(tmp_path)
-        kept = {f"k{k}" for k, end in enumerate(ends) if end <= size}
-        assert {key for key in entries if cache.is_whole(key)} == kept
-        assert len(cache) == len(kept)
+        kept_keys = {f"k{k}" for k, end in enumerate(ends) if end <= size}
+        assert {key for key in entries if cache.is_whole(key)} == kept_keys
+        assert len(cache) == len(kept_keys)
         for key in entries:
             spec = {"x": (torch.Size([2]), torch.float32)}
             back, fault = cache.read(key, spec)
-            assert (fault is None) == (key in kept)
+            assert (fault is None) == (key in kept_keys)
             if fault:
                 assert back["x"].isnan().all()
                 assert "cannot be read" in fault
@@ -111,9 +113,9 @@ def test_no_flipped_bit_of_a_header_or_of_values_gives_a_wrong_value(tmp_path: P
     path = write(tmp_path, entries)
     data = path.read_bytes()
     draw, lost = random.Random(0), 0
-    for place in [*range(0, 8), *(draw.randrange(8, len(data)) for _ in range(400))]:
+    for offset in [*range(0, 8), *(draw.randrange(8, len(data)) for _ in range(400))]:
         torn = bytearray(data)
-        torn[place] ^= 1 << draw.randrange(8)
+        torn[offset] ^= 1 << draw.randrange(8)
         path.write_bytes(torn)
         cache = TensorCache(tmp_path)
         for key, tensors in entries.items():
@@ -122,7 +124,7 @@ def test_no_flipped_bit_of_a_header_or_of_values_gives_a_wrong_value(tmp_path: P
             except UnreadableError:  # the bit was one of the key: no entry of this name is there
                 lost += 1
                 continue
-            assert fault or same(back, tensors), place
+            assert fault or same(back, tensors), offset
             lost += fault is not None
     assert lost > 100
 

@@ -34,22 +34,22 @@ def write(root: Path, records: Any, name: str = "train.json") -> Path:
 
 
 def read(root: Path, records: Any) -> list[Conversation]:
-    found = read_conversations(config(path=str(write(root, records))))
-    assert not found.problems
-    return found.all
+    read_result = read_conversations(config(path=str(write(root, records))))
+    assert not read_result.problems
+    return read_result.all
 
 
 def codes(root: Path, *records: Any) -> list[tuple[str, str]]:
     """The ids and codes of the problems, where a good record comes last."""
     good = {"image": "p.png", "QA": QA}
-    found = read_conversations(config(path=str(write(root, [*records, good]))))
-    assert [one.id for one in found.all] == ["p.png"]
-    return [(one.file, one.code) for one in found.problems]
+    read_result = read_conversations(config(path=str(write(root, [*records, good]))))
+    assert [sample.id for sample in read_result.all] == ["p.png"]
+    return [(finding.file, finding.code) for finding in read_result.problems]
 
 
 def words(root: Path, record: Any) -> str:
-    found = read_conversations(config(path=str(write(root, [record, {"QA": QA}]))))
-    return "; ".join(one.words for one in found.problems)
+    read_result = read_conversations(config(path=str(write(root, [record, {"QA": QA}]))))
+    return "; ".join(problem.words for problem in read_result.problems)
 
 
 def test_annotations_of_videochat2(root: Path) -> None:
@@ -60,8 +60,8 @@ def test_annotations_of_videochat2(root: Path) -> None:
         {"video": "./c.gif", "QA": QA},
         {"QA": QA},
     ]
-    first, image, part, gif, text = read(root, records)
-    assert first == Conversation(
+    video, image, part, gif, text = read(root, records)
+    assert video == Conversation(
         "a.mp4",
         "video",
         MediaFile(root / "a.mp4"),
@@ -131,10 +131,10 @@ MEDIUM = {
 
 @pytest.mark.parametrize("how", MEDIUM)
 def test_an_image_is_named_in_many_ways(root: Path, how: str) -> None:
-    (one,) = read(root, [MEDIUM[how]])
-    assert (one.id, one.kind, one.media) == ("p.png", "image", MediaFile(root / "p.png"))
-    assert one.turns == SAID
-    assert not one.independent
+    (sample,) = read(root, [MEDIUM[how]])
+    assert (sample.id, sample.kind, sample.media) == ("p.png", "image", MediaFile(root / "p.png"))
+    assert sample.turns == SAID
+    assert not sample.independent
 
 
 def test_a_video_of_llava_has_the_place_of_an_image(root: Path) -> None:
@@ -142,8 +142,8 @@ def test_a_video_of_llava_has_the_place_of_an_image(root: Path) -> None:
         {"from": "human", "value": "<image>\nWhat is it?"},
         {"from": "gpt", "value": "A disc."},
     ]
-    (one,) = read(root, [{"video": "b.webm", "conversations": conversations}])
-    assert (one.kind, one.turns) == ("video", SAID)
+    (sample,) = read(root, [{"video": "b.webm", "conversations": conversations}])
+    assert (sample.kind, sample.turns) == ("video", SAID)
 
 
 def test_several_turns_and_a_system(root: Path) -> None:
@@ -156,18 +156,18 @@ def test_several_turns_and_a_system(root: Path) -> None:
     brief, kind = read(root, records)
     assert (brief.system, kind.system) == ("Be brief.", "Be kind.")
     assert brief.turns == kind.turns == (*SAID, Turn("And now?", "Two."))
-    assert [one.kind for one in (brief, kind)] == ["text", "text"]
+    assert [sample.kind for sample in (brief, kind)] == ["text", "text"]
 
 
 def test_lists_and_lines_are_told_apart_by_their_content(root: Path) -> None:
     records = [{"QA": [{"q": "é\u2028?", "a": "1"}]}, {"video": "a.mp4", "QA": QA}]
-    lines = "\n\n".join(json.dumps(one, ensure_ascii=False) for one in records) + "\n"
+    lines = "\n\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n"
     expected = read(root, records)
     assert read(root, "\ufeff \n" + json.dumps(records, indent=2)) == expected
-    found = read(root, lines)
-    assert [one.turns for one in found] == [one.turns for one in expected]
-    assert [one.id for one in found] == ["train.json#1", "a.mp4"]
-    assert [one.id for one in read(root, "\n" + lines)] == ["train.json#2", "a.mp4"]
+    samples = read(root, lines)
+    assert [sample.turns for sample in samples] == [sample.turns for sample in expected]
+    assert [sample.id for sample in samples] == ["train.json#1", "a.mp4"]
+    assert [sample.id for sample in read(root, "\n" + lines)] == ["train.json#2", "a.mp4"]
 
 
 def test_files_that_cannot_be_read_are_named(root: Path) -> None:
@@ -277,10 +277,10 @@ BAD: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_record_is_a_problem_with_its_code(root: Path, what: str) -> None:
     record, id, code = BAD[what]
-    found = codes(root, record)
-    assert (id, code) in found
+    problem_codes = codes(root, record)
+    assert (id, code) in problem_codes
     if what not in ("a medium in an answer", "sound", "no role"):
-        assert found == [(id, code)]
+        assert problem_codes == [(id, code)]
 
 
 @pytest.mark.parametrize(
@@ -306,8 +306,8 @@ def test_every_problem_is_collected_and_says_where_it_is(root: Path) -> None:
         "start": 3,
         "end": 1,
     }
-    found = {code for _, code in codes(root, record)}
-    assert found == {
+    problem_codes = {code for _, code in codes(root, record)}
+    assert problem_codes == {
         "missing",
         "caption_reserved_token",
         "answer_empty",
@@ -315,7 +315,7 @@ def test_every_problem_is_collected_and_says_where_it_is(root: Path) -> None:
         "record_keys",
         "time_range",
     }
-    said = words(root, record)
+    message = words(root, record)
     for part in (
         f"no such file: {root / 'gone.mp4'} (record 1)",
         "it starts at 3 s and ends at 1 s",
@@ -323,7 +323,7 @@ def test_every_problem_is_collected_and_says_where_it_is(root: Path) -> None:
         "the answer of QA 1 is empty",
         "QA 3 lacks q",
     ):
-        assert part in said
+        assert part in message
     two = {"images": ["p.png", "sub/q.JPG"], "messages": [user("<image><image>"), ANSWER]}
     assert words(root, two) == (
         "it names 2 media, p.png, sub/q.JPG; a sample has at most one (record 1)"
@@ -331,12 +331,14 @@ def test_every_problem_is_collected_and_says_where_it_is(root: Path) -> None:
 
 
 def test_a_double_is_found_and_a_second_question_is_none(root: Path) -> None:
-    other = {"video": "a.mp4", "QA": QA, "start": 1, "end": 2}
-    same = {"video": "sub/../a.mp4", "QA": QA}
-    path = write(root, [{"video": "a.mp4", "QA": QA}, other, same, {"QA": QA}, {"QA": QA}])
-    found = read_conversations(config(path=str(path)))
-    assert [one.id for one in found.all] == ["a.mp4", "a.mp4#2", "train.json#4"]
-    assert [(one.file, one.code, one.words) for one in found.problems] == [
+    clip_record = {"video": "a.mp4", "QA": QA, "start": 1, "end": 2}
+    same_record = {"video": "sub/../a.mp4", "QA": QA}
+    path = write(
+        root, [{"video": "a.mp4", "QA": QA}, clip_record, same_record, {"QA": QA}, {"QA": QA}]
+    )
+    read_result = read_conversations(config(path=str(path)))
+    assert [sample.id for sample in read_result.all] == ["a.mp4", "a.mp4#2", "train.json#4"]
+    assert [(finding.file, finding.code, finding.words) for finding in read_result.problems] == [
         ("a.mp4#3", "duplicate_record", "it says the same as a.mp4 (record 3)"),
         ("train.json#5", "duplicate_record", "it says the same as train.json#4 (record 5)"),
     ]
@@ -344,9 +346,11 @@ def test_a_double_is_found_and_a_second_question_is_none(root: Path) -> None:
 
 def test_a_bad_line_is_a_problem_of_its_own(root: Path) -> None:
     path = write(root, '{"QA": [{"q": "x", "a": "y"}]}\n{"QA"\n', "lines.jsonl")
-    found = read_conversations(config(path=str(path)))
-    assert [one.id for one in found.all] == ["lines.jsonl#1"]
-    assert [(one.file, one.code) for one in found.problems] == [("lines.jsonl#2", "unreadable")]
+    read_result = read_conversations(config(path=str(path)))
+    assert [sample.id for sample in read_result.all] == ["lines.jsonl#1"]
+    assert [(finding.file, finding.code) for finding in read_result.problems] == [
+        ("lines.jsonl#2", "unreadable")
+    ]
 
 
 def test_media_may_be_elsewhere_and_a_link_is_followed(root: Path, tmp_path: Path) -> None:
@@ -354,28 +358,35 @@ def test_media_may_be_elsewhere_and_a_link_is_followed(root: Path, tmp_path: Pat
     notes.mkdir()
     (root / "sub" / "link.mp4").symlink_to(root / "a.mp4")
     path = write(notes, [{"video": "link.mp4", "QA": QA}, {"video": str(root / "sub/link.mp4")}])
-    found = read_conversations(config(path=str(path), media=str(root / "sub")))
-    assert [(one.id, one.media) for one in found.all] == [
+    read_result = read_conversations(config(path=str(path), media=str(root / "sub")))
+    assert [(sample.id, sample.media) for sample in read_result.all] == [
         ("link.mp4", MediaFile(root / "sub" / "link.mp4"))
     ]
-    assert [one.file for one in found.problems] == ["link.mp4#2"]
+    assert [problem.file for problem in read_result.problems] == ["link.mp4#2"]
 
 
 def test_sources_have_names_weights_and_repeats_as_clips_have(root: Path) -> None:
     (root / "one").mkdir()
     many = [{"image": "p.png", "QA": [{"q": str(k), "a": "x"}]} for k in range(4)]
-    first = write(root, many)
+    first_file = write(root, many)
     second = write(root / "one", [{"video": "a.mp4", "QA": QA}, {"video": "gone.mp4", "QA": QA}])
     sources = [
-        {"path": str(first), "weight": 1, "loss_weight": 0.5},
+        {"path": str(first_file), "weight": 1, "loss_weight": 0.5},
         {"path": str(second), "media": str(root), "weight": 2},
     ]
-    found = read_conversations(config(sources=sources))
-    assert [one.id for one in found.all[-2:]] == ["train.json/p.png#4", "train.json-2/a.mp4"]
-    assert [(one.times, one.loss_weight) for one in found.all] == [(1, 0.5)] * 4 + [(8, 1)]
-    assert [one.file for one in found.problems] == ["train.json-2/gone.mp4"]
-    sources = [{"path": str(first), "repeats": 3}, {"path": str(second), "media": str(root)}]
-    assert [one.times for one in read_conversations(config(sources=sources)).all] == [3] * 4 + [1]
+    read_result = read_conversations(config(sources=sources))
+    assert [sample.id for sample in read_result.all[-2:]] == [
+        "train.json/p.png#4",
+        "train.json-2/a.mp4",
+    ]
+    assert [(sample.times, sample.loss_weight) for sample in read_result.all] == [(1, 0.5)] * 4 + [
+        (8, 1)
+    ]
+    assert [problem.file for problem in read_result.problems] == ["train.json-2/gone.mp4"]
+    sources = [{"path": str(first_file), "repeats": 3}, {"path": str(second), "media": str(root)}]
+    assert [sample.times for sample in read_conversations(config(sources=sources)).all] == [
+        3
+    ] * 4 + [1]
     sources = [{"path": str(root / "x.json")}, {"path": str(root / "y.json")}]
     with pytest.raises(DitLoraError, match=r"(?s)sources\[0\]: .*x\.json.*sources\[1\]: .*y\.json"):
         read_conversations(config(sources=sources))
@@ -405,5 +416,5 @@ def test_messages_keep_the_indent_of_answers(root: Path) -> None:
         {"role": "user", "content": "And then?"},
         {"role": "assistant", "content": "\n\tz\n"},
     ]
-    (one,) = read(root, [{"messages": messages}])
-    assert one.turns == (Turn("Which code?", "  if x:\n    y"), Turn("And then?", "\tz"))
+    (sample,) = read(root, [{"messages": messages}])
+    assert sample.turns == (Turn("Which code?", "  if x:\n    y"), Turn("And then?", "\tz"))

@@ -48,7 +48,10 @@ def test_the_longest_questions_are_cut_to_one_level(
     assert sorted(questions(fitted)) == sorted(left)
     assert len(fitted) == len(sample) - drop
     dropped = [piece.dropped for piece in fitted.pieces if piece.part == "question"]
-    assert [kept + gone for kept, gone in zip(questions(fitted), dropped, strict=True)] == lengths
+    assert [
+        num_kept + num_dropped
+        for num_kept, num_dropped in zip(questions(fitted), dropped, strict=True)
+    ] == lengths
 
 
 def test_media_fixed_and_answers_stay_and_questions_keep_both_ends() -> None:
@@ -58,10 +61,10 @@ def test_media_fixed_and_answers_stay_and_questions_keep_both_ends() -> None:
         sample = rendered(
             [rng.randint(0, 60) for _ in range(turns)], [rng.randint(1, 20) for _ in range(turns)]
         )
-        least = sum(min(length, KEPT) for length in questions(sample))
-        most = len(sample) - sum(questions(sample)) + least + rng.randint(0, 40)
-        fitted = fit(sample, most)
-        assert len(fitted) == min(most, len(sample))
+        min_tokens = sum(min(length, KEPT) for length in questions(sample))
+        max_tokens = len(sample) - sum(questions(sample)) + min_tokens + rng.randint(0, 40)
+        fitted = fit(sample, max_tokens)
+        assert len(fitted) == min(max_tokens, len(sample))
         assert fitted.instruction == sample.instruction
         for before, after in zip(sample.pieces, fitted.pieces, strict=True):
             if before.part != "question":
@@ -81,8 +84,8 @@ def test_what_no_question_can_make_short_enough_is_refused_with_the_numbers() ->
     assert len(fit(sample, need)) == need
     with pytest.raises(TooLongError) as caught:
         fit(sample, need - 1)
-    for said in ("media (64)", "answers (25)", f"need {need} tokens", f"is {need - 1}"):
-        assert said in str(caught.value)
+    for message in ("media (64)", "answers (25)", f"need {need} tokens", f"is {need - 1}"):
+        assert message in str(caught.value)
 
 
 def test_a_sample_without_a_label_is_refused_however_short() -> None:

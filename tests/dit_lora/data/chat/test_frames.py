@@ -34,7 +34,7 @@ def picture(number: int, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray
 def numbers(video: torch.Tensor) -> list[int]:
     """Of frames at the size they were drawn."""
     middles = video[:, :, HEIGHT // 2, 2::5].float().mean(1) > 127
-    return [sum(int(bit) << at for at, bit in enumerate(one)) for one in middles]
+    return [sum(int(bit) << at for at, bit in enumerate(bits)) for bits in middles]
 
 
 def write(path: Path, times_ms: list[int], codec: str = "libx264", **options: str) -> Path:
@@ -107,10 +107,10 @@ def test_only_groups_with_wanted_frames_are_decoded(
     options = {"x264-params": "keyint=10:scenecut=0:bframes=0"}
     path = write(tmp_path / "a.mkv", [time + 2000 for time in even()], **options)
     decoded: list[int] = []
-    whole = decode._forwards
+    forwards = decode._forwards
 
     def count(frames: Any) -> Any:
-        for seconds, frame in whole(frames):
+        for seconds, frame in forwards(frames):
             decoded.append(round(seconds * FPS))
             yield seconds, frame
 
@@ -118,7 +118,7 @@ def test_only_groups_with_wanted_frames_are_decoded(
     assert seen(path, [15 / FPS, 17 / FPS, 93 / FPS]) == [15, 17, 93]
     assert decoded == [*range(10, 19), *range(90, 95)]
     near = nearest_frames(MediaFile(path), Instants((0.6, 3.0)), quick=True)
-    assert [one.times for one in near] == [1, 1]
+    assert [warning.times for warning in near] == [1, 1]
 
 
 def test_a_gif_is_a_video(tmp_path: Path) -> None:
@@ -179,22 +179,22 @@ def test_times_are_of_the_published_frames(fps: float) -> None:
     for length in (*range(1, 40), 299, 1000, 54001):
         for count in (1, 4, 8, 16):
             parts = published(count, length)
-            rest = [parts[-1]] * (count - len(parts))
-            expected = [(first + last) // 2 for first, last in parts + rest]
+            padding = [parts[-1]] * (count - len(parts))
+            expected = [(start + stop) // 2 for start, stop in parts + padding]
             times = frame_seconds(length / fps, fps, count)
             assert [round(time * fps) for time in times] == expected
             latest = latest_seconds(length / fps, fps, count)
-            assert [round(time * fps) for time in latest] == [last for _, last in parts + rest]
+            assert [round(time * fps) for time in latest] == [stop for _, stop in parts + padding]
 
 
 def test_each_frame_of_a_part_is_as_likely() -> None:
     draws = [frame_seconds(23 / 5, 5, 4, generator=seed(k)) for k in range(2000)]
-    indices = np.array([[round(time * 5) for time in one] for one in draws])
-    for column, (first, last) in zip(indices.T, published(4, 23), strict=True):
+    indices = np.array([[round(time * 5) for time in draw] for draw in draws])
+    for column, (start, stop) in zip(indices.T, published(4, 23), strict=True):
         numbers, counts = np.unique(column, return_counts=True)
-        assert numbers.tolist() == list(range(first, last + 1))
+        assert numbers.tolist() == list(range(start, stop + 1))
         assert counts == pytest.approx(2000 / len(numbers), rel=0.2)
-    assert len({tuple(one) for one in draws}) > 500  # parts are drawn apart
+    assert len({tuple(draw) for draw in draws}) > 500  # parts are drawn apart
     assert draws[0] == frame_seconds(23 / 5, 5, 4, generator=seed(0))
 
 
@@ -218,23 +218,23 @@ def corners(path: Path) -> Path:
 
 def test_fits_and_boxes(tmp_path: Path) -> None:
     media = MediaFile(corners(tmp_path / "a.png"))
-    how: dict[str, Any] = {"height": 21, "width": 35}
-    stretched = read_at(media, (), fit="stretch", **how)
+    options: dict[str, Any] = {"height": 21, "width": 35}
+    stretched = read_at(media, (), fit="stretch", **options)
     assert stretched.shape == (1, 3, 21, 35)
     expected = Image.open(media.path).resize((35, 21), Image.Resampling.BICUBIC)
     assert np.array_equal(stretched[0].permute(1, 2, 0), np.asarray(expected))
-    covered = read_at(media, (), fit="cover", **how)
-    assert torch.equal(covered, read_frames(media, frames=1, fps=None, **how))
+    covered = read_at(media, (), fit="cover", **options)
+    assert torch.equal(covered, read_frames(media, frames=1, fps=None, **options))
     assert not torch.equal(covered, stretched)
-    blue = read_at(media, (), fit="stretch", box=Box(0.55, 0.1, 0.4, 0.3), **how)
+    blue = read_at(media, (), fit="stretch", box=Box(0.55, 0.1, 0.4, 0.3), **options)
     assert torch.equal(blue, torch.tensor([0, 0, 255]).view(1, 3, 1, 1).expand(1, 3, 21, 35))
-    right = read_at(media, (), fit="cover", box=Box(0, 0.5, 1, 0.5), **how)
+    right = read_at(media, (), fit="cover", box=Box(0, 0.5, 1, 0.5), **options)
     assert right[0, :, 0, 0].tolist() == right[0, :, 0, -1].tolist() == [0, 255, 0]
     assert right[0, :, -1, 0].tolist() == [255, 255, 255]
-    point = read_at(media, (), fit="stretch", box=Box(1.0, 1.0, 1e-9, 1e-9), **how)
+    point = read_at(media, (), fit="stretch", box=Box(1.0, 1.0, 1e-9, 1e-9), **options)
     assert point.min() == 255
-    whole = read_at(media, (), fit="stretch", box=Box(0, 0, 1, 1), **how)
-    assert torch.equal(whole, stretched)
+    full_picture = read_at(media, (), fit="stretch", box=Box(0, 0, 1, 1), **options)
+    assert torch.equal(full_picture, stretched)
 
 
 def test_a_box_is_of_the_picture_as_shown(tmp_path: Path) -> None:
@@ -243,15 +243,15 @@ def test_a_box_is_of_the_picture_as_shown(tmp_path: Path) -> None:
     turned = tmp_path / "b.png"
     Image.open(corners(tmp_path / "a.png")).save(turned, exif=exif)
     box = Box(0, 0, 0.4, 0.4)
-    first = read_at(MediaFile(turned), (), height=8, width=8, fit="stretch", box=box)
-    assert first.min() == 255  # white, stored at the lower right
+    first_frame = read_at(MediaFile(turned), (), height=8, width=8, fit="stretch", box=box)
+    assert first_frame.min() == 255  # white, stored at the lower right
 
 
 def test_all_frames_have_the_same_box(tmp_path: Path) -> None:
     path = write(tmp_path / "a.mp4", even(40))
     media, box = MediaFile(path), Box(0.5, 0.5, 0.5, 0.5)  # the digits from 4 on
     video = read_at(media, [0.0, 0.6, 1.4], height=16, width=20, fit="stretch", box=box)
-    assert [bool(one[:, 8, 2].float().mean() > 127) for one in video] == [False, False, False]
+    assert [bool(frame[:, 8, 2].float().mean() > 127) for frame in video] == [False, False, False]
     assert (video[:, :, 8, 7].float().mean(1) > 127).tolist() == [False, False, True]
 
 
@@ -263,23 +263,23 @@ def test_a_random_box_keeps_the_published_rule(least: float, aspect: float) -> N
     assert boxes.min() >= 0
     boxes = boxes[(boxes[:, 2:] < 1).all(1)]  # the others are those that no draw fitted in
     assert len(boxes) > 2500
-    top, left, height, width = boxes.T
+    top, x, height, width = boxes.T
     assert (top + height).max() <= 1 + 1e-9
-    assert (left + width).max() <= 1 + 1e-9
+    assert (x + width).max() <= 1 + 1e-9
     area, ratio = height * width, width * aspect / height
     assert least <= area.min() < least + 0.02
     assert 3 / 4 - 1e-9 <= ratio.min() < ratio.max() <= 4 / 3 + 1e-9
     # The same by rejection, of many draws at once.
     rng = np.random.default_rng(1)
     share = rng.uniform(least, 1, 200_000)
-    drawn = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3), 200_000))
-    fits = (share * drawn / aspect <= 1) & (share * aspect / drawn <= 1)
-    for mine, theirs in ((area, share[fits]), (np.log(ratio), np.log(drawn[fits]))):
+    ratios = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3), 200_000))
+    fits = (share * ratios / aspect <= 1) & (share * aspect / ratios <= 1)
+    for mine, theirs in ((area, share[fits]), (np.log(ratio), np.log(ratios[fits]))):
         for part in (0.1, 0.25, 0.5, 0.75, 0.9):
             assert np.quantile(mine, part) == pytest.approx(np.quantile(theirs, part), abs=0.02)
-    for place, free in ((top, 1 - height), (left, 1 - width)):
-        assert np.mean(place / free) == pytest.approx(0.5, abs=0.02)
-        assert np.std(place / free) == pytest.approx(math.sqrt(1 / 12), abs=0.02)
+    for offset, free in ((top, 1 - height), (x, 1 - width)):
+        assert np.mean(offset / free) == pytest.approx(0.5, abs=0.02)
+        assert np.std(offset / free) == pytest.approx(math.sqrt(1 / 12), abs=0.02)
 
 
 @pytest.mark.parametrize(("aspect", "height", "width"), [(3, 1, 4 / 9), (1 / 3, 4 / 9, 1)])

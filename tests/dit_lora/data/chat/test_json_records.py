@@ -20,9 +20,9 @@ RECORDS = [
 
 def read(folder: Path, text: str) -> list[Any]:
     (folder / "a.json").write_text(text, encoding="utf-8")
-    found = list(read_records(folder / "a.json"))
-    assert [one.number for one in found] == list(range(1, len(found) + 1))
-    return [one.value if one.fault is None else one.fault for one in found]
+    records = list(read_records(folder / "a.json"))
+    assert [record.number for record in records] == list(range(1, len(records) + 1))
+    return [record.value if record.fault is None else record.fault for record in records]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64, 1 << 20])
@@ -30,8 +30,12 @@ def test_a_list_may_be_cut_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     monkeypatch.setattr(json_records, "_CHUNK", chunk)
-    for how in ({"indent": 1}, {"ensure_ascii": False, "separators": (",", ":")}, {"indent": "\t"}):
-        assert read(tmp_path, json.dumps(RECORDS, **how)) == RECORDS  # type: ignore[arg-type]
+    for json_options in (
+        {"indent": 1},
+        {"ensure_ascii": False, "separators": (",", ":")},
+        {"indent": "\t"},
+    ):
+        assert read(tmp_path, json.dumps(RECORDS, **json_options)) == RECORDS  # type: ignore[arg-type]
     assert read(tmp_path, "[1234567890, 1]\n") == [1234567890, 1]
 
 
@@ -42,9 +46,9 @@ def test_a_fault_is_found_where_the_whole_file_has_it(
 ) -> None:
     monkeypatch.setattr(json_records, "_CHUNK", chunk)
     text = json.dumps(RECORDS, indent=1).replace(old, new)
-    with pytest.raises(ValueError, match="line") as whole:
+    with pytest.raises(ValueError, match="line") as error:
         json.loads(text)
-    line, column = whole.value.lineno, whole.value.colno  # type: ignore[attr-defined]
+    line, column = error.value.lineno, error.value.colno  # type: ignore[attr-defined]
     with pytest.raises(DitLoraError, match=rf"a\.json is no JSON: line {line}, column {column}: "):
         read(tmp_path, text)
 
@@ -70,8 +74,8 @@ def test_an_empty_list_and_an_empty_file_have_no_records(tmp_path: Path) -> None
 
 
 def test_of_lines_each_bad_one_is_told(tmp_path: Path) -> None:
-    found = read(tmp_path, '\ufeff{"a": 1}\n{"a"\n"b"')
-    assert found == [{"a": 1}, "column 5: Expecting ':' delimiter", "b"]
+    values = read(tmp_path, '\ufeff{"a": 1}\n{"a"\n"b"')
+    assert values == [{"a": 1}, "column 5: Expecting ':' delimiter", "b"]
 
 
 def test_no_more_than_a_few_chunks_are_in_memory(tmp_path: Path) -> None:

@@ -73,23 +73,41 @@ def conversation(
 
 def upstream_text(name: str, one: Conversation, said: str) -> tuple[str, str]:
     """The text on both sides of the media, as it_dataset*.py joins it; split where MEDIA stands."""
-    mark = "Image" if one.kind == "image" else "Video"
-    media = f"<{mark}>\0</{mark}>"
-    first = one.turns[0].instruction
+    marker = "Image" if one.kind == "image" else "Video"
+    media = f"<{marker}>\0</{marker}>"
+    first_instruction = one.turns[0].instruction
     system = one.system + " " if one.system else ""
     if name == "mistral":
-        text = system + (first + " " if first else "") + "[INST] " + media + said + " [/INST]"
+        text = (
+            system
+            + (first_instruction + " " if first_instruction else "")
+            + "[INST] "
+            + media
+            + said
+            + " [/INST]"
+        )
         for turn in one.turns:
             text += f" [INST] {turn.question} [/INST]" if turn.question else ""
             text += f" {turn.answer} </s>"
     elif name == "vicuna":
-        text = system + (first + " " if first else "") + "###Human: " + media + said + " "
+        text = (
+            system
+            + (first_instruction + " " if first_instruction else "")
+            + "###Human: "
+            + media
+            + said
+            + " "
+        )
         for turn in one.turns:
             text += f"###Human: {turn.question} " if turn.question else ""
             text += f"###Assistant: {turn.answer} "
         text += "###"
     else:
-        text = f"<|system|>\n{system}{first}<|end|>\n" if system + first else ""
+        text = (
+            f"<|system|>\n{system}{first_instruction}<|end|>\n"
+            if system + first_instruction
+            else ""
+        )
         for index, turn in enumerate(one.turns):
             lead = media + said + "\n" if index == 0 else ""
             text += f"<|user|>\n{lead}{turn.question.strip()}<|end|>\n<|assistant|>\n"
@@ -113,13 +131,15 @@ def upstream_labels(name: str, after: str, tokenizer: PreTrainedTokenizerFast) -
     parts = after.split(reply)
     parts = [part + reply for part in parts[:-1]] + parts[-1:]
     labels = list(tokenizer(after, add_special_tokens=False).input_ids)
-    done = length(trim(parts[0]))
-    labels[:done] = [IGNORE] * done
+    num_characters = length(trim(parts[0]))
+    labels[:num_characters] = [IGNORE] * num_characters
     for part in parts[1:-1]:
-        whole, answer = length(trim(part)), length(trim(part.split(ask)[0]))
-        labels[done + answer : done + whole] = [IGNORE] * (whole - answer)
-        done += whole
-    assert done + length(trim(parts[-1])) == len(labels)
+        full_length, answer = length(trim(part)), length(trim(part.split(ask)[0]))
+        labels[num_characters + answer : num_characters + full_length] = [IGNORE] * (
+            full_length - answer
+        )
+        num_characters += full_length
+    assert num_characters + length(trim(parts[-1])) == len(labels)
     return labels
 
 
@@ -137,21 +157,21 @@ def decoded(rendered: Rendered, part: str, tokenizer: PreTrainedTokenizerFast) -
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_are_those_of_the_original(name: FormatName) -> None:
     for seed in range(120):
-        one, seconds = conversation(seed, words=spaced)
+        sample, seconds = conversation(seed, words=spaced)
         timestamps = seed % 3 > 0
-        before, after = upstream_text(name, one, said_of(one, seconds, timestamps))
+        before, after = upstream_text(name, sample, said_of(sample, seconds, timestamps))
         head = LLAMA(before, add_special_tokens=False).input_ids
         tail = LLAMA(after, add_special_tokens=False).input_ids
-        got = render_prompt(name, one, LLAMA, MEDIA, 5, seconds, timestamps=timestamps)
+        got = render_prompt(name, sample, LLAMA, MEDIA, 5, seconds, timestamps=timestamps)
         assert got.ids == [LLAMA.bos_token_id, *head, *[MEDIA] * 5, *tail]
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi3"])
 def test_labels_are_those_of_the_original(name: FormatName) -> None:
     for seed in range(120):
-        one, seconds = conversation(seed)
-        _, after = upstream_text(name, one, said_of(one, seconds, True))
-        got = render_prompt(name, one, LLAMA, MEDIA, 3, seconds)
+        sample, seconds = conversation(seed)
+        _, after = upstream_text(name, sample, said_of(sample, seconds, True))
+        got = render_prompt(name, sample, LLAMA, MEDIA, 3, seconds)
         expected = upstream_labels(name, after, LLAMA)
         assert got.labels[-len(expected) :] == expected
         assert set(got.labels[: -len(expected)]) == {IGNORE}
@@ -164,16 +184,16 @@ def test_answers_and_their_ends_alone_are_learned(
 ) -> None:
     end = PROMPT_FORMATS[name].answer[1].strip()
     for seed in range(40):
-        one, seconds = conversation(seed, "image video text")
-        got = render_prompt(name, one, tokenizer, MEDIA, 2, seconds)
+        sample, seconds = conversation(seed, "image video text")
+        got = render_prompt(name, sample, tokenizer, MEDIA, 2, seconds)
         answers = [
             tokenizer.decode(tokenizer(turn.answer).input_ids, skip_special_tokens=True)
-            for turn in one.turns
+            for turn in sample.turns
         ]
         learned = decoded(got, "answer", tokenizer)
         assert [text.removesuffix(end).strip() for text in learned] == [a.strip() for a in answers]
         assert all(text.endswith(end) for text in learned)
-        questions = [turn.question for turn in one.turns if turn.question]
+        questions = [turn.question for turn in sample.turns if turn.question]
         assert decoded(got, "question", tokenizer) == questions
 
 
@@ -183,17 +203,17 @@ def test_what_inference_sees_is_a_beginning_of_what_is_trained(
     name: FormatName, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     for seed in range(60):
-        one, seconds = conversation(seed, "image video text")
-        full = render_prompt(name, one, tokenizer, MEDIA, 4, seconds)
-        prompt = render_prompt(name, one, tokenizer, MEDIA, 4, seconds, answered=False)
+        sample, seconds = conversation(seed, "image video text")
+        full = render_prompt(name, sample, tokenizer, MEDIA, 4, seconds)
+        prompt = render_prompt(name, sample, tokenizer, MEDIA, 4, seconds, answered=False)
         assert full.pieces[: len(prompt.pieces)] == prompt.pieces
         (answer,) = full.pieces[len(prompt.pieces) :]
         assert answer.part == "answer"
 
 
 def test_a_caption_follows_the_media_without_a_question() -> None:
-    one = Conversation("a", "image", None, (Turn("", "the cat"),))
-    got = render_prompt("mistral", one, LLAMA, MEDIA, 1)
+    sample = Conversation("a", "image", None, (Turn("", "the cat"),))
+    got = render_prompt("mistral", sample, LLAMA, MEDIA, 1)
     text = LLAMA.decode([token for token in got.ids if token != MEDIA])
     assert text == "<s> [INST] <Image> </Image> [/INST] the cat </s>"
     assert not decoded(got, "question", LLAMA)
@@ -202,9 +222,11 @@ def test_a_caption_follows_the_media_without_a_question() -> None:
 @pytest.mark.parametrize("instruction", ["", "look well"])
 def test_text_has_no_media_turn(instruction: str) -> None:
     """As videochat2_it_hd_mistral.py: the stripped text alone, after BOS."""
-    one = Conversation("a", "text", None, (Turn("the cat", "a dog", instruction), Turn("b", "c")))
+    sample = Conversation(
+        "a", "text", None, (Turn("the cat", "a dog", instruction), Turn("b", "c"))
+    )
     text = f"{instruction}  [INST] the cat [/INST] a dog </s> [INST] b [/INST] c </s>".strip()
-    got = render_prompt("mistral", one, LLAMA, MEDIA, 9, [0.5])
+    got = render_prompt("mistral", sample, LLAMA, MEDIA, 9, [0.5])
     assert got.ids == [LLAMA.bos_token_id, *LLAMA(text, add_special_tokens=False).input_ids]
 
 
@@ -217,17 +239,17 @@ def test_phi3_strips_questions_and_answers() -> None:
 
 
 def test_a_video_marker_inside_a_question_is_text() -> None:
-    one = Conversation("a", "video", None, (Turn("is </Video> a <Video> tag?", "the cat"),))
-    got = render_prompt("mistral", one, LLAMA, MEDIA, 3, [0.25, 1])
+    sample = Conversation("a", "video", None, (Turn("is </Video> a <Video> tag?", "the cat"),))
+    got = render_prompt("mistral", sample, LLAMA, MEDIA, 3, [0.25, 1])
     assert got.ids.count(MEDIA) == 3
     assert decoded(got, "question", LLAMA) == ["is </Video> a <Video> tag?"]
 
 
 def test_instructions_are_what_the_q_former_reads() -> None:
     turns = (Turn("which?", "that", "look well"), Turn("q", "a", "other"))
-    one = Conversation("a", "video", None, turns)
-    assert instruction_text("mistral", one) == "look well"
-    assert instruction_text("vicuna", one) == "look well which?"
+    sample = Conversation("a", "video", None, turns)
+    assert instruction_text("mistral", sample) == "look well"
+    assert instruction_text("vicuna", sample) == "look well which?"
     assert instruction_text("mistral", Conversation("a", "video", None, (Turn("q", "a"),))) == ""
 
 

@@ -194,44 +194,48 @@ def render(case: Case, one: Conversation, **named: Any) -> Any:
 
 
 def messages(one: Conversation) -> list[dict[str, Any]]:
-    said: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     if one.system:
-        said.append({"role": "system", "content": [{"type": "text", "text": one.system}]})
+        turns.append({"role": "system", "content": [{"type": "text", "text": one.system}]})
     for index, turn in enumerate(one.turns):
         media = [] if index or one.kind == "text" else [{"type": one.kind}]
-        said.append({"role": "user", "content": [*media, {"type": "text", "text": turn.question}]})
-        said.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
-    return said
+        turns.append({"role": "user", "content": [*media, {"type": "text", "text": turn.question}]})
+        turns.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
+    return turns
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_the_template_expanded(name: str) -> None:
     case = CASES[name]
     for seed in range(25):
-        one = sample(seed, case, "text" if seed % 5 == 0 else None)
+        conversation = sample(seed, case, "text" if seed % 5 == 0 else None)
         text = Template(case.tokenizer, case.template).apply_chat_template(
-            messages(one), tokenize=False, add_generation_prompt=False
+            messages(conversation), tokenize=False, add_generation_prompt=False
         )
-        if one.kind != "text":
+        if conversation.kind != "text":
             text = text.replace(case.media.placeholder, case.media.expansion)
         text = text.rstrip() + ("" if case.end else case.tokenizer.eos_token)
-        assert render(case, one).ids == case.tokenizer(text).input_ids
+        assert render(case, conversation).ids == case.tokenizer(text).input_ids
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_learned_with_their_end_of_turn(name: str) -> None:
     case = CASES[name]
     for seed in range(25):
-        one = sample(seed, case)
-        got = render(case, one)
+        conversation = sample(seed, case)
+        got = render(case, conversation)
         pieces = {
             part: [case.tokenizer.decode(p.ids) for p in got.pieces if p.part == part]
             for part in ("answer", "question", "media")
         }
-        ends = [case.end or ""] * (len(one.turns) - 1) + [case.end or case.tokenizer.eos_token]
-        expected = [turn.answer + end for turn, end in zip(one.turns, ends, strict=True)]
+        ends = [case.end or ""] * (len(conversation.turns) - 1) + [
+            case.end or case.tokenizer.eos_token
+        ]
+        expected = [turn.answer + end for turn, end in zip(conversation.turns, ends, strict=True)]
         assert [text.strip() for text in pieces["answer"]] == expected
-        assert [text.strip() for text in pieces["question"]] == [t.question for t in one.turns]
+        assert [text.strip() for text in pieces["question"]] == [
+            t.question for t in conversation.turns
+        ]
         assert "".join(pieces["media"]).split() == case.media.expansion.split()
 
 
@@ -239,24 +243,24 @@ def test_answers_are_learned_with_their_end_of_turn(name: str) -> None:
 def test_what_inference_sees_is_a_beginning_of_what_is_trained(name: str) -> None:
     case = CASES[name]
     for seed in range(25):
-        one = sample(seed, case)
-        full, prompt = render(case, one), render(case, one, answered=False)
+        conversation = sample(seed, case)
+        full, prompt = render(case, conversation), render(case, conversation, answered=False)
         text = Template(case.tokenizer, case.template).apply_chat_template(
-            messages(one)[:-1], tokenize=False, add_generation_prompt=True
+            messages(conversation)[:-1], tokenize=False, add_generation_prompt=True
         )
         text = text.replace(case.media.placeholder, case.media.expansion)
         assert prompt.ids == case.tokenizer(text).input_ids
         assert full.ids[: len(prompt)] == prompt.ids
-        rest = full.labels[len(prompt) :]
-        assert rest == full.ids[len(prompt) :]  # all of it is learned
+        answer_labels = full.labels[len(prompt) :]
+        assert answer_labels == full.ids[len(prompt) :]  # all of it is learned
 
 
 def test_one_beginning_of_text_whether_or_not_the_template_writes_it() -> None:
     case = CASES["llava-next-video"]
     written = case._replace(template="{{ bos_token }}" + case.template)
-    one = sample(3, case)
-    assert render(case, one).ids.count(LLAMA.bos_token_id) == 1
-    assert render(written, one).ids.count(LLAMA.bos_token_id) == 1
+    conversation = sample(3, case)
+    assert render(case, conversation).ids.count(LLAMA.bos_token_id) == 1
+    assert render(written, conversation).ids.count(LLAMA.bos_token_id) == 1
 
 
 def test_the_first_special_token_ends_an_answer() -> None:
@@ -264,14 +268,16 @@ def test_the_first_special_token_ends_an_answer() -> None:
         "<|im_end|>\n{% endif %}{% endfor %}", "<|im_end|><|end|>{% endif %}{% endfor %}"
     )
     case = CASES["qwen2.5-vl"]._replace(template=template)
-    one = Conversation("a", "video", None, (Turn("the cat", "a dog"), Turn("b", "c")))
-    learned = [BYTES.decode(p.ids) for p in render(case, one).pieces if p.part == "answer"]
+    conversation = Conversation("a", "video", None, (Turn("the cat", "a dog"), Turn("b", "c")))
+    learned = [BYTES.decode(p.ids) for p in render(case, conversation).pieces if p.part == "answer"]
     assert learned == ["a dog<|im_end|>", "c<|im_end|>"]
 
 
 def test_a_question_that_the_system_text_quotes_is_found_where_it_is_asked() -> None:
-    one = Conversation("a", "video", None, (Turn("the cat", "a dog"),), system="not the cat")
-    parts = [p.part for p in render(CASES["qwen3-vl"], one).pieces]
+    conversation = Conversation(
+        "a", "video", None, (Turn("the cat", "a dog"),), system="not the cat"
+    )
+    parts = [p.part for p in render(CASES["qwen3-vl"], conversation).pieces]
     assert parts.index("media") < parts.index("question")
 
 
@@ -307,21 +313,24 @@ def test_white_space_around_questions_and_answers_is_removed() -> None:
 )
 def test_a_template_that_rewrites_is_refused(template: str, said: str) -> None:
     case = CASES["qwen2.5-vl"]._replace(template=template)
-    one = Conversation("a", "video", None, (Turn("the cat", "a dog"), Turn("and", "it runs")))
+    conversation = Conversation(
+        "a", "video", None, (Turn("the cat", "a dog"), Turn("and", "it runs"))
+    )
     with pytest.raises(DitLoraError, match=said):
-        render(case, one)
+        render(case, conversation)
 
 
 def test_a_system_text_that_is_left_out_is_refused() -> None:
-    one = Conversation("a", "video", None, (Turn("the cat", "a dog"),), system="be brief")
+    conversation = Conversation("a", "video", None, (Turn("the cat", "a dog"),), system="be brief")
     case = CASES["qwen3-vl"]
     dropped = case._replace(template=QWEN3_VL.replace("{{- content.text }}", "", 1))
-    assert render(case, one)
+    assert render(case, conversation)
     with pytest.raises(DitLoraError, match="leaves out the system text"):
-        render(dropped, one)
+        render(dropped, conversation)
     with pytest.raises(DitLoraError, match="Only user and assistant"):
         render(
-            CASES["llava-mistral"], Conversation("a", "image", None, one.turns, system="be brief")
+            CASES["llava-mistral"],
+            Conversation("a", "image", None, conversation.turns, system="be brief"),
         )
 
 
@@ -334,9 +343,9 @@ def test_a_system_text_that_is_left_out_is_refused() -> None:
     ],
 )
 def test_the_medias_tokens_in_a_text_are_refused(question: str, answer: str, said: str) -> None:
-    one = Conversation("a", "video", None, (Turn(question, answer),))
+    conversation = Conversation("a", "video", None, (Turn(question, answer),))
     with pytest.raises(DitLoraError, match=said):
-        render(CASES["qwen2.5-vl"], one)
+        render(CASES["qwen2.5-vl"], conversation)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -344,10 +353,12 @@ def test_the_indent_of_an_answer_is_learned(name: str) -> None:
     case, code = CASES[name], "    return 5\nend."
     turns = (Turn("the cat", f"\n \n{code}\n"), Turn("it's;", " the cat"))
     got = render(case, Conversation("a", case.kind, None, turns))
-    first, last = [case.tokenizer.decode(p.ids) for p in got.pieces if p.part == "answer"]
-    assert code in first
-    assert "\n \n" not in first
-    assert "  the cat" not in last
+    first_answer, last_answer = [
+        case.tokenizer.decode(p.ids) for p in got.pieces if p.part == "answer"
+    ]
+    assert code in first_answer
+    assert "\n \n" not in first_answer
+    assert "  the cat" not in last_answer
 
 
 def test_a_template_may_trim_answers() -> None:

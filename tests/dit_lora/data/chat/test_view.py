@@ -55,10 +55,10 @@ def test_the_texts_of_tokens_joined_are_the_text(tokenizer: PreTrainedTokenizerF
 @pytest.mark.parametrize("tokenizer", [LLAMA, BYTES])
 def test_every_token_is_shown_at_its_place(tokenizer: PreTrainedTokenizerFast) -> None:
     sample = rendered(tokenizer)
-    found = [token for piece in shown_pieces(sample, tokenizer) for token in piece.tokens]
+    tokens = [token for piece in shown_pieces(sample, tokenizer) for token in piece.tokens]
     ids = sample.ids
-    assert [ids[token.position] for token in found] == [token.id for token in found]
-    assert len(found) == len(sample) - 64
+    assert [ids[token.position] for token in tokens] == [token.id for token in tokens]
+    assert len(tokens) == len(sample) - 64
 
 
 def test_a_characters_bytes_show_with_its_last_token() -> None:
@@ -117,10 +117,14 @@ def test_colours_tell_learned_from_given() -> None:
 
 
 def test_escape_sequences_of_the_data_do_not_reach_the_terminal() -> None:
-    one = Conversation("a\x1b]0;x", "text", None, (Turn("\x1b[31mred [bold]x[/bold]", "y\x9b2J"),))
+    conversation = Conversation(
+        "a\x1b]0;x", "text", None, (Turn("\x1b[31mred [bold]x[/bold]", "y\x9b2J"),)
+    )
     stream = io.StringIO()
-    sample = render_prompt("mistral", one, LLAMA, MEDIA, 0)
-    Console(file=stream, width=200).print(terminal_view(one.id, sample, LLAMA, kind="text"))
+    sample = render_prompt("mistral", conversation, LLAMA, MEDIA, 0)
+    Console(file=stream, width=200).print(
+        terminal_view(conversation.id, sample, LLAMA, kind="text")
+    )
     assert "\x1b" not in stream.getvalue()
     assert "\x9b" not in stream.getvalue()
     assert "red [bold]x[/bold]" in stream.getvalue()

@@ -58,25 +58,25 @@ def noise_and_times(batch: Mapping[str, torch.Tensor]) -> Draws:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_whoever_reads_a_batch_draws_what_its_step_would(workers: int) -> None:
-    found = batches(steps=3, size=2, workers=workers)
-    assert len(found) == 6
-    for batch in found:
+    loaded_batches = batches(steps=3, size=2, workers=workers)
+    assert len(loaded_batches) == 6
+    for batch in loaded_batches:
         assert batch.ahead is not None
         for name, draw in noise_and_times(batch.tensors).items():
             now = draw(Streams(7, batch.draws)(name))
             assert torch.equal(batch.ahead.tensors[name], now), name
-            one = batch.single(1).ahead
-            assert one is not None
-            assert torch.equal(one.tensors[name], now[1:])
-            assert one.draws == batch.draws[1:]
+            single_draws = batch.single(1).ahead
+            assert single_draws is not None
+            assert torch.equal(single_draws.tensors[name], now[1:])
+            assert single_draws.draws == batch.draws[1:]
     plain = batches(steps=3, size=2, workers=workers, draws=None)
     assert [batch.ahead for batch in plain] == [None] * 6
-    assert [batch.draws for batch in plain] == [batch.draws for batch in found]
+    assert [batch.draws for batch in plain] == [batch.draws for batch in loaded_batches]
 
 
 def test_what_was_drawn_ahead_goes_to_the_device_with_its_batch() -> None:
     batch = batches(steps=1, size=3)[0]
-    there = batch.to(torch.device("meta")).ahead
-    assert there is not None
-    assert {tensor.device.type for tensor in there.tensors.values()} == {"meta"}
+    moved_draws = batch.to(torch.device("meta")).ahead
+    assert moved_draws is not None
+    assert {tensor.device.type for tensor in moved_draws.tensors.values()} == {"meta"}
     assert collate([batch.single(0), batch.single(1)]).ahead is None

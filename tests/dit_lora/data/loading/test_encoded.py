@@ -39,11 +39,11 @@ def clips(tmp_path: Path) -> CachedClips:
 
 def how(sampler: PositionSampler | None = None, **settings: Any) -> Reading:
     """Settings of a run whose steps take one sample, unless the sampler says otherwise."""
-    one = {"start_step": 0, "steps": 1, "batch_size": 1, "accumulate": 1, "rank": 0, "ranks": 1}
+    values = {"start_step": 0, "steps": 1, "batch_size": 1, "accumulate": 1, "rank": 0, "ranks": 1}
     defaults = {"seed": 0, "caption_dropout": 0.0, "workers": 0, "prefetch": 2}
     nowhere = Quarantine(Path("nowhere"))
     return Reading(
-        sampler or PositionSampler(**one),
+        sampler or PositionSampler(**values),
         quarantine=nowhere,
         pin_memory=False,
         **{**defaults, **settings},
@@ -62,8 +62,8 @@ def of(
     caption_dropout: float = 0.0,
     quarantine: Quarantine | None = None,
 ) -> ClipDataset:
-    given = how(seed=seed, caption_dropout=caption_dropout)
-    return ClipDataset(clips, replace(given, quarantine=quarantine or given.quarantine))
+    settings = how(seed=seed, caption_dropout=caption_dropout)
+    return ClipDataset(clips, replace(settings, quarantine=quarantine or settings.quarantine))
 
 
 def ids_of(dataset: ClipDataset, positions: Iterable[int]) -> list[str]:
@@ -72,9 +72,9 @@ def ids_of(dataset: ClipDataset, positions: Iterable[int]) -> list[str]:
 
 def to_build_anew(clips: CachedClips, kinds: str = "v") -> list[str]:
     """The keys of clips that the next start finds missing."""
-    found = TensorCache(clips.videos.root)
+    cache = TensorCache(clips.videos.root)
     keys = [f"{kind}{number}" for kind in kinds for number in range(5)]
-    return [key for key in keys if not found.is_whole(key)]
+    return [key for key in keys if not cache.is_whole(key)]
 
 
 def positions(**values: int) -> list[list[int]]:
@@ -82,28 +82,28 @@ def positions(**values: int) -> list[list[int]]:
 
 
 def flat(lists: list[list]) -> list:
-    return [item for one in lists for item in one]
+    return [item for sublist in lists for item in sublist]
 
 
 def test_a_steps_samples_do_not_depend_on_its_split() -> None:
     """batch 4 x 1, batch 1 x 4, two ranks x 2, two ranks x 1 x 2: the same four samples."""
-    whole = positions(steps=3, batch_size=4, accumulate=1)
-    assert whole == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    expected = positions(steps=3, batch_size=4, accumulate=1)
+    assert expected == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     micro = positions(steps=3, batch_size=1, accumulate=4)
-    assert [flat(micro[4 * s : 4 * s + 4]) for s in range(3)] == whole
+    assert [flat(micro[4 * s : 4 * s + 4]) for s in range(3)] == expected
     for batch_size, accumulate in ((2, 1), (1, 2)):
         ranks = [
             positions(steps=3, batch_size=batch_size, accumulate=accumulate, rank=rank, ranks=2)
             for rank in (0, 1)
         ]
         for step in range(3):
-            here = slice(step * accumulate, (step + 1) * accumulate)
-            assert sorted(flat(ranks[0][here] + ranks[1][here])) == whole[step]
+            step_slice = slice(step * accumulate, (step + 1) * accumulate)
+            assert sorted(flat(ranks[0][step_slice] + ranks[1][step_slice])) == expected[step]
 
 
 def test_resuming_goes_on_where_it_stopped() -> None:
-    whole = positions(steps=20, batch_size=2, accumulate=3)
-    assert positions(start_step=7, steps=20, batch_size=2, accumulate=3) == whole[7 * 3 :]
+    expected = positions(steps=20, batch_size=2, accumulate=3)
+    assert positions(start_step=7, steps=20, batch_size=2, accumulate=3) == expected[7 * 3 :]
 
 
 def test_every_epoch_is_another_permutation_of_all_clips(clips: CachedClips) -> None:
@@ -143,9 +143,9 @@ def test_reading_neither_moves_a_global_generator_nor_draws_from_one(clips: Cach
         torch.manual_seed(seed)
         before = states()
         loader = build_loader(dataset, how(sampler))
-        found = [batch.tensors["prompt_embeds"].max().item() for batch in loader]
+        loaded = [batch.tensors["prompt_embeds"].max().item() for batch in loader]
         assert states() == before
-        return found
+        return loaded
 
     assert texts(0) == texts(1)
 
@@ -155,24 +155,26 @@ def drawn(clips: CachedClips, workers: int, split: tuple[int, int, int]) -> list
     batch_size, accumulate, ranks = split
     steps: list[dict] = [{} for _ in range(5)]
     for rank in range(ranks):
-        given = {"batch_size": batch_size, "accumulate": accumulate, "rank": rank, "ranks": ranks}
-        sampler = PositionSampler(start_step=0, steps=5, **given)
+        sizes = {"batch_size": batch_size, "accumulate": accumulate, "rank": rank, "ranks": ranks}
+        sampler = PositionSampler(start_step=0, steps=5, **sizes)
         dataset = of(clips, seed=3, caption_dropout=0.5)
         loader = build_loader(dataset, how(sampler, workers=workers, prefetch=3))
         for number, batch in enumerate(loader):
             text = batch.tensors["prompt_embeds"][:, 0, 0].tolist()
             rows = zip(batch.ids, batch.draws, text, strict=True)
-            steps[number // accumulate] |= {(one, draw): words for one, draw, words in rows}
+            steps[number // accumulate] |= {
+                (sample, draw): caption for sample, draw, caption in rows
+            }
     return steps
 
 
 def test_two_workers_and_two_ranks_draw_apart_and_as_one_process_would(clips: CachedClips) -> None:
-    whole = drawn(clips, 0, (4, 1, 1))
-    draws = [draw for step in whole for _, draw in step]
+    all_steps = drawn(clips, 0, (4, 1, 1))
+    draws = [draw for step in all_steps for _, draw in step]
     assert len({*draws}) == len(draws) == 20
-    assert {words == 0 for step in whole for words in step.values()} == {True, False}
-    assert drawn(clips, 2, (1, 2, 2)) == whole
-    assert drawn(clips, 2, (2, 2, 1)) == whole
+    assert {caption == 0 for step in all_steps for caption in step.values()} == {True, False}
+    assert drawn(clips, 2, (1, 2, 2)) == all_steps
+    assert drawn(clips, 2, (2, 2, 1)) == all_steps
 
 
 def test_workers_wait_for_a_cache_that_is_away_and_one_of_them_says_so(
@@ -259,16 +261,24 @@ def test_leaving_a_sample_out_changes_neither_the_others_order_nor_their_draws(
     clips: CachedClips,
 ) -> None:
     """As if the folder never had it, whatever is left out of it."""
-    out = Quarantine(Path("nowhere"), [left_out("2.mp4")])
-    without = of(clips, caption_dropout=0.5, quarantine=out)
-    rest = [entry for entry in clips.entries if entry.id != "2.mp4"]
-    never = of(CachedClips(tuple(rest), "empty", clips.videos, clips.texts), caption_dropout=0.5)
+    quarantine = Quarantine(Path("nowhere"), [left_out("2.mp4")])
+    filtered = of(clips, caption_dropout=0.5, quarantine=quarantine)
+    remaining_entries = [entry for entry in clips.entries if entry.id != "2.mp4"]
+    never = of(
+        CachedClips(tuple(remaining_entries), "empty", clips.videos, clips.texts),
+        caption_dropout=0.5,
+    )
     for position in range(40):
-        one, other = without[position], never[position]
-        assert (one.ids, one.draws) == (other.ids, other.draws)
-        assert torch.equal(one.tensors["prompt_embeds"], other.tensors["prompt_embeds"])
+        filtered_sample, expected_sample = filtered[position], never[position]
+        assert (filtered_sample.ids, filtered_sample.draws) == (
+            expected_sample.ids,
+            expected_sample.draws,
+        )
+        assert torch.equal(
+            filtered_sample.tensors["prompt_embeds"], expected_sample.tensors["prompt_embeds"]
+        )
     everyone = ids_of(of(clips), range(50))
-    assert ids_of(without, range(40)) == [sample for sample in everyone if sample != "2.mp4"]
+    assert ids_of(filtered, range(40)) == [sample for sample in everyone if sample != "2.mp4"]
 
 
 def test_a_sample_that_is_out_for_one_epoch_is_back_in_the_next(clips: CachedClips) -> None:
@@ -278,7 +288,7 @@ def test_a_sample_that_is_out_for_one_epoch_is_back_in_the_next(clips: CachedCli
     placed = [clip_at(dataset, position) for position in range(sum(sizes))]
     by_epoch = [sorted(entry.id for e, entry in placed if e == epoch) for epoch in range(4)]
     assert list(map(len, by_epoch)) == sizes
-    missing = [{f"{k}.mp4" for k in range(5)} - set(one) for one in by_epoch]
+    missing = [{f"{k}.mp4" for k in range(5)} - set(epoch_ids) for epoch_ids in by_epoch]
     assert missing == [set(), {"1.mp4"}, {"3.mp4"}, {"3.mp4"}]
 
 
@@ -291,10 +301,14 @@ def test_draws_differ_between_samples_and_epochs_and_not_between_splits(clips: C
 def test_one_sample_of_a_batch_keeps_its_row_draw_and_fault(clips: CachedClips) -> None:
     batch = collate([of(clips)[position] for position in range(3)])
     batch = replace(batch, faults={batch.ids[1]: "torn"})
-    one, other = batch.single(1), batch.single(2)
-    assert (one.ids, one.draws, one.faults) == (batch.ids[1:2], batch.draws[1:2], batch.faults)
-    assert torch.equal(one.tensors["latent_mean"], batch.tensors["latent_mean"][1:2])
-    assert not other.faults
+    first_sample, second_sample = batch.single(1), batch.single(2)
+    assert (first_sample.ids, first_sample.draws, first_sample.faults) == (
+        batch.ids[1:2],
+        batch.draws[1:2],
+        batch.faults,
+    )
+    assert torch.equal(first_sample.tensors["latent_mean"], batch.tensors["latent_mean"][1:2])
+    assert not second_sample.faults
 
 
 def test_mirror_images_come_in_half_of_the_draws_by_sample_and_epoch(clips: CachedClips) -> None:
@@ -303,10 +317,10 @@ def test_mirror_images_come_in_half_of_the_draws_by_sample_and_epoch(clips: Cach
         clips.videos.write_all([encoded(f"m{k}", tensors, sample="", facts={})])
     entries = tuple(replace(e, mirror_key=f"m{k}") for k, e in enumerate(clips.entries))
     dataset = of(replace(clips, entries=entries))
-    shown = [dataset[position].tensors["latent_mean"].max().item() for position in range(400)]
-    assert 0.4 < sum(value >= 100 for value in shown) / 400 < 0.6
-    assert {value % 100 for value in shown} == {0, 1, 2, 3, 4}
-    assert shown == [
+    values = [dataset[position].tensors["latent_mean"].max().item() for position in range(400)]
+    assert 0.4 < sum(value >= 100 for value in values) / 400 < 0.6
+    assert {value % 100 for value in values} == {0, 1, 2, 3, 4}
+    assert values == [
         dataset[position].tensors["latent_mean"].max().item() for position in range(400)
     ]
     path = clips.videos.path("m2")
@@ -337,8 +351,8 @@ def mixed(clips: CachedClips) -> CachedClips:
 def test_a_step_has_one_shape_however_it_is_split(mixed: CachedClips) -> None:
     steps: list[set] = [set() for _ in range(20)]
     for rank in (0, 1):
-        given = {"batch_size": 1, "accumulate": 2, "rank": rank, "ranks": 2}
-        sampler = PositionSampler(start_step=0, steps=20, **given)
+        sizes = {"batch_size": 1, "accumulate": 2, "rank": rank, "ranks": 2}
+        sampler = PositionSampler(start_step=0, steps=20, **sizes)
         loader = build_loader(ClipDataset(mixed, how(sampler)), how(sampler))
         for number, batch in enumerate(loader):
             steps[number // 2].add(batch.tensors["latent_mean"].shape)
@@ -403,8 +417,14 @@ def test_copies_of_a_sample_draw_apart(clips: CachedClips) -> None:
 def test_a_data_set_reaches_a_worker_that_is_spawned(mixed: CachedClips) -> None:
     sampler = PositionSampler(start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, ranks=1)
     dataset = ClipDataset(mixed, how(sampler, caption_dropout=0.5))
-    there = pickle.loads(pickle.dumps(dataset))
+    unpickled = pickle.loads(pickle.dumps(dataset))
     for position in range(10):
-        here, other = dataset[position], there[position]
-        assert (here.ids, here.draws) == (other.ids, other.draws)
-        assert all(torch.equal(here.tensors[name], other.tensors[name]) for name in here.tensors)
+        local_sample, unpickled_sample = dataset[position], unpickled[position]
+        assert (local_sample.ids, local_sample.draws) == (
+            unpickled_sample.ids,
+            unpickled_sample.draws,
+        )
+        assert all(
+            torch.equal(local_sample.tensors[name], unpickled_sample.tensors[name])
+            for name in local_sample.tensors
+        )

@@ -45,7 +45,7 @@ def bucketed(
         seed=3,
         quarantine=Quarantine(Path("quarantine.jsonl"), records),
         group=group,
-        buckets=[SHAPES[one] for one in ids],
+        buckets=[SHAPES[sample] for sample in ids],
         times=times,
     )
 
@@ -65,9 +65,11 @@ def hashed(seed: int, stream: str, *place: object) -> bytes:
 
 
 def copies(sample: str, seed: int, epoch: int, times: float) -> int:
-    whole, share = divmod(times, 1)
+    num_full, share = divmod(times, 1)
     phase = (int.from_bytes(hashed(seed, "times", sample), "big") >> 11) / 2**53
-    return int(whole) + math.floor(share * (epoch + 1) + phase) - math.floor(share * epoch + phase)
+    return (
+        int(num_full) + math.floor(share * (epoch + 1) + phase) - math.floor(share * epoch + phase)
+    )
 
 
 def permutation(one: Order, epoch: int, times: Mapping[str, float]) -> list[Named]:
@@ -88,16 +90,16 @@ def walked(
 ) -> list[Named]:
     """The draws of the first steps by the words of the module's docstring: a stream, and queues."""
     queues: dict[str, list[Named]] = {}
-    found: list[Named] = []
+    draws: list[Named] = []
     for epoch in itertools.count():
         for draw in permutation(one, epoch, times):
             queue = queues.setdefault(SHAPES[draw[2]], [])
             queue.append(draw)
             if len(queue) == one.group:
-                found += queue
+                draws += queue
                 queue.clear()
-                if len(found) == steps * one.group:
-                    return found
+                if len(draws) == steps * one.group:
+                    return draws
     raise AssertionError
 
 
@@ -106,20 +108,20 @@ def test_without_buckets_the_steps_are_the_epochs_one_after_another(group: int) 
     """Bit for bit what it was before there were buckets, whatever the size of a step."""
     records = [left_out(IDS[2], 1), left_out(IDS[5], 3, 4)]
     quarantine = Quarantine(Path("nowhere"), records)
-    one = Order(IDS, seed=7, quarantine=quarantine, group=group)
+    single_order = Order(IDS, seed=7, quarantine=quarantine, group=group)
     expected = [
         (epoch, IDS.index(sample))
         for epoch in range(40)
         for sample in sorted(IDS, key=lambda name: hashed(7, "order", epoch, name))
         if not (sample == IDS[2] and epoch >= 1) and not (sample == IDS[5] and epoch in (3, 4))
     ]
-    assert [place(one, position) for position in range(208)] == expected[:208]
+    assert [place(single_order, position) for position in range(208)] == expected[:208]
 
 
 def test_the_first_positions_of_a_run_never_change() -> None:
     """A golden row: resumed runs rely on it."""
-    one = Order(IDS, seed=0, quarantine=Quarantine(Path("nowhere")))
-    assert [one.draw_at(position).sample for position in range(14)] == [
+    single_order = Order(IDS, seed=0, quarantine=Quarantine(Path("nowhere")))
+    assert [single_order.draw_at(position).sample for position in range(14)] == [
         3,
         1,
         2,
@@ -140,26 +142,26 @@ def test_the_first_positions_of_a_run_never_change() -> None:
 def random_case(seed: int) -> tuple[Order, dict[str, float]]:
     draw = random.Random(seed)
     ids = draw.sample(MANY, draw.randint(3, len(MANY)))
-    times = {one: draw.choice([1, 1, 1.5, 2, 2.25, 3.9]) for one in ids} if seed % 2 else {}
+    times = {name: draw.choice([1, 1, 1.5, 2, 2.25, 3.9]) for name in ids} if seed % 2 else {}
     records = []
     for sample in draw.sample(ids, len(ids) // 3):
         for _ in range(draw.randint(1, 3)):
-            first = draw.randint(0, 30)
-            last = draw.choice([None, first, first + draw.randint(0, 60)])
-            records.append(left_out(sample, first, last, draw.choice([0, 0, 1, 2])))
+            start_epoch = draw.randint(0, 30)
+            end_epoch = draw.choice([None, start_epoch, start_epoch + draw.randint(0, 60)])
+            records.append(left_out(sample, start_epoch, end_epoch, draw.choice([0, 0, 1, 2])))
     group = draw.randint(1, 9)
-    asked = [times.get(one, 1.0) for one in ids]
-    return bucketed(*records, ids=ids, group=group, times=asked), times
+    expected_times = [times.get(name, 1.0) for name in ids]
+    return bucketed(*records, ids=ids, group=group, times=expected_times), times
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_jumping_to_a_position_finds_what_walking_there_finds(seed: int) -> None:
     """With samples left out for a while or for good, and copies."""
-    one, times = random_case(seed)
+    random_order, times = random_case(seed)
     steps = 160
-    expected = walked(one, steps, times)
+    expected = walked(random_order, steps, times)
     positions = list(range(len(expected)))
-    assert named(one, positions) == expected
+    assert named(random_order, positions) == expected
     random.Random(seed).shuffle(positions)
     jumping, _ = random_case(seed)
     assert named(jumping, positions[:60]) == [expected[p] for p in positions[:60]]
@@ -168,8 +170,8 @@ def test_jumping_to_a_position_finds_what_walking_there_finds(seed: int) -> None
 def test_a_late_position_is_found_in_a_fresh_order() -> None:
     expected = walked(bucketed(), 2500)
     for step in (2499, 1234, 2000):
-        here = range(4 * step, 4 * step + 4)
-        assert named(bucketed(), here) == [expected[position] for position in here]
+        positions = range(4 * step, 4 * step + 4)
+        assert named(bucketed(), positions) == [expected[position] for position in positions]
 
 
 def test_a_position_is_found_without_hashing_all_epochs_before_it(
@@ -188,13 +190,13 @@ def test_a_position_is_found_without_hashing_all_epochs_before_it(
     shapes = ["one", *(f"{number % 9}" for number in range(999))]
     times = [1.0 + number % 3 / 2 for number in range(1000)]
     quarantine = Quarantine(Path("nowhere"), [left_out("5", 3)])
-    given = {"buckets": shapes, "times": times, "group": 32, "quarantine": quarantine}
-    assert Order(ids, seed=0, **given).draw_at(10**9).epoch > 600_000
+    options = {"buckets": shapes, "times": times, "group": 32, "quarantine": quarantine}
+    assert Order(ids, seed=0, **options).draw_at(10**9).epoch > 600_000
     assert hashes < 4500  # an epoch has 1500
     hashes = 0
-    quarantine.add([left_out(one, 50_000, 500_000) for one in ids if one != "1"])
-    late = Order(ids, seed=0, **given)
-    step = [late.draw_at(2_361_655 * 32 + place) for place in range(32)]
+    quarantine.add([left_out(sample, 50_000, 500_000) for sample in ids if sample != "1"])
+    late = Order(ids, seed=0, **options)
+    step = [late.draw_at(2_361_655 * 32 + offset) for offset in range(32)]
     assert {draw.sample for draw in step} == {0}  # half of it waited all that time
     assert [draw.epoch for draw in step] == [*range(49_984, 50_000), *range(500_001, 500_017)]
     assert hashes < 4500
@@ -202,14 +204,14 @@ def test_a_position_is_found_without_hashing_all_epochs_before_it(
 
 def test_no_step_mixes_buckets_and_every_sample_comes_once_an_epoch() -> None:
     run = bucketed()
-    found = named(run, range(4 * 600))
-    steps = [found[first : first + 4] for first in range(0, len(found), 4)]
+    draws = named(run, range(4 * 600))
+    steps = [draws[start : start + 4] for start in range(0, len(draws), 4)]
     assert all(len({SHAPES[sample] for _, _, sample in step}) == 1 for step in steps)
     for shape in "abc":
         members = [sample for sample in MANY if SHAPES[sample] == shape]
-        stream = [sample for _, _, sample in found if SHAPES[sample] == shape]
-        whole = len(stream) // len(members) * len(members)
-        epochs = [sorted(stream[i : i + len(members)]) for i in range(0, whole, len(members))]
+        stream = [sample for _, _, sample in draws if SHAPES[sample] == shape]
+        full_length = len(stream) // len(members) * len(members)
+        epochs = [sorted(stream[i : i + len(members)]) for i in range(0, full_length, len(members))]
         assert len(epochs) > 90
         assert epochs == [sorted(members)] * len(epochs)
 
@@ -217,15 +219,15 @@ def test_no_step_mixes_buckets_and_every_sample_comes_once_an_epoch() -> None:
 def test_leftovers_wait_for_the_next_epoch_and_nothing_is_lost() -> None:
     """The bucket of four samples in steps of nine: every step has samples of three epochs."""
     run = bucketed(group=9)
-    found = named(run, range(9 * 40))
+    draws = named(run, range(9 * 40))
     spans = [
-        {epoch for epoch, _, _ in found[first : first + 9]}
-        for first in range(0, len(found), 9)
-        if SHAPES[found[first][2]] == "a"
+        {epoch for epoch, _, _ in draws[start : start + 9]}
+        for start in range(0, len(draws), 9)
+        if SHAPES[draws[start][2]] == "a"
     ]
     assert len(spans) > 5
     assert {len(span) for span in spans} == {3}
-    met = [draw for draw in found if SHAPES[draw[2]] == "a"]
+    met = [draw for draw in draws if SHAPES[draw[2]] == "a"]
     assert len(set(met)) == len(met)
 
 
@@ -236,52 +238,52 @@ def test_leaving_out_a_sample_changes_no_step_before_it(
 ) -> None:
     """From the draw on that was bad; the other samples of its bucket close ranks, other buckets stay."""
     before = named(bucketed(times=times), range(1200))
-    here = before[4 * step : 4 * step + 4]
-    for epoch, copy, sample in here:
-        first = min(draw for draw in here if draw[2] == sample)
-        record = left_out(sample, first[0], from_copy=first[1])
+    step_draws = before[4 * step : 4 * step + 4]
+    for epoch, copy, sample in step_draws:
+        first_draw = min(draw for draw in step_draws if draw[2] == sample)
+        record = left_out(sample, first_draw[0], from_copy=first_draw[1])
         after = named(bucketed(record, times=times), range(1000))
         assert after[: 4 * step] == before[: 4 * step]
         assert (epoch, copy, sample) not in after[4 * step :]
         for shape in "abc":
-            rest = [
+            remaining = [
                 draw
                 for draw in before
-                if SHAPES[draw[2]] == shape and not (draw[2] == sample and draw >= first)
+                if SHAPES[draw[2]] == shape and not (draw[2] == sample and draw >= first_draw)
             ]
             now = [draw for draw in after if SHAPES[draw[2]] == shape]
-            assert now == rest[: len(now)]
+            assert now == remaining[: len(now)]
             assert len(now) > 100
 
 
 @pytest.mark.parametrize("bad", [["4.mp4"], ["1.mp4", "2.mp4"], ["0.mp4", "7.mp4", "14.mp4"]])
 def test_samples_left_out_at_their_first_step_were_never_there(bad: list[str]) -> None:
     """The run trips at a step, leaves its bad samples out and takes the step again."""
-    ids = [one for one in MANY if one not in bad]
+    ids = [name for name in MANY if name not in bad]
     times = [1.0 + number % 3 / 2 for number in range(23)]
-    kept = [count for one, count in zip(MANY, times, strict=True) if one not in bad]
+    kept_times = [count for name, count in zip(MANY, times, strict=True) if name not in bad]
     run, steps = bucketed(times=times), []
     while len(steps) < 150:
-        here = named(run, range(4 * len(steps), 4 * len(steps) + 4))
-        met = {sample for _, _, sample in here if sample in bad}
+        step_draws = named(run, range(4 * len(steps), 4 * len(steps) + 4))
+        met = {sample for _, _, sample in step_draws if sample in bad}
         if not met:
-            steps.append(here)
+            steps.append(step_draws)
             continue
         for sample in met:
-            epoch, copy, _ = min(draw for draw in here if draw[2] == sample)
+            epoch, copy, _ = min(draw for draw in step_draws if draw[2] == sample)
             run.quarantine.add([left_out(sample, epoch, from_copy=copy)])
         run.forget()
-    assert list(itertools.chain(*steps)) == named(bucketed(ids=ids, times=kept), range(600))
+    assert list(itertools.chain(*steps)) == named(bucketed(ids=ids, times=kept_times), range(600))
 
 
 def test_a_bucket_that_is_all_out_stops_coming_and_the_others_go_on() -> None:
-    gone = [sample for sample in MANY if SHAPES[sample] == "a"]
-    run = bucketed(*(left_out(sample, 5) for sample in gone))
-    found = named(run, range(4 * 300))
-    last = max(place for place, draw in enumerate(found) if draw[2] in gone)
-    assert last < 200
-    assert found == walked(run, 300)
-    back = bucketed(*(left_out(sample, 5, 900) for sample in gone), group=3)
+    removed = [sample for sample in MANY if SHAPES[sample] == "a"]
+    run = bucketed(*(left_out(sample, 5) for sample in removed))
+    draws = named(run, range(4 * 300))
+    last_position = max(position for position, draw in enumerate(draws) if draw[2] in removed)
+    assert last_position < 200
+    assert draws == walked(run, 300)
+    back = bucketed(*(left_out(sample, 5, 900) for sample in removed), group=3)
     assert named(back, range(15_300, 15_900)) == walked(back, 5300)[15_300:15_900]
 
 
@@ -289,12 +291,12 @@ def test_times_are_how_often_a_sample_comes_in_an_epoch() -> None:
     times = [1.0, 2.0, 2.5, 1.25, 3.0, 1.0, 1.9]
     run = Order(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times=times)
     count = Counter(run.draw_at(p)[::2] for p in range(4000))  # by epoch and sample
-    whole = max(epoch for epoch, _ in count)
-    assert whole > 300
-    for index, asked in enumerate(times):
-        comes = [count[epoch, index] for epoch in range(whole)]
-        assert {*comes} <= {math.floor(asked), math.ceil(asked)}
-        assert abs(sum(comes) - asked * whole) <= 1
+    max_epoch = max(epoch for epoch, _ in count)
+    assert max_epoch > 300
+    for index, expected in enumerate(times):
+        comes = [count[epoch, index] for epoch in range(max_epoch)]
+        assert {*comes} <= {math.floor(expected), math.ceil(expected)}
+        assert abs(sum(comes) - expected * max_epoch) <= 1
     assert len({run.draw_at(p) for p in range(4000)}) == 4000
 
 
@@ -305,8 +307,8 @@ def test_copies_are_numbered_as_they_come_and_scattered_over_the_epoch() -> None
         assert {draw.epoch for draw in draws} == {epoch}
         for index in range(7):
             assert [draw.copy for draw in draws if draw.sample == index] == [0, 1, 2, 3]
-        beside = sum(one.index == other.index for one, other in pairwise(draws))
-        assert beside < 14
+        num_adjacent = sum(draw.index == following.index for draw, following in pairwise(draws))
+        assert num_adjacent < 14
 
 
 @pytest.mark.parametrize("times", [0.5, math.nan, math.inf])
@@ -316,6 +318,6 @@ def test_a_sample_comes_at_least_once(times: float) -> None:
 
 
 def test_an_epoch_that_all_samples_sit_out_is_passed_over() -> None:
-    quarantine = Quarantine(Path("nowhere"), [left_out(one, 1, 2) for one in IDS])
+    quarantine = Quarantine(Path("nowhere"), [left_out(sample, 1, 2) for sample in IDS])
     run = Order(IDS, seed=7, quarantine=quarantine)
     assert [place(run, position)[0] for position in range(14)] == [0] * 7 + [3] * 7

@@ -36,65 +36,65 @@ def place(one: Order, position: int) -> tuple[int, int]:
 
 def sequence(one: Order, count: int, first: int = 0) -> list[tuple[int, str]]:
     """(epoch, sample) at each position."""
-    found = [place(one, position) for position in range(first, first + count)]
-    return [(epoch, one.ids[index]) for epoch, index in found]
+    placements = [place(one, position) for position in range(first, first + count)]
+    return [(epoch, one.ids[index]) for epoch, index in placements]
 
 
 def epochs(one: Order, count: int) -> list[list[str]]:
     """The samples of each of the first epochs, in order."""
-    found: list[list[str]] = [[] for _ in range(count)]
+    epoch_lists: list[list[str]] = [[] for _ in range(count)]
     position = 0
     while (at := place(one, position))[0] < count:
-        found[at[0]].append(one.ids[at[1]])
+        epoch_lists[at[0]].append(one.ids[at[1]])
         position += 1
-    return found
+    return epoch_lists
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_epoch_is_a_permutation_and_no_two_are_alike(seed: int) -> None:
-    found = epochs(order(seed=seed), 100)
-    assert all(sorted(one) == sorted(IDS) for one in found)
-    assert len({tuple(one) for one in found[:20]}) == 20
-    assert {one[0] for one in found} == {*IDS}, "a sample never comes first"
+    all_epochs = epochs(order(seed=seed), 100)
+    assert all(sorted(epoch) == sorted(IDS) for epoch in all_epochs)
+    assert len({tuple(epoch) for epoch in all_epochs[:20]}) == 20
+    assert {epoch[0] for epoch in all_epochs} == {*IDS}, "a sample never comes first"
 
 
 def test_another_seed_gives_another_order_and_the_same_seed_the_same() -> None:
-    found = [sequence(order(seed=seed), 70) for seed in SEEDS]
-    assert len({tuple(one) for one in found}) == 3
-    assert sequence(order(seed=7), 70) == found[1]
+    sequences = [sequence(order(seed=seed), 70) for seed in SEEDS]
+    assert len({tuple(drawn_sequence) for drawn_sequence in sequences}) == 3
+    assert sequence(order(seed=7), 70) == sequences[1]
 
 
 def test_the_order_is_of_names_and_not_of_the_places_where_they_stand() -> None:
     """Files that are listed in another order, or beside others, come in the same order."""
     assert sequence(order(ids=IDS[::-1]), 70) == sequence(order(), 70)
     more = epochs(order(ids=["clips/new.mp4", *IDS]), 5)
-    assert [[one for one in epoch if one in IDS] for epoch in more] == epochs(order(), 5)
+    assert [[name for name in epoch if name in IDS] for epoch in more] == epochs(order(), 5)
 
 
 @pytest.mark.parametrize("sample", IDS)
 def test_without_a_sample_the_others_keep_their_order_in_all_epochs(sample: str) -> None:
-    without = epochs(order(left_out(sample)), 8)
-    assert without == [[one for one in epoch if one != sample] for epoch in epochs(order(), 8)]
-    assert [len(epoch) for epoch in without] == [6] * 8
+    filtered = epochs(order(left_out(sample)), 8)
+    assert filtered == [[name for name in epoch if name != sample] for epoch in epochs(order(), 8)]
+    assert [len(epoch) for epoch in filtered] == [6] * 8
 
 
 @pytest.mark.parametrize("bad", [IDS[:1], [IDS[4]], [IDS[2], IDS[6]]])
 def test_a_sample_left_out_where_it_is_first_met_was_never_there(bad: list[str]) -> None:
     """The run trips at its position, leaves it out of that epoch and goes on at the same position."""
-    never = order(ids=[one for one in IDS if one not in bad])
+    never = order(ids=[name for name in IDS if name not in bad])
     run = order()
     met = 0
-    taken: list[tuple[int, str]] = []
-    while len(taken) < 60:
-        epoch, index = place(run, len(taken))
+    used: list[tuple[int, str]] = []
+    while len(used) < 60:
+        epoch, index = place(run, len(used))
         if IDS[index] in bad:
             run.quarantine.add([left_out(IDS[index], from_epoch=epoch)])
             run.forget()
             met += 1
         else:
-            taken.append((epoch, IDS[index]))
+            used.append((epoch, IDS[index]))
     assert met == len(bad)
-    assert taken == sequence(never, 60)
+    assert used == sequence(never, 60)
     assert sequence(run, 60) == sequence(never, 60)
 
 
@@ -112,14 +112,14 @@ def test_a_sample_is_out_from_one_epoch_to_another_both_included(
     first: int, last: int | None, lengths: list[int]
 ) -> None:
     run = order(left_out(IDS[3], first, last))
-    found = epochs(run, 6)
-    assert [len(epoch) for epoch in found] == lengths
-    whole = epochs(order(), 6)
-    for number, epoch in enumerate(found):
+    observed = epochs(run, 6)
+    assert [len(epoch) for epoch in observed] == lengths
+    full_epochs = epochs(order(), 6)
+    for number, epoch in enumerate(observed):
         is_out = len(epoch) == 6
         assert run.quarantine.is_out(IDS[3], number) is is_out
         assert not run.quarantine.is_out(IDS[2], number)
-        assert epoch == [one for one in whole[number] if not (is_out and one == IDS[3])]
+        assert epoch == [name for name in full_epochs[number] if not (is_out and name == IDS[3])]
 
 
 def test_several_records_of_one_sample_add_up() -> None:
@@ -150,7 +150,7 @@ def test_the_order_learns_of_a_longer_quarantine_when_it_forgets() -> None:
 
 def test_an_epoch_without_a_sample_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
-    run = order(*(left_out(one, 1) for one in IDS), path=path)
+    run = order(*(left_out(name, 1) for name in IDS), path=path)
     assert len(sequence(run, 7)) == 7
     with pytest.raises(DitLoraError) as error:
         run.draw_at(7)
@@ -224,9 +224,9 @@ GOOD = json.dumps(
 def test_torn_lines_are_passed_over_and_counted(tmp_path: Path, text: str, torn: int) -> None:
     path = tmp_path / "quarantine.jsonl"
     path.write_text(text)
-    held = Quarantine.load(path)
-    assert held.torn == torn
-    assert [one.sample_id for one in held.records] == (["a"] if text != GOOD[:40] else [])
+    loaded = Quarantine.load(path)
+    assert loaded.torn == torn
+    assert [record.sample_id for record in loaded.records] == (["a"] if text != GOOD[:40] else [])
 
 
 @pytest.mark.parametrize(
@@ -268,29 +268,31 @@ def test_a_list_of_an_earlier_version_has_no_copies(tmp_path: Path) -> None:
 
 def test_a_released_sample_comes_again_and_others_stay_out(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
-    held = Quarantine(path, [left_out(IDS[1]), left_out(IDS[2]), left_out(IDS[1], 2, 2)])
+    stored = Quarantine(path, [left_out(IDS[1]), left_out(IDS[2]), left_out(IDS[1], 2, 2)])
     with pytest.raises(
         DitLoraError, match=r"does not leave out clips/cow\.mp4; it leaves out: clips/dog"
     ):
-        held.release([IDS[2], "clips/cow.mp4"])
-    assert len(held.records) == 3
-    assert held.release([IDS[1], IDS[1]]) == [IDS[1]]
-    held.save()
-    again = Quarantine.load(path)
-    assert [one.sample_id for one in again.records] == [IDS[2]]
-    assert (again.is_out(IDS[1], 2), again.is_out(IDS[2], 2)) == (False, True)
+        stored.release([IDS[2], "clips/cow.mp4"])
+    assert len(stored.records) == 3
+    assert stored.release([IDS[1], IDS[1]]) == [IDS[1]]
+    stored.save()
+    reloaded = Quarantine.load(path)
+    assert [record.sample_id for record in reloaded.records] == [IDS[2]]
+    assert (reloaded.is_out(IDS[1], 2), reloaded.is_out(IDS[2], 2)) == (False, True)
 
 
 def test_evidence_goes_with_a_record_and_lists_of_before_have_none(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
-    one = replace(left_out(IDS[0]), evidence={"control": IDS[3], "replays": {"failed": 3, "of": 3}})
-    Quarantine(path, [one]).save()
-    assert Quarantine.load(path).records == [one]
-    assert f'control: "{IDS[3]}"' in one.told()
+    record = replace(
+        left_out(IDS[0]), evidence={"control": IDS[3], "replays": {"failed": 3, "of": 3}}
+    )
+    Quarantine(path, [record]).save()
+    assert Quarantine.load(path).records == [record]
+    assert f'control: "{IDS[3]}"' in record.told()
     line = json.loads(path.read_text())
     del line["evidence"]
     path.write_text(json.dumps(line) + "\n")
-    assert Quarantine.load(path).records == [replace(one, evidence={})]
+    assert Quarantine.load(path).records == [replace(record, evidence={})]
     path.write_text(json.dumps({**line, "evidence": "none"}) + "\n")
     with pytest.raises(DitLoraError, match="evidence is an object"):
         Quarantine.load(path)

@@ -28,10 +28,10 @@ def test_a_worker_that_died_is_named_whichever_sign_of_it_comes_first(
     reader: Reader[int] = Reader()
     reader.begin(batches())
     assert reader.next() == (1, "")
-    last, why = reader.next()
-    assert last == 1
-    assert re.search(f"has ended: DataLoader worker,? {said}", why)
-    assert "Lower data.workers" in why
+    last_item, message = reader.next()
+    assert last_item == 1
+    assert re.search(f"has ended: DataLoader worker,? {said}", message)
+    assert "Lower data.workers" in message
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_a_file_that_is_gone_is_named_and_no_worker_is(error: Exception) -> None
     reader: Reader[int] = Reader()
     reader.begin(batches())
     reader.next()
-    _, why = reader.next()
-    assert "No such file or directory: " in why
-    assert "/data/a.mp4" in why
-    assert "data.workers" not in why
+    _, message = reader.next()
+    assert "No such file or directory: " in message
+    assert "/data/a.mp4" in message
+    assert "data.workers" not in message
 
 
 def test_what_went_wrong_in_the_program_is_not_told_as_a_dead_worker() -> None:

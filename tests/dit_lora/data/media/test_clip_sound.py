@@ -26,11 +26,11 @@ WANTED = SoundFormat(16_000, 2)
 def read(
     path: Path, how: SoundFormat = WANTED, *, frames: int = 8, start: float = 0.0
 ) -> np.ndarray:
-    found = read_sound(MediaFile(path), how, frames=frames, fps=FPS, start=start)
-    assert found.dtype is torch.float32
-    assert found.shape == (how.channels, round(frames / FPS * how.rate))
-    assert found.abs().max() <= 1
-    return found.numpy()
+    sound = read_sound(MediaFile(path), how, frames=frames, fps=FPS, start=start)
+    assert sound.dtype is torch.float32
+    assert sound.shape == (how.channels, round(frames / FPS * how.rate))
+    assert sound.abs().max() <= 1
+    return sound.numpy()
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def read(
     ],
 )
 def test_mono_is_given_twice_at_the_models_rate(tmp_path: Path, name: str, tones: Tones) -> None:
-    found = read(write_clip(tmp_path / name, tones))
-    assert np.array_equal(found[0], found[1])
-    assert pitch(found[0], 16_000) == pytest.approx(440, abs=0.5)
+    channels = read(write_clip(tmp_path / name, tones))
+    assert np.array_equal(channels[0], channels[1])
+    assert pitch(channels[0], 16_000) == pytest.approx(440, abs=0.5)
     # In the middle, where no filter begins: the wave itself, sample for sample.
     time = np.arange(16_000) / 16_000
     middle = slice(4_000, 12_000)
     wave = 0.5 * np.sin(2 * np.pi * 440 * time)
-    error = (found[0] - wave)[middle]
+    error = (channels[0] - wave)[middle]
     lossy = tones.codec in ("aac", "libopus")
     # A shift by one sample would be an error of 0.06 on average.
     assert np.sqrt((error**2).mean()) < 0.03
@@ -61,64 +61,64 @@ def test_mono_is_given_twice_at_the_models_rate(tmp_path: Path, name: str, tones
 
 def test_stereo_keeps_its_sides_and_is_averaged_for_one_channel(tmp_path: Path) -> None:
     path = write_clip(tmp_path / "a.mov", Tones(hertz=(300.0, 900.0), rate=48_000))
-    left, right = read(path)
-    assert pitch(left, 16_000) == pytest.approx(300, abs=0.5)
+    left_channel, right = read(path)
+    assert pitch(left_channel, 16_000) == pytest.approx(300, abs=0.5)
     assert pitch(right, 16_000) == pytest.approx(900, abs=0.5)
-    (one,) = read(path, SoundFormat(16_000, 1))
-    np.testing.assert_allclose(one, (left + right) / 2, atol=1e-6)
+    (channel,) = read(path, SoundFormat(16_000, 1))
+    np.testing.assert_allclose(channel, (left_channel + right) / 2, atol=1e-6)
 
 
 def test_six_channels_are_mixed_to_two_within_the_range(tmp_path: Path) -> None:
     loud = Tones(hertz=(300.0,) * 6, rate=48_000, loud=1.0, codec="flac")
-    left, right = read(write_clip(tmp_path / "a.mkv", loud))
-    assert pitch(left, 16_000) == pytest.approx(300, abs=0.5)
+    left_channel, right = read(write_clip(tmp_path / "a.mkv", loud))
+    assert pitch(left_channel, 16_000) == pytest.approx(300, abs=0.5)
     middle = slice(4_000, 12_000)
     # Scaled, and not cut off at the full level.
-    assert 0.5 < np.abs(left[middle]).max() <= 1
-    assert (np.abs(left[middle]) > 0.999).mean() < 0.05
-    np.testing.assert_allclose(left, right, atol=1e-4)
+    assert 0.5 < np.abs(left_channel[middle]).max() <= 1
+    assert (np.abs(left_channel[middle]) > 0.999).mean() < 0.05
+    np.testing.assert_allclose(left_channel, right, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["a.mov", "a.mkv"])
 def test_a_window_has_the_sound_of_its_own_time(tmp_path: Path, name: str) -> None:
     """A tone that begins at 1 s is heard from half of the window on that begins at 0.5 s, to the sample."""
     path = write_clip(tmp_path / name, Tones(silent_until=1.0, rate=48_000))
-    found = read(path, start=0.5)
-    heard = np.flatnonzero(np.abs(found[0]) > 0.05)
+    channels = read(path, start=0.5)
+    heard = np.flatnonzero(np.abs(channels[0]) > 0.05)
     assert abs(heard[0] - 8_000) <= 16  # Matroska's times are of 1 ms
-    whole = read(path, frames=16)
-    np.testing.assert_allclose(found, whole[:, 8_000:24_000], atol=2e-3)
+    full_sound = read(path, frames=16)
+    np.testing.assert_allclose(channels, full_sound[:, 8_000:24_000], atol=2e-3)
 
 
 def test_sound_that_begins_after_the_pictures_is_silent_until_then(tmp_path: Path) -> None:
-    found = read(write_clip(tmp_path / "a.mov", Tones(offset=0.5, seconds=1.5)))
-    assert not found[:, :7_990].any()
-    assert np.abs(found[:, 8_000:8_100]).max() > 0.3
+    channels = read(write_clip(tmp_path / "a.mov", Tones(offset=0.5, seconds=1.5)))
+    assert not channels[:, :7_990].any()
+    assert np.abs(channels[:, 8_000:8_100]).max() > 0.3
 
 
 def test_pictures_that_begin_after_the_sound_are_not_shifted(tmp_path: Path) -> None:
     """The first picture is at 0.5 s, so that its sound is what is heard from 0.5 s on."""
     tones = Tones(silent_until=1.0, seconds=2.5)
-    found = read(write_clip(tmp_path / "a.mkv", tones, shown_at=0.5))
-    heard = np.flatnonzero(np.abs(found[0]) > 0.05)
+    channels = read(write_clip(tmp_path / "a.mkv", tones, shown_at=0.5))
+    heard = np.flatnonzero(np.abs(channels[0]) > 0.05)
     assert abs(heard[0] - 8_000) <= 16
 
 
 def test_a_gap_is_silence_and_what_follows_stays_in_its_place(tmp_path: Path) -> None:
-    whole = read(write_clip(tmp_path / "a.mkv", Tones()))
-    found = read(write_clip(tmp_path / "b.mkv", Tones(gap=(0.3, 0.6))))
-    assert not found[:, 5_100:9_500].any()
-    np.testing.assert_allclose(found[:, 9_800:], whole[:, 9_800:], atol=2e-3)
+    full_sound = read(write_clip(tmp_path / "a.mkv", Tones()))
+    channels = read(write_clip(tmp_path / "b.mkv", Tones(gap=(0.3, 0.6))))
+    assert not channels[:, 5_100:9_500].any()
+    np.testing.assert_allclose(channels[:, 9_800:], full_sound[:, 9_800:], atol=2e-3)
 
 
 def test_sound_a_little_short_is_silent_there_and_shorter_is_refused(tmp_path: Path) -> None:
     """Sound that lasts until a tenth of a second before the last frame begins is enough."""
-    found = read(write_clip(tmp_path / "a.mov", Tones(seconds=0.79)))
-    assert not found[:, 12_700:].any()
-    assert found[:, 12_000:12_600].any()
+    channels = read(write_clip(tmp_path / "a.mov", Tones(seconds=0.79)))
+    assert not channels[:, 12_700:].any()
+    assert channels[:, 12_000:12_600].any()
     path = write_clip(tmp_path / "b.mov", Tones(seconds=0.5))
-    words = r"b\.mov: sound_too_short: its sound ends at 0\.50 s and the last of its 8 frames is taken at 0\.88 s"
-    with pytest.raises(ClipError, match=words):
+    message = r"b\.mov: sound_too_short: its sound ends at 0\.50 s and the last of its 8 frames is taken at 0\.88 s"
+    with pytest.raises(ClipError, match=message):
         read(path)
     read(path, frames=4)
     assert "0.50 s" not in (unusable_sound(read_header(path), frames=4, fps=FPS) or "")
@@ -154,8 +154,8 @@ def test_sound_in_a_tar_is_that_of_the_file(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar") as tar:
         (info,) = tar.getmembers()
     member = TarMember(tmp_path / "a.tar", "a.mov", info.offset_data, info.size)
-    found = read_sound(member, WANTED, frames=8, fps=FPS)
-    assert np.array_equal(found.numpy(), read(path))
+    decoded_sound = read_sound(member, WANTED, frames=8, fps=FPS)
+    assert np.array_equal(decoded_sound.numpy(), read(path))
 
 
 def test_a_file_cut_off_is_refused_by_name(tmp_path: Path) -> None:
@@ -171,17 +171,17 @@ def test_a_video_is_written_with_sound_that_reads_back(tmp_path: Path) -> None:
     time = torch.arange(27_000) / 24_000
     wave = 0.5 * torch.sin(2 * torch.pi * 500 * time) * (time >= 0.5)
     sound = Sound(torch.stack([wave, wave / 2]), 24_000)
-    for name, given in (("a", sound), ("b", sound), ("c", None)):
-        write_video(tmp_path / f"{name}.mp4", video, 8, given)
+    for name, waveform in (("a", sound), ("b", sound), ("c", None)):
+        write_video(tmp_path / f"{name}.mp4", video, 8, waveform)
     assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
     assert not read_header(tmp_path / "c.mp4").has_sound
-    left, right = read(tmp_path / "a.mp4")
-    assert pitch(left, 16_000) == pytest.approx(500, abs=1)
-    heard = np.flatnonzero(np.abs(left) > 0.1)
+    left_channel, right = read(tmp_path / "a.mp4")
+    assert pitch(left_channel, 16_000) == pytest.approx(500, abs=1)
+    heard = np.flatnonzero(np.abs(left_channel) > 0.1)
     assert abs(heard[0] - 8_000) < 100
-    assert np.abs(left).max() == pytest.approx(2 * np.abs(right).max(), rel=0.1)
-    one = Sound(wave[None], 24_000)
-    write_video(tmp_path / "one.mp4", video, 8, one)
+    assert np.abs(left_channel).max() == pytest.approx(2 * np.abs(right).max(), rel=0.1)
+    mono = Sound(wave[None], 24_000)
+    write_video(tmp_path / "one.mp4", video, 8, mono)
     assert read_header(tmp_path / "one.mp4").has_sound
 
 
@@ -225,8 +225,8 @@ def test_windows_of_a_clip_are_decoded_once_and_are_those_of_the_files_start(
         expected.append(read(path, start=start))
     close_sound()
     times = decoded(monkeypatch)
-    for start, alone in zip(starts, expected, strict=True):
-        assert np.array_equal(read(path, start=start), alone), start
+    for start, expected_sound in zip(starts, expected, strict=True):
+        assert np.array_equal(read(path, start=start), expected_sound), start
     assert len(set(times)) == len(times) > 100
     assert np.array_equal(read(path, start=1.25), expected[2])
     assert len(set(times)) < len(times)
@@ -234,12 +234,12 @@ def test_windows_of_a_clip_are_decoded_once_and_are_those_of_the_files_start(
 
 def test_a_clip_that_is_open_is_not_taken_for_another(tmp_path: Path) -> None:
     low, high = Tones((300.0,), seconds=3.0), Tones((900.0,), seconds=3.0)
-    one, other = write_clip(tmp_path / "a.mov", low), write_clip(tmp_path / "b.mov", high)
-    assert pitch(read(one)[0], 16_000) == pytest.approx(300, abs=1)
-    assert pitch(read(other, start=0.5)[0], 16_000) == pytest.approx(900, abs=1)
-    read(one)
-    write_clip(one, Tones((600.0,), seconds=3.5))  # another file in its place
-    assert pitch(read(one, start=0.5)[0], 16_000) == pytest.approx(600, abs=1)
+    low_clip, high_clip = write_clip(tmp_path / "a.mov", low), write_clip(tmp_path / "b.mov", high)
+    assert pitch(read(low_clip)[0], 16_000) == pytest.approx(300, abs=1)
+    assert pitch(read(high_clip, start=0.5)[0], 16_000) == pytest.approx(900, abs=1)
+    read(low_clip)
+    write_clip(low_clip, Tones((600.0,), seconds=3.5))  # another file in its place
+    assert pitch(read(low_clip, start=0.5)[0], 16_000) == pytest.approx(600, abs=1)
 
 
 def test_damage_is_found_again_by_the_next_window(tmp_path: Path) -> None:
@@ -263,9 +263,9 @@ def test_the_tone_of_a_shape_goes_with_its_movement(shape: str) -> None:
         ]
         for name, sound in (("up", rising), ("down", falling))
     }
-    first, last = pitches["up"]
+    first_pitch, last_pitch = pitches["up"]
     # From 220 Hz to two octaves above, measured over the first and the last tenth of a second.
-    assert first == pytest.approx(220 * 4**0.025, rel=0.02)
-    assert last == pytest.approx(220 * 4**0.975, rel=0.02)
-    assert pitches["down"] == pytest.approx([last, first], rel=0.01)
+    assert first_pitch == pytest.approx(220 * 4**0.025, rel=0.02)
+    assert last_pitch == pytest.approx(220 * 4**0.975, rel=0.02)
+    assert pitches["down"] == pytest.approx([last_pitch, first_pitch], rel=0.01)
     assert rising.waveform[0, :4410].abs().max() > 5 * rising.waveform[1, :4410].abs().max()

@@ -90,10 +90,10 @@ def check(path: Path) -> None:
 
 
 def check_damaged(folder: Path, numbers: range) -> None:
-    whole = whole_files(folder)
+    content_by_name = whole_files(folder)
     for number in numbers:
         chance = random.Random(number)
-        source = whole[number % len(whole)]
+        source = content_by_name[number % len(content_by_name)]
         path = folder / f"{number}{source.suffix}"
         path.write_bytes(damage(source.read_bytes(), chance))
         try:

@@ -23,9 +23,11 @@ def moving() -> np.ndarray:
     """uint8 (F, H, W, 3): a texture seen through a moving window, so that frames are predicted from others."""
     rough = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
     big = np.asarray(Image.fromarray(rough).resize((3 * WIDTH, 3 * HEIGHT)))
-    left = [round(WIDTH * (1 + np.sin(k / 9))) for k in range(COUNT)]
+    left_edges = [round(WIDTH * (1 + np.sin(k / 9))) for k in range(COUNT)]
     top = [round(HEIGHT * (1 + np.cos(k / 13))) for k in range(COUNT)]
-    return np.stack([big[y : y + HEIGHT, x : x + WIDTH] for x, y in zip(left, top, strict=True)])
+    return np.stack(
+        [big[y : y + HEIGHT, x : x + WIDTH] for x, y in zip(left_edges, top, strict=True)]
+    )
 
 
 def encode(path: Path, codec: str, options: dict[str, str], ticks: list[int]) -> Path:
@@ -92,22 +94,24 @@ def from_the_beginning(path: Path, wanted: WantedTimes) -> list[np.ndarray]:
 def check_equal(path: Path, tries: int) -> None:
     """Windows at random places, on frames and between them, with the first and the last ones."""
     chance = random.Random(0)
-    last = WantedTimes(1, 8.0, (COUNT - 0.7) / FPS)  # nearest to the last frame, though after it
-    for wanted in (last, WantedTimes(5, 8.0), WantedTimes(20, 30.0)):
-        check_window(path, wanted)
+    last_time = WantedTimes(
+        1, 8.0, (COUNT - 0.7) / FPS
+    )  # nearest to the last frame, though after it
+    for times in (last_time, WantedTimes(5, 8.0), WantedTimes(20, 30.0)):
+        check_window(path, times)
     starts = [1e-9, 0.8, 1.6, (COUNT - 1) / FPS, (COUNT - 1.4) / FPS, 1e3]
     starts += [chance.uniform(0, COUNT / FPS) for _ in range(tries)]
     starts += [chance.randrange(COUNT) / FPS for _ in range(tries)]
     for start in starts:
-        wanted = WantedTimes(
+        times = WantedTimes(
             *chance.choice([(1, 8.0), (5, 8.0), (3, 24.0), (9, 30.0), (2, 60.0)]), start
         )
-        check_window(path, wanted)
+        check_window(path, times)
 
 
 def check_window(path: Path, wanted: WantedTimes) -> None:
     expected = from_the_beginning(path, wanted)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "frames": wanted.count,
         "fps": wanted.fps,
         "height": HEIGHT,
@@ -115,9 +119,9 @@ def check_window(path: Path, wanted: WantedTimes) -> None:
     }
     if len(expected) < wanted.count:
         with pytest.raises(ClipError, match=f"at most {len(expected)}"):
-            read_frames(path, start=wanted.start, **how)
+            read_frames(path, start=wanted.start, **options)
         return
-    video = read_frames(path, start=wanted.start, **how).permute(0, 2, 3, 1).numpy()
+    video = read_frames(path, start=wanted.start, **options).permute(0, 2, 3, 1).numpy()
     assert np.array_equal(video, np.stack(expected)), f"{wanted}"
 
 
@@ -139,14 +143,14 @@ def test_a_window_holds_what_decoding_from_the_beginning_gives(
 
 
 def test_files_that_mislead_the_search_are_decoded_from_the_beginning(tmp_path: Path) -> None:
-    whole = encode(tmp_path / "a.mp4", "libx264", x264("keyint=24:bframes=3"), EVEN)
+    full_clip = encode(tmp_path / "a.mp4", "libx264", x264("keyint=24:bframes=3"), EVEN)
     # Every packet says that it is a key frame; the file ends early; the first key frame is gone.
-    check_equal(remux(whole, tmp_path / "lie.mkv", is_keyframe=True), tries=3)
-    check_equal(remux(whole, tmp_path / "lie.mp4", is_keyframe=True), tries=3)
-    matroska = remux(whole, tmp_path / "b.mkv")
+    check_equal(remux(full_clip, tmp_path / "lie.mkv", is_keyframe=True), tries=3)
+    check_equal(remux(full_clip, tmp_path / "lie.mp4", is_keyframe=True), tries=3)
+    matroska = remux(full_clip, tmp_path / "b.mkv")
     (tmp_path / "cut.mkv").write_bytes(matroska.read_bytes()[: matroska.stat().st_size * 9 // 10])
     check_equal(tmp_path / "cut.mkv", tries=3)
-    check_equal(remux(whole, tmp_path / "headless.mkv", skip=10), tries=3)
+    check_equal(remux(full_clip, tmp_path / "headless.mkv", skip=10), tries=3)
 
 
 def test_a_window_decodes_little_of_the_file(
@@ -154,18 +158,18 @@ def test_a_window_decodes_little_of_the_file(
 ) -> None:
     """From the key frame before it on, to one frame past the last."""
     path = encode(tmp_path / "a.mp4", "libx264", x264("keyint=24:bframes=3:b-adapt=0"), EVEN)
-    seen: list[float] = []
+    positions: list[float] = []
 
     def count(frames: Any, *_: Any) -> Any:
         for frame in frames:
-            seen.append(frame[0])
+            positions.append(frame[0])
             yield frame
 
     monkeypatch.setattr("dit_lora.data.media.decode._forwards", count)
     read_frames(path, frames=3, height=HEIGHT, width=WIDTH, fps=8, start=1)  # frames 30, 34, 37
-    assert seen[0] == pytest.approx(24 / FPS)
-    assert seen[-1] <= 40 / FPS
-    assert len(seen) <= 17
+    assert positions[0] == pytest.approx(24 / FPS)
+    assert positions[-1] <= 40 / FPS
+    assert len(positions) <= 17
 
 
 @pytest.mark.parametrize("kind", ["open groups", "open groups, mkv", "late", "webm", "avi"])
@@ -175,7 +179,7 @@ def test_key_frames_are_found_in_many_kinds_of_files(tmp_path: Path, kind: str) 
     path = encode(tmp_path / name, codec, options, ticks)
     for start in (0.0, 0.8, 1.7, 2.5):
         near = list(nearest_frames(MediaFile(path), WantedTimes(4, 8.0, start), quick=True))
-        assert sum(one.times for one in near) == 4
+        assert sum(warning.times for warning in near) == 4
 
 
 def test_a_window_that_the_clip_does_not_hold_is_too_short(tmp_path: Path) -> None:
@@ -192,8 +196,8 @@ def test_a_window_inside_a_tar_is_read_as_from_a_file(tmp_path: Path) -> None:
     size = path.stat().st_size
     (tmp_path / "a.tar").write_bytes(b"-" * 512 + path.read_bytes())
     member = TarMember(tmp_path / "a.tar", "a.mp4", 512, size)
-    how: dict[str, Any] = {"frames": 4, "height": 32, "width": 48, "fps": 8, "start": 1.7}
-    assert torch.equal(read_frames(member, **how), read_frames(path, **how))
+    options: dict[str, Any] = {"frames": 4, "height": 32, "width": 48, "fps": 8, "start": 1.7}
+    assert torch.equal(read_frames(member, **options), read_frames(path, **options))
 
 
 def test_a_header_tells_what_is_shown_upright_and_in_square_pixels(tmp_path: Path) -> None:

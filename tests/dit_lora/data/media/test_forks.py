@@ -16,11 +16,11 @@ def test_a_fork_does_not_wait_for_the_threads_of_its_parents_frames() -> None:
     try:
         for _ in range(8):
             frame = av.VideoFrame.from_ndarray(np.zeros((512, 512, 3), np.uint8), format="rgb24")
-            held: list[object] = [
+            references: list[object] = [
                 frame,
                 frame.reformat(width=256, height=256, format="yuv420p", threads=4),
             ]
-            held.append(held)  # a circle, which the collector alone frees
+            references.append(references)  # a circle, which the collector alone frees
         child = os.fork()
         if child == 0:
             gc.collect()

@@ -20,9 +20,9 @@ from dit_lora.errors import DitLoraError
 def test_images_are_known_by_their_bytes(format: str) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (7, 5), "red").save(buffer, format=format)
-    found = sniffed_suffix(buffer.getvalue()[:64])
-    assert found == {"jpeg": ".jpg"}.get(format, f".{format}")
-    assert is_image(Path(f"x{found}"))
+    sniffed = sniffed_suffix(buffer.getvalue()[:64])
+    assert sniffed == {"jpeg": ".jpg"}.get(format, f".{format}")
+    assert is_image(Path(f"x{sniffed}"))
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def test_videos_are_known_by_their_bytes(tmp_path: Path, muxer: str, codec: str)
         frame = av.VideoFrame.from_ndarray(np.zeros((16, 32, 3), np.uint8), format="rgb24")
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    found = sniffed_suffix((tmp_path / "x").read_bytes()[:64])
-    assert found == {"matroska": ".mkv"}.get(muxer, f".{muxer}")
-    assert not is_image(Path(f"x{found}"))
+    sniffed = sniffed_suffix((tmp_path / "x").read_bytes()[:64])
+    assert sniffed == {"matroska": ".mkv"}.get(muxer, f".{muxer}")
+    assert not is_image(Path(f"x{sniffed}"))
 
 
 @pytest.mark.parametrize(

@@ -86,24 +86,24 @@ def test_a_text_that_names_addresses_opens_none(
         port = free.getsockname()[1] if text is session else server.getsockname()[1]
         free.close()
         media = put(tmp_path, text(port))
-        said: list[str] = []
+        messages: list[str] = []
 
         def read() -> None:
-            for how in (
+            for operation in (
                 read_header,
-                lambda one: read_frames(one, frames=1, height=16, width=16, fps=8),
+                lambda file: read_frames(file, frames=1, height=16, width=16, fps=8),
             ):
                 try:
-                    how(media)
+                    operation(media)
                 except ClipError as error:
-                    said.append(str(error))
+                    messages.append(str(error))
 
         thread, started = threading.Thread(target=read, daemon=True), time.monotonic()
         thread.start()
         while thread.is_alive() and time.monotonic() - started < 5:
             assert port not in bound_ports()
         assert not thread.is_alive()
-        assert [line.startswith(media.name) for line in said] == [True, True]
+        assert [line.startswith(media.name) for line in messages] == [True, True]
         with pytest.raises(BlockingIOError):
             server.accept()
     assert [fault.code for fault in probe(media).faults] == ["not_media"]
@@ -121,7 +121,7 @@ def test_a_name_in_another_encoding_is_no_fault(tmp_path: Path) -> None:
 
 def test_media_are_opened_in_one_place() -> None:
     """Elsewhere the library only writes."""
-    wrong, known = [], 0
+    offenders, num_calls = [], 0
     for path in LIBRARY.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or ast.unparse(node.func) not in (
@@ -129,11 +129,13 @@ def test_media_are_opened_in_one_place() -> None:
                 "Image.open",
             ):
                 continue
-            known += 1
-            if path.name != "opened.py" and [ast.unparse(one) for one in node.args[1:]] != ["'w'"]:
-                wrong.append(f"{path.relative_to(LIBRARY)}:{node.lineno}")
-    assert known > 3
-    assert not wrong
+            num_calls += 1
+            if path.name != "opened.py" and [
+                ast.unparse(argument) for argument in node.args[1:]
+            ] != ["'w'"]:
+                offenders.append(f"{path.relative_to(LIBRARY)}:{node.lineno}")
+    assert num_calls > 3
+    assert not offenders
 
 
 def clip(folder: Path) -> MediaFile:
@@ -192,12 +194,14 @@ def png(rows: int, *, bits: int = 8, colour: int = 2, interlaced: bool = False) 
         ]
     else:
         lengths = [line] * height
-    kept = lengths[:rows]
-    data = b"".join(b"\0" + noise.bytes(-(-length // 8)) for length in kept)
+    kept_lengths = lengths[:rows]
+    data = b"".join(b"\0" + noise.bytes(-(-length // 8)) for length in kept_lengths)
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        whole = kind + content
-        return struct.pack(">I", len(content)) + whole + struct.pack(">I", zlib.crc32(whole))
+        full_chunk = kind + content
+        return (
+            struct.pack(">I", len(content)) + full_chunk + struct.pack(">I", zlib.crc32(full_chunk))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, interlaced)
     palette = chunk(b"PLTE", noise.bytes(3 * 2**bits)) if colour == 3 else b""

@@ -101,20 +101,20 @@ def test_an_orientation_in_xmp_turns_size_and_pixels(tmp_path: Path, orientation
 def test_a_profile_is_converted_to_srgb(tmp_path: Path, name: str) -> None:
     with Image.open(PROFILES / name) as opened:
         stored, profile = opened.convert("RGB"), opened.info["icc_profile"]
-    own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-    expected = ImageCms.profileToProfile(stored, own, ImageCms.createProfile("sRGB"))
+    icc_profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+    expected = ImageCms.profileToProfile(stored, icc_profile, ImageCms.createProfile("sRGB"))
     assert expected is not None
-    shown = np.asarray(open_image(MediaFile(PROFILES / name)))
-    assert np.array_equal(shown, np.asarray(expected))
-    assert np.abs(shown.astype(int) - np.asarray(stored)).max() > 20
+    pixels = np.asarray(open_image(MediaFile(PROFILES / name)))
+    assert np.array_equal(pixels, np.asarray(expected))
+    assert np.abs(pixels.astype(int) - np.asarray(stored)).max() > 20
     # The transparent part of the same picture is white, and the rest has the same colours.
     glass = stored.copy()
     glass.putalpha(Image.new("L", stored.size, 255))
     glass.putpixel((0, 0), (9, 9, 9, 0))
     glass.save(tmp_path / "glass.png", icc_profile=profile)
-    seen = np.asarray(open_image(MediaFile(tmp_path / "glass.png")))
-    assert seen[0, 0].tolist() == [255, 255, 255]
-    assert np.array_equal(seen[1:], shown[1:])
+    opened_pixels = np.asarray(open_image(MediaFile(tmp_path / "glass.png")))
+    assert opened_pixels[0, 0].tolist() == [255, 255, 255]
+    assert np.array_equal(opened_pixels[1:], pixels[1:])
 
 
 def test_profiles_that_say_nothing_new_leave_pixels_and_cache_keys_alone(tmp_path: Path) -> None:
@@ -127,12 +127,12 @@ def test_profiles_that_say_nothing_new_leave_pixels_and_cache_keys_alone(tmp_pat
         media = MediaFile(tmp_path / f"{name}.png")
         assert np.array_equal(np.asarray(open_image(media)), np.asarray(image.convert("RGB")))
         assert digests.pixels(media) == digests.media(media)
-    other = MediaFile(PROFILES / "p3.png")
-    assert digests.pixels(other) == f"{digests.media(other)}+srgb"
+    other_media = MediaFile(PROFILES / "p3.png")
+    assert digests.pixels(other_media) == f"{digests.media(other_media)}+srgb"
     digests.save()
     remembered = Digests(tmp_path / "memo.json")
-    assert remembered.pixels(other) == f"{remembered.media(other)}+srgb"
-    assert remembered.media(other) == digests.media(other)
+    assert remembered.pixels(other_media) == f"{remembered.media(other_media)}+srgb"
+    assert remembered.media(other_media) == digests.media(other_media)
 
 
 def test_content_decides_what_a_file_is(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_a_gif_that_moves_is_a_video_of_pillows_frames(tmp_path: Path) -> None:
     frames = [picture(), ImageOps.mirror(picture())]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=200)
     assert not is_image(tmp_path / "a.gif")
-    first = read_frames(tmp_path / "a.gif", frames=1, height=HEIGHT, width=WIDTH, fps=None)
-    assert np.array_equal(first[0].permute(1, 2, 0).numpy(), upright(tmp_path / "a.gif"))
+    first_frame = read_frames(tmp_path / "a.gif", frames=1, height=HEIGHT, width=WIDTH, fps=None)
+    assert np.array_equal(first_frame[0].permute(1, 2, 0).numpy(), upright(tmp_path / "a.gif"))
     assert probe(MediaFile(tmp_path / "a.gif")).facts["frames"] == 2
 
 

@@ -55,9 +55,12 @@ def test_of_a_video_a_reference_is_the_frame_at_its_samples_start(tmp_path: Path
     video = torch.arange(8, dtype=torch.uint8).view(8, 1, 1, 1) * 30
     write_video(tmp_path / "a.mp4", video.expand(8, 32, 48, 3).contiguous(), 8)
     media = MediaFile(tmp_path / "a.mp4")
-    first, later = (read_reference(media, None, 8.0, start) for start in (0.0, 0.5))
-    assert first.shape == later.shape == (1, 3, 32, 48)
-    assert [round(one.float().mean().item() / 30) for one in (first, later)] == [0, 4]
+    first_picture, later = (read_reference(media, None, 8.0, start) for start in (0.0, 0.5))
+    assert first_picture.shape == later.shape == (1, 3, 32, 48)
+    assert [round(picture.float().mean().item() / 30) for picture in (first_picture, later)] == [
+        0,
+        4,
+    ]
     clip = read_reference(media, VideoShape(3, 16, 24), 4.0, 0.25)
     assert clip.shape == (3, 3, 16, 24)
     assert [round(frame.float().mean().item() / 30) for frame in clip] == [2, 4, 6]
@@ -81,15 +84,15 @@ def test_a_videos_pixels_are_square_in_a_reference(tmp_path: Path) -> None:
 def test_references_that_cannot_be_read_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torn, bomb, words = tmp_path / "torn.png", tmp_path / "bomb.png", tmp_path / "words.png"
+    torn, bomb, text_file = tmp_path / "torn.png", tmp_path / "bomb.png", tmp_path / "words.png"
     noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), np.uint8)
     Image.fromarray(noise).save(torn)
     torn.write_bytes(torn.read_bytes()[:2000])
-    words.write_text("no picture")
+    text_file.write_text("no picture")
     Image.new("RGB", (41, 41)).save(bomb)
     monkeypatch.setattr(opened, "MOST_PIXELS", 1600)
-    for file, why in ((torn, "truncated"), (bomb, "41 x 41"), (words, "cannot identify")):
-        with pytest.raises(ClipError, match=rf"{file.name}: .*{why}") as caught:
+    for file, reason in ((torn, "truncated"), (bomb, "41 x 41"), (text_file, "cannot identify")):
+        with pytest.raises(ClipError, match=rf"{file.name}: .*{reason}") as caught:
             read_reference(MediaFile(file), None, None)
         assert "\n" not in str(caught.value)
 
@@ -147,9 +150,9 @@ def test_transparency_is_a_mask(tmp_path: Path, suffix: str) -> None:
     picture.paste((9, 200, 40, 255), (4, 0, 8, 4))
     mask = mask_of(saved(picture, tmp_path / f"a.{suffix}"), alpha=True)
     assert mask[0].tolist() == pytest.approx([0, 0, 0.2, 0.2, 1, 1, 1, 1])
-    for number, whole in enumerate(("RGB", "L", "I;16", "P")):
+    for number, mode in enumerate(("RGB", "L", "I;16", "P")):
         file = tmp_path / f"{number}.{suffix}"
-        Image.new(whole, (8, 4), 7).save(file)
+        Image.new(mode, (8, 4), 7).save(file)
         assert mask_of(file, alpha=True).unique().tolist() == [1.0]
 
 
@@ -219,8 +222,8 @@ def test_masks_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         "float.tif": "floating-point",
         "gone.png": "No such file",
     }
-    for name, why in faults.items():
-        with pytest.raises(ClipError, match=why) as caught:
+    for name, reason in faults.items():
+        with pytest.raises(ClipError, match=reason) as caught:
             mask_of(tmp_path / name)
         assert str(caught.value).startswith(f"{tmp_path / name}: ")
         assert "\n" not in str(caught.value)
@@ -229,5 +232,5 @@ def test_masks_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_a_mask_has_its_pictures_shape_but_for_rounding() -> None:
     assert wrong_mask((512, 768), (1024, 1536)) is None
     assert wrong_mask((33, 50), (1000, 1500)) is None
-    words = wrong_mask((768, 512), (512, 768))
-    assert words == "its mask is 512 x 768 and the picture 768 x 512: they have to have one shape"
+    message = wrong_mask((768, 512), (512, 768))
+    assert message == "its mask is 512 x 768 and the picture 768 x 512: they have to have one shape"

@@ -60,8 +60,8 @@ def test_equal_sound_gives_equal_bytes_and_a_louder_one_is_cut(tmp_path: Path) -
     loud = Sound(10 * sound.waveform, RATE)
     cut = Sound(loud.waveform.clamp(-1, 1), RATE)
     a, b, c, d = (
-        write_sample(tmp_path / str(number), video(), 8, one).read_bytes()
-        for number, one in enumerate((sound, sound, loud, cut))
+        write_sample(tmp_path / str(number), video(), 8, tone).read_bytes()
+        for number, tone in enumerate((sound, sound, loud, cut))
     )
     assert a == b
     assert a != c == d
@@ -72,10 +72,10 @@ def test_sound_that_is_not_finite_is_named_and_nothing_written(tmp_path: Path) -
     sound = tones(500)
     sound.waveform[0, 7] = torch.nan
     sound.waveform[0, 9] = torch.inf
-    words = f"sound has 1 NaN and 1 Inf among {sound.waveform.numel()} values"
-    assert unplayable(sound) == words
+    message = f"sound has 1 NaN and 1 Inf among {sound.waveform.numel()} values"
+    assert unplayable(sound) == message
     assert unplayable(tones(500)) is unplayable(None) is None
-    with pytest.raises(DitLoraError, match=f"a.mp4: its {words}"):
+    with pytest.raises(DitLoraError, match=f"a.mp4: its {message}"):
         write_video(tmp_path / "a.mp4", video(), 8, sound)
     assert not list(tmp_path.iterdir())
 

@@ -191,8 +191,8 @@ def test_equal_frames_give_equal_files(tmp_path: Path) -> None:
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "text.mp4").write_text("not a video")
     (tmp_path / "empty.mp4").touch()
-    whole = numbered(tmp_path / "a.mp4", [k * 125 for k in range(20)])
-    (tmp_path / "cut.mp4").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    expected = numbered(tmp_path / "a.mp4", [k * 125 for k in range(20)])
+    (tmp_path / "cut.mp4").write_bytes(expected.read_bytes()[: expected.stat().st_size // 2])
     for name in ("text.mp4", "empty.mp4", "cut.mp4", "gone.mp4"):
         with pytest.raises(ClipError, match=name):
             read_header(tmp_path / name)

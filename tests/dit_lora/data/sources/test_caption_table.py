@@ -38,9 +38,9 @@ def test_other_lines_and_columns_keep_their_bytes(tmp_path: Path) -> None:
         '{"fps": 4, "video": "./b.png", "caption": "a \\"b\\"", "mask": "mask.png"}\r'
     )
     assert written[3:] == ['{"video": "deep/c.mp4", "caption": "ç"}\r', ""]
-    again = CaptionTable.read(tmp_path)
-    assert again.captions == {"a.mp4": "é kept", "b.png": 'a "b"', "deep/c.mp4": "ç"}
-    assert not again.missing
+    reread = CaptionTable.read(tmp_path)
+    assert reread.captions == {"a.mp4": "é kept", "b.png": 'a "b"', "deep/c.mp4": "ç"}
+    assert not reread.missing
 
 
 def test_captions_of_text_files_come_along_into_a_new_table(tmp_path: Path) -> None:
@@ -76,18 +76,21 @@ def test_a_folder_that_keeps_captions_elsewhere_is_refused(
 
 def test_what_waits_is_moved_once_and_never_over_another_caption(tmp_path: Path) -> None:
     folder(tmp_path, "a.mp4", "b.mp4", "c.mp4")
-    one, other = MadeCaptions(tmp_path), MadeCaptions(tmp_path, rank=1)
-    with one.held():
-        with pytest.raises(DitLoraError, match="another process writes captions"), other.held():
+    first_writer, second_writer = MadeCaptions(tmp_path), MadeCaptions(tmp_path, rank=1)
+    with first_writer.held():
+        with (
+            pytest.raises(DitLoraError, match="another process writes captions"),
+            second_writer.held(),
+        ):
             pass
-        one.add("a.mp4", "first")
-        other.add("b.mp4", "second\nline")
+        first_writer.add("a.mp4", "first")
+        second_writer.add("b.mp4", "second\nline")
         with (tmp_path / ".captions" / "part_1.jsonl").open("a") as file:
             file.write('{"file": "c.mp4", "capt')  # of a process that was killed
         with locked_table(tmp_path) as table:
             table.put({"a.mp4": "by hand"})
-        assert other.merge(of_all=True) == 1
-        assert other.merge(of_all=True) == 0
+        assert second_writer.merge(of_all=True) == 1
+        assert second_writer.merge(of_all=True) == 0
     table = CaptionTable.read(tmp_path)
     assert table.captions == {"a.mp4": "by hand", "b.mp4": "second\nline"}
     assert table.missing == ["c.mp4"]
@@ -141,10 +144,10 @@ def test_a_table_keeps_its_mode_and_the_link_to_it(tmp_path: Path) -> None:
 def test_names_that_are_not_utf8_have_captions_too(tmp_path: Path) -> None:
     odd = os.fsdecode(b"caf\xe9.mp4")
     folder(tmp_path, odd, "ok.mp4")
-    made = MadeCaptions(tmp_path)
-    with made.held():
-        made.add(odd, "made")
-        assert made.merge(of_all=True) == 1
+    captions = MadeCaptions(tmp_path)
+    with captions.held():
+        captions.add(odd, "made")
+        assert captions.merge(of_all=True) == 1
     put(tmp_path, {"ok.mp4": "ok"})
     assert CaptionTable.read(tmp_path).captions == {odd: "made", "ok.mp4": "ok"}
     clips = scan(load_folder(str(tmp_path))).clips

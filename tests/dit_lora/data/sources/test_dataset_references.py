@@ -27,8 +27,8 @@ def picture(level: int) -> dict[str, Any]:
 
 
 def level(one: media.Media) -> int:
-    found: int = Image.open(io.BytesIO(read_bytes(one))).getpixel((0, 0))[0]  # type: ignore[index]
-    return found
+    gray_level: int = Image.open(io.BytesIO(read_bytes(one))).getpixel((0, 0))[0]  # type: ignore[index]
+    return gray_level
 
 
 def a_dataset(**columns: tuple[Any, list[Any]]) -> Any:
@@ -46,7 +46,10 @@ def scanned(saved: Any, folder: Path, **options: Any) -> Scan:
 
 
 def levels(found: Scan) -> dict[int, list[int]]:
-    return {level(one.media): [level(other) for other in one.references] for one in found.clips}
+    return {
+        level(clip.media): [level(reference) for reference in clip.references]
+        for clip in found.clips
+    }
 
 
 IMAGES = [picture(10), picture(11), None]
@@ -62,13 +65,13 @@ def test_a_column_holds_a_picture_or_a_list_of_them(tmp_path: Path) -> None:
         1: [],
         2: [22],
     }
-    found = scanned(saved, tmp_path / "b", reference_columns=["references", "first"])
-    assert levels(found) == {0: [20, 21, 10], 1: [11], 2: [22]}
-    assert not found.problems
-    found = scanned(saved, tmp_path / "c", reference_columns=["first", "references"])
-    assert levels(found) == {0: [10, 20, 21], 1: [11]}
+    scan_result = scanned(saved, tmp_path / "b", reference_columns=["references", "first"])
+    assert levels(scan_result) == {0: [20, 21, 10], 1: [11], 2: [22]}
+    assert not scan_result.problems
+    scan_result = scanned(saved, tmp_path / "c", reference_columns=["first", "references"])
+    assert levels(scan_result) == {0: [10, 20, 21], 1: [11]}
     # Nothing of the third row's first column, and something behind it.
-    assert [(one.file, one.code) for one in found.problems] == [
+    assert [(finding.file, finding.code) for finding in scan_result.problems] == [
         ("00000002.png", "reference_missing")
     ]
 
@@ -90,48 +93,65 @@ def test_chosen_rows_have_their_own_references(tmp_path: Path) -> None:
     assert levels(scanned(saved, tmp_path / "saved")) == {2: [22], 0: [20, 21]}
     in_memory = saved.shuffle(seed=1)
     assert in_memory._indices is not None
-    places = hf_datasets._lists("x", in_memory, "references", False)
-    given = [[level(cell.media) for cell in cells if cell.media] for cells in places]
-    assert sorted(given) == [[20, 21], [22]]
+    cell_lists = hf_datasets._lists("x", in_memory, "references", False)
+    reference_levels = [[level(cell.media) for cell in cells if cell.media] for cells in cell_lists]
+    assert sorted(reference_levels) == [[20, 21], [22]]
 
 
 def test_cells_of_a_list_are_told_apart(tmp_path: Path) -> None:
     """Each has a place of its own, survives pickling, and is hashed by its bytes; nothing is written."""
-    found = scanned(a_dataset(references=(datasets.List(datasets.Image()), LISTS)), tmp_path / "a")
+    scan_result = scanned(
+        a_dataset(references=(datasets.List(datasets.Image()), LISTS)), tmp_path / "a"
+    )
     assert not [file for file in (tmp_path / "a").iterdir() if file.name.startswith("cache-")]
-    given = [one for clip in found.clips for one in clip.references]
-    assert len({one.place for one in given}) == len({one.name for one in given}) == 3
-    assert [one.stamp()[0] for one in given] == [len(read_bytes(one)) for one in given]
-    assert [level(one) for one in pickle.loads(pickle.dumps(given))] == [20, 21, 22]
+    references = [reference for clip in scan_result.clips for reference in clip.references]
+    assert (
+        len({reference.place for reference in references})
+        == len({reference.name for reference in references})
+        == 3
+    )
+    assert [reference.stamp()[0] for reference in references] == [
+        len(read_bytes(reference)) for reference in references
+    ]
+    assert [level(reference) for reference in pickle.loads(pickle.dumps(references))] == [
+        20,
+        21,
+        22,
+    ]
     digests = Digests(tmp_path / "digests.json")
-    assert len({digests.media(one) for one in given}) == 3
+    assert len({digests.media(reference) for reference in references}) == 3
 
 
 def test_a_mask_column_is_no_medium_and_a_row_may_have_none(tmp_path: Path) -> None:
     masks = [picture(200), None, picture(201)]
     saved = a_dataset(mask=(datasets.Image(), masks)).select_columns(["mask", "target", "text"])
-    found = scanned(saved, tmp_path, mask_column="mask")
-    own = {level(one.media): one.mask and level(one.mask.media) for one in found.clips}
-    assert own == {0: 200, 1: None, 2: 201}
-    assert not found.problems
+    scan_result = scanned(saved, tmp_path, mask_column="mask")
+    mask_levels = {
+        level(clip.media): clip.mask and level(clip.mask.media) for clip in scan_result.clips
+    }
+    assert mask_levels == {0: 200, 1: None, 2: 201}
+    assert not scan_result.problems
 
 
 def test_cells_that_cannot_be_read_refuse_their_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = {"bytes": None, "path": str(tmp_path / "gone.png")}
-    words = {"bytes": b"words, " * 50, "path": None}
-    lists = [[picture(1), gone], [None, picture(2)], [picture(3), words]]
+    missing_file = {"bytes": None, "path": str(tmp_path / "gone.png")}
+    text_cell = {"bytes": b"words, " * 50, "path": None}
+    lists = [[picture(1), missing_file], [None, picture(2)], [picture(3), text_cell]]
     saved = a_dataset(
         references=(datasets.List(datasets.Image()), lists),
-        mask=(datasets.Image(), [gone, picture(1), {"bytes": b"", "path": None}]),
+        mask=(datasets.Image(), [missing_file, picture(1), {"bytes": b"", "path": None}]),
     )
     monkeypatch.setattr(hf_datasets, "_load", lambda path: saved)
-    found = hf_datasets.read_dataset(SourceConfig(path="in memory", mask_column="mask"))
-    assert not found.clips
-    assert {(one.file, one.code): one.words for one in found.problems} == {
-        ("00000000.png", "reference_missing"): f"its reference: no such file: {gone['path']}",
-        ("00000000.png", "mask_missing"): f"its mask: no such file: {gone['path']}",
+    scan_result = hf_datasets.read_dataset(SourceConfig(path="in memory", mask_column="mask"))
+    assert not scan_result.clips
+    assert {(finding.file, finding.code): finding.words for finding in scan_result.problems} == {
+        (
+            "00000000.png",
+            "reference_missing",
+        ): f"its reference: no such file: {missing_file['path']}",
+        ("00000000.png", "mask_missing"): f"its mask: no such file: {missing_file['path']}",
         ("00000001.png", "reference_missing"): "its reference 1 is empty, and there are others "
         "behind it",
         ("00000002.png", "not_media"): "its reference: its bytes are no video or image of a format "
@@ -139,18 +159,18 @@ def test_cells_that_cannot_be_read_refuse_their_sample(
         ("00000002.png", "empty_file"): "its mask: it has no bytes",
     }
     monkeypatch.setattr(media, "MOST_BYTES", 349)
-    found = hf_datasets.read_dataset(SourceConfig(path="in memory", caption="x"))
-    large = [one for one in found.problems if one.code == "too_large"]
-    assert [one.file for one in large] == ["00000002.png"]
+    scan_result = hf_datasets.read_dataset(SourceConfig(path="in memory", caption="x"))
+    large = [problem for problem in scan_result.problems if problem.code == "too_large"]
+    assert [problem.file for problem in large] == ["00000002.png"]
     assert large[0].words.startswith("its reference: it has 350 bytes, and 349 are read")
 
 
 def test_columns_that_are_not_there_or_hold_no_pictures_are_named(tmp_path: Path) -> None:
     saved = a_dataset(names=(datasets.Value("string"), ["a", "b", "c"]))
-    wrong = {
+    cases = {
         "reference_columns": (["names", "low"], "images called names, none of images called low"),
         "mask_column": ("names", "images called names"),
     }
-    for number, (option, (given, why)) in enumerate(wrong.items()):
-        with pytest.raises(DitLoraError, match=f"has no column of {why}; it has target"):
-            scanned(saved, tmp_path / str(number), **{option: given})
+    for number, (option, (dataset, reason)) in enumerate(cases.items()):
+        with pytest.raises(DitLoraError, match=f"has no column of {reason}; it has target"):
+            scanned(saved, tmp_path / str(number), **{option: dataset})

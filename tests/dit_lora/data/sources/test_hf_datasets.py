@@ -88,20 +88,22 @@ def test_the_column_that_the_recipe_names_is_taken(read: Callable[..., list[Clip
 
 def test_cells_are_read_in_place(tmp_path: Path, read: Callable[..., list[Clip]]) -> None:
     """Nothing is written; a cell survives pickling, and a second reading finds the same places."""
-    first = read(labelled())
+    first_clips = read(labelled())
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     data = DataConfig(path=str(tmp_path / "saved"), height=24, width=16)
-    again = read_clips(data, tmp_path / "cache")
-    assert again == first
-    assert [clip.id for clip in first] == ["00000000.png", "00000001.png", "00000002.tiff"]
-    assert [clip.media.stamp()[0] for clip in first] == [len(read_bytes(c.media)) for c in first]
-    pickled = pickle.dumps(again)
+    second_clips = read_clips(data, tmp_path / "cache")
+    assert second_clips == first_clips
+    assert [clip.id for clip in first_clips] == ["00000000.png", "00000001.png", "00000002.tiff"]
+    assert [clip.media.stamp()[0] for clip in first_clips] == [
+        len(read_bytes(c.media)) for c in first_clips
+    ]
+    pickled = pickle.dumps(second_clips)
     assert str(tmp_path / "saved").encode() in pickled  # by the files' paths
-    for clip, other in zip(first, pickle.loads(pickled), strict=True):
-        assert (clip, hash(clip.media)) == (other, hash(other.media))
-        assert read_bytes(clip.media) == read_bytes(other.media)
+    for clip, unpickled in zip(first_clips, pickle.loads(pickled), strict=True):
+        assert (clip, hash(clip.media)) == (unpickled, hash(unpickled.media))
+        assert read_bytes(clip.media) == read_bytes(unpickled.media)
     digests = Digests(tmp_path / "digests.json")
-    assert len({digests.media(clip.media) for clip in first}) == 3
+    assert len({digests.media(clip.media) for clip in first_clips}) == 3
     del before[tmp_path / "saved"]
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
     assert not (tmp_path / "cache").exists()
@@ -110,18 +112,18 @@ def test_cells_are_read_in_place(tmp_path: Path, read: Callable[..., list[Clip]]
 def test_another_dataset_in_the_same_folder_is_another_place(
     tmp_path: Path, read: Callable[..., list[Clip]]
 ) -> None:
-    first = read(labelled())
+    first_clips = read(labelled())
     shutil.rmtree(tmp_path / "saved")
     second = read(labelled().map(lambda row: {**row, "note": "other"}))
-    assert not {clip.media.place for clip in first} & {clip.media.place for clip in second}
+    assert not {clip.media.place for clip in first_clips} & {clip.media.place for clip in second}
 
 
 def test_chosen_rows_are_those_of_the_dataset() -> None:
     """A dataset may be a choice of its table's rows: cells, captions and names go by the choice."""
-    found = found_in(labelled().select([2, 0]))
-    assert [clip.caption for clip in found.clips] == ["a/b", "tench, Tinca tinca"]
-    assert [clip.id for clip in found.clips] == ["00000000.tiff", "00000001.png"]
-    frame = read_frames(found.clips[1].media, frames=1, fps=None, height=24, width=16)
+    scan_result = found_in(labelled().select([2, 0]))
+    assert [clip.caption for clip in scan_result.clips] == ["a/b", "tench, Tinca tinca"]
+    assert [clip.id for clip in scan_result.clips] == ["00000000.tiff", "00000001.png"]
+    frame = read_frames(scan_result.clips[1].media, frames=1, fps=None, height=24, width=16)
     assert torch.equal(frame[0, :, 5, 5], torch.tensor(COLOURS[0], dtype=torch.uint8))
 
 
@@ -148,10 +150,10 @@ def test_videos_are_read_without_a_decoder_of_the_datasets_package(
         ("00000001.mp4", "two"),
     ]
     for clip, path in zip(clips, paths, strict=True):
-        shown = [
+        pictures = [
             read_frames(media, frames=3, height=24, width=32, fps=8) for media in (clip.media, path)
         ]
-        assert torch.equal(*shown)
+        assert torch.equal(*pictures)
     assert clips[0].image is not None
     assert read_bytes(clips[0].image) == png["bytes"]
     assert clips[1].image is None
@@ -177,10 +179,10 @@ def test_everything_wrong_with_rows_is_listed(tmp_path: Path) -> None:
     )
     labels = [0, 0, 0, 0, 0, -1, None]
     saved = datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features)
-    found = found_in(saved)
-    assert [(clip.id, clip.caption) for clip in found.clips] == [("00000000.png", "cat")]
-    assert found.clips[0].media == MediaFile(tmp_path / "there.png")
-    assert [(one.file, one.code) for one in found.problems] == [
+    scan_result = found_in(saved)
+    assert [(clip.id, clip.caption) for clip in scan_result.clips] == [("00000000.png", "cat")]
+    assert scan_result.clips[0].media == MediaFile(tmp_path / "there.png")
+    assert [(finding.file, finding.code) for finding in scan_result.problems] == [
         ("00000001.png", "missing"),
         ("00000002", "missing"),
         ("00000003", "not_media"),
@@ -206,8 +208,8 @@ def test_a_dataset_of_the_hub_names_no_file_of_this_machine(
     rows = {"image": cells, "text": ["a", "b", "c"]}
     saved = datasets.Dataset.from_dict(rows, features=features)
     monkeypatch.setattr(hf_datasets, "_load", lambda path: saved)
-    found = hf_datasets.read_dataset(SourceConfig(path="somebody/images"))
-    assert [(one.file, one.code) for one in found.problems] == [
+    scan_result = hf_datasets.read_dataset(SourceConfig(path="somebody/images"))
+    assert [(finding.file, finding.code) for finding in scan_result.problems] == [
         ("00000000.png", "unsafe_path"),
         ("00000001.png", "missing"),
         ("00000002", "too_large"),
@@ -221,15 +223,15 @@ def found_in(dataset: Any, **options: Any) -> Scan:
 
 
 def test_one_caption_needs_no_column() -> None:
-    found = found_in(a_dataset(), caption="a photo of sks dog")
-    assert {clip.caption for clip in found.clips} == {"a photo of sks dog"}
-    assert len(found.clips) == 3
+    scan_result = found_in(a_dataset(), caption="a photo of sks dog")
+    assert {clip.caption for clip in scan_result.clips} == {"a photo of sks dog"}
+    assert len(scan_result.clips) == 3
 
 
 def test_the_column_of_first_images_is_not_what_is_trained_on() -> None:
     both = a_dataset(after=(datasets.Image(), [Image.new("RGB", (9, 9), c) for c in COLOURS]))
-    found = found_in(both, caption="x", image_column="picture")
-    for clip in found.clips:
+    scan_result = found_in(both, caption="x", image_column="picture")
+    for clip in scan_result.clips:
         assert ":after/" in clip.media.name
         assert clip.image is not None
         assert ":picture/" in clip.image.name
@@ -249,10 +251,10 @@ def test_decoded_arrays_are_refused() -> None:
 def test_the_split_called_train_is_taken_and_others_need_a_choice(
     read: Callable[..., list[Clip]], tmp_path: Path
 ) -> None:
-    whole = labelled()
-    splits = datasets.DatasetDict({"test": whole.select([0]), "train": whole.select([1, 2])})
+    dataset = labelled()
+    splits = datasets.DatasetDict({"test": dataset.select([0]), "train": dataset.select([1, 2])})
     assert [clip.caption for clip in read(splits)] == ["red fox", "a/b"]
-    odd = datasets.DatasetDict({"a": whole.select([0]), "b": whole.select([1])})
+    odd = datasets.DatasetDict({"a": dataset.select([0]), "b": dataset.select([1])})
     odd.save_to_disk(tmp_path / "odd")
     with pytest.raises(DitLoraError, match="has the splits a, b, none called train"):
         read_clips(DataConfig(path=str(tmp_path / "odd"), height=24, width=16), tmp_path / "cache")

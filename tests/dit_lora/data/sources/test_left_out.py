@@ -27,9 +27,9 @@ def write_table(folder: Path, *rows: dict[str, object]) -> None:
 
 
 def notes(folder: Path, **values: object) -> list[str]:
-    found = scan(config(folder, **values)).notes
-    assert all(note.startswith(f"{folder}: ") for note in found)
-    return [note.removeprefix(f"{folder}: ") for note in found]
+    scan_notes = scan(config(folder, **values)).notes
+    assert all(note.startswith(f"{folder}: ") for note in scan_notes)
+    return [note.removeprefix(f"{folder}: ") for note in scan_notes]
 
 
 def test_every_picture_that_pillow_reads_is_a_sample(tmp_path: Path) -> None:

@@ -32,13 +32,13 @@ def test_a_list_names_files_below_its_folder_alone(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Others are refused by name, first images too; an absolute name may say the folder itself."""
-    other = tmp_path_factory.mktemp("other") / "c.mp4"
-    other.write_bytes(b"video")
+    outside_file = tmp_path_factory.mktemp("other") / "c.mp4"
+    outside_file.write_bytes(b"video")
     inside = folder / "table"
     (inside / "sub").mkdir(parents=True)
     (inside / "d.mp4").write_bytes(b"video")
-    (inside / "link").symlink_to(other.parent)
-    names = [str(other), "../a.mp4", "sub/../../a.mp4", f"{inside}/../a.mp4"]
+    (inside / "link").symlink_to(outside_file.parent)
+    names = [str(outside_file), "../a.mp4", "sub/../../a.mp4", f"{inside}/../a.mp4"]
     allowed = [str(inside / "d.mp4"), "link/c.mp4"]
     rows = [{"file_name": name, "text": "x", "first": None} for name in (*names, *allowed)]
     # By the name: what `..` after a link would lead to is not asked.
@@ -47,13 +47,13 @@ def test_a_list_names_files_below_its_folder_alone(
     rows.append({"file_name": "sub/f.mp4", "text": "x", "first": "../../a.mp4"})
     (inside / "sub" / "f.mp4").write_bytes(b"video")
     write_jsonl(inside, rows)
-    found = scan(config(inside, image_column="first"))
-    wrong = [(one.file, one.code) for one in found.problems]
-    assert wrong == [(name, "unsafe_path") for name in (*names, "sub/f.mp4")]
-    assert f"../../a.mp4 leads out of {inside}" in found.problems[-1].words
-    places = {clip.id: clip.media.place for clip in found.clips}
-    assert places == {name: str(inside / name) for name in ("d.mp4", "link/c.mp4", "e.mp4")}
-    assert all(clip.media.exists() for clip in found.clips)
+    scan_result = scan(config(inside, image_column="first"))
+    problems = [(finding.file, finding.code) for finding in scan_result.problems]
+    assert problems == [(name, "unsafe_path") for name in (*names, "sub/f.mp4")]
+    assert f"../../a.mp4 leads out of {inside}" in scan_result.problems[-1].words
+    media_paths = {clip.id: clip.media.place for clip in scan_result.clips}
+    assert media_paths == {name: str(inside / name) for name in ("d.mp4", "link/c.mp4", "e.mp4")}
+    assert all(clip.media.exists() for clip in scan_result.clips)
 
 
 @pytest.mark.parametrize("listing", ["metadata.csv", "videos.txt"])
@@ -68,12 +68,14 @@ def test_media_is_the_folder_that_the_files_of_a_list_are_below(
         (lists / listing).write_text(
             f"file_name,text\na.mp4,one\n{folder}/sub/b.mp4,two\n../x.mp4,three\n"
         )
-    found = scan(config(lists, media=str(folder)))
-    assert [(clip.id, clip.caption) for clip in found.clips] == [
+    scan_result = scan(config(lists, media=str(folder)))
+    assert [(clip.id, clip.caption) for clip in scan_result.clips] == [
         ("a.mp4", "one"),
         ("sub/b.mp4", "two"),
     ]
-    assert [(one.file, one.code) for one in found.problems] == [("../x.mp4", "unsafe_path")]
+    assert [(finding.file, finding.code) for finding in scan_result.problems] == [
+        ("../x.mp4", "unsafe_path")
+    ]
 
 
 def test_media_without_a_list_is_refused(folder: Path) -> None:
@@ -88,8 +90,10 @@ def test_names_that_no_file_system_takes_are_missing_files(folder: Path) -> None
     names = ["x" * 5000 + ".mp4", "nul\0.mp4", "half\ud83d.mp4"]
     rows = [{"file_name": name, "text": "x", "first": name} for name in names]
     write_jsonl(folder, rows)
-    found = scan(config(folder, image_column="first"))
-    assert {(one.file, one.code) for one in found.problems} == {(name, "missing") for name in names}
+    scan_result = scan(config(folder, image_column="first"))
+    assert {(finding.file, finding.code) for finding in scan_result.problems} == {
+        (name, "missing") for name in names
+    }
 
 
 @pytest.mark.parametrize(
@@ -106,14 +110,16 @@ def test_a_caption_that_cannot_be_trained_on_is_refused_from_every_source(
     folder: Path, caption: str, code: str
 ) -> None:
     write_jsonl(folder, [{"file_name": "a.mp4", "text": caption}])
-    found = scan(config(folder))
-    assert [(one.file, one.code) for one in found.problems] == [("a.mp4", code)]
+    scan_result = scan(config(folder))
+    assert [(finding.file, finding.code) for finding in scan_result.problems] == [("a.mp4", code)]
     source = SourceConfig(path=str(folder / "sub"), caption=caption)
-    found = scan(DataConfig(sources=(source,), height=32, width=48))
-    assert [(one.file, one.code) for one in found.problems] == [("sub/b.mp4", code)]
+    scan_result = scan(DataConfig(sources=(source,), height=32, width=48))
+    assert [(finding.file, finding.code) for finding in scan_result.problems] == [
+        ("sub/b.mp4", code)
+    ]
     if code == "caption_long":
         (folder / "metadata.jsonl").unlink()
         (folder / "a.txt").write_text(caption * 4)
         (folder / "sub" / "b.txt").write_text("a dog")
-        found = scan(config(folder))
-        assert ("a.mp4", code) in [(one.file, one.code) for one in found.problems]
+        scan_result = scan(config(folder))
+        assert ("a.mp4", code) in [(finding.file, finding.code) for finding in scan_result.problems]

@@ -47,18 +47,21 @@ def write_rows(root: Path, layout: str, rows: list[dict[str, Any]]) -> None:
 
 def references(found: Scan) -> dict[str, list[str]]:
     """The bytes of each clip's references, which are the names that they were written under."""
-    return {clip.id: [read_bytes(one).decode() for one in clip.references] for clip in found.clips}
+    return {
+        clip.id: [read_bytes(reference).decode() for reference in clip.references]
+        for clip in found.clips
+    }
 
 
 def masks(clips: list[Clip]) -> dict[str, tuple[str, bool] | None]:
     return {
-        one.id: (read_bytes(one.mask.media).decode(), one.mask.alpha) if one.mask else None
-        for one in clips
+        clip.id: (read_bytes(clip.mask.media).decode(), clip.mask.alpha) if clip.mask else None
+        for clip in clips
     }
 
 
 def problems(found: Scan) -> list[tuple[str, str]]:
-    return [(one.file, one.code) for one in found.problems]
+    return [(finding.file, finding.code) for finding in found.problems]
 
 
 ALL = ("a.png", "b.png", "c.png", "in/1.png", "in/2.jpg", "in/3.mp4", "m/a.png")
@@ -73,11 +76,11 @@ def test_a_column_called_references_holds_a_list(tmp_path: Path, layout: str) ->
         {"file_name": "c.png", "text": "x", "references": None, "m": ""},
     ]
     write_rows(tmp_path, layout, rows)
-    found = scan(config(tmp_path, mask_column="m"))
-    assert not found.problems
+    scan_result = scan(config(tmp_path, mask_column="m"))
+    assert not scan_result.problems
     expected = {"a.png": ["in/2.jpg", "in/1.png"], "b.png": ["in/3.mp4"], "c.png": []}
-    assert references(found) == expected
-    assert masks(found.clips) == {"a.png": ("m/a.png", False), "b.png": None, "c.png": None}
+    assert references(scan_result) == expected
+    assert masks(scan_result.clips) == {"a.png": ("m/a.png", False), "b.png": None, "c.png": None}
 
 
 def test_a_cell_may_hold_one_name_and_in_csv_a_list_of_json(tmp_path: Path) -> None:
@@ -110,13 +113,15 @@ def test_columns_of_references_are_read_in_the_order_of_the_recipe(
         {"file_name": "b.png", "text": "x", "scene": None, "face": "in/1.png"},
     ]
     write_rows(tmp_path, layout, rows)
-    found = scan(config(tmp_path, reference_columns=["face", "scene"]))
-    assert references(found) == {"a.png": ["in/2.jpg", "in/1.png"], "b.png": ["in/1.png"]}
+    scan_result = scan(config(tmp_path, reference_columns=["face", "scene"]))
+    assert references(scan_result) == {"a.png": ["in/2.jpg", "in/1.png"], "b.png": ["in/1.png"]}
     # What is empty before another would shift it.
-    found = scan(config(tmp_path, reference_columns=["scene", "face"]))
-    assert references(found) == {"a.png": ["in/1.png", "in/2.jpg"]}
-    assert problems(found) == [("b.png", "reference_missing")]
-    assert found.problems[0].words == "its reference 1 is empty, and there are others behind it"
+    scan_result = scan(config(tmp_path, reference_columns=["scene", "face"]))
+    assert references(scan_result) == {"a.png": ["in/1.png", "in/2.jpg"]}
+    assert problems(scan_result) == [("b.png", "reference_missing")]
+    assert (
+        scan_result.problems[0].words == "its reference 1 is empty, and there are others behind it"
+    )
     with pytest.raises(
         DitLoraError, match=r"no column for a reference \(reference_columns\); .* low"
     ):
@@ -138,9 +143,9 @@ def test_what_a_row_names_wrongly_is_listed_whole(tmp_path: Path) -> None:
         {"file_name": "in/1.png", "references": ["in/1.png", None, "in/2.jpg"]},
     ]
     write_rows(inside, "jsonl", [{"text": "x", **row} for row in rows])
-    found = scan(config(inside, mask_column="mask"))
-    assert not found.clips
-    assert {(one.file, one.code): one.words for one in found.problems} == {
+    scan_result = scan(config(inside, mask_column="mask"))
+    assert not scan_result.clips
+    assert {(finding.file, finding.code): finding.words for finding in scan_result.problems} == {
         ("a.png", "reference_missing"): f"no such reference: {inside}/in/gone.png; "
         f"no such reference: {inside}/in/lost.png",
         (
@@ -181,15 +186,19 @@ def of_pairs(root: Path, *folders: str, **options: Any) -> Scan:
 
 
 def test_folders_beside_the_targets_hold_files_of_their_names(pairs: Path) -> None:
-    found = of_pairs(pairs, "style", "source", mask_folder=str(pairs / "mask"))
-    assert not found.problems
-    assert references(found) == {
+    scan_result = of_pairs(pairs, "style", "source", mask_folder=str(pairs / "mask"))
+    assert not scan_result.problems
+    assert references(scan_result) == {
         "3.webp": ["style/3.png", "source/3.mp4"],
         "x/1.png": ["style/x/1.png", "source/x/1.webp"],
         "x/2.JPG": ["style/x/2.png", "source/x/2.png"],
     }
-    assert masks(found.clips)["x/2.JPG"] == ("mask/x/2.png", False)
-    assert [clip.caption for clip in found.clips] == ["make it 3", "make it x/1", "make it x/2"]
+    assert masks(scan_result.clips)["x/2.JPG"] == ("mask/x/2.png", False)
+    assert [clip.caption for clip in scan_result.clips] == [
+        "make it 3",
+        "make it x/1",
+        "make it x/2",
+    ]
     assert references(of_pairs(pairs, "source", "style"))["3.webp"] == [
         "source/3.mp4",
         "style/3.png",
@@ -201,9 +210,9 @@ def test_links_in_folders_of_references_are_followed(pairs: Path) -> None:
     (pairs / "source").mkdir()
     (pairs / "source" / "x").symlink_to(pairs / "elsewhere" / "x")
     (pairs / "source" / "3.png").symlink_to(pairs / "gone.png")
-    found = of_pairs(pairs, "source")
-    assert set(references(found)) == {"x/1.png", "x/2.JPG"}
-    assert problems(found) == [("3.webp", "reference_missing")]
+    scan_result = of_pairs(pairs, "source")
+    assert set(references(scan_result)) == {"x/1.png", "x/2.JPG"}
+    assert problems(scan_result) == [("3.webp", "reference_missing")]
 
 
 def test_a_sample_without_its_file_is_a_problem(pairs: Path) -> None:
@@ -211,10 +220,10 @@ def test_a_sample_without_its_file_is_a_problem(pairs: Path) -> None:
     (pairs / "style/x/1.png").unlink()
     (pairs / "mask/x/2.png").unlink()
     (pairs / "style/3.jpg").write_bytes(b"another")
-    found = of_pairs(pairs, "source", "style", mask_folder=str(pairs / "mask"))
-    assert not found.clips
+    scan_result = of_pairs(pairs, "source", "style", mask_folder=str(pairs / "mask"))
+    assert not scan_result.clips
     source, style, mask = (pairs / name for name in ("source", "style", "mask"))
-    assert {(one.file, one.code): one.words for one in found.problems} == {
+    assert {(finding.file, finding.code): finding.words for finding in scan_result.problems} == {
         ("3.webp", "reference_ambiguous"): f"it has several of its name in {style}: 3.jpg, 3.png",
         ("x/1.png", "reference_missing"): f"it has no reference of its name in {source}; it has no "
         f"reference of its name in {style}",
@@ -225,18 +234,18 @@ def test_a_sample_without_its_file_is_a_problem(pairs: Path) -> None:
 def test_a_folder_that_cannot_be_meant_is_one_line(pairs: Path) -> None:
     """It is not there, lies among the samples, or has no file of any sample's name."""
     write_files(pairs, "target/in/1.png", "named/1_source.png", "empty/readme.md")
-    wrong = {
+    cases = {
         "gone": r"reference_folders: no folder .*gone",
         "target/in": r"reference_folders: .*in lies in .*target, where every picture and video is",
         "named": r"no file in .*named has the name of a sample in .*target, such as 3 with any suffix; "
         r"it has 1_source\.png",
         "empty": r"no file in .*empty has the name .*; it has no picture and no video",
     }
-    for folder, why in wrong.items():
-        with pytest.raises(DitLoraError, match=why) as caught:
+    for folder, reason in cases.items():
+        with pytest.raises(DitLoraError, match=reason) as caught:
             of_pairs(pairs, folder)
         assert "\n" not in str(caught.value)
-        with pytest.raises(DitLoraError, match=why.replace("reference_folders", "mask_folder")):
+        with pytest.raises(DitLoraError, match=reason.replace("reference_folders", "mask_folder")):
             scan(config(pairs / "target", mask_folder=str(pairs / folder)))
 
 
@@ -246,11 +255,11 @@ def test_of_a_list_the_folders_may_lie_beside_it(tmp_path: Path) -> None:
     write_rows(
         tmp_path, "jsonl", [{"file_name": "out/a.png", "text": "x", "references": "out/a.png"}]
     )
-    found = scan(config(tmp_path, mask_folder=str(tmp_path / "masks")))
-    assert references(found) == {"out/a.png": ["out/a.png"]}
-    assert masks(found.clips) == {"out/a.png": ("masks/out/a.png", False)}
-    found = scan(config(tmp_path, reference_folders=[str(tmp_path / "low")]))
-    assert references(found) == {"out/a.png": ["low/out/a.jpg"]}
+    scan_result = scan(config(tmp_path, mask_folder=str(tmp_path / "masks")))
+    assert references(scan_result) == {"out/a.png": ["out/a.png"]}
+    assert masks(scan_result.clips) == {"out/a.png": ("masks/out/a.png", False)}
+    scan_result = scan(config(tmp_path, reference_folders=[str(tmp_path / "low")]))
+    assert references(scan_result) == {"out/a.png": ["low/out/a.jpg"]}
 
 
 def test_options_that_contradict_each_other_or_the_layout_are_refused(pairs: Path) -> None:
@@ -261,9 +270,14 @@ def test_options_that_contradict_each_other_or_the_layout_are_refused(pairs: Pat
         config(pairs, mask_folder=folder, alpha_mask=True)
     with pytest.raises(DitLoraError, match="reference_columns and mask_column need metadata"):
         scan(config(pairs / "target", mask_column="mask"))
-    made = {"path": str(pairs / "made"), "caption": "x", "generate": 2, "alpha_mask": True}
+    generated_source = {
+        "path": str(pairs / "made"),
+        "caption": "x",
+        "generate": 2,
+        "alpha_mask": True,
+    }
     with pytest.raises(DitLoraError, match=r"made is to be generated, and has no references"):
-        scan(DataConfig(sources=[made], height=32, width=48))  # type: ignore[arg-type]
+        scan(DataConfig(sources=[generated_source], height=32, width=48))  # type: ignore[arg-type]
     write_tar(pairs / "a.tar", "7.jpg", "7.txt")
     with pytest.raises(DitLoraError, match="reference_folders and mask_folder are for folders"):
         scan(config(pairs / "a.tar", reference_folders=[folder]))
@@ -282,13 +296,15 @@ def test_only_some_of_several_sources_have_masks_and_references(pairs: Path) -> 
         {"path": str(pairs / "clips"), "alpha_mask": True},
         {"path": str(pairs / "target"), "mask_folder": str(pairs / "mask")},
     ]
-    found = scan(DataConfig(sources=sources, height=32, width=48))  # type: ignore[arg-type]
-    assert references(found)["target/3.webp"] == ["source/3.mp4"]
-    assert not references(found)["target-2/3.webp"]
-    own = masks(found.clips)
-    assert own["target/3.webp"] is own["clips/v.mp4"] is None  # a video is learned whole
-    assert own["clips/w.png"] == ("clips/w.png", True)
-    assert own["target-2/3.webp"] == ("mask/3.png", False)
+    scan_result = scan(DataConfig(sources=sources, height=32, width=48))  # type: ignore[arg-type]
+    assert references(scan_result)["target/3.webp"] == ["source/3.mp4"]
+    assert not references(scan_result)["target-2/3.webp"]
+    mask_by_clip = masks(scan_result.clips)
+    assert (
+        mask_by_clip["target/3.webp"] is mask_by_clip["clips/v.mp4"] is None
+    )  # a video is learned whole
+    assert mask_by_clip["clips/w.png"] == ("clips/w.png", True)
+    assert mask_by_clip["target-2/3.webp"] == ("mask/3.png", False)
 
 
 def write_tar(path: Path, *names: str) -> Path:
@@ -303,26 +319,32 @@ def write_tar(path: Path, *names: str) -> Path:
 def test_members_of_a_tar_are_references_by_name(tmp_path: Path) -> None:
     """In the order of their numbers, and never the sample's own picture, though one be a video."""
     names = ["7.reference_10.png", "7.reference_2.jpeg", "7.reference.mp4", "7.jpg", "7.txt"]
-    others = ["8.jpg", "8.txt", "8.reference_mask.png", "8.references.png", "8.Reference-3.PNG"]
-    write_tar(tmp_path / "a.tar", *names, *others, "9.png", "9.txt")
-    found = scan(config(tmp_path / "a.tar"))
-    assert not found.problems
-    assert references(found) == {
+    other_names = [
+        "8.jpg",
+        "8.txt",
+        "8.reference_mask.png",
+        "8.references.png",
+        "8.Reference-3.PNG",
+    ]
+    write_tar(tmp_path / "a.tar", *names, *other_names, "9.png", "9.txt")
+    scan_result = scan(config(tmp_path / "a.tar"))
+    assert not scan_result.problems
+    assert references(scan_result) == {
         "7.jpg": ["7.reference.mp4", "7.reference_2.jpeg", "7.reference_10.png"],
         "8.jpg": ["8.Reference-3.PNG"],
         "9.png": [],
     }
-    assert all(isinstance(one, TarMember) for one in found.clips[0].references)
-    assert masks(found.clips) == {"7.jpg": None, "8.jpg": None, "9.png": None}
+    assert all(isinstance(reference, TarMember) for reference in scan_result.clips[0].references)
+    assert masks(scan_result.clips) == {"7.jpg": None, "8.jpg": None, "9.png": None}
 
 
 def test_members_of_a_tar_are_references_and_masks_by_column(tmp_path: Path) -> None:
     names = ["7.target.jpg", "7.source.png", "7.style.jpg", "7.mask.png", "7.txt"]
     write_tar(tmp_path / "a.tar", *names)
     options = {"reference_columns": ["style", "Source"], "mask_column": "mask"}
-    found = scan(config(tmp_path / "a.tar", **options))
-    assert references(found) == {"7.target.jpg": ["7.style.jpg", "7.source.png"]}
-    assert masks(found.clips) == {"7.target.jpg": ("7.mask.png", False)}
+    scan_result = scan(config(tmp_path / "a.tar", **options))
+    assert references(scan_result) == {"7.target.jpg": ["7.style.jpg", "7.source.png"]}
+    assert masks(scan_result.clips) == {"7.target.jpg": ("7.mask.png", False)}
     # Without their columns, four pictures are as many samples' own.
     assert problems(scan(config(tmp_path / "a.tar"))) == [("7", "duplicate_clip")]
 
@@ -332,18 +354,20 @@ def test_what_a_tars_sample_lacks_or_has_twice_is_said(
 ) -> None:
     lacks = ["1.jpg", "1.txt"]
     twice = ["2.jpg", "2.txt", "2.source.jpg", "2.source.png", "2.mask.png", "2.mask.jpg"]
-    alone = ["3.source.jpg"]
+    single_names = ["3.source.jpg"]
     large = ["4.jpg", "4.txt", "4.source.jpg", "4.mask.png"]
-    write_tar(tmp_path / "a.tar", *lacks, *twice, *alone, *large, "README.md")
+    write_tar(tmp_path / "a.tar", *lacks, *twice, *single_names, *large, "README.md")
     write_tar(tmp_path / "b.tar", "5.jpg", "5.txt", "5.reference.jpg", "5.reference.png")
     # Without columns, the same holds of what is called reference.
     assert problems(scan(config(tmp_path / "b.tar"))) == [("5.jpg", "reference_ambiguous")]
     monkeypatch.setattr(media, "MOST_BYTES", len("4.mask.png") - 1)
     options = {"reference_columns": ["source"], "mask_column": "mask"}
-    found = scan(config(tmp_path / "a.tar", **options))
-    assert not found.clips
-    words = {(one.file, one.code): one.words for one in found.problems}
-    assert set(words) == {
+    scan_result = scan(config(tmp_path / "a.tar", **options))
+    assert not scan_result.clips
+    message_by_problem = {
+        (finding.file, finding.code): finding.words for finding in scan_result.problems
+    }
+    assert set(message_by_problem) == {
         ("1.jpg", "reference_missing"),
         ("1.jpg", "mask_missing"),
         ("2.jpg", "reference_ambiguous"),
@@ -352,8 +376,13 @@ def test_what_a_tars_sample_lacks_or_has_twice_is_said(
         ("3", "missing"),
         ("4.jpg", "too_large"),
     }
-    assert words["1.jpg", "mask_missing"] == "it has no mask: there is no .mask.png or the like"
-    assert words["2.jpg", "reference_ambiguous"] == (
+    assert (
+        message_by_problem["1.jpg", "mask_missing"]
+        == "it has no mask: there is no .mask.png or the like"
+    )
+    assert message_by_problem["2.jpg", "reference_ambiguous"] == (
         "it has several of one name: .source.jpg, .source.png"
     )
-    assert words["4.jpg", "too_large"].startswith("4.source.jpg: it has 12 bytes, and 9 are read")
+    assert message_by_problem["4.jpg", "too_large"].startswith(
+        "4.source.jpg: it has 12 bytes, and 9 are read"
+    )

@@ -232,9 +232,9 @@ def test_everything_wrong_has_its_file_and_code(folder: Path) -> None:
     write_jsonl(folder, rows)
     with (folder / "metadata.jsonl").open("a") as table:
         table.write("{torn\n")
-    found = scan(config(folder))
-    assert found.clips == []
-    assert [(one.file, one.code) for one in found.problems] == [
+    scan_result = scan(config(folder))
+    assert scan_result.clips == []
+    assert [(finding.file, finding.code) for finding in scan_result.problems] == [
         ("metadata.jsonl line 7", "unreadable"),
         ("a.mp4", "caption_empty"),
         ("gone.mp4", "missing"),
@@ -250,9 +250,9 @@ def test_what_is_right_is_found_beside_what_is_wrong(folder: Path) -> None:
     (folder / "sub" / "b.txt").write_text("a cat")
     (folder / "c.png").symlink_to(folder / "gone.png")
     (folder / "c.txt").write_text("a dog")
-    found = scan(config(folder))
-    assert [clip.id for clip in found.clips] == ["sub/b.mp4"]
-    assert [(one.file, one.code) for one in found.problems] == [
+    scan_result = scan(config(folder))
+    assert [clip.id for clip in scan_result.clips] == ["sub/b.mp4"]
+    assert [(finding.file, finding.code) for finding in scan_result.problems] == [
         ("c.png", "missing"),
         ("a.mp4", "caption_not_text"),
     ]
@@ -291,9 +291,14 @@ def plain(folder: Path, count: int) -> str:
 
 
 def test_ids_of_several_sources_are_theirs_alone_and_stay_when_one_is_added(tmp_path: Path) -> None:
-    one, other = plain(tmp_path / "x" / "dogs", 1), plain(tmp_path / "y" / "dogs", 1)
-    last = plain(tmp_path / "dogs-2", 1)
-    sources = [{"path": path, "caption": path} for path in (one, other, last)]
+    first_folder, second_folder = (
+        plain(tmp_path / "x" / "dogs", 1),
+        plain(tmp_path / "y" / "dogs", 1),
+    )
+    last_folder = plain(tmp_path / "dogs-2", 1)
+    sources = [
+        {"path": path, "caption": path} for path in (first_folder, second_folder, last_folder)
+    ]
     ids = [clip.id for clip in read_clips(several(*sources))]
     assert ids == ["dogs/0.png", "dogs-2/0.png", "dogs-2-2/0.png"]
     for count in (1, 2):
@@ -328,9 +333,9 @@ def test_errors_name_the_source(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_yet_to_be_generated_is_empty(tmp_path: Path) -> None:
-    own = {"path": plain(tmp_path / "own", 2), "caption": "a sks dog", "weight": 1}
+    own_source = {"path": plain(tmp_path / "own", 2), "caption": "a sks dog", "weight": 1}
     prior = {"path": "prior/dogs", "caption": "a dog", "generate": 3, "weight": 0.1}
-    clips = read_clips(several(own, prior))
+    clips = read_clips(several(own_source, prior))
     assert [(clip.caption, clip.times) for clip in clips] == [("a sks dog", 1)] * 2
 
 

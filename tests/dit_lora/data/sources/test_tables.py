@@ -39,11 +39,11 @@ def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> Path:
 def test_parquet_is_read_as_the_same_rows_of_jsonl_are(folder: Path) -> None:
     rows = [*ROWS, {"file_name": "gone.mp4", "text": None, "frames": 1}]
     write_parquet(folder, rows)
-    found = scan(config(folder))
+    scan_result = scan(config(folder))
     (folder / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    assert scan(config(folder)) == found
-    assert [clip.caption for clip in found.clips] == ["a horse", "zwei Füchse"]
-    assert [one.code for one in found.problems] == ["missing", "caption_missing"]
+    assert scan(config(folder)) == scan_result
+    assert [clip.caption for clip in scan_result.clips] == ["a horse", "zwei Füchse"]
+    assert [finding.code for finding in scan_result.problems] == ["missing", "caption_missing"]
 
 
 def test_of_parquet_only_the_columns_that_are_needed_are_read(
@@ -52,15 +52,15 @@ def test_of_parquet_only_the_columns_that_are_needed_are_read(
     write_parquet(folder, [{**row, "thumbnail": b"x"} for row in ROWS])
     from pyarrow import parquet
 
-    wanted, read = [], parquet.read_table
+    requested_columns, read = [], parquet.read_table
 
     def spy(path: Path, *, columns: list[str], **options: Any) -> Any:
-        wanted.append(columns)
+        requested_columns.append(columns)
         return read(path, columns=columns, **options)
 
     monkeypatch.setattr(parquet, "read_table", spy)
     read_clips(config(folder))
-    assert wanted == [["file_name", "text"]]
+    assert requested_columns == [["file_name", "text"]]
 
 
 def test_a_broken_parquet_file_and_a_missing_package_are_said(
@@ -83,6 +83,6 @@ def test_a_csv_that_is_no_csv_is_named_by_where(folder: Path) -> None:
 
 def test_a_row_with_too_few_cells_has_no_caption(folder: Path) -> None:
     (folder / "metadata.csv").write_text("file_name,text\na.mp4,a horse\nb.mp4\n")
-    assert [(one.file, one.code) for one in scan(config(folder)).problems] == [
+    assert [(finding.file, finding.code) for finding in scan(config(folder)).problems] == [
         ("b.mp4", "caption_missing")
     ]

@@ -45,7 +45,7 @@ def config(path: Path, **values: object) -> DataConfig:
 
 
 def codes(found: Scan) -> list[tuple[str, str]]:
-    return [(one.file, one.code) for one in found.problems]
+    return [(finding.file, finding.code) for finding in found.problems]
 
 
 def captions(clips: list[Clip]) -> dict[str, str]:
@@ -63,8 +63,8 @@ def test_clips_in_shards_are_read_in_place(tmp_path: Path) -> None:
     clips = read_clips(config(data, frames=3, fps=8))
     assert captions(clips) == {"a-0.tar/0.mp4": "moves on", "sub/a-1.tar/0.mp4": "moves on"}
     for clip, path in zip(clips, paths, strict=True):
-        how = {"frames": 3, "height": 32, "width": 48, "fps": 8.0}
-        assert torch.equal(read_frames(clip.media, **how), read_frames(path, **how))  # type: ignore[arg-type]
+        options = {"frames": 3, "height": 32, "width": 48, "fps": 8.0}
+        assert torch.equal(read_frames(clip.media, **options), read_frames(path, **options))  # type: ignore[arg-type]
     assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
 
 
@@ -93,9 +93,9 @@ def test_one_tar_is_a_source_and_captions_are_texts_records_or_classes(tmp_path:
         "x/4.mp4": "four",
     }
     assert [read_bytes(clip.media) for clip in clips] == [b"1", b"2", b"3", b"4"]
-    found = scan(config(tmp_path / "all.tar", caption_column="short"))
-    assert captions(found.clips) == {"x/2.PNG": "2"}
-    assert {code for _, code in codes(found)} == {"caption_missing"}
+    scan_result = scan(config(tmp_path / "all.tar", caption_column="short"))
+    assert captions(scan_result.clips) == {"x/2.PNG": "2"}
+    assert {code for _, code in codes(scan_result)} == {"caption_missing"}
 
 
 def test_what_a_sample_lacks_or_has_twice_is_listed(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_what_a_sample_lacks_or_has_twice_is_listed(tmp_path: Path) -> None:
     ]
     (tmp_path / "data").mkdir()
     write_tar(tmp_path / "data" / "s.tar", members)
-    found = scan(config(tmp_path / "data"))
-    assert captions(found.clips) == {"s.tar/good.png": "a caption"}
-    assert codes(found) == [
+    scan_result = scan(config(tmp_path / "data"))
+    assert captions(scan_result.clips) == {"s.tar/good.png": "a caption"}
+    assert codes(scan_result) == [
         ("s.tar/g.png", "duplicate_clip"),
         ("s.tar/a.png", "caption_missing"),
         ("s.tar/b", "missing"),
@@ -149,9 +149,9 @@ def test_members_that_would_lie_elsewhere_are_refused_by_name(tmp_path: Path) ->
         ("pipe.png", b"its caption is a pipe"),
         (special("folder", tarfile.DIRTYPE), b""),
     ]
-    found = scan(config(write_tar(tmp_path / "s.tar", members)))
-    assert [clip.id for clip in found.clips] == ["good.png"]
-    assert codes(found) == [
+    scan_result = scan(config(write_tar(tmp_path / "s.tar", members)))
+    assert [clip.id for clip in scan_result.clips] == ["good.png"]
+    assert codes(scan_result) == [
         (name, "unsafe_name")
         for name in (
             "../out.png",
@@ -166,26 +166,26 @@ def test_members_that_would_lie_elsewhere_are_refused_by_name(tmp_path: Path) ->
             "pipe.txt",
         )
     ]
-    words = {one.file: one.words for one in found.problems}
-    assert words["soft.png"] == "a link, to /etc/hostname"
-    assert words["hard.png"] == "a link, to good.png"
-    assert words["disk.png"] == "a device or a pipe"
+    message_by_file = {problem.file: problem.words for problem in scan_result.problems}
+    assert message_by_file["soft.png"] == "a link, to /etc/hostname"
+    assert message_by_file["hard.png"] == "a link, to good.png"
+    assert message_by_file["disk.png"] == "a device or a pipe"
 
 
 @pytest.mark.parametrize("where", ["in data", "in a header", "between members", "at the end"])
 def test_a_cut_tar_gives_what_comes_before_the_cut(tmp_path: Path, where: str) -> None:
     """Each member here is a header and one block of 512 bytes."""
-    whole = write_tar(tmp_path / "s.tar", [*pair("0"), *pair("1"), *pair("2")]).read_bytes()
+    content = write_tar(tmp_path / "s.tar", [*pair("0"), *pair("1"), *pair("2")]).read_bytes()
     cut = {"in data": 4 * 1024 + 515, "in a header": 4 * 1024 + 100, "between members": 4 * 1024}
-    (tmp_path / "s.tar").write_bytes(whole[: cut.get(where, 6 * 1024)])
-    found = scan(config(tmp_path / "s.tar"))
+    (tmp_path / "s.tar").write_bytes(content[: cut.get(where, 6 * 1024)])
+    scan_result = scan(config(tmp_path / "s.tar"))
     before = ["0.png", "1.png", *(["2.png"] if where == "at the end" else [])]
-    assert [clip.id for clip in found.clips] == before
-    last = found.problems[-1]
-    assert (last.file, last.code) == ("s.tar", "truncated")
-    assert f"{len(before)} whole samples before it can be used" in last.words
+    assert [clip.id for clip in scan_result.clips] == before
+    last_problem = scan_result.problems[-1]
+    assert (last_problem.file, last_problem.code) == ("s.tar", "truncated")
+    assert f"{len(before)} whole samples before it can be used" in last_problem.words
     if where == "in data":
-        assert codes(found)[0] == ("2.png", "truncated")
+        assert codes(scan_result)[0] == ("2.png", "truncated")
 
 
 def test_a_damaged_header_is_no_end(tmp_path: Path) -> None:
@@ -194,23 +194,25 @@ def test_a_damaged_header_is_no_end(tmp_path: Path) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[2 * 1024 + 3] ^= 0xFF
     path.write_bytes(damaged)
-    found = scan(config(path))
-    assert [clip.id for clip in found.clips] == ["0.png"]
-    assert codes(found) == [("s.tar", "corrupt")]
-    assert "the header at byte 2048 is damaged; 1 whole samples" in found.problems[0].words
+    scan_result = scan(config(path))
+    assert [clip.id for clip in scan_result.clips] == ["0.png"]
+    assert codes(scan_result) == [("s.tar", "corrupt")]
+    assert "the header at byte 2048 is damaged; 1 whole samples" in scan_result.problems[0].words
 
 
 def test_compressed_tars_and_what_is_no_tar_are_named(tmp_path: Path) -> None:
-    whole = write_tar(tmp_path / "a.tar", pair("0")).read_bytes()
-    (tmp_path / "b.tar.gz").write_bytes(gzip.compress(whole))
-    (tmp_path / "c.tar").write_bytes(gzip.compress(whole))
+    content = write_tar(tmp_path / "a.tar", pair("0")).read_bytes()
+    (tmp_path / "b.tar.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "c.tar").write_bytes(gzip.compress(content))
     (tmp_path / "d.tar").write_bytes(b"<html>not found</html>")
     (tmp_path / "e.tar").write_bytes(b"")
-    found = scan(config(tmp_path))
-    assert [clip.id for clip in found.clips] == ["a.tar/0.png"]
-    assert codes(found) == [(f"{n}", "unreadable") for n in ("b.tar.gz", "c.tar", "d.tar", "e.tar")]
-    assert "decompress it" in found.problems[0].words
-    assert "decompress it" in found.problems[1].words
+    scan_result = scan(config(tmp_path))
+    assert [clip.id for clip in scan_result.clips] == ["a.tar/0.png"]
+    assert codes(scan_result) == [
+        (f"{n}", "unreadable") for n in ("b.tar.gz", "c.tar", "d.tar", "e.tar")
+    ]
+    assert "decompress it" in scan_result.problems[0].words
+    assert "decompress it" in scan_result.problems[1].words
     assert codes(scan(config(tmp_path / "b.tar.gz"))) == [("b.tar.gz", "unreadable")]
 
 
@@ -257,20 +259,20 @@ def test_an_index_is_kept_until_the_tar_changes(
     members = [(f"{name}.png", b"1"), (f"{name}.txt", b"one"), *pair("../x")]
     members += [("2.png", b"2"), ("2.json", b'{"short": "s"}'), *pair("3")]
     path, cache = write_tar(tmp_path / "s.tar", members), tmp_path / "cache"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: whole.index(b"3.png") + 515])
-    first = scan(config(path), cache)
-    assert captions(first.clips) == {f"{name}.png": "one"}
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index(b"3.png") + 515])
+    first_scan = scan(config(path), cache)
+    assert captions(first_scan.clips) == {f"{name}.png": "one"}
     expected = {"unsafe_name", "truncated", "caption_missing"}
-    assert {code for _, code in codes(first)} == expected
-    with monkeypatch.context() as kept:
-        kept.setattr(webdataset, "_index", None)
-        assert scan(config(path), cache) == first
+    assert {code for _, code in codes(first_scan)} == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(webdataset, "_index", None)
+        assert scan(config(path), cache) == first_scan
         chosen = scan(config(path, caption_column="short"), cache)
         assert captions(chosen.clips) == {"2.png": "s"}
     (memo,) = (cache / "tars").iterdir()
     memo.write_text(memo.read_text()[:100])  # torn
-    assert scan(config(path), cache) == first
+    assert scan(config(path), cache) == first_scan
     write_tar(path, pair("other"))
     assert captions(read_clips(config(path), cache)) == {"other.png": "a caption"}
     assert captions(read_clips(config(path), Path("/dev/null/cache"))) == {"other.png": "a caption"}
@@ -293,9 +295,9 @@ def test_what_would_not_fit_the_memory_is_refused_by_name(
         ("long.png", b"image"),
         ("long.json", b'{"text": "x", "more": "' + b"x" * 2**24 + b'"}'),
     ]
-    found = scan(config(write_tar(tmp_path / "a.tar", members)))
-    assert captions(found.clips) == {"good.png": "a caption"}
-    assert codes(found) == [
+    scan_result = scan(config(write_tar(tmp_path / "a.tar", members)))
+    assert captions(scan_result.clips) == {"good.png": "a caption"}
+    assert codes(scan_result) == [
         ("large.png", "too_large"),
         ("book.png", "caption_long"),
         ("deep.png", "caption_not_text"),

@@ -27,10 +27,10 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> list[Conversation
         width=WIDTH,
         fps=8,
     )
-    assert all(set(one) == {next(iter(one)), "QA"} for one in json.loads(path.read_text()))
-    found = read_conversations(DataConfig(path=str(path), frames=FRAMES, height=32, width=48))
-    assert not found.problems
-    return found.all
+    assert all(set(record) == {next(iter(record)), "QA"} for record in json.loads(path.read_text()))
+    read_result = read_conversations(DataConfig(path=str(path), frames=FRAMES, height=32, width=48))
+    assert not read_result.problems
+    return read_result.all
 
 
 def pixels(one: Conversation) -> torch.Tensor:
@@ -49,19 +49,19 @@ def shown(video: torch.Tensor) -> tuple[str, str, float]:
     colour = video[0][:, bright[0]].float().median(dim=1).values
     nearest = min(COLOURS, key=lambda name: float((colour - torch.tensor(COLOURS[name])).norm()))
     columns = torch.arange(WIDTH)
-    middles = [float((one * columns).sum() / one.sum()) for one in bright]
+    middles = [float((frame * columns).sum() / frame.sum()) for frame in bright]
     rows = bright[0].sum(1)
     full = float(rows[rows > 0].float().mean() / rows.max())  # a disc's rows differ, pi / 4
     return nearest, "square" if full > 0.9 else "disc", middles[-1] - middles[0]
 
 
 def test_answers_are_what_is_seen(conversations: list[Conversation]) -> None:
-    clips = [one for one in conversations if one.kind == "video"]
+    clips = [conversation for conversation in conversations if conversation.kind == "video"]
     assert len(clips) == 12
-    seen = set()
-    for one in clips:
-        colour, shape, moved = shown(pixels(one))
-        answers = {turn.question: turn.answer for turn in one.turns}
+    variants = set()
+    for clip in clips:
+        colour, shape, moved = shown(pixels(clip))
+        answers = {turn.question: turn.answer for turn in clip.turns}
         side = "right" if moved > 0 else "left"
         assert abs(moved) > WIDTH / 4
         assert answers == {
@@ -69,24 +69,24 @@ def test_answers_are_what_is_seen(conversations: list[Conversation]) -> None:
             "What colour is the shape?": f"{colour.title()}.",
             "What shape is it?": f"A {shape}.",
         }
-        assert {turn.instruction for turn in one.turns} == {
+        assert {turn.instruction for turn in clip.turns} == {
             "Watch the video and answer the question."
         }
-        seen.add((colour, shape, side))
-    assert len(seen) == 12
+        variants.add((colour, shape, side))
+    assert len(variants) == 12
 
 
 def test_images_have_questions_or_a_caption(conversations: list[Conversation]) -> None:
-    images = [one for one in conversations if one.kind == "image"]
-    assert [len(one.turns) for one in images] == [2, 1, 2, 1]
-    for one in images:
-        colour, shape, _ = shown(pixels(one))
-        last = one.turns[-1]
-        assert shape in last.answer
-        if len(one.turns) == 1:
-            side = "left" if _is_left(pixels(one)) else "right"
-            assert last.question == last.instruction == ""
-            assert last.answer == f"A {colour} {shape} at the {side} of a dark background."
+    images = [conversation for conversation in conversations if conversation.kind == "image"]
+    assert [len(conversation.turns) for conversation in images] == [2, 1, 2, 1]
+    for sample in images:
+        colour, shape, _ = shown(pixels(sample))
+        last_turn = sample.turns[-1]
+        assert shape in last_turn.answer
+        if len(sample.turns) == 1:
+            side = "left" if _is_left(pixels(sample)) else "right"
+            assert last_turn.question == last_turn.instruction == ""
+            assert last_turn.answer == f"A {colour} {shape} at the {side} of a dark background."
 
 
 def _is_left(picture: torch.Tensor) -> bool:

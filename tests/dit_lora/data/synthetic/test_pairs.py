@@ -31,13 +31,18 @@ def test_a_table_and_folders_give_the_same_pairs(pairs: Path) -> None:
     )
     assert len(table) == 12
     assert len({clip.caption for clip in table}) == 4
-    for one, other in zip(table, read_clips(folders), strict=True):
-        assert one.id == f"after/{other.id}"
-        assert (one.media, one.caption, one.references, one.mask) == (
-            other.media,
-            other.caption,
-            other.references,
-            other.mask,
+    for expected_clip, folder_clip in zip(table, read_clips(folders), strict=True):
+        assert expected_clip.id == f"after/{folder_clip.id}"
+        assert (
+            expected_clip.media,
+            expected_clip.caption,
+            expected_clip.references,
+            expected_clip.mask,
+        ) == (
+            folder_clip.media,
+            folder_clip.caption,
+            folder_clip.references,
+            folder_clip.mask,
         )
 
 

@@ -94,22 +94,22 @@ def test_the_first_latent_frame_is_repeated_in_front_and_no_loss_is_taken_there(
 ) -> None:
     """Three latent frames in patches of two: the pipeline drops the one in front."""
     path, batch = tiny_checkpoints[variant], random_batch()
-    model, found = losses(open_checkpoint(path), batch, frames=4)
+    model, loss = losses(open_checkpoint(path), batch, frames=4)
     noisy, target = noised_latents(path, batch, padding=1)
     hidden = model.asked["hidden_states"][:, :, :4].double()
     torch.testing.assert_close(hidden, noisy, rtol=1e-5, atol=1e-5)
     expected = (model.answer.double() - target)[:, 1:].square().flatten(1).mean(1)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
 
 
 def test_nothing_is_padded_where_a_patch_is_one_frame(tiny_checkpoints: dict[str, Path]) -> None:
     path, batch = tiny_checkpoints["cogvideox-5b-i2v"], random_batch()
-    model, found = losses(open_checkpoint(path), batch, frames=3)
+    model, loss = losses(open_checkpoint(path), batch, frames=3)
     noisy, target = noised_latents(path, batch, padding=0)
     hidden = model.asked["hidden_states"][:, :, :4].double()
     torch.testing.assert_close(hidden, noisy, rtol=1e-5, atol=1e-5)
     expected = (model.answer.double() - target).square().flatten(1).mean(1)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("noise", [True, False])
@@ -123,7 +123,7 @@ def test_the_images_latent_stands_in_the_first_place_with_the_checkpoints_scale(
     """Drawn from the posterior of a drawn noised encoding, or of the clean one; zeros elsewhere."""
     batch = random_batch(1 + NOISED * noise)
     model, _ = losses(open_checkpoint(tiny_checkpoints[variant]), batch, frames)
-    beside = model.asked["hidden_states"][:, :, 4:].double()
+    image_channels = model.asked["hidden_states"][:, :, 4:].double()
     draws = [generator(SEED, "image_noise", p) for p in POSITIONS]
     picked = [int(torch.randint(1, 1 + NOISED, (1,), generator=g)) if noise else 0 for g in draws]
     assert len(set(picked)) > 1 or not noise
@@ -134,11 +134,11 @@ def test_the_images_latent_stands_in_the_first_place_with_the_checkpoints_scale(
     logvar = torch.stack(
         [batch["image_latent_logvar"][r, k] for r, k in zip(rows, picked, strict=True)]
     )
-    drawn = own_draws((4, 1, 8, 12), "image_posterior")
-    latent = mean.double() + (0.5 * logvar.double()).exp() * drawn
+    posterior_noise = own_draws((4, 1, 8, 12), "image_posterior")
+    latent = mean.double() + (0.5 * logvar.double()).exp() * posterior_noise
     expected = torch.zeros(3, frames, 4, 8, 12, dtype=torch.float64)
     expected[:, 0] = scale * latent[:, :, 0]
-    torch.testing.assert_close(beside, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(image_channels, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_only_1_5_is_given_an_offset_and_it_is_two(tiny_checkpoints: dict[str, Path]) -> None:
@@ -178,9 +178,9 @@ def test_images_are_left_out_for_some_samples_each_by_itself(
         assert ((images == 0).all(1) | (images > 0.69).all(1)).all()
         return images[:, 0] != 0
 
-    whole = kept(range(count))
-    assert abs(whole.float().mean() - (1 - share)) < 4 * (share * (1 - share) / count) ** 0.5
-    assert torch.equal(kept(range(700, 720)), whole[700:720])
+    kept_mask = kept(range(count))
+    assert abs(kept_mask.float().mean() - (1 - share)) < 4 * (share * (1 - share) / count) ** 0.5
+    assert torch.equal(kept(range(700, 720)), kept_mask[700:720])
 
 
 def frames_and_image() -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,7 +196,7 @@ def test_the_cache_holds_a_clean_encoding_and_four_noised_ones(
     """Of the clip's own image or its first frame; the noise is on pixels, and the same at every encoding."""
     path = tiny_checkpoints["cogvideox-1.5-i2v"]
     pixels, image = frames_and_image()
-    first = image if own else pixels[0]
+    first_frame = image if own else pixels[0]
     encode = open_checkpoint(path).load_video_encoder(torch.float32, CPU)
     encoded = encode(pixels, image if own else None)
     assert encoded["latent_mean"].shape == (4, 3, 8, 12)
@@ -208,15 +208,15 @@ def test_the_cache_holds_a_clean_encoding_and_four_noised_ones(
         with torch.no_grad():
             return vae.encode(picture[None, :, None]).latent_dist
 
-    clean = posterior(first.float() / 127.5 - 1)
+    clean = posterior(first_frame.float() / 127.5 - 1)
     torch.testing.assert_close(encoded["image_latent_mean"][0], clean.mean[0])
     torch.testing.assert_close(encoded["image_latent_logvar"][0], clean.logvar[0])
     assert len({float(row.sum()) for row in encoded["image_latent_mean"]}) == 1 + NOISED
     torch.manual_seed(99)
-    again = encode(pixels, image if own else None)
-    assert all(torch.equal(again[name], encoded[name]) for name in encoded)
-    other = encode(pixels, image.flip(-1))["image_latent_mean"]
-    assert not torch.allclose(other, encoded["image_latent_mean"])
+    second_encoding = encode(pixels, image if own else None)
+    assert all(torch.equal(second_encoding[name], encoded[name]) for name in encoded)
+    flipped = encode(pixels, image.flip(-1))["image_latent_mean"]
+    assert not torch.allclose(flipped, encoded["image_latent_mean"])
 
 
 def test_without_image_noise_the_clean_encoding_is_alone_under_a_key_of_its_own(
@@ -233,12 +233,12 @@ def test_image_noise_has_a_scale_of_exp_of_a_normal_draw_at_minus_three(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Median and spread of log sigma, read off the pixels that the VAE is given."""
-    seen: list[torch.Tensor] = []
+    encoder_inputs: list[torch.Tensor] = []
     encode = AutoencoderKLCogVideoX.encode
 
     def spy(self: Any, x: torch.Tensor) -> Any:
         if x.shape[2] == 1:
-            seen.append(x)
+            encoder_inputs.append(x)
         return encode(self, x)
 
     monkeypatch.setattr(AutoencoderKLCogVideoX, "encode", spy)
@@ -247,12 +247,14 @@ def test_image_noise_has_a_scale_of_exp_of_a_normal_draw_at_minus_three(
     g, logs = torch.Generator().manual_seed(3), []
     for _ in range(40):
         pixels = torch.randint(0, 256, (1, 3, 32, 48), generator=g).to(torch.uint8)
-        seen.clear()
+        encoder_inputs.clear()
         encoder(pixels)
-        images = seen[:-1]  # the last is the clip itself, of one frame
+        images = encoder_inputs[:-1]  # the last is the clip itself, of one frame
         noise = [(image - images[0]).double() for image in images[1:]]
-        assert all(abs(one.mean() / one.std()) < 4 / one.numel() ** 0.5 for one in noise)
-        logs += [one.std().log() for one in noise]
+        assert all(
+            abs(tensor.mean() / tensor.std()) < 4 / tensor.numel() ** 0.5 for tensor in noise
+        )
+        logs += [tensor.std().log() for tensor in noise]
     log_sigma = torch.stack(logs)
     assert len(log_sigma) == 40 * NOISED
     assert abs(log_sigma.mean() + 3.0) < 4 * 0.5 / len(log_sigma) ** 0.5
@@ -283,8 +285,10 @@ def test_the_options_of_a_recipe_reach_the_checkpoint(image_recipe: dict[str, An
 
 def test_prompts_without_their_first_images_are_refused(image_recipe: dict[str, Any]) -> None:
     image_recipe["validation"] |= {"prompts": ["a", "b"], "images": ["a.png"]}
-    words = r"validation\.images: give one first image a prompt; got 1 for 2 in validation\.prompts"
-    with pytest.raises(DitLoraError, match=words):
+    message = (
+        r"validation\.images: give one first image a prompt; got 1 for 2 in validation\.prompts"
+    )
+    with pytest.raises(DitLoraError, match=message):
         for_recipe(image_recipe)
     image_recipe["validation"] |= {"prompts": ["a", "b"], "images": ["a.png", "b.png"]}
     for_recipe(image_recipe)
@@ -324,12 +328,12 @@ def test_sampling_needs_an_image_exactly_where_the_model_starts_from_one(
 ) -> None:
     picture = tmp_path / "first.png"
     Image.new("RGB", (96, 64), "red").save(picture)
-    how = Sampling(VideoShape(9, 64, 96), 1, 1.0, 0)
+    sampling = Sampling(VideoShape(9, 64, 96), 1, 1.0, 0)
     with pytest.raises(DitLoraError, match="is image-to-video: give the first image with --image"):
-        open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]).generate(None, {}, how)
+        open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]).generate(None, {}, sampling)
     with pytest.raises(DitLoraError, match=r"starts from no image; leave --image out"):
         open_checkpoint(tiny_checkpoints["cogvideox-1.5"]).generate(
-            None, {}, replace(how, image=picture)
+            None, {}, replace(sampling, image=picture)
         )
 
 
@@ -343,8 +347,8 @@ def test_a_sample_has_the_frames_asked_for(
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     image = picture if variant.endswith("i2v") else None
     pipeline = checkpoint.pipeline(torch.float32)
-    how = Sampling(VideoShape(9, 32, 48), 1, 1.0, 0, image)
-    video = checkpoint.generate(pipeline, checkpoint.conditions("a"), how)
+    sampling = Sampling(VideoShape(9, 32, 48), 1, 1.0, 0, image)
+    video = checkpoint.generate(pipeline, checkpoint.conditions("a"), sampling)
     assert video.shape == (9, 32, 48, 3)
 
 
@@ -357,8 +361,8 @@ def test_from_scratch_changes_what_shapes_and_positions_follow(
     transformer = checkpoint.load_transformer(torch.float32)
     assert len(transformer.transformer_blocks) == 1
     torch.manual_seed(1)
-    other = checkpoint.load_transformer(torch.float32)
-    assert not torch.equal(transformer.proj_out.weight, other.proj_out.weight)
+    other_transformer = checkpoint.load_transformer(torch.float32)
+    assert not torch.equal(transformer.proj_out.weight, other_transformer.proj_out.weight)
     with pytest.raises(DitLoraError, match="height can be 32 at most"):
         checkpoint.check_shape(VideoShape(9, 48, 96))
     with pytest.raises(DitLoraError, match=r"does not know\n  - depth"):

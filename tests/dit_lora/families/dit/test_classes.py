@@ -98,14 +98,14 @@ def test_a_small_table_is_guided_with_its_own_null_row(tmp_path: Path) -> None:
     pipeline = checkpoint.pipeline(torch.float32)
     assert type(pipeline) is classes.DiTPipeline
     pipeline.set_progress_bar_config(disable=True)
-    seen: list[torch.Tensor] = []
+    recorded_labels: list[torch.Tensor] = []
     pipeline.transformer.transformer_blocks[0].norm1.emb.class_embedder.register_forward_hook(
-        lambda _m, args, _o: seen.append(args[0])
+        lambda _m, args, _o: recorded_labels.append(args[0])
     )
     ask = {"class_labels": [2, 5], "guidance_scale": 3.0, "num_inference_steps": 2}
     pipeline(**ask, output_type="np")
-    assert seen
-    assert all(labels.tolist() == [2, 5, 6, 6] for labels in seen)
+    assert recorded_labels
+    assert all(labels.tolist() == [2, 5, 6, 6] for labels in recorded_labels)
     stock = DiTPipeline.from_pretrained(tmp_path / "small")
     with pytest.raises(IndexError):
         stock(**ask)
@@ -208,8 +208,8 @@ def test_new_rows_train_others_stay_and_samples_know_their_names(
         moved = (table[1001:] - stored[name][1000]).abs().amax(1)
         assert (moved > 1e-3).all()
 
-    first, second = sample(SampleRequest(folder, ("red disc", "goldfish"), inference_steps=2))
-    assert first.read_bytes() != second.read_bytes()
+    first_path, second = sample(SampleRequest(folder, ("red disc", "goldfish"), inference_steps=2))
+    assert first_path.read_bytes() != second.read_bytes()
     with pytest.raises(DitLoraError, match="has no class 'red dog'"):
         sample(SampleRequest(folder, ("red dog",), inference_steps=2))
     validated = folder / "samples" / "step_000004" / "prompt_00.png"
@@ -253,9 +253,9 @@ def test_a_whole_model_with_new_classes_loads_in_the_stock_pipeline(
     assert pipeline.labels["tabby cat"] == 281
     (image,) = pipeline([pipeline.labels["red disc"]], num_inference_steps=2).images
     assert image.size == (32, 32)
-    again = get_family("dit").open(ModelConfig(family="dit", path=str(folder / "model")))
-    assert again.classes.row("red disc") == 1005
-    assert again.classes.null == 1000
+    reopened = get_family("dit").open(ModelConfig(family="dit", path=str(folder / "model")))
+    assert reopened.classes.row("red disc") == 1005
+    assert reopened.classes.null == 1000
 
 
 def test_classes_of_a_model_from_scratch_are_the_datas_and_a_lora_adds_one(

@@ -97,12 +97,12 @@ def losses_of_training(*, mixed: bool) -> torch.Tensor:
 @pytest.mark.thorough
 def test_training_with_mixed_rows_does_not_learn_what_it_learns_without() -> None:
     """Nothing is ever NaN: no check of values alone would see it."""
-    right, wrong = losses_of_training(mixed=False), losses_of_training(mixed=True)
-    assert torch.isfinite(wrong).all()
+    right, mixed = losses_of_training(mixed=False), losses_of_training(mixed=True)
+    assert torch.isfinite(mixed).all()
     assert right[-50:].mean() < 0.5
-    assert wrong[-50:].mean() > 2 * right[-50:].mean()
+    assert mixed[-50:].mean() > 2 * right[-50:].mean()
     # It falls first, as the reports say, and then goes back up.
-    assert wrong[20:60].mean() < wrong[:5].mean()
+    assert mixed[20:60].mean() < mixed[:5].mean()
 
 
 @contextmanager
@@ -143,9 +143,9 @@ def test_preflight_names_the_kernel_and_where_it_is_wrong(
         model = checkpoint.load_transformer(torch.float32).requires_grad_(True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = mix_rows(model)
-    found = difference(checkpoint, model, state, size=4)
-    assert found is not None
-    assert found.module.startswith("transformer_blocks.0.")
+    fault = difference(checkpoint, model, state, size=4)
+    assert fault is not None
+    assert fault.module.startswith("transformer_blocks.0.")
     assert difference(checkpoint, model, state, size=1) is None  # it is right for one sample
     state["on"] = False
     assert difference(checkpoint, model, {"on": False}, size=4) is None

@@ -28,18 +28,20 @@ def test_stock_diffusers_reads_what_comfyui_does(
 ) -> None:
     """Every linear layer, with alpha's factor in B: both read no `.alpha`."""
     path = tiny_checkpoints["krea2-raw"]
-    one = trained("krea2", path, tmp_path / "run", alpha=7, targets=EVERY)
-    out = export(ExportRequest((one.folder,), "comfyui", tmp_path / "out", model=str(one.base)))
-    (file,) = out.glob("*.safetensors")
+    adapter = trained("krea2", path, tmp_path / "run", alpha=7, targets=EVERY)
+    output_dir = export(
+        ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base))
+    )
+    (file,) = output_dir.glob("*.safetensors")
     tensors = load_file(file)
     for name in tensors:
-        found = re.fullmatch(r"diffusion_model\.(.+)\.lora_[AB]\.weight", name)
-        assert found, name
-        assert PUBLISHED.fullmatch(found[1]), name
+        match = re.fullmatch(r"diffusion_model\.(.+)\.lora_[AB]\.weight", name)
+        assert match, name
+        assert PUBLISHED.fullmatch(match[1]), name
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more
-    pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
-    expected = deltas(one.model)
+    expected = deltas(adapter.model)
     assert len(expected) == 4 * 8 + 8
     assert_same(deltas(pipeline.transformer), expected)
 
@@ -58,5 +60,5 @@ def test_stock_diffusers_reads_what_comfyui_does(
     ],
 )
 def test_names_are_the_published_models(name: str, theirs: str | None) -> None:
-    found = get_family("krea2").comfyui.of(name)
-    assert found == (None if theirs is None else f"diffusion_model.{theirs}")
+    key = get_family("krea2").comfyui.of(name)
+    assert key == (None if theirs is None else f"diffusion_model.{theirs}")

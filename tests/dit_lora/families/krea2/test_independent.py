@@ -51,15 +51,15 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
     encode_picture = checkpoint.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(SHAPE, generator) for _ in CAPTIONS]
-    made = [encode_picture(one) for one in pictures]
-    batch = {name: torch.stack([one[name] for one in made]) for name in made[0]}
+    encodings = [encode_picture(picture) for picture in pictures]
+    batch = {name: torch.stack([encoding[name] for encoding in encodings]) for name in encodings[0]}
     batch |= encode_text(CAPTIONS)
     # Of the checkpoint's own density, as it is drawn.
-    drawn = {name: draw([generator] * 3) for name, draw in checkpoint.draws(batch).items()}
+    noise = {name: draw([generator] * 3) for name, draw in checkpoint.draws(batch).items()}
     with torch.no_grad():
         transformer = checkpoint.load_transformer(torch.float32)
-        ahead = Drawn(0, (0, 1, 2), drawn)
+        ahead = Drawn(0, (0, 1, 2), noise)
         ours = checkpoint.losses(transformer, batch, Streams(0, [0, 1, 2], ahead)).losses
-        theirs = losses_by_diffusers(path, torch.cat(pictures), drawn)
+        theirs = losses_by_diffusers(path, torch.cat(pictures), noise)
     assert len(set(ours.tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

@@ -70,19 +70,19 @@ def test_pads_in_the_middle_are_cut_to_the_longest_caption(raw: Path) -> None:
     """A caption keeps its tokens in their order, the closing ones behind it; what is between is masked."""
     checkpoint, model = opened(raw), Asked()
     batch = batch_of(checkpoint)
-    lengths = [len(checkpoint.text_limit().tokenizer(one).input_ids) for one in CAPTIONS]
+    lengths = [len(checkpoint.text_limit().tokenizer(caption).input_ids) for caption in CAPTIONS]
     assert min(lengths) == 0
     assert len(set(lengths)) == 3
     checkpoint.predict(model, noisy_of(batch), torch.full((3,), 500.0), batch)
     text, mask = model.asked["encoder_hidden_states"], model.asked["encoder_attention_mask"]
     assert mask.dtype is torch.bool
     assert text.shape == (3, max(lengths) + 5, 3, 16)
-    places = torch.arange(max(lengths) + 5)
+    positions = torch.arange(max(lengths) + 5)
     for row, length in enumerate(lengths):
-        own = (places < length) | (places >= max(lengths))
-        assert torch.equal(mask[row], own)
+        is_text = (positions < length) | (positions >= max(lengths))
+        assert torch.equal(mask[row], is_text)
         full = batch["prompt_embeds"][row]
-        assert torch.equal(text[row][own], torch.cat([full[:length], full[-5:]]))
+        assert torch.equal(text[row][is_text], torch.cat([full[:length], full[-5:]]))
     assert model.asked["position_ids"].shape == (max(lengths) + 5 + 6, 3)
 
 
@@ -91,8 +91,8 @@ def test_one_caption_needs_no_mask(raw: Path) -> None:
     batch = {name: tensor[:1] for name, tensor in batch_of(checkpoint).items()}
     checkpoint.predict(model, noisy_of(batch), torch.full((1,), 500.0), batch)
     assert model.asked["encoder_attention_mask"] is None
-    kept = batch["prompt_embeds"][batch["prompt_embeds_mask"]]
-    assert torch.equal(model.asked["encoder_hidden_states"][0], kept)
+    unpadded = batch["prompt_embeds"][batch["prompt_embeds_mask"]]
+    assert torch.equal(model.asked["encoder_hidden_states"][0], unpadded)
 
 
 def test_what_is_cut_changes_rounding_alone(raw: Path) -> None:
@@ -109,26 +109,26 @@ def test_what_is_cut_changes_rounding_alone(raw: Path) -> None:
             encoder_attention_mask=batch["prompt_embeds_mask"],
         ).sample
         # Where pads were seen, it would show.
-        seen = transformer(
+        reference = transformer(
             hidden_states=noisy,
             encoder_hidden_states=batch["prompt_embeds"],
             timestep=timesteps / 1000,
             position_ids=Krea2Pipeline.prepare_position_ids(512, 2, 3, CPU),
         ).sample
     torch.testing.assert_close(ours, stock, rtol=0, atol=5e-6)
-    assert (ours - seen).abs().amax((1, 2)).min() > 1e-3
+    assert (ours - reference).abs().amax((1, 2)).min() > 1e-3
 
 
 def test_the_mask_alone_stays_on_the_host(raw: Path) -> None:
     checkpoint, model = opened(raw), Asked()
-    made = batch_of(checkpoint)
-    batch = Batch(("a", "b", "c"), (1, 2, 3), made).to(META)
+    tensors = batch_of(checkpoint)
+    batch = Batch(("a", "b", "c"), (1, 2, 3), tensors).to(META)
     assert {n for n, t in batch.tensors.items() if t.device != META} == {"prompt_embeds_mask"}
-    noisy = noisy_of(made).to(META)
+    noisy = noisy_of(tensors).to(META)
     checkpoint.predict(model, noisy, torch.zeros(3, device=META), batch.tensors)
-    asked = {n: t.device for n, t in model.asked.items() if isinstance(t, torch.Tensor)}
-    assert set(asked.values()) == {META}
-    assert "encoder_attention_mask" in asked
+    devices = {n: t.device for n, t in model.asked.items() if isinstance(t, torch.Tensor)}
+    assert set(devices.values()) == {META}
+    assert "encoder_attention_mask" in devices
 
 
 def calls_of(pipeline: Any) -> list[dict[str, Any]]:
@@ -146,13 +146,13 @@ def test_time_is_rounded_after_it_is_divided(raw: Path) -> None:
     checkpoint, model = opened(raw), Asked()
     pipeline = checkpoint.pipeline(torch.bfloat16)
     calls = calls_of(pipeline)
-    how = Sampling(VideoShape(1, 32, 48), 7, 0.0, seed=0)
-    checkpoint.generate(pipeline, checkpoint.conditions("a red disc"), how)
+    sampling = Sampling(VideoShape(1, 32, 48), 7, 0.0, seed=0)
+    checkpoint.generate(pipeline, checkpoint.conditions("a red disc"), sampling)
     timesteps = pipeline.scheduler.timesteps
     batch = {n: t[:1] for n, t in batch_of(checkpoint, torch.bfloat16).items()}
     assert len(calls) == 7
-    for call, one in zip(calls, timesteps, strict=True):
-        checkpoint.predict(model, noisy_of(batch), one[None], batch)
+    for call, timestep in zip(calls, timesteps, strict=True):
+        checkpoint.predict(model, noisy_of(batch), timestep[None], batch)
         assert model.asked["timestep"].dtype is torch.bfloat16
         assert torch.equal(model.asked["timestep"], call["timestep"])
     assert not torch.equal(timesteps.bfloat16() / 1000, (timesteps / 1000).bfloat16())
@@ -167,8 +167,8 @@ def test_noise_levels_are_shifted_as_the_pipeline_samples(
     checkpoint = opened(request.getfixturevalue(kind))
     pipeline = checkpoint.pipeline(torch.float32)
     calls = calls_of(pipeline)
-    how = Sampling(shape, 5, 0.0, seed=0)
-    checkpoint.generate(pipeline, checkpoint.conditions("a red disc"), how)
+    sampling = Sampling(shape, 5, 0.0, seed=0)
+    checkpoint.generate(pipeline, checkpoint.conditions("a red disc"), sampling)
     shift = checkpoint.shift_of(torch.Size([16, 1, shape.height // 8, shape.width // 8]))
     levels = torch.linspace(1, 1 / 5, 5)
     expected = shift * levels / (1 + (shift - 1) * levels)
@@ -183,12 +183,12 @@ def test_guidance_adds_to_the_prediction_and_0_is_off(raw: Path) -> None:
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     text, empty = encode(["a red disc"]), encode([""])
     conditions = checkpoint.conditions(text, empty)
-    for scale, each in ((0.0, 1), (0.5, 2)):
+    for scale, calls_per_step in ((0.0, 1), (0.5, 2)):
         pipeline = checkpoint.pipeline(torch.float32, text=False)
         calls = calls_of(pipeline)
         checkpoint.generate(pipeline, conditions, Sampling(VideoShape(1, 32, 48), 3, scale, 0))
-        assert len(calls) == 3 * each
-        if each == 2:
+        assert len(calls) == 3 * calls_per_step
+        if calls_per_step == 2:
             assert torch.equal(calls[1]["encoder_hidden_states"], empty["prompt_embeds"])
             assert torch.equal(calls[1]["encoder_attention_mask"], empty["prompt_embeds_mask"])
 
@@ -217,11 +217,11 @@ def test_turbo_is_refused_by_name_and_still_samples(
     family, recipe = get_family("krea2"), recipe_for(turbo, recipe_values)
     with pytest.raises(DitLoraError, match=r"turbo is step-distilled.*train krea/Krea-2-Raw"):
         family.open(recipe.model, recipe)
-    under = {"rank": 4, "under": [{"path": "theirs.safetensors"}]}
-    trained = family.open(recipe.model, recipe_for(turbo, recipe_values, lora=under))
+    lora = {"rank": 4, "under": [{"path": "theirs.safetensors"}]}
+    trained = family.open(recipe.model, recipe_for(turbo, recipe_values, lora=lora))
     assert trained.mu(torch.Size([16, 1, 128, 128])) == 1.15
-    shown = {"model": str(turbo), "prompts": ["a cat"], "guidance_scale": 0}
-    training = recipe_for(raw, recipe_values, validation=shown)
+    validation = {"model": str(turbo), "prompts": ["a cat"], "guidance_scale": 0}
+    training = recipe_for(raw, recipe_values, validation=validation)
     second: Any = open_second(training, family.open(training.model, training))
     assert second.distilled
     pipeline = second.pipeline(torch.float32)

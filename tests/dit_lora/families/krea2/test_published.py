@@ -60,9 +60,9 @@ def counted(config: dict[str, Any]) -> int:
     time += 6 * width * width + 6 * width
     channels = config["in_channels"]
     image = channels * width + width + width * channels + channels + 3 * width
-    words = text + text * width + width * width + 2 * width + config["num_text_layers"]
+    text_parameters = text + text * width + width * width + 2 * width + config["num_text_layers"]
     blocks = config["num_layerwise_text_blocks"] + config["num_refiner_text_blocks"]
-    return config["num_layers"] * block + blocks * fusion + time + image + words
+    return config["num_layers"] * block + blocks * fusion + time + image + text_parameters
 
 
 def attached(checkpoint: Any, targets: tuple[str, ...]) -> tuple[Any, set[str]]:
@@ -82,8 +82,8 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(checkpoint: Any) -> No
     with torch.device("meta"):
         config = fitting.transformer_config
         transformer = fitting.transformer_class.from_config(config)
-    whole = sum(p.numel() for p in transformer.parameters())
-    assert whole == counted(config) == 12_820_073_036
+    num_parameters = sum(p.numel() for p in transformer.parameters())
+    assert num_parameters == counted(config) == 12_820_073_036
     assert fitting.objective.shift is None
     assert fitting.mu(torch.Size([16, 1, 160, 160])) == pytest.approx(1.15)
     assert fitting.mu(torch.Size([16, 1, 32, 32])) == pytest.approx(0.5)
@@ -104,9 +104,9 @@ def test_the_default_layers_are_attentions_with_its_gate(checkpoint: Any) -> Non
 
 
 def test_the_longer_list_of_the_recipe_names_what_it_should(checkpoint: Any) -> None:
-    found = re.search(r"# targets: \[(.*?)\]", RECIPE.read_text(), re.DOTALL)
-    assert found
-    targets = tuple(re.sub(r"[\s#]+", " ", found[1]).replace(" ", "").split(","))
+    match = re.search(r"# targets: \[(.*?)\]", RECIPE.read_text(), re.DOTALL)
+    assert match
+    targets = tuple(re.sub(r"[\s#]+", " ", match[1]).replace(" ", "").split(","))
     assert set(targets) == {*ATTENTION, *AROUND, "ff.up", "ff.down"}
     report, names = attached(checkpoint, targets)
     assert report.adapted == 160 + 2 * 32 + len(AROUND)
@@ -116,9 +116,9 @@ def test_the_longer_list_of_the_recipe_names_what_it_should(checkpoint: Any) -> 
 
 def test_a_caption_takes_thirty_mebibytes_of_the_cache(checkpoint: Any, tmp_path: Path) -> None:
     spec = checkpoint.text_spec(torch.bfloat16)
-    made = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in spec.items()}
+    tensors = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in spec.items()}
     cache = TensorCache(tmp_path / "texts")
-    cache.write_all([encoded("a" * 64, made, sample="one", facts={})])
+    cache.write_all([encoded("a" * 64, tensors, sample="one", facts={})])
     on_disk = sum(file.stat().st_size for file in cache.root.rglob("*") if file.is_file())
     assert on_disk == pytest.approx(512 * 12 * 2560 * 2, rel=0.05)
     read, fault = cache.read("a" * 64, spec)
@@ -128,9 +128,9 @@ def test_a_caption_takes_thirty_mebibytes_of_the_cache(checkpoint: Any, tmp_path
 
 def test_the_text_encoder_has_the_layers_that_the_transformer_takes(checkpoint: Any) -> None:
     text = json.loads((CONFIGS / "text_encoder" / "config.json").read_text())["text_config"]
-    taken = checkpoint.transformer_config
-    assert taken["text_hidden_dim"] == text["hidden_size"]
-    assert len(checkpoint.layers) == taken["num_text_layers"]
+    transformer_config = checkpoint.transformer_config
+    assert transformer_config["text_hidden_dim"] == text["hidden_size"]
+    assert len(checkpoint.layers) == transformer_config["num_text_layers"]
     assert max(checkpoint.layers) <= text["num_hidden_layers"]
 
 

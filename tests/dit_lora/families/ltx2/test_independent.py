@@ -44,11 +44,14 @@ def velocities_by_vendor(
 
     def embedded(module: Any, timesteps: torch.Tensor) -> list[torch.Tensor]:
         pair = module(timesteps.flatten(), batch_size=rows, hidden_dtype=dtype)
-        return [one.view(rows, -1, one.shape[-1]) for one in pair]
+        return [tensor.view(rows, -1, tensor.shape[-1]) for tensor in pair]
 
     def rotary(coords: torch.Tensor, prefix: str) -> tuple[Any, Any]:
-        own, cross = getattr(model, f"{prefix}rope"), getattr(model, f"cross_attn_{prefix}rope")
-        return own(coords, device=CPU), cross(coords[:, 0:1], device=CPU)
+        self_rope, cross = (
+            getattr(model, f"{prefix}rope"),
+            getattr(model, f"cross_attn_{prefix}rope"),
+        )
+        return self_rope(coords, device=CPU), cross(coords[:, 0:1], device=CPU)
 
     video_rotary, video_cross_rotary = rotary(
         model.rope.prepare_video_coords(rows, *grid, CPU, fps=FPS), ""
@@ -109,7 +112,7 @@ def losses_by_diffusers(
     gemma = Gemma3ForConditionalGeneration.from_pretrained(path / "text_encoder")
     tokenizer = AutoTokenizer.from_pretrained(path / "tokenizer", padding_side="left")
     tokens = tokenizer(
-        [one.strip() for one in CAPTIONS],
+        [caption.strip() for caption in CAPTIONS],
         padding="max_length",
         max_length=1024,
         truncation=True,
@@ -125,8 +128,10 @@ def losses_by_diffusers(
     timestep = (1000 * sigma)[:, None].repeat(1, noisy.shape[1])
     frame = size[3] * size[4]
     if kind == "i2v":
-        first = [one.permute(1, 2, 0).numpy() for one in pixels[:, 0]]
-        sent = torch.tensor(np.stack([apply_image_conditioning_crf(one, 33) for one in first]))
+        first_frames = [picture.permute(1, 2, 0).numpy() for picture in pixels[:, 0]]
+        sent = torch.tensor(
+            np.stack([apply_image_conditioning_crf(picture, 33) for picture in first_frames])
+        )
         pictures = 2 * (sent.permute(0, 3, 1, 2)[:, :, None] / 255) - 1
         latents = (vae.encode(pictures).latent_dist.mean - mean) / std
         noisy[:, :frame], timestep[:, :frame] = latents.flatten(2).mT, 0
@@ -169,11 +174,11 @@ def test_our_loss_is_that_of_diffusers_modules(
     if sound is not None:
         batch["audio_latent_mean"] = sound
     streams = Streams(3, [1, 2, 3])
-    drawn = streams.drawn(checkpoint.draws(batch), CPU)
+    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
     with torch.no_grad():
         ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
-    theirs = losses_by_diffusers(path, kind, pixels, drawn, sound)
-    assert len(set(drawn["timestep"].tolist())) == 3
+    theirs = losses_by_diffusers(path, kind, pixels, random_inputs, sound)
+    assert len(set(random_inputs["timestep"].tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
 
@@ -195,10 +200,10 @@ def test_velocities_and_gradients_are_the_vendors_at_unequal_noise_levels(
     )
     sigma, sound_sigma = torch.tensor([950.0, 400.0, 30.0]), torch.tensor([120.0, 700.0, 990.0])
     batch |= {"audio_noisy": noisy_sound, "audio_timestep": sound_sigma}
-    given = Streams(3, [1, 2, 3]).drawn(checkpoint.draws(batch), CPU)
-    timesteps = checkpoint.token_timesteps(sigma, batch, given)
+    random_inputs = Streams(3, [1, 2, 3]).drawn(checkpoint.draws(batch), CPU)
+    timesteps = checkpoint.token_timesteps(sigma, batch, random_inputs)
     assert (timesteps.ndim == 2) == (kind == "i2v")
-    ours = checkpoint.velocities(model, noisy, sigma, batch, given)
+    ours = checkpoint.velocities(model, noisy, sigma, batch, random_inputs)
     theirs = velocities_by_vendor(
         model,
         video=Modality(noisy, batch["prompt_embeds"], timesteps, sigma),
@@ -213,9 +218,9 @@ def test_velocities_and_gradients_are_the_vendors_at_unequal_noise_levels(
         torch.autograd.grad(outputs, list(weights.values()), cotangents)
         for outputs in (ours, theirs)
     )
-    for found, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    for actual, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
     assert any("av_cross_attn_audio_scale_shift" in name for name in weights)
-    for name, found, expected in zip(weights, our_gradients, their_gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, msg=name)
+    for name, actual, expected in zip(weights, our_gradients, their_gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9, msg=name)
     assert not any(part._forward_pre_hooks for part in model.modules())

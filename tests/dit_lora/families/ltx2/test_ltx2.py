@@ -49,16 +49,16 @@ def test_video_alone_depends_on_no_bit_of_sound(
     batch = batch_of(checkpoint)
     noisy = torch.randn(3, 3 * 2 * 3, 8, generator=torch.Generator().manual_seed(1))
     video = checkpoint.predict(model, noisy, torch.tensor([40.0, 500.0, 999.0]), batch)
-    (given,) = model.calls
-    assert given["audio_hidden_states"].shape == (3, 1, 16)
-    other = {
+    (kwargs,) = model.calls
+    assert kwargs["audio_hidden_states"].shape == (3, 1, 16)
+    changed_sound = {
         "audio_hidden_states": torch.randn(3, 5, 16),
         "audio_encoder_hidden_states": torch.randn(3, 9, 16),
         "audio_timestep": torch.tensor([7.0, 8.0, 9.0]),
         "audio_num_frames": 5,
     }
-    assert torch.equal(model.model(**{**given, **other})[0], video)
-    joint = model.model(**{**given, **other, "isolate_modalities": False})[0]
+    assert torch.equal(model.model(**{**kwargs, **changed_sound})[0], video)
+    joint = model.model(**{**kwargs, **changed_sound, "isolate_modalities": False})[0]
     assert not torch.allclose(joint, video, atol=1e-3)
 
 
@@ -74,22 +74,24 @@ def test_text_is_cut_to_the_batchs_longest_where_it_is_masked(
     checkpoint.predict(model, noisy, timesteps, batch)
     for row, length in zip(batch["prompt_attention_mask"], lengths, strict=True):
         row[length:] = 0
-    found = checkpoint.predict(model, noisy, timesteps, batch)
-    free, given = model.calls
+    prediction = checkpoint.predict(model, noisy, timesteps, batch)
+    free, kwargs = model.calls
     assert free["encoder_attention_mask"] is None
     assert free["encoder_hidden_states"].shape[1] == 1024
-    assert given["encoder_hidden_states"].shape[1] == 30
-    assert given["encoder_attention_mask"].sum(1).tolist() == lengths
-    whole = {
+    assert kwargs["encoder_hidden_states"].shape[1] == 30
+    assert kwargs["encoder_attention_mask"].sum(1).tolist() == lengths
+    full_text = {
         "encoder_hidden_states": batch["prompt_embeds"],
         "encoder_attention_mask": batch["prompt_attention_mask"],
     }
-    torch.testing.assert_close(model.model(**{**given, **whole})[0], found, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        model.model(**{**kwargs, **full_text})[0], prediction, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_cached_text_depends_on_the_connectors(tiny_checkpoints: dict[str, Path]) -> None:
-    first, second = (opened(tiny_checkpoints[name]) for name in ("ltx-2", "ltx-2.3"))
-    for checkpoint in (first, second):
+    first_checkpoint, second = (opened(tiny_checkpoints[name]) for name in ("ltx-2", "ltx-2.3"))
+    for checkpoint in (first_checkpoint, second):
         folder = checkpoint.path / "connectors"
         assert checkpoint.text_facts()["connectors"] == folder
         (encoded,) = ({n: t[0] for n, t in e.items()} for e in [_encoded(checkpoint)])
@@ -110,25 +112,28 @@ def test_samples_of_a_prompts_text_and_of_its_tensors_are_alike(
 ) -> None:
     """Behind the connectors, without text encoder and connectors; and the calls of one step."""
     checkpoint = opened(tiny_checkpoints[variant])
-    how = Sampling(NATIVE, 2, guidance, seed=3, fps=FPS)
-    whole, bare = (checkpoint.pipeline(torch.float32, text=text) for text in (True, False))
+    sampling = Sampling(NATIVE, 2, guidance, seed=3, fps=FPS)
+    full_pipeline, bare = (checkpoint.pipeline(torch.float32, text=text) for text in (True, False))
     assert bare.text_encoder is None
     assert bare.connectors is None
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     tensors, empty = encode([CAPTIONS[1]]), encode([""])
     samples, calls = [], []
     for pipeline, conditions in (
-        (whole, checkpoint.conditions(CAPTIONS[1])),
+        (full_pipeline, checkpoint.conditions(CAPTIONS[1])),
         (bare, checkpoint.conditions(tensors, empty)),
     ):
         pipeline.set_progress_bar_config(disable=True)
-        seen: list[Any] = []
+        recorded_calls: list[Any] = []
         pipeline.transformer.register_forward_pre_hook(
-            lambda _model, _args, kwargs, seen=seen: seen.append(kwargs), with_kwargs=True
+            lambda _model, _args, kwargs, recorded_kwargs=recorded_calls: recorded_kwargs.append(
+                kwargs
+            ),
+            with_kwargs=True,
         )
-        samples.append(checkpoint.generate(pipeline, conditions, how))
-        calls.append(len(seen) / how.inference_steps)
-        assert {call["fps"] for call in seen} == {FPS}
+        samples.append(checkpoint.generate(pipeline, conditions, sampling))
+        calls.append(len(recorded_calls) / sampling.inference_steps)
+        assert {call["fps"] for call in recorded_calls} == {FPS}
     assert torch.equal(*samples)
     assert bare.connectors is None
     # With and without the prompt in one call; without sound; and of 2.3 with perturbed attention.
@@ -158,12 +163,12 @@ def test_noise_levels_are_those_of_the_vendors_sampler(
     levels = checkpoint.objective.levels
     assert (levels.density, levels.mean, levels.std) == ("stretched_logit_normal", 0.0, 1.0)
     gaussian = torch.randn(100_000, generator=torch.Generator().manual_seed(7))
-    drawn = checkpoint.objective.sigmas(gaussian, checkpoint.shift_of(size))
+    sigmas = checkpoint.objective.sigmas(gaussian, checkpoint.shift_of(size))
     rng = np.random.default_rng(1)
     # 1 % of correct samples of 100,000 and 200,000 draws are further apart than 0.0063.
-    found, expected = np.sort(drawn.numpy()), np.sort(vendor_noise_levels(tokens, 200_000, rng))
-    fraction = np.searchsorted(expected, found) / len(expected)
-    distance = np.abs(fraction - (np.arange(len(found)) + 0.5) / len(found)).max()
+    actual, expected = np.sort(sigmas.numpy()), np.sort(vendor_noise_levels(tokens, 200_000, rng))
+    fraction = np.searchsorted(expected, actual) / len(expected)
+    distance = np.abs(fraction - (np.arange(len(actual)) + 0.5) / len(actual)).max()
     assert distance < 0.007
 
 
@@ -183,13 +188,13 @@ def test_noise_levels_reach_their_limit_at_any_number_of_tokens(
     """From about 32,768 tokens on the density no longer changes; fp64 has no digits of a level at a mu of 90."""
     checkpoint = opened(tiny_checkpoints["ltx-2"])
     gaussian = torch.linspace(-3, 3, 25)
-    at_limit, beyond, far_beyond = (
+    at_limit, beyond_limit, far_beyond = (
         checkpoint.objective.sigmas(gaussian, checkpoint.shift_of(torch.Size([8, 1, 1, tokens])))
         for tokens in (32_768, 65_536, 262_144)
     )
-    assert (beyond.diff() > 0).all()
-    torch.testing.assert_close(at_limit, beyond, rtol=0, atol=1e-3)
-    torch.testing.assert_close(beyond, far_beyond, rtol=0, atol=1e-6)
+    assert (beyond_limit.diff() > 0).all()
+    torch.testing.assert_close(at_limit, beyond_limit, rtol=0, atol=1e-3)
+    torch.testing.assert_close(beyond_limit, far_beyond, rtol=0, atol=1e-6)
 
 
 def test_positions_are_in_seconds(tiny_checkpoints: dict[str, Path]) -> None:
@@ -213,19 +218,21 @@ def test_the_picture_is_left_out_of_a_share_of_samples(tiny_checkpoints: dict[st
     checkpoint = for_recipe(path, model={"task": "i2v"}, data={"image_dropout": 0.5})
     assert checkpoint.index_changes() == {"_class_name": "LTX2ImageToVideoPipeline"}
     batch = batch_of(checkpoint)
-    given = {"image_dropout": torch.tensor([True, False, True])}
-    known = checkpoint.known(batch, given)
-    assert known.sum((1, 2)).tolist() == [6, 0, 6]
-    told = checkpoint.token_timesteps(torch.tensor([100.0, 200.0, 300.0]), batch, given)
-    assert told.shape == (3, 18)
-    assert told[:, :6].tolist() == [[0.0] * 6, [200.0] * 6, [0.0] * 6]
-    assert told[:, 6:].unique(dim=1).flatten().tolist() == [100.0, 200.0, 300.0]
+    random_inputs = {"image_dropout": torch.tensor([True, False, True])}
+    conditioning_mask = checkpoint.known(batch, random_inputs)
+    assert conditioning_mask.sum((1, 2)).tolist() == [6, 0, 6]
+    token_timesteps = checkpoint.token_timesteps(
+        torch.tensor([100.0, 200.0, 300.0]), batch, random_inputs
+    )
+    assert token_timesteps.shape == (3, 18)
+    assert token_timesteps[:, :6].tolist() == [[0.0] * 6, [200.0] * 6, [0.0] * 6]
+    assert token_timesteps[:, 6:].unique(dim=1).flatten().tolist() == [100.0, 200.0, 300.0]
     # The picture was compressed as a video's frame, and is not the clip's own first one.
-    clean = checkpoint.clean_latents(batch, given)
-    own = LTX2Pipeline._pack_latents(batch["latent_mean"])
-    assert torch.equal(clean[1], own[1])
-    assert torch.equal(clean[:, 6:], own[:, 6:])
-    assert not torch.equal(clean[0, :6], own[0, :6])
+    clean = checkpoint.clean_latents(batch, random_inputs)
+    packed = LTX2Pipeline._pack_latents(batch["latent_mean"])
+    assert torch.equal(clean[1], packed[1])
+    assert torch.equal(clean[:, 6:], packed[:, 6:])
+    assert not torch.equal(clean[0, :6], packed[0, :6])
     rows = [torch.Generator().manual_seed(seed) for seed in range(2000)]
     assert 0.46 < checkpoint.draws(batch)["image_dropout"](rows).float().mean() < 0.54
 
@@ -257,9 +264,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", [*NEWER, *OTHERS])
 def test_refused_by_name(tiny_checkpoints: dict[str, Path], tmp_path: Path, what: str) -> None:
-    component, values, words = (NEWER | OTHERS)[what]
+    component, values, message = (NEWER | OTHERS)[what]
     path = changed(tiny_checkpoints["ltx-2"], tmp_path / "other", component, **values)
-    with pytest.raises(DitLoraError, match=words) as caught:
+    with pytest.raises(DitLoraError, match=message) as caught:
         opened(path)
     assert ("LTX-2.5" in str(caught.value)) == (what in NEWER)
 
@@ -307,13 +314,13 @@ WITHOUT_SOUND = {
 def test_what_would_get_no_gradient_without_sound_is_refused(
     tiny_checkpoints: dict[str, Path], what: str
 ) -> None:
-    sections, words = WITHOUT_SOUND[what]
-    with pytest.raises(DitLoraError, match=words):
+    sections, message = WITHOUT_SOUND[what]
+    with pytest.raises(DitLoraError, match=message):
         for_recipe(tiny_checkpoints["ltx-2.3"], **sections)
     with_sound = for_recipe(tiny_checkpoints["ltx-2.3"], **sections, data={"sound": True})
     assert with_sound.sound
-    own = {"lora": {"targets": ["attn1.to_q", "ff.net.2", "attn2.to_gate_logits"]}}
-    assert not for_recipe(tiny_checkpoints["ltx-2.3"], **own).sound
+    values = {"lora": {"targets": ["attn1.to_q", "ff.net.2", "attn2.to_gate_logits"]}}
+    assert not for_recipe(tiny_checkpoints["ltx-2.3"], **values).sound
 
 
 def test_other_families_have_no_sound(tiny_checkpoints: dict[str, Path]) -> None:
@@ -328,17 +335,19 @@ def test_stock_diffusers_reads_what_comfyui_does(
     """Every kind of layer, in the names of the published checkpoint, without alpha, which its loader refuses."""
     around = ("proj_in", "audio_proj_in", "proj_out", "audio_proj_out", "linear", "linear_1")
     targets = (*("to_q", "to_out.0", "to_gate_logits", "net.0.proj", "net.2"), *around)
-    one = trained("ltx2", tiny_checkpoints["ltx-2.3"], tmp_path / "run", targets=targets)
-    out = export(ExportRequest((one.folder,), "comfyui", tmp_path / "out", model=str(one.base)))
-    (file,) = out.glob("*.safetensors")
+    adapter = trained("ltx2", tiny_checkpoints["ltx-2.3"], tmp_path / "run", targets=targets)
+    output_dir = export(
+        ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base))
+    )
+    (file,) = output_dir.glob("*.safetensors")
     tensors = load_file(file)
     assert all(name.startswith("diffusion_model.") for name in tensors)
     assert not any(name.endswith(".alpha") for name in tensors)
     assert "diffusion_model.av_ca_a2v_gate_adaln_single.linear.lora_A.weight" in tensors
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more
-    pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
-    expected = deltas(one.model)
+    expected = deltas(adapter.model)
     assert len(expected) == 2 * (6 * 3 + 4) + 4 + 8 * 2
     assert_same(deltas(pipeline.transformer), expected)
 
@@ -353,9 +362,9 @@ def test_one_step_is_refused_where_the_scheduler_makes_nan_of_it(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
     path = tiny_checkpoints["ltx-2.3"]
-    how = Sampling(NATIVE, 1, 1.0, seed=0)
+    sampling = Sampling(NATIVE, 1, 1.0, seed=0)
     with pytest.raises(DitLoraError, match="inference steps must be 2 or more"):
-        opened(path).generate(None, {}, how)
+        opened(path).generate(None, {}, sampling)
     settings = {"prompts": ["a"], "inference_steps": 1}
     with pytest.raises(DitLoraError, match=r"validation\.inference_steps must be 2 or more"):
         for_recipe(path, validation=settings)

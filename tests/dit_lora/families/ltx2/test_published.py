@@ -100,12 +100,12 @@ def adapted(model: nn.Module) -> dict[str, int]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_are_the_published_ones(name: str, tmp_path: Path) -> None:
     """And layers with LoRA: the video's 384, and with sound all attention's 1,152."""
-    whole, _ = PUBLISHED[name]
-    stem = next(stem for stem, (of, _) in KINDS.items() if of == name)
+    num_parameters, _ = PUBLISHED[name]
+    stem = next(stem for stem, (kind_name, _) in KINDS.items() if kind_name == name)
     checkpoint = opened(stem, tmp_path)
     with torch.device("meta"):
         bare: Any = LTX2VideoTransformer3DModel.from_config(config_of(name)).requires_grad_(False)
-    assert sum(p.numel() for p in bare.parameters()) == whole == counted(config_of(name))
+    assert sum(p.numel() for p in bare.parameters()) == num_parameters == counted(config_of(name))
     with torch.device("meta"):
         targets = checkpoint.lora_targets(FAMILY.lora_targets)
         report = attach_lora(bare, LoraConfig(rank=16), targets, seed=0)

@@ -50,21 +50,23 @@ def test_a_column_of_the_spectrogram_computed_by_hand() -> None:
     """In fp64 by NumPy: magnitudes of 1,024 points, triangles between Slaney's centres of unit area, the logarithm."""
     generator = torch.Generator().manual_seed(0)
     waveform = 0.3 * torch.randn(2, 4000, generator=generator)
-    found = log_mel(waveform, PUBLISHED)
-    assert found.shape == (2, 4000 // 160 + 1, 64)
+    mel = log_mel(waveform, PUBLISHED)
+    assert mel.shape == (2, 4000 // 160 + 1, 64)
     column, channel = 9, 1
     piece = waveform[channel].double().numpy()[column * 160 - 512 : column * 160 + 512]
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(1024) / 1024)
     spectrum = np.abs(np.fft.rfft(piece * window))
     hertz = np.linspace(0, 8000, 513)
     grid = np.linspace(0, 8000, 800_001)
-    marks = np.interp(np.linspace(0, slaney(8000), 66), [slaney(one) for one in grid], grid)
+    mel_points = np.interp(
+        np.linspace(0, slaney(8000), 66), [slaney(frequency) for frequency in grid], grid
+    )
     expected = []
-    for low, centre, high in zip(marks, marks[1:], marks[2:], strict=False):
+    for low, centre, high in zip(mel_points, mel_points[1:], mel_points[2:], strict=False):
         triangle = np.minimum((hertz - low) / (centre - low), (high - hertz) / (high - centre))
         expected.append((np.clip(triangle, 0, None) * 2 / (high - low) * spectrum).sum())
-    wanted = torch.tensor(np.log(np.maximum(expected, 1e-5)))
-    torch.testing.assert_close(found[channel, column].double(), wanted, rtol=1e-4, atol=1e-4)
+    target = torch.tensor(np.log(np.maximum(expected, 1e-5)))
+    torch.testing.assert_close(mel[channel, column].double(), target, rtol=1e-4, atol=1e-4)
 
 
 def test_silence_is_the_least_value() -> None:
@@ -80,20 +82,20 @@ def test_tokens_are_as_many_as_the_pipeline_gives_the_video(
     for frames in (9, 17, 25):
         seconds = frames / FPS
         waveform = torch.rand(2, round(seconds * RATE), generator=torch.Generator().manual_seed(1))
-        found = encode(waveform * 2 - 1, RATE)["audio_latent_mean"]
-        assert found.dtype is torch.float32
-        assert found.shape == (round(seconds * 25), 16)
+        mean = encode(waveform * 2 - 1, RATE)["audio_latent_mean"]
+        assert mean.dtype is torch.float32
+        assert mean.shape == (round(seconds * 25), 16)
         pipeline = checkpoint.pipeline(torch.float32)
         sounds = pipeline.audio_vae
-        assert audio_tokens(sounds.config, seconds) == len(found)
+        assert audio_tokens(sounds.config, seconds) == len(mean)
         # Normalised as the pipeline undoes it, which then decodes a spectrogram.
         undone = pipeline._denormalize_audio_latents(
-            found[None], sounds.latents_mean, sounds.latents_std
+            mean[None], sounds.latents_mean, sounds.latents_std
         )
-        unpacked = pipeline._unpack_audio_latents(undone, len(found), num_mel_bins=4)
+        unpacked = pipeline._unpack_audio_latents(undone, len(mean), num_mel_bins=4)
         with torch.no_grad():
             mel = log_mel(waveform * 2 - 1, sounds.config)[None]
-            expected = sounds.encode(mel).latent_dist.mode()[:, :, : len(found)]
+            expected = sounds.encode(mel).latent_dist.mode()[:, :, : len(mean)]
         torch.testing.assert_close(unpacked, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -139,12 +141,12 @@ def test_a_samples_loss_is_its_own_and_reaches_every_adapter(
     model, batch = adapted(checkpoint), batch_of(checkpoint, sound=True)
     if task == "ic_lora":
         batch["reference_0"] = batch["latent_mean"].roll(1, 0)
-    found = checkpoint.losses(model, batch, Streams(0, [4, 5, 6]))
-    assert found.losses.dtype is torch.float32
-    alone = {name: tensor[1:2] for name, tensor in batch.items()}
-    again = checkpoint.losses(model, alone, Streams(0, [5])).losses
-    torch.testing.assert_close(found.losses[1:2], again, rtol=1e-5, atol=0)
-    found.losses.sum().backward()
+    losses = checkpoint.losses(model, batch, Streams(0, [4, 5, 6]))
+    assert losses.losses.dtype is torch.float32
+    single_batch = {name: tensor[1:2] for name, tensor in batch.items()}
+    second_losses = checkpoint.losses(model, single_batch, Streams(0, [5])).losses
+    torch.testing.assert_close(losses.losses[1:2], second_losses, rtol=1e-5, atol=0)
+    losses.losses.sum().backward()
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * 6 * 4
     still = [n for n in trained if not model.get_parameter(n).grad.abs().max() > 0]
@@ -171,45 +173,51 @@ def test_one_call_is_the_stock_pipelines_with_sound(
     pipeline.set_progress_bar_config(disable=True)
     calls: list[tuple[dict[str, Any], Any]] = []
     recording = pipeline.transformer.register_forward_hook(
-        lambda _model, _args, given, output: calls.append((given, output)), with_kwargs=True
+        lambda _model, _args, kwargs, output: calls.append((kwargs, output)), with_kwargs=True
     )
     references: tuple[Path, ...] = ()
     if task == "ic_lora":
         references = (write_sample(tmp_path / "before", pixels.flip(0).permute(0, 2, 3, 1), FPS),)
-    how = Sampling(NATIVE, 3, 1.0, seed=0, fps=FPS, references=references, **pictures)
-    checkpoint.generate(pipeline, checkpoint.conditions(CAPTIONS[1]), how)
+    sampling = Sampling(NATIVE, 3, 1.0, seed=0, fps=FPS, references=references, **pictures)
+    checkpoint.generate(pipeline, checkpoint.conditions(CAPTIONS[1]), sampling)
     recording.remove()
     encode = checkpoint.load_video_encoder(torch.float32, CPU)
     row = encode(pixels)
     if references:
-        given = [
+        encoded_references = [
             read_frames(
-                one, frames=NATIVE.frames, fps=FPS, height=NATIVE.height, width=NATIVE.width
+                reference, frames=NATIVE.frames, fps=FPS, height=NATIVE.height, width=NATIVE.width
             )
-            for one in references
+            for reference in references
         ]
-        row |= encode.references(given, NATIVE)
+        row |= encode.references(encoded_references, NATIVE)
     batch = {name: tensor[None] for name, tensor in row.items()}
     batch |= checkpoint.load_text_encoder(torch.float32, CPU)([CAPTIONS[1]])
     model = checkpoint.load_transformer(torch.float32).eval()
     assert len(calls) == 3
-    for given, expected in calls:
+    for encoded_references, expected in calls:
         noised = {
             **batch,
-            "audio_noisy": given["audio_hidden_states"],
-            "audio_timestep": given["sigma"],
+            "audio_noisy": encoded_references["audio_hidden_states"],
+            "audio_timestep": encoded_references["sigma"],
         }
-        own = given["hidden_states"][:, : math.prod(row["latent_mean"].shape[1:])]
+        video_tokens = encoded_references["hidden_states"][
+            :, : math.prod(row["latent_mean"].shape[1:])
+        ]
         with torch.no_grad():
-            found = checkpoint.velocities(model, own, given["sigma"], noised, {})
-        assert not given["isolate_modalities"]
+            velocities = checkpoint.velocities(
+                model, video_tokens, encoded_references["sigma"], noised, {}
+            )
+        assert not encoded_references["isolate_modalities"]
         if task != "t2v":
-            assert not torch.equal(found[0], expected[0][:, : own.shape[1]])
-            with own_timesteps(pipeline.transformer, given), torch.no_grad():
-                expected = pipeline.transformer(**given)
-        assert (given["hidden_states"].shape[1] > own.shape[1]) == (task == "ic_lora")
-        assert torch.equal(found[0], expected[0][:, : own.shape[1]])
-        assert torch.equal(found[1], expected[1])
+            assert not torch.equal(velocities[0], expected[0][:, : video_tokens.shape[1]])
+            with own_timesteps(pipeline.transformer, encoded_references), torch.no_grad():
+                expected = pipeline.transformer(**encoded_references)
+        assert (encoded_references["hidden_states"].shape[1] > video_tokens.shape[1]) == (
+            task == "ic_lora"
+        )
+        assert torch.equal(velocities[0], expected[0][:, : video_tokens.shape[1]])
+        assert torch.equal(velocities[1], expected[1])
 
 
 @contextmanager
@@ -229,8 +237,8 @@ def own_timesteps(model: Any, call: dict[str, Any]) -> Iterator[None]:
 def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = with_sound(tiny_checkpoints["ltx-2.3"], "t2v")
     model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint, sound=True)
-    drawn = checkpoint.draws({name: tensor.to("meta") for name, tensor in batch.items()})
-    rows = Streams(0, [1, 2, 3]).drawn(drawn, CPU)
+    random_inputs = checkpoint.draws({name: tensor.to("meta") for name, tensor in batch.items()})
+    rows = Streams(0, [1, 2, 3]).drawn(random_inputs, CPU)
     assert set(rows) == {"noise", "timestep", "audio_noise", "audio_timestep"}
     assert not torch.equal(rows["timestep"], rows["audio_timestep"])
     # By its own number of tokens, 53, where the video has 18.
@@ -268,15 +276,15 @@ def test_samples_have_the_sound_that_was_trained(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """The pipeline's own, bit by bit, beside the same video; without sound there is none."""
-    path, how = tiny_checkpoints["ltx-2.3"], Sampling(NATIVE, 2, 3.0, seed=5, fps=FPS)
+    path, sampling = tiny_checkpoints["ltx-2.3"], Sampling(NATIVE, 2, 3.0, seed=5, fps=FPS)
     checkpoint = with_sound(path, "t2v")
     pipeline, stock = checkpoint.pipeline(torch.float32), checkpoint.pipeline(torch.float32)
-    for one in (pipeline, stock):
-        one.set_progress_bar_config(disable=True)
-    given = checkpoint.conditions(CAPTIONS[1])
-    video, sound = checkpoint.generate_with_sound(pipeline, given, how)
+    for pipe in (pipeline, stock):
+        pipe.set_progress_bar_config(disable=True)
+    prompt_kwargs = checkpoint.conditions(CAPTIONS[1])
+    video, sound = checkpoint.generate_with_sound(pipeline, prompt_kwargs, sampling)
     expected = stock(
-        **given,
+        **prompt_kwargs,
         **checkpoint.arguments(NATIVE),
         num_inference_steps=2,
         guidance_scale=3.0,
@@ -286,10 +294,10 @@ def test_samples_have_the_sound_that_was_trained(
     assert torch.equal(sound.waveform, expected.audio[0])
     assert sound.waveform.std() > 0
     assert sound.rate == stock.vocoder.config.output_sampling_rate
-    assert torch.equal(video, checkpoint.generate(pipeline, given, how))
-    same, none = opened(path).generate_with_sound(pipeline, given, how)
+    assert torch.equal(video, checkpoint.generate(pipeline, prompt_kwargs, sampling))
+    samples, none = opened(path).generate_with_sound(pipeline, prompt_kwargs, sampling)
     assert none is None
-    assert torch.equal(video, same)
+    assert torch.equal(video, samples)
 
 
 @pytest.mark.parametrize("sound", [True, False])
@@ -306,14 +314,14 @@ def test_the_command_writes_the_sound_of_an_adapter_that_has_some(
             if is_lora_b(name):
                 parameter.fill_(0.01)
     video = {"frames": NATIVE.frames, "height": NATIVE.height, "width": NATIVE.width, "fps": FPS}
-    made = {
+    metadata = {
         "family": "ltx2",
         "base_model": path.name,
         "transformer_digest": "",
         "video": video,
         **checkpoint.header(),
     }
-    save_adapter(model, checkpoint.pipeline_class, tmp_path, made)
+    save_adapter(model, checkpoint.pipeline_class, tmp_path, metadata)
     request = SampleRequest(
         tmp_path, ("a",), model=str(path), inference_steps=2, guidance_scale=1.0
     )

@@ -78,9 +78,9 @@ def test_without_autocast_it_is_the_stock_processor_bit_for_bit(
     results = []
     for processor in (stock(), Fp32LinearAttention(stock())):
         attention, x = layer(processor, qk_norm, dtype), tokens(dtype).requires_grad_()
-        out = attention(x, **extra())
-        (out.float() * torch.linspace(-1, 2, WIDTH)).sum().backward()
-        results.append([out, x.grad, *(p.grad for p in attention.parameters())])
+        result = attention(x, **extra())
+        (result.float() * torch.linspace(-1, 2, WIDTH)).sum().backward()
+        results.append([result, x.grad, *(p.grad for p in attention.parameters())])
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -90,33 +90,35 @@ def test_autocast_changes_nothing_beyond_the_projections(kind: str) -> None:
     """Given the q, k and v that autocast computed, what reaches `to_out` is the stock processor's without it."""
     stock, qk_norm, extra = KINDS[kind]
     attention = layer(Fp32LinearAttention(stock()), qk_norm)
-    made: dict[str, torch.Tensor] = {}
-    seen: list[torch.Tensor] = []
+    outputs: dict[str, torch.Tensor] = {}
+    output_inputs: list[torch.Tensor] = []
     for name in ("to_q", "to_k", "to_v", "norm_q", "norm_k"):
         if (module := getattr(attention, name)) is not None:
-            module.register_forward_hook(lambda _m, _a, out, name=name: made.update({name: out}))
-    attention.to_out[0].register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+            module.register_forward_hook(
+                lambda _m, _a, output, name=name: outputs.update({name: output})
+            )
+    attention.to_out[0].register_forward_pre_hook(lambda _m, args: output_inputs.append(args[0]))
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert attention(tokens(), **extra()).dtype is torch.bfloat16
-    assert made["to_q"].dtype is torch.bfloat16
+    assert outputs["to_q"].dtype is torch.bfloat16
 
     def replayed(name: str) -> Any:
-        return (lambda _x: made[name]) if name in made else None
+        return (lambda _x: outputs[name]) if name in outputs else None
 
     names = ("to_q", "to_k", "to_v", "norm_q", "norm_k")
-    given = SimpleNamespace(
+    fake_attention = SimpleNamespace(
         heads=HEADS, to_out=[lambda x: x] * 2, **{name: replayed(name) for name in names}
     )
-    assert torch.equal(seen[0], stock()(given, tokens(), **extra()))
-    assert seen[0].dtype is torch.float32
+    assert torch.equal(output_inputs[0], stock()(fake_attention, tokens(), **extra()))
+    assert output_inputs[0].dtype is torch.float32
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Linear attention in fp64, token by token (arXiv 2410.10629, section 2.2)."""
     q, k, v = (t.double().unflatten(-1, (HEADS, -1)) for t in (q, k, v))
     weights = torch.einsum("bnhc,bmhc->bhnm", q.relu(), k.relu())
-    out = torch.einsum("bhnm,bmhc->bnhc", weights / weights.sum(-1, keepdim=True), v)
-    return out.flatten(-2)
+    attended = torch.einsum("bhnm,bmhc->bnhc", weights / weights.sum(-1, keepdim=True), v)
+    return attended.flatten(-2)
 
 
 @pytest.mark.parametrize(("wrap", "bound"), [(Fp32LinearAttention, 2e-6), (lambda p: p, 1.0)])
@@ -124,16 +126,16 @@ def test_under_autocast_it_is_the_fp64_result_and_the_stock_processor_is_not(
     wrap: Callable[[Any], Processor], bound: float
 ) -> None:
     attention = layer(wrap(SanaLinearAttnProcessor2_0()), None)
-    made, seen = {}, []
+    outputs, recorded = {}, []
     for name in ("to_q", "to_k", "to_v"):
         getattr(attention, name).register_forward_hook(
-            lambda _m, _a, out, name=name: made.update({name: out})
+            lambda _m, _a, output, name=name: outputs.update({name: output})
         )
-    attention.to_out[0].register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+    attention.to_out[0].register_forward_pre_hook(lambda _m, args: recorded.append(args[0]))
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         attention(tokens())
-    expected = exact(made["to_q"], made["to_k"], made["to_v"])
-    error = ((seen[0].double() - expected).abs().max() / expected.abs().max()).item()
+    expected = exact(outputs["to_q"], outputs["to_k"], outputs["to_v"])
+    error = ((recorded[0].double() - expected).abs().max() / expected.abs().max()).item()
     assert error < bound
     if bound == 1.0:
         assert error > 1e-3  # what autocast costs, so that the test above tells the two apart
@@ -250,15 +252,17 @@ def test_500_steps_at_6e_6_stay_finite_where_plain_fp16_does_not(
         for module in transformer.modules()
         if isinstance(module, Attention) and isinstance(module.processor, SaturatingLinearAttention)
     ]
-    for module, found in peaks:
+    for module, module_peaks in peaks:
         module.register_forward_hook(
-            lambda _m, _a, out, found=found: found.append(out.abs().max().item())
+            lambda _m, _a, output, peak_values=module_peaks: peak_values.append(
+                output.abs().max().item()
+            )
         )
     losses = steps(checkpoint, transformer, batch, 500)
     assert len(losses) == 500
     assert torch.isfinite(torch.tensor(losses)).all()
-    for _, found in peaks:
-        assert max(found) == FP16_MAX  # it did saturate
+    for _, module_peaks in peaks:
+        assert max(module_peaks) == FP16_MAX  # it did saturate
 
 
 def test_in_fp32_a_saturating_checkpoint_is_the_function_that_it_is_in_fp16(
@@ -270,9 +274,9 @@ def test_in_fp32_a_saturating_checkpoint_is_the_function_that_it_is_in_fp16(
     batch = cached_batch(checkpoint)
 
     def losses(dtype: torch.dtype, transformer: Any) -> torch.Tensor:
-        given = {name: t.to(dtype) if "embeds" in name else t for name, t in batch.items()}
+        tensors = {name: t.to(dtype) if "embeds" in name else t for name, t in batch.items()}
         with torch.no_grad():
-            return checkpoint.losses(transformer, given, Streams(0, [0, 1])).losses
+            return checkpoint.losses(transformer, tensors, Streams(0, [0, 1])).losses
 
     def stock(dtype: torch.dtype) -> Any:
         return SanaTransformer2DModel.from_pretrained(path, subfolder="transformer", dtype=dtype)
@@ -306,12 +310,12 @@ def test_a_whole_pipeline_trained_from_it_still_saturates(
     base = get_family("sana").open(
         ModelConfig(family="sana", path=str(tiny_checkpoints["sana-fp16"]))
     )
-    out = tmp_path / "model"
+    output_dir = tmp_path / "model"
     transformer = base.load_transformer(torch.float32)
-    save_pipeline(transformer, base.path, out, {}, base.index_changes())
-    again = get_family("sana").open(ModelConfig(family="sana", path=str(out)))
-    assert is_emulated(again.load_transformer(torch.float32))
-    assert not is_emulated(SanaPipeline.from_pretrained(out).transformer)
+    save_pipeline(transformer, base.path, output_dir, {}, base.index_changes())
+    reopened = get_family("sana").open(ModelConfig(family="sana", path=str(output_dir)))
+    assert is_emulated(reopened.load_transformer(torch.float32))
+    assert not is_emulated(SanaPipeline.from_pretrained(output_dir).transformer)
     trained = get_family("sana").open(
         ModelConfig(family="sana", path=str(tiny_checkpoints["sana-600m"]))
     )

@@ -39,10 +39,12 @@ def test_a_seed_gives_the_same_bytes_and_another_seed_other_weights(
     FAMILY.build_tiny("videochat2-hd", tmp_path / "again", 0)
     FAMILY.build_tiny("videochat2-hd", tmp_path / "other", 1)
     assert torch.equal(torch.get_rng_state(), state)
-    first, other = contents(tiny / "videochat2-hd"), contents(tmp_path / "other")
-    assert contents(tmp_path / "again") == first
-    assert {name for name in first if first[name] != other[name]} == {"model.safetensors"}
-    assert "qformer_tokenizer/tokenizer.json" in first
+    first_files, other_files = contents(tiny / "videochat2-hd"), contents(tmp_path / "other")
+    assert contents(tmp_path / "again") == first_files
+    assert {name for name in first_files if first_files[name] != other_files[name]} == {
+        "model.safetensors"
+    }
+    assert "qformer_tokenizer/tokenizer.json" in first_files
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -82,8 +84,8 @@ def test_its_tokenizer_loses_nothing(variant: str, tiny: Path) -> None:
         END[kind],
         END[kind],
     )
-    words = tokenizer.tokenize("the video contains a red ball")
-    assert words == ["▁the", "▁video", "▁contains", "▁a", "▁red", "▁ball"]
+    word_tokens = tokenizer.tokenize("the video contains a red ball")
+    assert word_tokens == ["▁the", "▁video", "▁contains", "▁a", "▁red", "▁ball"]
     if kind == "phi3":  # as the published one: a control token takes the white space after it
         ids = tokenizer(
             "<|user|>\nWhat<|end|>\n<|assistant|>\na", add_special_tokens=False

@@ -21,8 +21,8 @@ def losses_by_diffusers(path: Path, pixels: torch.Tensor, draws: Drawn) -> torch
     pipe = ZImagePipeline.from_pretrained(path)
     captions, _ = pipe.encode_prompt(CAPTIONS, do_classifier_free_guidance=False)
     posterior = pipe.vae.encode(pixels.float() / 127.5 - 1).latent_dist
-    drawn = posterior.mean + posterior.std * draws.tensors["posterior"]
-    clean = (drawn - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
+    latent = posterior.mean + posterior.std * draws.tensors["posterior"]
+    clean = (latent - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
     noise, sigma = draws.tensors["noise"], draws.tensors["timestep"]
     s = sigma.view(-1, 1, 1, 1)
     noisy = (1 - s) * clean + s * noise
@@ -44,14 +44,14 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
     encode_picture = checkpoint.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(SHAPE, generator) for _ in CAPTIONS]
-    latents = [encode_picture(one) for one in pictures]
+    latents = [encode_picture(picture) for picture in pictures]
     batch = {
-        **{name: torch.stack([one[name] for one in latents]) for name in latents[0]},
+        **{name: torch.stack([latent[name] for latent in latents]) for name in latents[0]},
         **encode_text(CAPTIONS),
     }
     # Of the checkpoint's own density, as it is drawn.
-    drawn = {name: draw([generator] * 3) for name, draw in checkpoint.draws(batch).items()}
-    ahead = Drawn(0, (0, 1, 2), drawn)
+    noise = {name: draw([generator] * 3) for name, draw in checkpoint.draws(batch).items()}
+    ahead = Drawn(0, (0, 1, 2), noise)
     with torch.no_grad():
         transformer = checkpoint.load_transformer(torch.float32)
         ours = checkpoint.losses(transformer, batch, Streams(0, [0, 1, 2], ahead)).losses

@@ -54,8 +54,8 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(stem: str, tmp_path: P
     with torch.device("meta"):
         config = checkpoint.transformer_config
         transformer = checkpoint.transformer_class.from_config(config).requires_grad_(False)
-        whole = sum(p.numel() for p in transformer.parameters())
-        assert whole == counted(config) == 6_154_908_736
+        num_parameters = sum(p.numel() for p in transformer.parameters())
+        assert num_parameters == counted(config) == 6_154_908_736
         targets = checkpoint.lora_targets(get_family("z_image").lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
     assert report.adapted == 136 == 4 * BLOCKS
@@ -81,8 +81,8 @@ def test_a_caption_costs_two_and_a_half_mib_and_its_mask(tmp_path: Path) -> None
 
 def test_turbos_recipe_trains_over_what_takes_the_distillation_back() -> None:
     recipe = load_recipe(ROOT / "recipes" / "z_image" / "turbo.yaml")
-    (under,) = recipe.lora.under
-    assert (under.path, under.in_samples) == (DE_DISTILLATION, False)
+    (base_adapter,) = recipe.lora.under
+    assert (base_adapter.path, base_adapter.in_samples) == (DE_DISTILLATION, False)
     assert (recipe.validation.guidance_scale, recipe.validation.inference_steps) == (0.0, 8)
 
 
@@ -100,5 +100,5 @@ def test_every_recipe_of_the_family_has_its_published_checkpoint() -> None:
 def test_the_text_encoder_is_as_wide_as_the_transformer_takes() -> None:
     for name, _ in PUBLISHED.values():
         width = json.loads((CONFIGS / name / "text_encoder" / "config.json").read_text())
-        taken = json.loads((CONFIGS / name / "transformer" / "config.json").read_text())
-        assert taken["cap_feat_dim"] == width["hidden_size"]
+        config = json.loads((CONFIGS / name / "transformer" / "config.json").read_text())
+        assert config["cap_feat_dim"] == width["hidden_size"]

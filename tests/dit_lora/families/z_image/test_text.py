@@ -16,7 +16,7 @@ def test_the_mask_is_looked_at_on_the_host_alone(path: Path) -> None:
     batch = Batch(("a", "b", "c"), (0, 1, 2), some_batch()).to(torch.device("meta"))
     assert batch.tensors["prompt_embeds"].is_meta
     tokens = own_tokens(batch.tensors["prompt_embeds"], batch.tensors["prompt_attention_mask"])
-    assert [(len(one), one.is_meta) for one in tokens] == [(3, True), (512, True), (77, True)]
+    assert [(len(ids), ids.is_meta) for ids in tokens] == [(3, True), (512, True), (77, True)]
 
 
 def test_captions_are_the_pipelines_and_the_callers_list_is_left_alone(path: Path) -> None:
@@ -26,8 +26,8 @@ def test_captions_are_the_pipelines_and_the_callers_list_is_left_alone(path: Pat
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     encoded = encode(captions)
     assert captions == list(CAPTIONS)
-    again = encode(captions)
-    assert all(torch.equal(again[name], tensor) for name, tensor in encoded.items())
+    second_encoding = encode(captions)
+    assert all(torch.equal(second_encoding[name], tensor) for name, tensor in encoded.items())
     spec = checkpoint.text_spec(torch.float32)
     assert {n: (t.shape[1:], t.dtype) for n, t in encoded.items()} == spec
     pipeline = ZImagePipeline.from_pretrained(path)
@@ -56,9 +56,9 @@ def test_the_last_hidden_state_but_one_of_a_prompt_that_thinks_is_kept(path: Pat
     with torch.no_grad():
         states = pipeline.text_encoder(tokens, output_hidden_states=True).hidden_states
     encoded = opened(path).load_text_encoder(torch.float32, CPU)(["a cat"])
-    found = encoded["prompt_embeds"][0][encoded["prompt_attention_mask"][0]]
+    embeds = encoded["prompt_embeds"][0][encoded["prompt_attention_mask"][0]]
     assert len(states) == 4
-    torch.testing.assert_close(found, states[2][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(embeds, states[2][0], rtol=1e-5, atol=1e-5)
     assert opened(path).text_facts()["tokens"] == 512
 
 
@@ -69,22 +69,25 @@ def test_the_chat_template_leaves_a_caption_the_room_that_is_said(path: Path) ->
         checkpoint.text_limit().max_tokens,
         checkpoint.text_pipeline(torch.float32, CPU),
     )
-    seen: list[list[int]] = []
+    token_ids: list[list[int]] = []
     pipeline.text_encoder.register_forward_pre_hook(
-        lambda _m, _args, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
+        lambda _m, _args, kwargs: token_ids.append(kwargs["input_ids"][0].tolist()),
+        with_kwargs=True,
     )
     for length in (room, room + 1):
         pipeline.encode_prompt("a" * length, do_classifier_free_guidance=False)
     pad = pipeline.tokenizer.pad_token_id
-    assert [len(ids) for ids in seen] == [512, 512]
-    assert pad not in seen[0] + seen[1]
-    assert seen[1][-1] == seen[0][-2]
-    assert seen[1][-1] != seen[0][-1]
+    assert [len(ids) for ids in token_ids] == [512, 512]
+    assert pad not in token_ids[0] + token_ids[1]
+    assert token_ids[1][-1] == token_ids[0][-2]
+    assert token_ids[1][-1] != token_ids[0][-1]
 
 
 def test_several_prompts_have_an_empty_one_each(path: Path) -> None:
     checkpoint = opened(path)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    given = checkpoint.conditions(encode(CAPTIONS[:2]), encode([""]))
-    lengths = {name: [len(one) for one in captions] for name, captions in given.items()}
+    prompt_kwargs = checkpoint.conditions(encode(CAPTIONS[:2]), encode([""]))
+    lengths = {
+        name: [len(caption) for caption in captions] for name, captions in prompt_kwargs.items()
+    }
     assert lengths == {"prompt_embeds": [37, 19], "negative_prompt_embeds": [19, 19]}

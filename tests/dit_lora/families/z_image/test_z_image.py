@@ -58,20 +58,20 @@ def test_time_runs_backwards_and_the_output_is_the_negative_velocity(
     latents, timesteps, captions = model.asked
 
     spread = (batch["latent_logvar"].double() / 2).exp()
-    drawn = batch["latent_mean"].double() + spread * own_draws((4, 4, 6), "posterior")
-    clean = (drawn - 0.1159) * 0.3611
+    latent = batch["latent_mean"].double() + spread * own_draws((4, 4, 6), "posterior")
+    clean = (latent - 0.1159) * 0.3611
     level = 1 / (1 + (-own_draws((), "timestep")).exp())
     sigma = 2 / (2 + 1 / level - 1)
     assert checkpoint.scheduler_shift == sampling_shift
     noise = own_draws((4, 4, 6), "noise")
     noisy = clean + sigma.view(3, 1, 1, 1) * (noise - clean)
-    for one, expected in zip(latents, noisy, strict=True):
-        torch.testing.assert_close(one.double(), expected[:, None], rtol=2e-6, atol=2e-6)
+    for item, expected in zip(latents, noisy, strict=True):
+        torch.testing.assert_close(item.double(), expected[:, None], rtol=2e-6, atol=2e-6)
     assert timesteps.dtype is torch.float32
     torch.testing.assert_close(timesteps.double(), 1 - sigma, rtol=2e-6, atol=2e-7)
-    assert [len(one) for one in captions] == [3, 512, 77]
-    for one, embeddings in zip(captions, batch["prompt_embeds"], strict=True):
-        assert torch.equal(one, embeddings[: len(one)])
+    assert [len(caption) for caption in captions] == [3, 512, 77]
+    for item, embeddings in zip(captions, batch["prompt_embeds"], strict=True):
+        assert torch.equal(item, embeddings[: len(item)])
     losses = (-model.answer.double() - (noise - clean)).square().mean((1, 2, 3))
     torch.testing.assert_close(output.losses.double(), losses, rtol=2e-6, atol=0)
     assert output.timesteps.tolist() == [math.floor(t) for t in (1000 * sigma).tolist()]
@@ -113,12 +113,12 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
     assert len(calls) == 3
     for ((latents, *_), expected), t in zip(calls, pipeline.scheduler.timesteps, strict=True):
         with torch.no_grad():
-            found = checkpoint.predict(
+            prediction = checkpoint.predict(
                 transformer, torch.stack(latents)[:, :, 0], t.repeat(3), text
             )
-        assert found.dtype is dtype
-        assert torch.equal(found, -torch.stack(expected)[:, :, 0])
-    assert len({tuple(row.flatten().tolist()) for row in found}) == 3
+        assert prediction.dtype is dtype
+        assert torch.equal(prediction, -torch.stack(expected)[:, :, 0])
+    assert len({tuple(row.flatten().tolist()) for row in prediction}) == 3
 
 
 def test_neighbours_and_what_lies_behind_a_caption_do_not_matter(path: Path) -> None:
@@ -127,16 +127,27 @@ def test_neighbours_and_what_lies_behind_a_caption_do_not_matter(path: Path) -> 
     transformer = checkpoint.load_transformer(torch.float32).eval()
     noisy, t = torch.randn(3, 4, 4, 6), torch.tensor([371.3, 804.9, 5.99])
     with torch.no_grad():
-        whole = checkpoint.predict(transformer, noisy, t, batch)
+        full_prediction = checkpoint.predict(transformer, noisy, t, batch)
         for row in range(3):
-            alone = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-            found = checkpoint.predict(transformer, noisy[row : row + 1], t[row : row + 1], alone)
-            torch.testing.assert_close(found[0], whole[row], rtol=1e-5, atol=1e-5)
+            single_batch = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+            prediction = checkpoint.predict(
+                transformer, noisy[row : row + 1], t[row : row + 1], single_batch
+            )
+            torch.testing.assert_close(prediction[0], full_prediction[row], rtol=1e-5, atol=1e-5)
         behind = ~batch["prompt_attention_mask"]
-        other = {**batch, "prompt_embeds": batch["prompt_embeds"].masked_fill(behind[..., None], 7)}
-        assert torch.equal(checkpoint.predict(transformer, noisy, t, other), whole)
+        changed_batch = {
+            **batch,
+            "prompt_embeds": batch["prompt_embeds"].masked_fill(behind[..., None], 7),
+        }
+        assert torch.equal(
+            checkpoint.predict(transformer, noisy, t, changed_batch), full_prediction
+        )
         shorter = {**batch, **some_batch((3, 512, 76))}
-        apart = (checkpoint.predict(transformer, noisy, t, shorter) - whole).abs().amax((1, 2, 3))
+        apart = (
+            (checkpoint.predict(transformer, noisy, t, shorter) - full_prediction)
+            .abs()
+            .amax((1, 2, 3))
+        )
     assert apart[2] > 1e-3 > 1e-5 > apart[:2].max()
 
 
@@ -146,12 +157,12 @@ def test_a_trained_pad_is_attended_to(path: Path) -> None:
     transformer = checkpoint.load_transformer(torch.float32).eval()
     noisy, t = torch.randn(3, 4, 4, 6), torch.tensor([371.3, 804.9, 5.99])
     with torch.no_grad():
-        whole = checkpoint.predict(transformer, noisy, t, batch)
+        full_prediction = checkpoint.predict(transformer, noisy, t, batch)
         for name in ("x_pad_token", "cap_pad_token"):
             pad = getattr(transformer, name)
             assert pad.abs().min() > 0
             pad.neg_()
-            apart = (checkpoint.predict(transformer, noisy, t, batch) - whole).abs()
+            apart = (checkpoint.predict(transformer, noisy, t, batch) - full_prediction).abs()
             assert (apart.amax((1, 2, 3)) > 1e-3).tolist() == [True, name == "x_pad_token", True]
             pad.neg_()
 
@@ -160,27 +171,29 @@ def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(pat
     """The paper's scale is w + 1; at 0 nothing is predicted for "", and at 1 it is."""
     checkpoint = opened(path)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    whole = checkpoint.pipeline(torch.float32)
-    cached = checkpoint.pipeline(torch.float32, whole.transformer, text=False)
+    full_pipeline = checkpoint.pipeline(torch.float32)
+    cached = checkpoint.pipeline(torch.float32, full_pipeline.transformer, text=False)
     calls: list[list[torch.Tensor]] = []
-    whole.transformer.register_forward_hook(lambda _m, _args, output: calls.append(output[0]))
-    steps: list[torch.Tensor] = []
-    step = whole.scheduler.step
-    whole.scheduler.step = lambda velocity, *rest, **named: (
-        steps.append(velocity) or step(velocity, *rest, **named)
+    full_pipeline.transformer.register_forward_hook(
+        lambda _m, _args, output: calls.append(output[0])
     )
-    for pipeline in (whole, cached):
+    steps: list[torch.Tensor] = []
+    step = full_pipeline.scheduler.step
+    full_pipeline.scheduler.step = lambda velocity, *args, **named: (
+        steps.append(velocity) or step(velocity, *args, **named)
+    )
+    for pipeline in (full_pipeline, cached):
         pipeline.set_progress_bar_config(disable=True)
 
     def made(scale: float) -> None:
         calls.clear()
         steps.clear()
-        how = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=scale, seed=3)
-        words = checkpoint.generate(whole, checkpoint.conditions("a cat"), how)
-        assert words.float().std() > 1
+        sampling = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=scale, seed=3)
+        video_of_text = checkpoint.generate(full_pipeline, checkpoint.conditions("a cat"), sampling)
+        assert video_of_text.float().std() > 1
         text, empty = encode(["a cat"]), encode([""])
         assert torch.equal(
-            checkpoint.generate(cached, checkpoint.conditions(text, empty), how), words
+            checkpoint.generate(cached, checkpoint.conditions(text, empty), sampling), video_of_text
         )
 
     made(0.0)
@@ -188,8 +201,8 @@ def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(pat
     made(1.0)
     assert [len(output) for output in calls] == [checkpoint.guided_batch] * 4
     made(4.5)
-    conditional, without = calls[0]
-    expected = conditional + 4.5 * (conditional - without)
+    conditional, unconditional = calls[0]
+    expected = conditional + 4.5 * (conditional - unconditional)
     torch.testing.assert_close(steps[0][0], -expected[:, 0], rtol=1e-6, atol=1e-6)
 
 
@@ -198,8 +211,8 @@ def test_a_plan_counts_guidance_from_above_0_on(path: Path, recipe_values: dict[
         recipe_for(path, recipe_values, validation={"guidance_scale": w}) for w in (0.0, 0.5)
     ]
     subject = subject_of(recipes[0], gpu=False)
-    without, guided = (subject.inference_peak(recipe) for recipe in recipes)
-    assert guided > 1.5 * without
+    unguided, guided = (subject.inference_peak(recipe) for recipe in recipes)
+    assert guided > 1.5 * unguided
 
 
 def test_targets_are_attention_in_every_layer_and_refiner(path: Path) -> None:
@@ -207,15 +220,17 @@ def test_targets_are_attention_in_every_layer_and_refiner(path: Path) -> None:
     model = checkpoint.load_transformer(torch.float32)
     targets = checkpoint.lora_targets(get_family("z_image").lora_targets)
     attach_lora(model, LoraConfig(rank=2), targets, seed=0)
-    found = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    adapted_layers = {
+        name for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    }
     blocks = ("noise_refiner.0", "context_refiner.0", "layers.0", "layers.1")
     layers = ("to_q", "to_k", "to_v", "to_out.0")
-    assert found == {f"{block}.attention.{layer}" for block in blocks for layer in layers}
+    assert adapted_layers == {f"{block}.attention.{layer}" for block in blocks for layer in layers}
 
 
 def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
     """The names of its `z_image_to_diffusers` (comfy/utils.py at b3be02d). It would skip a layer without a name."""
-    known = re.compile(
+    pattern = re.compile(
         r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.to_([qkv]|out\.0)|feed_forward\.w[123]"
         r"|adaLN_modulation\.0)|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|all_x_embedder\.2-1"
         r"|cap_embedder\.1|t_embedder\.mlp\.[02]"
@@ -224,7 +239,7 @@ def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     assert len(linear) == 4 * 7 + 3 + 6
     comfyui = get_family("z_image").comfyui
-    assert [name for name in linear if not known.fullmatch(name)] == []
+    assert [name for name in linear if not pattern.fullmatch(name)] == []
     assert [comfyui.of(name) for name in linear] == [f"transformer.{name}" for name in linear]
 
 
@@ -255,22 +270,22 @@ def test_a_turbo_that_trains_alone_is_warned_of_and_over_an_adapter_is_not(
         return " ".join(get_family("z_image").open(recipe.model, recipe).notes(recipe))
 
     turbo = tiny_checkpoints["z-image-turbo"]
-    words = said(turbo)
-    assert "may be Z-Image-Turbo, by its name (no file of it says so)" in words
-    assert "lora.under=[ostris/zimage_turbo_training_adapter/" in words
-    assert "validation.model" in words
+    message = said(turbo)
+    assert "may be Z-Image-Turbo, by its name (no file of it says so)" in message
+    assert "lora.under=[ostris/zimage_turbo_training_adapter/" in message
+    assert "validation.model" in message
     unnamed = Path(shutil.copytree(turbo, tmp_path / "merged"))
     assert "by its scheduler's shift of 3" in said(unnamed)
     assert "distilled" not in said(turbo, lora={"rank": 4, "under": [{"path": "a.safetensors"}]})
     assert "distilled" not in said(tiny_checkpoints["z-image"])
-    drawn = {"family": "z_image", "path": str(turbo), "from_scratch": {"n_layers": 1}}
-    whole = {
+    model_values = {"family": "z_image", "path": str(turbo), "from_scratch": {"n_layers": 1}}
+    full_training = {
         "train": {**recipe_values["train"], "mode": "full"},
         "optim": {"groups": {"backbone": {"lr": 1e-3}}},
     }
     del recipe_values["lora"]
-    assert "distilled" in said(turbo, **whole)
-    assert "distilled" not in said(turbo, model=drawn, **whole)
+    assert "distilled" in said(turbo, **full_training)
+    assert "distilled" not in said(turbo, model=model_values, **full_training)
 
 
 def recipe_for(path: Path, values: dict[str, Any], **sections: Any) -> Recipe:
