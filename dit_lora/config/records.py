@@ -294,6 +294,99 @@ class WeightMap(TypedDict):
     weight_map: dict[str, str]
 
 
+class GroupInCard(TypedDict):
+    """One parameter group of config.yaml, as far as the model card shows it."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    lr: NotRequired[Number]
+
+
+class OptimInCard(TypedDict):
+    """`optim` of config.yaml, as far as the model card shows it."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    name: str
+    schedule: str
+    warmup_steps: Count
+    groups: dict[str, GroupInCard | None]
+
+
+class TrainInCard(TypedDict):
+    """`train` of config.yaml, as far as the model card shows it."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    batch_size: Count
+    accumulate: Count
+    seed: Int64
+    ema: NotRequired[Number | None]
+
+
+class DataInCard(TypedDict):
+    """`data` of config.yaml, as far as the model card shows it."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    caption_dropout: Number
+    mask_floor: NotRequired[Number]
+    sources: NotRequired[list[dict[str, Any]] | None]
+    reference_folders: NotRequired[list[str] | None]
+
+
+class LoraInCard(TypedDict):
+    """`lora` of config.yaml, as far as a pushed copy changes it."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    init: NotRequired[str]
+    under: NotRequired[list[dict[str, Any]] | None]
+
+
+class ValidationInCard(TypedDict):
+    """`validation` of config.yaml, as far as a pushed copy changes it and the card shows it."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    prompts: NotRequired[list[Any] | None]
+    images: NotRequired[list[Any] | None]
+    last_images: NotRequired[list[Any] | None]
+    media: NotRequired[list[Any] | None]
+    references: NotRequired[list[list[str] | str] | None]
+    model: NotRequired[str | None]
+
+
+class ConfigInCard(TypedDict):
+    """config.yaml of a run, as far as the model card shows it."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    model: dict[str, Any]
+    data: DataInCard
+    optim: OptimInCard
+    train: TrainInCard
+    lora: NotRequired[LoraInCard | None]
+    validation: NotRequired[ValidationInCard | None]
+
+
+class CheckInCard(TypedDict):
+    """One check in verification.json."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    passed: NotRequired[bool]
+    words: NotRequired[str]
+
+
+class VerificationInCard(TypedDict):
+    """verification.json, as far as the model card shows it."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    checks: dict[str, CheckInCard]
+
+
+class EnvironmentInCard(TypedDict):
+    """environment.json, as far as the model card shows it."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    processes: NotRequired[Count]
+    packages: NotRequired[dict[str, str] | None]
+    devices: NotRequired[list[dict[str, Any]] | None]
+
+
 class Facts(TypedDict):
     """facts.json of a run."""
 

@@ -326,7 +326,7 @@ def _values(contents: Contents) -> Iterator[tuple[str, str]]:
             f"{contents.made['rank']}, {contents.made['alpha']}, {dropout:g}",
         )
     for name, group in optim["groups"].items():
-        if group:
+        if group and "lr" in group:
             yield f"learning rate of {plain(name)}", f"{group['lr']:g}"
     yield "optimizer", plain(optim["name"])
     yield "schedule, warmup steps", f"{plain(optim['schedule'])}, {optim['warmup_steps']:,}"

@@ -18,7 +18,17 @@ from dit_lora.adapters.diffusers_format import (
 from dit_lora.adapters.own_files import INDEX, own_files, require_inside
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERTS
-from dit_lora.config.records import Answer, Facts, Provenance, read_typed, typed
+from dit_lora.config.records import (
+    Answer,
+    ConfigInCard,
+    EnvironmentInCard,
+    Facts,
+    Provenance,
+    VerificationInCard,
+    checked,
+    read_typed,
+    typed,
+)
 from dit_lora.config.yaml_parsing import read_yaml
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.files import read_inside, require_regular
@@ -87,6 +97,7 @@ def collect(run_dir: Path) -> Contents:
         return _joined(run_dir, [collect(run) for run in runs])
     require_regular(run_dir)
     run = RunReader(run_dir).read("finished")
+    _require_whole(run)
     result, kind = _result(run)
     _require_verified(run)
     main = result / {"lora": ADAPTER_FILE, "peft": CHAT_ADAPTER_FILE}.get(kind, PROVENANCE_FILE)
@@ -156,6 +167,15 @@ def _result(run: RunFiles) -> tuple[Path, str]:
         f"{folder} has no result yet: no {path}; it is at step {run.done:,} of {run.asked or 0:,}. Go on with: "
         f"accelerate launch recipes/lora.py {folder}/config.yaml train.resume=auto"
     )
+
+
+def _require_whole(run: RunFiles) -> None:
+    """Raise `DitLoraError` if the run's records do not have what the card shows of them."""
+    what = f"{run.folder} is not pushed"
+    checked(run.config, ConfigInCard, f"{what}: config.yaml")
+    checked(run.environment, EnvironmentInCard, f"{what}: environment.json")
+    if run.verification:
+        checked(run.verification, VerificationInCard, f"{what}: {VERIFICATION}")
 
 
 def _require_verified(run: RunFiles) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from card_rules import card_problems, metadata
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
@@ -279,22 +280,31 @@ def _keys(value: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
             yield from _keys(inner, (*above, key))
 
 
-def test_a_card_without_any_of_its_facts_is_written_or_refused_in_one_line(run_dir: Path) -> None:
-    file = run_dir / "facts.json"
-    all_facts = json.loads(file.read_text())
+@pytest.mark.parametrize(
+    "name", ["facts.json", "verification.json", "environment.json", "config.yaml"]
+)
+def test_a_card_without_any_of_its_facts_is_written_or_refused_in_one_line(
+    run_dir: Path, name: str
+) -> None:
+    file = run_dir / name
+    whole = yaml.safe_load(file.read_text())
     refusals = []
-    for path in _keys(all_facts):
-        facts = json.loads(json.dumps(all_facts))
-        inner = facts
-        for key in path[:-1]:
-            inner = inner[key]
-        del inner[path[-1]]
-        file.write_text(json.dumps(facts))
-        try:
-            card = write_card(collect(run_dir), REPO)
-        except DitLoraError as error:
-            refusals.append(str(error))
-        else:
-            assert card_problems(card) == []
-    assert len(refusals) > 10
-    assert all("facts.json" in text and "\n" not in text for text in refusals)
+    for path in _keys(whole):
+        for change in ("missing", "null", "list"):
+            record = json.loads(json.dumps(whole))
+            section = record
+            for key in path[:-1]:
+                section = section[key]
+            if change == "missing":
+                del section[path[-1]]
+            else:
+                section[path[-1]] = None if change == "null" else [[1]]
+            file.write_text(json.dumps(record))
+            try:
+                card = write_card(collect(run_dir), REPO)
+            except DitLoraError as error:
+                refusals.append(str(error))
+            else:
+                assert card_problems(card) == []
+    assert len(refusals) > 5
+    assert all(name in text and "\n" not in text for text in refusals)
