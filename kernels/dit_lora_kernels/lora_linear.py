@@ -224,9 +224,8 @@ class _LoraProjections(torch.autograd.Function):
                     weights[i] = None  # not saved either
                 else:
                     y = _base_product(rows, weights[i], bias, quantized)
-                y.addmm_(
-                    products[i], lows_b[i].t()
-                )  # added into the base's output, without a separate sum
+                # Added into the base's output, without a separate sum.
+                y.addmm_(products[i], lows_b[i].t())
                 outputs.append(y.view(*x.shape[:-1], y.shape[1]))
         ctx.settings, ctx.shape = settings, x.shape
         ctx.dtypes = [

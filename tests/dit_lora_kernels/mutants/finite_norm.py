@@ -13,10 +13,14 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("the largest by sign", "tl.max(tl.abs(x), axis=0)", "tl.max(x, axis=0)"),
     ("the sum of squares for the norm", "tl.sqrt(tl.sum(x * x, axis=0))", "tl.sum(x * x, axis=0)"),
     ("the last chunk left out", "(size + CHUNK - 1) // CHUNK", "size // CHUNK"),
-    ("the last chunk is whole", "left.clamp(max=CHUNK)", "left.clamp(min=CHUNK)"),
-    ("chunks numbered over all tensors", " - (chunks.cumsum(0) - chunks)[of]", ""),
+    ("the last chunk is whole", "remaining.clamp(max=CHUNK)", "remaining.clamp(min=CHUNK)"),
+    ("chunks numbered over all tensors", " - (chunks.cumsum(0) - chunks)[tensor_of_chunk]", ""),
     ("addresses in elements", "index * (CHUNK * element_size)", "index * CHUNK"),
-    ("norms of a tensor's chunks over each other", "place[of] + index]", "place[of] + index * 0]"),
+    (
+        "norms of a tensor's chunks over each other",
+        "norm_index[tensor_of_chunk] + index]",
+        "norm_index[tensor_of_chunk] + index * 0]",
+    ),
     ("every group in the first row", "group * longest + start", "start"),
     ("tensors of a group over each other", "used[group] += cdiv", "used[group] = triton"),
     (

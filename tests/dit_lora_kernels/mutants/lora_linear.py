@@ -76,18 +76,18 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "the copy of a strided input is kept",
-        "kept = x if any",
-        "kept = rows if any",
+        "saved_x = x if any",
+        "saved_x = rows if any",
     ),
     (
         "x is kept for nobody",
-        "kept = x if any(ctx.needs_input_grad[4::size]) else None",
-        "kept = x",
+        "saved_x = x if any(ctx.needs_input_grad[4::size]) else None",
+        "saved_x = x",
     ),
     (
         "a cast of the weight is kept",
-        "ctx.save_for_backward(kept, *weights,",
-        "ctx.save_for_backward(kept, *[w if w is None else w.to(x.dtype) for w in weights],",
+        "ctx.save_for_backward(saved_x, *weights,",
+        "ctx.save_for_backward(saved_x, *[w if w is None else w.to(x.dtype) for w in weights],",
     ),
     (
         "dB is computed for nobody",
